@@ -1,0 +1,35 @@
+"""Symbiosis: one frozen base model, shared by any number of transformers/PEFT programs."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "wrap": "symbiosis.client.wrap",
+    "unwrap": "symbiosis.client.wrap",
+    "stats": "symbiosis.client.wrap",
+    "report": "symbiosis.client.wrap",
+    "from_executor": "symbiosis.client.build",
+    "SymbiosisCallback": "symbiosis.client.callback",
+    "Executor": "symbiosis.executor.embedded",
+    "SymbiosisError": "symbiosis.errors",
+}
+__all__ = ["Executor", "SymbiosisCallback", "SymbiosisError", "from_executor", "report", "stats", "unwrap", "wrap"]
+
+if TYPE_CHECKING:
+    from symbiosis.client.build import from_executor
+    from symbiosis.client.callback import SymbiosisCallback
+    from symbiosis.client.wrap import report, stats, unwrap, wrap
+    from symbiosis.errors import SymbiosisError
+    from symbiosis.executor.embedded import Executor
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when they are used: `import symbiosis` is cheap, and `--help` needs no torch."""
+    if name not in _WHERE:
+        raise AttributeError(f"module 'symbiosis' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(_WHERE[name]), name)
+    globals()[name] = value
+    return value

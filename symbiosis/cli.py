@@ -1,0 +1,71 @@
+"""The commands `symbiosis-executor` and `symbiosis`. Importing this, and `--help`, loads no torch."""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from symbiosis.config import load_options
+from symbiosis.errors import SymbiosisError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="One frozen base model, many clients.")
+executor_app = typer.Typer(add_completion=False)
+
+
+@executor_app.command()
+def executor(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`.")],
+    listen: Annotated[list[str] | None, typer.Option(help="Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where the weights live. Default: cpu.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
+    policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,
+    max_wait_us: Annotated[int | None, typer.Option(help="Longest that a call waits for company. Default: 2000.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Most rows of one product. Default: 4096.")] = None,
+    serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve. Repeatable. Default: all linear and expert layers but the output head.")] = None,
+    allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics at http://127.0.0.1:PORT/metrics.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text (default) or json.")] = None,
+    heartbeat_s: Annotated[float | None, typer.Option(help="A session silent for this long is dropped. Default: 5.")] = None,
+    non_finite: Annotated[str | None, typer.Option(help="refuse (default) or pass: NaN and infinity in forward calls.")] = None,
+    max_call_bytes: Annotated[int | None, typer.Option(help="Largest payload of one call. Default: 1 GiB.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Most rows of one call. Default: 1048576.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="Most unanswered calls of one session. Default: 8.")] = None,
+    max_sessions: Annotated[int | None, typer.Option(help="Most sessions at a time. Default: 256.")] = None,
+) -> None:  # fmt: skip
+    """Hold the frozen layers of MODEL and answer the calls of any number of clients."""
+    given = {key: value for key, value in locals().items() if key not in ("model", "config") and value is not None}
+    with _errors_for_people():
+        options = load_options(given, config)
+        from symbiosis.executor.daemon import serve as serve_model
+
+        serve_model(model, options)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from symbiosis import __version__
+
+    typer.echo(__version__)
+
+
+class _errors_for_people:
+    """Our own errors end the command with their message, without a traceback."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, SymbiosisError):
+            typer.echo(f"error: {error}", err=True)
+            sys.exit(2)
+
+
+def main() -> None:
+    app()
+
+
+def executor_main() -> None:
+    executor_app()

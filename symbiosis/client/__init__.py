@@ -1,0 +1,1 @@
+"""A client: an ordinary transformers/PEFT program whose frozen layers are proxies."""

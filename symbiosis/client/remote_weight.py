@@ -1,0 +1,482 @@
+"""A weight that lives in the executor: a tensor with shape, dtype and device, and no storage.
+
+Its size, stride and storage offset are those of a view into the executor's tensor, so that every view of it is another
+remote weight, and whatever strides a matrix product wants travel with the call. Below autograd, torch's own formulas
+apply: the gradient of `x @ V` is `dy @ V.t()`, another call with another view, and nothing is saved for it.
+
+What happens to it:
+
+* a matrix product (mm, addmm, bmm, grouped, ...) or an embedding lookup: a call to the executor;
+* a view or a cast: another remote weight;
+* `W + delta`: a `RemoteSum`, whose products are the remote product plus the local one;
+* anything else reads values: a `READ` where the provider allows it, else `WeightRead` naming layer, op and line;
+* a write: a private copy where reads are allowed, else `WeightWrite`.
+"""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from symbiosis.client.session import Session
+from symbiosis.errors import WeightRead, WeightWrite
+from symbiosis.protocol import Layer, Op, Priority, View
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    (
+        aten.t.default, aten.transpose.int, aten.permute.default, aten.select.int, aten.slice.Tensor,
+        aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+        aten.squeeze.default, aten.squeeze.dim, aten.expand.default, aten.unbind.int, aten.split.Tensor,
+        aten.split_with_sizes.default, aten.as_strided.default, aten.chunk.default, aten.narrow.default,
+    )
+)  # fmt: skip
+LIKE = frozenset(
+    (
+        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
+        aten.new_ones.default, aten.new_full.default, aten.new_empty_strided.default,
+    )
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Handle:
+    """One remote parameter: which layer of which session, and the private copy that a permitted write made."""
+
+    session: Session
+    index: int
+    layer: Layer
+    private: Tensor | None = None
+    own_bias: tuple[nn.Parameter, int] | None = None  # the base's own bias, and its version when it was taken over
+
+    def is_own_bias(self, bias: Tensor | None) -> bool:
+        """Whether `bias` is still what the executor adds, too."""
+        own = self.own_bias
+        return own is not None and bias is own[0] and not bias.requires_grad and bias._version == own[1]
+
+    def copy(self, memo: dict[int, Any]) -> "Handle":
+        if id(self) not in memo:
+            private = None if self.private is None else self.private.clone()
+            memo[id(self)] = Handle(self.session, self.index, self.layer, private)
+        return memo[id(self)]
+
+
+class RemoteWeight(Tensor):
+    """A view into a tensor of the executor."""
+
+    handle: Handle
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, handle: Handle, size: Any, stride: Any, offset: int, dtype: torch.dtype, device: torch.device
+    ) -> "RemoteWeight":
+        weight = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device, requires_grad=False
+        )
+        weight.handle = handle
+        return weight
+
+    @classmethod
+    def whole(cls, handle: Handle, dtype: torch.dtype, device: torch.device) -> "RemoteWeight":
+        shape = handle.layer.shape
+        return cls(handle, shape, contiguous_stride(shape), 0, dtype, device)
+
+    @property
+    def is_whole(self) -> bool:
+        shape = self.handle.layer.shape
+        return tuple(self.shape) == tuple(shape) and self.stride() == contiguous_stride(shape)
+
+    def view_of(self) -> View:
+        return View(tuple(self.shape), tuple(self.stride()), int(self.storage_offset()))
+
+    def like_me(self, meta: Tensor, dtype: torch.dtype | None = None, device: Any = None) -> "RemoteWeight":
+        """The remote weight with the geometry of `meta`."""
+        return RemoteWeight(
+            self.handle, meta.shape, meta.stride(), meta.storage_offset(), dtype or self.dtype, device or self.device
+        )
+
+    def meta(self) -> Tensor:
+        """A tensor of the same geometry without memory, on which views can be tried."""
+        base = torch.empty(prod(self.handle.layer.shape), dtype=self.dtype, device="meta")
+        return base.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    def value(self) -> Tensor:
+        """The values: the private copy's, or read from the executor (which refuses if it was not told to allow it)."""
+        handle = self.handle
+        if handle.private is not None:
+            base = handle.private.to(self.device, self.dtype)
+            return base.as_strided(self.shape, self.stride(), self.storage_offset())
+        read = handle.session.call(
+            Op.READ, handle.index, dtype=self.dtype, view=None if self.is_whole else self.view_of()
+        )
+        return read.to(self.device).as_strided(self.shape, contiguous_stride(self.shape))
+
+    # What torch.Tensor has as attributes and must not be bypassed.
+
+    @property
+    def data(self) -> "RemoteWeight":  # type: ignore[override]
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, RemoteWeight) and value.handle is self.handle:
+            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+        else:
+            self._privatise("data=", value)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    def requires_grad_(self, flag: bool = True) -> "RemoteWeight":  # type: ignore[override]
+        if flag and self.is_whole:  # nn.Parameter(W.t()), as PEFT writes it, asks too, and means nothing by it
+            raise WeightWrite(
+                f"the shared base weight {self.handle.layer.name!r} is frozen and cannot require grad (at {call_site()}). "
+                "To train it, keep the layer on the client: wrap(model, layers=[...]) without it"
+            )
+        return self
+
+    def _privatise(self, what: str, value: Tensor | None = None) -> None:
+        """A write: from now on this parameter is a private copy. Only where reads are allowed."""
+        handle = self.handle
+        if not handle.session.welcome.allow_read:
+            raise WeightWrite(
+                f"{what} would write to the shared base weight {handle.layer.name!r} (at {call_site()}). Keep the layer "
+                "on the client (wrap's layers=), or start the executor with --allow-read for a private copy"
+            )
+        if value is None:
+            whole = RemoteWeight.whole(handle, self.dtype, self.device)
+            value = handle.private if handle.private is not None else whole.value().clone()
+        elif isinstance(value, RemoteWeight):
+            value = value.value().clone()
+        handle.private = value.detach().to(self.dtype)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"RemoteWeight({self.handle.layer.name}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteWeight":
+        if id(self) not in memo:
+            handle = self.handle.copy(memo)
+            own = self.handle.own_bias
+            if own is not None:
+                bias = memo.get(id(own[0]))
+                if bias is None:
+                    import copy
+
+                    bias = copy.deepcopy(own[0], memo)
+                handle.own_bias = (bias, bias._version) if self.handle.is_own_bias(own[0]) else None
+            memo[id(self)] = _remade(handle, self.view_of(), self.dtype, self.device, hasattr(self, "_is_param"))
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        handle = self.handle
+        parts = handle.session, handle.index, handle.layer, handle.private
+        return _unpickled, (*parts, self.view_of(), self.dtype, self.device, hasattr(self, "_is_param"))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in VIEWS:
+            return _view(func, args, kwargs)
+        if func is aten._to_copy.default:
+            weight = args[0]
+            return weight.like_me(weight.meta(), kwargs.get("dtype"), kwargs.get("device"))
+        if func in LIKE:
+            return func(_stand_in(args[0]), *args[1:], **kwargs)
+        remote = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteWeight)]
+        if any(weight.handle.private is not None for weight in remote):
+            return _on_values(func, args, kwargs)
+        if product := PRODUCTS.get(func):
+            result = product(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        if (written := _written(func, args, kwargs)) is not None:
+            return _write(func, written, args, kwargs)
+        if func in SUMS and (total := _sum(func, args, kwargs)) is not NotImplemented:
+            return total
+        if not remote[0].handle.session.welcome.allow_read:
+            raise WeightRead(
+                f"{func} reads the values of the remote weight {remote[0].handle.layer.name!r} (at {call_site()}). "
+                "Use a method that needs only the layer's output, keep the layer on the client (wrap's layers=), "
+                "or start the executor with --allow-read"
+            )
+        return _on_values(func, args, kwargs)
+
+
+def contiguous_stride(shape: Any) -> tuple[int, ...]:
+    stride, step = [], 1
+    for dim in reversed(shape):
+        stride.append(step)
+        step *= max(1, dim)
+    return tuple(reversed(stride))
+
+
+def call_site() -> str:
+    """The line of the caller's code, outside torch and this package."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/torch/" not in frame.filename and "/symbiosis/client/" not in frame.filename:
+            return f"{frame.filename}:{frame.lineno}"
+    return "?"
+
+
+def _remade(handle: Handle, view: View, dtype: torch.dtype, device: torch.device, is_param: bool) -> RemoteWeight:
+    weight = RemoteWeight(handle, *view, dtype, device)
+    return nn.Parameter(weight, requires_grad=False) if is_param else weight  # type: ignore[return-value]
+
+
+def _unpickled(
+    session: Session, index: int, layer: Layer, private: Tensor | None, view: View, dtype: Any, device: Any, param: bool
+) -> RemoteWeight:
+    return _remade(Handle(session, index, layer, private), view, dtype, device, param)
+
+
+def _stand_in(weight: Tensor) -> Tensor:
+    """A real tensor of the same shape, dtype and device that takes no memory."""
+    if not isinstance(weight, RemoteWeight):
+        return weight
+    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    weight = args[0]
+    result = func(weight.meta(), *args[1:], **kwargs)
+    if isinstance(result, list | tuple):
+        return [weight.like_me(part) for part in result]
+    return weight.like_me(result)
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map(lambda a: a.value() if isinstance(a, RemoteWeight) else a, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> RemoteWeight | None:
+    """The remote weight that `func` would change, if any."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            if isinstance(value, RemoteWeight):
+                return value
+    return None
+
+
+def _write(func: Any, weight: RemoteWeight, args: Any, kwargs: Any) -> Any:
+    source = args[1] if len(args) > 1 else None
+    if isinstance(source, RemoteWeight) and source.handle is weight.handle and source.view_of() == weight.view_of():
+        return weight  # set_ or copy_ from itself, as parametrize and load_state_dict do
+    weight._privatise(str(func))
+    _on_values(func, args, kwargs)
+    return weight
+
+
+# ---------------------------------------------------------------- products
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _call(op: Op, weight: RemoteWeight, x: Tensor, view: View | None, ends: Tensor | None = None) -> Tensor:
+    handle, gradient = weight.handle, in_backward()
+    training = gradient or torch.is_grad_enabled()
+    priority = Priority.TRAIN if training else Priority.DECODE if x.shape[0] <= 16 else Priority.PREFILL
+    call = handle.session.call
+    return call(op, handle.index, x, view=view, ends=ends, priority=priority, gradient=gradient)
+
+
+def _rows_times(x: Tensor, weight: RemoteWeight) -> Tensor:
+    """`x @ V`. If V is the whole weight it is FORWARD or DGRAD, which other clients' calls can join."""
+    if x.numel() == 0:
+        return x.new_zeros(*x.shape[:-1], weight.shape[-1])
+    x = x.to(weight.dtype)
+    kind, base = weight.handle.layer.kind, weight.handle.layer.shape
+    if kind in ("linear", "conv1d") and weight.dim() == 2:
+        stride = contiguous_stride(base)
+        if tuple(weight.shape) == base and weight.stride() == stride:
+            return _call(Op.DGRAD if kind == "linear" else Op.FORWARD, weight, x, None)
+        if tuple(weight.shape) == base[::-1] and weight.stride() == stride[::-1]:
+            return _call(Op.FORWARD if kind == "linear" else Op.DGRAD, weight, x, None)
+    return _call(Op.PRODUCT, weight, x, weight.view_of())
+
+
+def times(x: Any, weight: Any) -> Any:
+    """The product of two matrices or stacks of matrices, one of which is remote."""
+    if isinstance(x, RemoteWeight):
+        if isinstance(weight, RemoteWeight):
+            return NotImplemented
+        if weight.numel() == 0:
+            return weight.new_zeros(*x.shape[:-1], weight.shape[-1])
+        return _call(Op.LEFT, x, weight.to(x.dtype), x.view_of())
+    return _rows_times(x, weight)
+
+
+def _plus(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    """`beta * bias + alpha * x @ V`; the base's own bias is added inside the executor's product, so that it rounds once."""
+    if isinstance(bias, RemoteWeight) and isinstance(weight, RemoteWeight):
+        return NotImplemented
+    if isinstance(bias, RemoteWeight):  # the weight plus a low-rank product, as PEFT's baddbmm writes it
+        delta = torch.matmul(x, weight)
+        return RemoteSum.of(bias, delta * alpha) if beta == 1 and delta.shape == bias.shape else NotImplemented
+    own = isinstance(weight, RemoteWeight) and beta == alpha == 1 and weight.handle.is_own_bias(bias)
+    if own and weight.dim() == 2 and x.numel():
+        handle = weight.handle
+        return handle.session.call(Op.FORWARD, handle.index, x, bias=True, gradient=in_backward())
+    y = times(x, weight)
+    return NotImplemented if y is NotImplemented else beta * bias + alpha * y
+
+
+def _plus_in_place(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    if isinstance(bias, RemoteWeight):
+        return NotImplemented
+    y = times(x, weight)
+    return NotImplemented if y is NotImplemented else bias.mul_(beta).add_(y, alpha=alpha)
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if isinstance(x, RemoteWeight):
+        return NotImplemented
+    rows = x.reshape(-1, x.shape[-1])
+    y = times(rows, weight.t()) if bias is None else _plus(bias, rows, weight.t())
+    return y.view(*x.shape[:-1], -1)
+
+
+def _matrix_vector(weight: Any, x: Any) -> Any:
+    if isinstance(x, RemoteWeight):
+        return NotImplemented
+    return times(weight, x.unsqueeze(-1)).squeeze(-1)
+
+
+def _grouped(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    if isinstance(x, RemoteWeight) or offs is None or bias is not None or x.dim() != 2:
+        return NotImplemented
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[0], weight.shape[-1])
+    return _call(Op.GROUPED, weight, x.to(weight.dtype), weight.view_of(), offs.to(torch.int32))
+
+
+def _lookup(weight: Any, ids: Any, *_: Any) -> Any:
+    if weight.handle.layer.kind != "embedding" or not weight.is_whole or not ids.numel():
+        return NotImplemented
+    handle = weight.handle
+    rows = handle.session.call(Op.LOOKUP, handle.index, ids.reshape(-1), dtype=weight.dtype)
+    return rows.view(*ids.shape, -1)
+
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: times,
+    aten.bmm.default: times,
+    aten.mv.default: _matrix_vector,
+    aten.addmm.default: _plus,
+    aten.baddbmm.default: _plus,
+    aten.addmm_.default: _plus_in_place,
+    aten.linear.default: _linear,
+    aten._grouped_mm.default: _grouped,
+    aten.embedding.default: _lookup,
+}
+
+
+# ---------------------------------------------------------------- W + delta
+
+
+class RemoteSum(Tensor):
+    """`W + delta`, W remote and delta a local tensor: kept as two terms, because a product distributes over them."""
+
+    weight: RemoteWeight
+    delta: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, weight: RemoteWeight, delta: Tensor) -> "RemoteSum":
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[return-value]
+            cls, weight.shape, strides=weight.stride(), dtype=weight.dtype, device=weight.device, requires_grad=False
+        )
+
+    def __init__(self, weight: RemoteWeight, delta: Tensor) -> None:
+        self.weight, self.delta = weight, delta
+
+    @classmethod
+    def of(cls, weight: RemoteWeight, delta: Tensor) -> "RemoteSum":
+        return cls(weight, delta.to(weight.dtype))
+
+    def __repr__(self, **_: Any) -> str:
+        return f"RemoteSum({self.weight!r} + delta)"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        sums = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteSum)]
+        first = args[0]
+        if func in VIEWS or func is aten._to_copy.default:
+            weights, deltas = func(first.weight, *args[1:], **kwargs), func(first.delta, *args[1:], **kwargs)
+            if isinstance(weights, list | tuple):
+                return [RemoteSum(w, d) for w, d in zip(weights, deltas, strict=True)]
+            return RemoteSum(weights, deltas)
+        if func in LIKE:
+            return func(_stand_in(first.weight), *args[1:], **kwargs)
+        if func in SUMS and isinstance(first, RemoteSum) and len(sums) == 1:
+            if func is aten.clone.default:
+                return RemoteSum(first.weight, first.delta.clone())
+            return RemoteSum(first.weight, func(first.delta, *args[1:], **kwargs))
+        if func is aten.add_.Tensor and isinstance(first, RemoteSum) and len(sums) == 1:
+            first.delta = first.delta.add(*args[1:], **kwargs)
+            return first
+        if func in PRODUCTS and len(sums) == 1 and not isinstance(first if func in _WITH_BIAS else None, RemoteSum):
+            return _both_terms(func, args, kwargs)
+        if not sums[0].weight.handle.session.welcome.allow_read:
+            raise WeightRead(
+                f"{func} reads the values of the remote weight {sums[0].weight.handle.layer.name!r} plus a local change "
+                f"(at {call_site()}): start the executor with --allow-read, or use another method"
+            )
+        args, kwargs = tree_map(lambda a: a.weight.value() + a.delta if isinstance(a, RemoteSum) else a, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_WITH_BIAS = frozenset((aten.addmm.default, aten.baddbmm.default, aten.addmm_.default))
+_WITHOUT_BIAS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
+SUMS = frozenset((aten.add.Tensor, aten.scatter_add.default, aten.clone.default, aten.index_add.default))
+
+
+def _both_terms(func: Any, args: Any, kwargs: Any) -> Any:
+    """The product with W, bias included, plus the product with delta, without it."""
+    remote, local = (
+        tree_map(lambda a: getattr(a, part) if isinstance(a, RemoteSum) else a, (args, kwargs))
+        for part in ("weight", "delta")
+    )
+    y = func(*remote[0], **remote[1])
+    if plain := _WITHOUT_BIAS.get(func):
+        return y + plain(*local[0][1:])
+    if func is aten.linear.default:
+        return y + func(*local[0][:2])
+    return y + func(*local[0], **local[1])
+
+
+def _sum(func: Any, args: Any, kwargs: Any) -> Any:
+    """`W + delta` and its kin as a RemoteSum."""
+    weight = args[0]
+    if func is aten.clone.default:
+        return RemoteSum(weight, torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device))
+    if func is aten.add.Tensor:
+        weight, delta = (args[0], args[1]) if isinstance(args[0], RemoteWeight) else (args[1], args[0])
+        if isinstance(delta, RemoteWeight) or not isinstance(delta, Tensor) or delta.shape != weight.shape:
+            return NotImplemented
+        if kwargs.get("alpha", 1) != 1:
+            if weight is not args[0]:
+                return NotImplemented
+            delta = delta * kwargs["alpha"]
+        return RemoteSum.of(weight, delta)
+    if not isinstance(weight, RemoteWeight):
+        return NotImplemented
+    zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    return RemoteSum(weight, func(zeros, *args[1:], **kwargs))

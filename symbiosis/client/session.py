@@ -1,0 +1,257 @@
+"""One client's connection to an executor: it reconnects, resends, keeps count, and is safe over threads, forks and pickling.
+
+An executor keeps nothing between calls, so a call whose answer did not come is simply sent again.
+"""
+
+import atexit
+import itertools
+import os
+import sys
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symbiosis import transport
+from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable
+from symbiosis.protocol import Call, Hello, Layer, Op, Priority, Reply, View, Welcome
+from symbiosis.transport.tensors import DTYPE_NAME
+
+PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a lost executor may be away
+JOIN_S = 10.0  # how long a join may take
+CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+
+_numbers = itertools.count(1)
+_sessions: "weakref.WeakValueDictionary[int, Session]" = weakref.WeakValueDictionary()
+_restored: "weakref.WeakValueDictionary[str, Session]" = weakref.WeakValueDictionary()
+
+
+@dataclass
+class Stats:
+    """What one client has seen of its executor. Waits and computing are the executor's, the round trip is the client's."""
+
+    calls: int = 0
+    rows: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+    round_trip_s: float = 0.0
+    batched_calls: int = 0
+    reconnects: int = 0
+    by_op: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def mean_batch(self) -> float:
+        """Calls per product, as this client's calls met others."""
+        return self.batched_calls / self.calls if self.calls else 0.0
+
+    def count(self, call: Call, reply: Reply, seconds: float) -> None:
+        self.calls += 1
+        self.rows += call.rows
+        self.bytes_sent += call.nbytes
+        self.bytes_received += reply.nbytes
+        self.wait_s += reply.wait_us / 1e6
+        self.compute_s += reply.compute_us / 1e6
+        self.round_trip_s += seconds
+        self.batched_calls += reply.batch
+        self.by_op[call.op.name] = self.by_op.get(call.op.name, 0) + 1
+
+
+class Session:
+    """Calls to one executor. All threads of a process may use it; a forked or unpickled copy joins anew by itself."""
+
+    def __init__(
+        self,
+        endpoint: str,
+        priority: Priority | None = None,
+        fingerprint: str | None = None,
+        observer: bool = False,
+        patience: float = PATIENCE_S,
+    ) -> None:
+        self.endpoint, self.priority, self.patience = endpoint, priority, patience
+        self.fingerprint, self.observer = fingerprint, observer
+        self.stats = Stats()
+        self.number = next(_numbers)
+        self._key = f"{os.getpid()}-{self.number}-{time.time_ns()}"
+        self._seq = itertools.count(1)
+        self._lock = threading.Lock()
+        self._connection: transport.Connection | None = None
+        self._welcome: Welcome | None = None
+        _sessions[self.number] = self
+
+    @staticmethod
+    def of(number: int) -> "Session":
+        return _sessions[number]
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the executor said when this session joined."""
+        if self._welcome is None:
+            with self._lock:
+                self._connected()
+        assert self._welcome
+        return self._welcome
+
+    @property
+    def manifest(self) -> list[Layer]:
+        return self.welcome.manifest
+
+    def call(
+        self,
+        op: Op,
+        layer: int,
+        x: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        bias: bool = False,
+        view: View | None = None,
+        ends: Tensor | None = None,
+        priority: Priority = Priority.PREFILL,
+        gradient: bool = False,
+    ) -> Tensor:
+        """The result of `op` on `layer` for the rows of `x`, on x's device; sent again until an executor answers."""
+        payload = tuple(t.detach().to("cpu").contiguous() for t in (x, ends) if t is not None)
+        shape = tuple(x.shape) if x is not None else ()
+        wire = DTYPE_NAME.get(dtype or (x.dtype if x is not None else torch.float32))
+        if wire is None:
+            raise CallError(Code.BAD_DTYPE, f"{self.name(layer)}: {dtype or x.dtype} does not travel")  # type: ignore[union-attr]
+        groups = 0 if ends is None else ends.numel()
+        call = Call(next(self._seq), op, layer, wire, shape, bias, priority, view, groups, gradient)
+        result = self._answer(call, payload)
+        return result if x is None or x.device.type == "cpu" else result.to(x.device)
+
+    def _answer(self, call: Call, payload: tuple[Tensor, ...]) -> Tensor:
+        with self._lock:
+            begun = time.perf_counter()
+            reply, result = self._persist(call, payload)
+            if reply.code is not Code.OK:
+                raise CallError(reply.code, bytes(result.numpy()).decode(errors="replace"))
+            self.stats.count(call, reply, time.perf_counter() - begun)
+            return result
+
+    def _persist(self, call: Call, payload: tuple[Tensor, ...]) -> tuple[Reply, Tensor]:
+        """Call; on a lost connection join again and repeat, until the patience is over."""
+        give_up, pause = None, FIRST_PAUSE_S
+        while True:
+            try:
+                return self._connected().call(call, payload, CALL_S)
+            except ConnectionLost as error:
+                self._disconnect()
+                cause: Exception = error
+            except CallError as error:
+                if error.code is not Code.DRAINING:
+                    raise
+                cause = error
+            give_up = give_up or time.monotonic() + self.patience
+            if self._welcome is None or time.monotonic() > give_up:
+                raise self._unavailable(cause) from None
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _connected(self) -> transport.Connection:
+        if self._connection is None:
+            priority = None if self.priority is None else int(self.priority)
+            hello = Hello(
+                client=f"pid {os.getpid()}", priority=priority, fingerprint=self.fingerprint, observer=self.observer
+            )
+            try:
+                self._connection = transport.connect(self.endpoint, hello, JOIN_S)
+            except ConnectionLost as error:
+                if self._welcome is None:
+                    raise self._unavailable(error) from None
+                raise
+            self.stats.reconnects += self._welcome is not None
+            self._welcome = self._connection.welcome
+            self.fingerprint = self._welcome.fingerprint
+            _beat_from_now_on(self, self._welcome.heartbeat_s / 4)
+        return self._connection
+
+    def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
+        return ExecutorUnavailable(
+            f"no executor at {self.endpoint} ({cause}). Start one with: symbiosis-executor MODEL --listen {self.endpoint}"
+        )
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def beat(self) -> None:
+        """Tell the executor that this client lives; during a call it knows anyway."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._connection is not None:
+                    self._connection.beat()
+            finally:
+                self._lock.release()
+
+    def close(self) -> None:
+        """Leave the executor. A later call joins again."""
+        if self._lock.acquire(timeout=1):  # else another thread is in a call, and the process is ending
+            try:
+                self._disconnect()
+            finally:
+                self._lock.release()
+
+    def __del__(self) -> None:
+        if getattr(self, "_connection", None) is not None and not sys.is_finalizing():
+            self._disconnect()
+
+    def name(self, layer: int) -> str:
+        known = self._welcome.manifest if self._welcome else []
+        return known[layer].name if layer < len(known) else f"layer {layer}"
+
+    def forget_parent(self) -> None:
+        """In a forked child: the connection is the parent's."""
+        self._lock = threading.Lock()
+        self._connection = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (self._key, self.endpoint, self.priority, self.fingerprint, self.patience)
+
+
+def _restore(key: str, endpoint: str, priority: Priority | None, fingerprint: str | None, patience: float) -> Session:
+    """An unpickled session: one per pickled original and process, joined at its first call."""
+    session = _restored.get(key)
+    if session is None:
+        session = _restored[key] = Session(endpoint, priority, fingerprint, patience=patience)
+    return session
+
+
+def _beat_from_now_on(session: Session, interval: float) -> None:
+    """A thread that beats as long as the session lives and has the connection it has now."""
+    reference, connection = weakref.ref(session), weakref.ref(session._connection)  # type: ignore[arg-type]
+
+    def run() -> None:
+        while True:
+            time.sleep(interval)
+            alive = reference()
+            if alive is None or alive._connection is None or alive._connection is not connection():
+                return
+            alive.beat()
+            del alive
+
+    threading.Thread(target=run, name="symbiosis-heartbeat", daemon=True).start()
+
+
+def _after_fork() -> None:
+    for session in list(_sessions.values()):
+        session.forget_parent()
+
+
+def _leave() -> None:
+    for session in list(_sessions.values()):
+        session.close()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_leave)

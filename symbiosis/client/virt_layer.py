@@ -1,0 +1,98 @@
+"""The proxies of frozen layers, and the custom op behind them.
+
+A frozen linear layer computes `y = x Wᵀ (+ b)`, and the gradient of its input is `dx = dy W`. Both need only W, which the
+executor has, so nothing is saved for the backward pass but the layer's number:
+
+    VirtLinear.forward(x)  ->  symbiosis::product(x, FORWARD)  ->  Session.call
+    backward(dy)           ->  symbiosis::product(dy, DGRAD)   ->  Session.call
+
+The op takes integers besides the rows, so a compiled model keeps one graph; and the gradient of a DGRAD is a FORWARD, so
+it can be differentiated any number of times. To everybody who looks, a VirtLinear is an `nn.Linear` and a VirtConv1D a
+transformers `Conv1D`: `wrap` changes the class of the layer in place and leaves hooks, name and mode as they are.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.client.remote_weight import RemoteWeight
+from symbiosis.client.session import Session
+from symbiosis.protocol import Op, Priority
+
+DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
+
+_library = torch.library.Library("symbiosis", "DEF")
+_library.define("product(Tensor x, int session, int layer, int op, int width, bool bias, int priority) -> Tensor")
+
+
+def _product(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
+    """The rows of `x` times the layer's weight, in the executor; `width` is that of the result."""
+    rows_TK = x.reshape(-1, x.shape[-1])
+    if not rows_TK.shape[0]:
+        return x.new_zeros(*x.shape[:-1], width)
+    y_TN = Session.of(session).call(Op(op), layer, rows_TK, bias=bias, priority=Priority(priority))
+    return y_TN.view(*x.shape[:-1], width)
+
+
+def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], width)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.session, ctx.layer, op, _, _, _ = inputs
+    ctx.inverse = Op.DGRAD if op == Op.FORWARD else Op.FORWARD
+    ctx.width = x.shape[-1]
+
+
+def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    dx = product(dy, ctx.session, ctx.layer, int(ctx.inverse), ctx.width, False, int(Priority.TRAIN))
+    return dx, None, None, None, None, None, None
+
+
+_library.impl("product", _product, "CompositeExplicitAutograd")
+torch.library.register_fake("symbiosis::product", _shape_of_product)
+torch.library.register_autograd("symbiosis::product", _gradient, setup_context=_remember)
+product = torch.ops.symbiosis.product.default
+
+
+def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
+    """What `layer` computes, by the executor; a bias that is no longer the base's own is added here."""
+    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    handle, bias = weight.handle, layer.bias
+    own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
+    y = product(x, handle.session.number, handle.index, int(Op.FORWARD), width, own, int(_priority(layer, x)))
+    return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
+
+
+def _priority(layer: nn.Module, x: Tensor) -> Priority:
+    if layer.training and torch.is_grad_enabled():
+        return Priority.TRAIN
+    return Priority.DECODE if x.numel() <= DECODE_ROWS * x.shape[-1] else Priority.PREFILL
+
+
+class VirtLinear(nn.Linear):
+    """An `nn.Linear` whose weight lives in the executor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if not isinstance(weight, RemoteWeight):  # tied, replaced, or parametrized
+            return F.linear(x, weight, self.bias)
+        if weight.handle.private is not None:
+            return F.linear(x, weight.value(), self.bias)
+        return remote_product(self, x, weight, self.out_features)
+
+
+class VirtConv1D(Conv1D):
+    """A transformers `Conv1D` (a linear layer with the weight transposed) whose weight lives in the executor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if not isinstance(weight, RemoteWeight) or weight.handle.private is not None:
+            value = weight.value() if isinstance(weight, RemoteWeight) else weight
+            y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), value)
+            return y.view(*x.shape[:-1], self.nf)
+        return remote_product(self, x, weight, self.nf)

@@ -1,0 +1,372 @@
+"""`wrap` and `unwrap`: turn a model's frozen layers into proxies, and back.
+
+What is replaced is what the executor's manifest names, found by name and checked by shape, dtype and digest; never what
+happens to be an `nn.Linear`. That is what keeps an adapter's own layers on the client. Everything is checked before
+anything is changed.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.client.peft_methods import support_peft_methods
+from symbiosis.client.remote_weight import Handle, RemoteWeight
+from symbiosis.client.session import Session, Stats
+from symbiosis.client.virt_layer import VirtConv1D, VirtLinear
+from symbiosis.config import default_endpoint
+from symbiosis.errors import WrapError
+from symbiosis.fingerprint import digest
+from symbiosis.protocol import Layer, Priority
+from symbiosis.transport.tensors import DTYPE_NAME
+
+logger = logging.getLogger("symbiosis")
+Model = TypeVar("Model", bound=nn.Module)
+
+PROXY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: VirtLinear, Conv1D: VirtConv1D}
+ORIGINAL = {proxy: original for original, proxy in PROXY.items()}
+# Names that PEFT, torch and accelerate put between a layer and its parent.
+DETOURS = frozenset(("base_layer", "original_module", "parametrizations", "original", "_orig_mod", "module"))
+
+
+@dataclass
+class Place:
+    """Where one parameter of the client's model sits: a module may be reached by several names."""
+
+    owner: nn.Module
+    name: str
+    layer_name: str
+
+
+@dataclass
+class Report:
+    """What `wrap` did: how many layers went to the executor, and which candidates stayed, each with the reason."""
+
+    wrapped: list[str] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        total = len(self.wrapped) + len(self.kept)
+        kept = ", ".join(f"{name}, {reason}" for name, reason in list(self.kept.items())[:8])
+        more = f" and {len(self.kept) - 8} more" if len(self.kept) > 8 else ""
+        return f"wrapped {len(self.wrapped)}/{total}" + (f" (kept: {kept}{more})" if kept else "")
+
+
+def wrap(
+    model: Model,
+    endpoint: str | None = None,
+    *,
+    layers: Sequence[str] | str | None = None,
+    priority: str | None = None,
+) -> Model:
+    """Let an executor compute the frozen layers of `model`. In place; before or after `get_peft_model`.
+
+    Args:
+        endpoint: The executor's URL; else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
+        layers: Patterns of layer names (`"model.layers.*"`); default: every layer that the executor serves.
+        priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.
+
+    >>> from transformers import AutoModelForCausalLM
+    >>> import symbiosis
+    >>> from symbiosis.executor.load import DEMO_MODEL
+    >>> model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    >>> with symbiosis.Executor("demo") as executor:
+    ...     model = symbiosis.wrap(model, executor.endpoint)
+    ...     symbiosis.stats(model).calls
+    0
+    """
+    session = Session(endpoint or default_endpoint(), _priority(priority))
+    try:
+        report = attach(model, session, [layers] if isinstance(layers, str) else layers)
+    except BaseException:
+        session.close()
+        raise
+    logger.info("%s", report)
+    return model
+
+
+def attach(
+    model: nn.Module, session: Session, patterns: Sequence[str] | None = None, device: torch.device | None = None
+) -> Report:
+    """Plan, check, then change `model` so that `session` computes its served layers.
+
+    `device` is where a model without weights (on meta) will live; there is nothing to check then.
+    """
+    if next(remote_weights(model), None) is not None:
+        raise WrapError("this model is wrapped already: symbiosis.unwrap(model) first")
+    plan, report = plan_wrap(model, session.manifest, patterns)
+    if not plan:
+        raise WrapError(_nothing_matches(session, patterns))
+    if device is None:
+        for places, index in plan:
+            check_same(places[0], session.manifest[index])
+    if any(layer.kind == "tensor" for layer in session.manifest):
+        _gather_no_experts(model)
+    support_peft_methods()
+    biases = {layer.name: layer.digest for layer in session.manifest if layer.name.endswith(".bias")}
+    for places, index in plan:
+        replace(places, Handle(session, index, session.manifest[index]), biases, device)
+    _ignore_in_ddp(model)
+    model._symbiosis_report = report  # type: ignore[assignment]
+    return report
+
+
+def plan_wrap(
+    model: nn.Module, manifest: Sequence[Layer], patterns: Sequence[str] | None
+) -> tuple[list[tuple[list[Place], int]], Report]:
+    """Which parameters become remote: places of one tensor, and the layer's number."""
+    served = {layer.name: index for index, layer in enumerate(manifest) if layer.kind != "client"}
+    chosen = {name for name in served if patterns is None or any(fnmatchcase(name, p) for p in patterns)}
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name in served):
+            logger.warning("layers=%r matches no served layer, such as %s", pattern, next(iter(served), "(none)"))
+    by_tensor: dict[int, list[Place]] = {}
+    for place in places_of(model, served):
+        by_tensor.setdefault(id(place.owner._parameters[place.name]), []).append(place)
+    some_frozen = any(not _parameter(p[0]).requires_grad for p in by_tensor.values() if p[0].layer_name in served)
+    plan, report = [], Report()
+    for places in by_tensor.values():
+        reason = _why_kept(places, served, chosen, manifest, some_frozen)
+        name = next((place.layer_name for place in places if place.layer_name in served), places[0].layer_name)
+        if reason is None:
+            plan.append((places, served[name]))
+            report.wrapped.append(name)
+        elif reason:
+            report.kept[name] = reason
+    return plan, report
+
+
+def _why_kept(
+    places: list[Place], served: dict[str, int], chosen: set[str], manifest: Sequence[Layer], some_frozen: bool
+) -> str | None:
+    """None: goes to the executor. "": no candidate at all. Else the reason to stay."""
+    candidates = [place for place in places if place.layer_name in served]
+    if not candidates:
+        is_linear = isinstance(places[0].owner, nn.Linear | Conv1D)
+        return "not served" if is_linear and not _belongs_to_adapter(places[0]) else ""
+    if len(candidates) < len(places):
+        return "tied"
+    if not all(place.layer_name in chosen for place in candidates):
+        return "not chosen"
+    tensor = _parameter(places[0])
+    if tensor.requires_grad and some_frozen:
+        return "trainable"
+    expected = manifest[served[places[0].layer_name]].shape
+    return None if tuple(tensor.shape) == expected else f"its shape {tuple(tensor.shape)} is not {expected}"
+
+
+def _belongs_to_adapter(place: Place) -> bool:
+    return any(part.startswith(("lora_", "modules_to_save", "prompt_encoder")) for part in place.layer_name.split("."))
+
+
+def places_of(model: nn.Module, served: dict[str, int]) -> Iterator[Place]:
+    """Every parameter of the model (each name of it once), under the name it has in the base model."""
+    root = base_model(model)
+    prefix = _missing_prefix(root, served)
+    seen: set[tuple[int, str]] = set()
+    for path, module in root.named_modules(remove_duplicate=False):
+        base = prefix + base_name(path)
+        for name, parameter in module._parameters.items():
+            if parameter is None or name == "bias":
+                continue
+            full = f"{base}.{name}" if base else name
+            layer = base if name == "weight" and base in served else base_name(full)
+            if (id(module), name) in seen and layer not in served:
+                continue
+            seen.add((id(module), name))
+            yield Place(module, name, layer)
+
+
+def base_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside whatever is around it; the model itself if there is none."""
+    return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+
+
+def base_name(path: str) -> str:
+    """A module's path without what PEFT and others put in between."""
+    return ".".join(part for part in path.split(".") if part not in DETOURS)
+
+
+def _missing_prefix(root: nn.Module, served: dict[str, int]) -> str:
+    """ "model." if the client has the bare model (`LlamaModel`) of what is served (`LlamaForCausalLM`)."""
+    names = {base_name(path) for path, _ in root.named_modules()}
+    prefix = getattr(root, "base_model_prefix", "")
+    if prefix and not names & served.keys() and any(name.startswith(f"{prefix}.") for name in served):
+        return f"{prefix}."
+    return ""
+
+
+def check_same(place: Place, layer: Layer) -> None:
+    """The client's tensor must be the executor's, bit for bit: else the client is built for another model."""
+    tensor = _parameter(place)
+    dtype = DTYPE_NAME.get(tensor.dtype)
+    if dtype != layer.dtype:
+        raise WrapError(
+            f"{layer.name}: this model is {dtype}, the executor's is {layer.dtype}. Load the model with "
+            f"dtype=torch.{layer.dtype} (cast it after wrap if you like), or start the executor with --dtype {dtype}"
+        )
+    if tensor.device.type != "meta" and digest(tensor) != layer.digest:
+        raise WrapError(
+            f"{layer.name}: the weights differ from the executor's. This model is another checkpoint or revision, "
+            "or something changed its weights (PiSSA, OLoRA and the like do at init: keep such layers with layers=)"
+        )
+
+
+def replace(places: list[Place], handle: Handle, biases: dict[str, str], device: torch.device | None = None) -> None:
+    """Put a remote weight where the real one was. `biases`: digests of those that the executor has."""
+    old = _parameter(places[0])
+    parameter = nn.Parameter(RemoteWeight.whole(handle, old.dtype, device or old.device), requires_grad=False)
+    for place in places:
+        owner = place.owner
+        owner._parameters[place.name] = parameter
+        bias = owner._parameters.get("bias")
+        if bias is not None and handle.layer.bias and biases.get(f"{handle.layer.name}.bias") == _digest_of(bias):
+            handle.own_bias = (bias, bias._version)
+        owner.__class__ = PROXY.get(type(owner), type(owner))
+        owner.register_state_dict_post_hook(leave_out_remote)
+        owner.register_load_state_dict_pre_hook(put_in_remote)
+
+
+def _digest_of(bias: Tensor) -> str:
+    return "" if bias.device.type == "meta" else digest(bias)
+
+
+def leave_out_remote(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict holds what the client owns."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, RemoteWeight):
+            state.pop(prefix + name, None)
+
+
+def put_in_remote(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """... and loads as if it held the remote weights, too."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, RemoteWeight):
+            state[prefix + name] = parameter
+
+
+def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) -> Model:
+    """Give the model its own weights back: `weights` (a checkpoint directory or state dict), else read from the executor
+    if it allows reads, else from the checkpoint that the model was loaded from.
+
+    >>> import symbiosis
+    >>> with symbiosis.Executor("demo", allow_read=True) as executor:
+    ...     model = symbiosis.unwrap(symbiosis.from_executor(executor.endpoint))
+    ...     type(model.model.layers[0].mlp.up_proj).__name__
+    'Linear'
+    """
+    found: dict[int, RemoteWeight] = {id(weight): weight for weight in remote_weights(model)}
+    source = _source_of_weights(model, list(found.values()), weights)
+    values = {key: source(weight) for key, weight in found.items()}
+    sessions = {weight.handle.session for weight in found.values()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, RemoteWeight):
+                module._parameters[name] = nn.Parameter(values[id(parameter)], requires_grad=False)
+                module._state_dict_hooks.clear()
+                module.__class__ = ORIGINAL.get(type(module), type(module))
+    for session in sessions:
+        session.close()
+    return model
+
+
+def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: Any) -> Any:
+    if not remote:
+        return None
+    if weights is None and remote[0].handle.session.welcome.allow_read:
+        return lambda weight: weight.value().clone()
+    tensors = weights if isinstance(weights, dict) else _checkpoint(model, weights)
+
+    def take(weight: RemoteWeight) -> Tensor:
+        layer = weight.handle.layer
+        value = tensors.get(f"{layer.name}.weight", tensors.get(layer.name))
+        if value is None or tuple(value.shape) != layer.shape:
+            raise WrapError(f"the given weights have no {layer.name} of shape {layer.shape}")
+        return value.to(weight.device, weight.dtype)
+
+    return take
+
+
+def _checkpoint(model: nn.Module, directory: str | Path | None) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    path = Path(directory or getattr(base_model(model), "name_or_path", "") or "/nonexistent")
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not files:
+        raise WrapError(
+            "unwrap needs the weights, which this client does not have: pass weights=DIRECTORY (or a state dict), "
+            "or start the executor with --allow-read"
+        )
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def remote_weights(model: nn.Module) -> Iterator[RemoteWeight]:
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if isinstance(parameter, RemoteWeight):
+                yield parameter
+
+
+def stats(model: nn.Module) -> Stats:
+    """What this client has seen of its executor: calls, bytes, waits, batch sizes."""
+    weight = next(remote_weights(model), None)
+    if weight is None:
+        raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
+    return weight.handle.session.stats
+
+
+def report(model: nn.Module) -> Report:
+    """What `wrap` did to the model."""
+    for module in model.modules():
+        if found := module.__dict__.get("_symbiosis_report"):
+            return found
+    raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
+
+
+def _parameter(place: Place) -> nn.Parameter:
+    parameter = place.owner._parameters[place.name]
+    assert parameter is not None
+    return parameter
+
+
+def _priority(name: str | None) -> Priority | None:
+    if name is None:
+        return None
+    try:
+        return Priority[name.upper()]
+    except KeyError:
+        raise WrapError(f"priority is decode, prefill or train, not {name!r}") from None
+
+
+def _nothing_matches(session: Session, patterns: Sequence[str] | None) -> str:
+    served = [layer.name for layer in session.manifest if layer.kind != "client"]
+    what = "is none of this model's" if patterns is None else f"matches {list(patterns)}"
+    return f"no layer that {session.endpoint} serves ({session.welcome.model_class}: {served[:3]}, ...) {what}"
+
+
+def _gather_no_experts(model: nn.Module) -> None:
+    """`batched_mm` copies each token's expert weights, which would read them; `grouped_mm` multiplies in place."""
+    root = base_model(model)
+    if getattr(root.config, "_experts_implementation", None) == "batched_mm":
+        root.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+        logger.warning("experts_implementation 'batched_mm' reads the experts' weights: set to 'grouped_mm'")
+
+
+def _ignore_in_ddp(model: nn.Module) -> None:
+    """Tell DistributedDataParallel, under every name PEFT may give them, which parameters are not there to broadcast."""
+    root = base_model(model)
+    names = [name for name, p in root.named_parameters(remove_duplicate=False) if isinstance(p, RemoteWeight)]
+    ignored = []
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        for prefix in ("", "base_model.model.", "base_model.", "model."):
+            ignored += [f"{prefix}{name}", f"{prefix}{path}.base_layer.{leaf}"]
+    root._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]

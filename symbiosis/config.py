@@ -1,0 +1,97 @@
+"""The executor's options: defaults, configuration file, command line; and where endpoints live by default."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from symbiosis.errors import ConfigError
+from symbiosis.protocol import Limits
+
+Policy = Literal["immediate", "lockstep", "opportunistic"]
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be said about an executor. The names are the long options of `symbiosis-executor`.
+
+    >>> Options(policy="lockstep").limits.max_in_flight
+    8
+    """
+
+    listen: tuple[str, ...] = ()
+    device: str = "cpu"
+    dtype: str | None = None
+    policy: Policy = "opportunistic"
+    max_wait_us: int = 2000
+    max_batch_tokens: int = 4096
+    serve: tuple[str, ...] = ()
+    allow_read: bool = False
+    metrics_port: int | None = None
+    log_format: Literal["text", "json"] = "text"
+    heartbeat_s: float = 5.0
+    non_finite: Literal["refuse", "pass"] = "refuse"
+    max_call_bytes: int = Limits().max_call_bytes
+    max_rows: int = Limits().max_rows
+    max_in_flight: int = Limits().max_in_flight
+    max_sessions: int = Limits().max_sessions
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "heartbeat_s", "max_call_bytes", "max_rows", "max_in_flight", "max_sessions"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+        if self.max_wait_us < 0:
+            raise ConfigError(f"max-wait-us must not be negative, but is {self.max_wait_us}")
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_call_bytes, self.max_rows, self.max_in_flight, self.max_sessions)
+
+
+def load_options(given: dict[str, object], file: Path | None = None) -> Options:
+    """Options from the command line (`given`, without what was not said) over a YAML file over the defaults.
+
+    >>> load_options({"policy": "lockstep"}).policy
+    'lockstep'
+    """
+    return _convert({**(read_config_file(file) if file else {}), **given})
+
+
+def read_config_file(file: Path) -> dict[str, object]:
+    """The file's keys, spelt as option names (`max-wait-us`), as names of `Options` fields."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(file.read_text()) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration file {file}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold `option: value` lines, not a {type(content).__name__}")
+    known = {name.replace("_", "-") for name in Options.__struct_fields__}
+    if unknown := sorted(str(key) for key in content if key not in known):
+        raise ConfigError(f"{file}: unknown option {', '.join(unknown)}. Known: {', '.join(sorted(known))}")
+    return {key.replace("-", "_"): value for key, value in content.items()}
+
+
+def _convert(values: dict[str, object]) -> Options:
+    for name in ("listen", "serve"):
+        if isinstance(values.get(name), str):
+            values[name] = (values[name],)
+    try:
+        return msgspec.convert(values, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"wrong option: {error}") from None
+
+
+def default_endpoint() -> str:
+    """$SYMBIOSIS_ENDPOINT, else this user's socket on this host."""
+    return os.environ.get("SYMBIOSIS_ENDPOINT") or f"local://{runtime_dir() / 'executor.sock'}"
+
+
+def runtime_dir() -> Path:
+    """A directory of this user for sockets (mode 0700 when we make it)."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and os.access(base, os.W_OK):
+        return Path(base) / "symbiosis"
+    return Path(tempfile.gettempdir()) / f"symbiosis-{os.getuid()}"

@@ -1,0 +1,86 @@
+"""The exceptions of Symbiosis and the codes by which they travel.
+
+SymbiosisError
+├── ConfigError                 an option, file or pattern is wrong
+├── WrapError                   a model cannot be wrapped (nothing was changed)
+├── RemoteWeightError           client code touched a weight that lives in the executor
+│   ├── WeightRead              ... its values (and the executor does not allow reads)
+│   └── WeightWrite             ... to change it
+├── ConnectionLost              the connection broke; the session reconnects and resends by itself
+│   └── ExecutorUnavailable     ... and no executor answered within the patience
+└── CallError                   the executor refused a call; `code` says why
+    └── ProtocolError           a frame or header that is not one of ours
+"""
+
+from enum import IntEnum
+
+
+class Code(IntEnum):
+    """Why a call or a join was refused. The numbers are part of the protocol."""
+
+    OK = 0
+    BAD_FRAME = 1
+    BAD_VERSION = 2
+    UNKNOWN_LAYER = 3
+    UNKNOWN_OP = 4
+    BAD_SHAPE = 5
+    BAD_DTYPE = 6
+    BAD_VIEW = 7
+    NON_FINITE = 8
+    TOO_LARGE = 9
+    LIMIT = 10
+    READ_DENIED = 11
+    NOT_JOINED = 12
+    WRONG_MODEL = 13
+    DRAINING = 14
+    RESOURCE = 15
+    INTERNAL = 16
+    GROW = 17  # not an error: the reply needs more shared memory
+
+
+class SymbiosisError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class ConfigError(SymbiosisError, ValueError):
+    """An option, a configuration file or a pattern is wrong."""
+
+
+class WrapError(SymbiosisError, ValueError):
+    """A model cannot be wrapped; it was left unchanged."""
+
+
+class RemoteWeightError(SymbiosisError, RuntimeError):
+    """Client code touched a weight that lives in the executor."""
+
+
+class WeightRead(RemoteWeightError):
+    """The values of a remote weight were needed, and the executor does not allow reads."""
+
+
+class WeightWrite(RemoteWeightError):
+    """Something tried to change a shared weight, or to make it trainable."""
+
+
+class ConnectionLost(SymbiosisError, ConnectionError):
+    """The connection to the executor broke."""
+
+
+class ExecutorUnavailable(ConnectionLost):
+    """No executor answered at the endpoint within the session's patience."""
+
+
+class CallError(SymbiosisError, RuntimeError):
+    """The executor refused a call."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(f"{message} [{code.name}]")
+        self.code = code
+        self.message = message
+
+    def __reduce__(self) -> tuple[type, tuple[Code, str]]:
+        return type(self), (self.code, self.message)
+
+
+class ProtocolError(CallError):
+    """Bytes that are not a well-formed message of this protocol version."""

@@ -1,0 +1,1 @@
+"""The daemon that holds frozen weights and answers calls."""

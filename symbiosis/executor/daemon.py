@@ -1,0 +1,78 @@
+"""The `symbiosis-executor` process: loads a model, serves it, drains on SIGTERM."""
+
+import gc
+import json
+import logging
+import signal
+import sys
+import time
+from typing import Any
+
+from symbiosis.config import Options, default_endpoint
+from symbiosis.executor.load import load_model
+from symbiosis.executor.metrics import PrometheusCollector
+from symbiosis.executor.server import Server
+from symbiosis.executor.store import Store
+
+logger = logging.getLogger("symbiosis.executor")
+
+
+def serve(model_name: str, options: Options) -> None:
+    """Serve until SIGTERM or SIGINT; what has come by then is still answered."""
+    set_up_logging(options.log_format)
+    store = Store(load_model(model_name, options.dtype, options.device), options.serve)
+    gc.collect()
+    server = Server(store, options)
+    server.listen(options.listen or (default_endpoint(),))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.drain())
+    if options.metrics_port is not None:
+        serve_metrics(server, options.metrics_port)
+    endpoints = " ".join(listener.url for listener in server.listeners)
+    served = len(store.served())
+    print(
+        f"symbiosis-executor ready: {model_name} ({served} layers, {store.nbytes / 2**20:.0f} MiB) at {endpoints}",
+        flush=True,
+    )
+    server.run()
+    logger.info("stopped", extra={"fields": {"calls": sum(line.calls for line in server.figures.lines.values())}})
+
+
+def serve_metrics(server: Server, port: int) -> None:
+    """Prometheus metrics at http://127.0.0.1:PORT/metrics."""
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    registry.register(PrometheusCollector(server))
+    start_http_server(port, addr="127.0.0.1", registry=registry)
+
+
+def set_up_logging(log_format: str) -> None:
+    """Lines on stderr: for people, or one JSON object each. Sizes, names and codes; never contents."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    root = logging.getLogger("symbiosis")
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    root.propagate = False
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:01 INFO session joined number=1`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
+        line = f"{time.strftime('%H:%M:%S')} {record.levelname} {record.getMessage()}"
+        return f"{line} {fields}" if fields else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line, for log collectors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = {"time": record.created, "level": record.levelname.lower(), "event": record.getMessage()}
+        return json.dumps({**head, **_fields(record)})
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})

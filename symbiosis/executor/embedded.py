@@ -1,0 +1,57 @@
+"""An executor inside a program: the daemon's server in a thread."""
+
+import itertools
+import threading
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from symbiosis.config import Options, load_options
+from symbiosis.executor.load import load_model
+from symbiosis.executor.server import Server
+from symbiosis.executor.store import Store
+
+_numbers = itertools.count(1)
+
+
+class Executor:
+    """Serves `model` (a model, a directory, a hub id or "demo") from this process until closed.
+
+    Options are those of `symbiosis-executor`, with underscores. Without `listen` it answers at an `inproc://` endpoint.
+    A model that is handed over is served as it is and frozen: give it a model that nobody trains.
+
+    >>> with Executor("demo", policy="immediate") as executor:
+    ...     executor.endpoint.startswith("inproc://")
+    True
+    """
+
+    def __init__(self, model: nn.Module | str, **options: Any) -> None:
+        chosen: Options = load_options(options)
+        if isinstance(model, str):
+            model = load_model(model, chosen.dtype, chosen.device)
+        self.server = Server(Store(model, chosen.serve), chosen)
+        self.server.listen(chosen.listen or (f"inproc://executor-{next(_numbers)}",))
+        self._thread = threading.Thread(target=self.server.run, name="symbiosis-executor", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoints(self) -> list[str]:
+        return [listener.url for listener in self.server.listeners]
+
+    @property
+    def endpoint(self) -> str:
+        return self.endpoints[0]
+
+    def close(self, drain: bool = True) -> None:
+        """Answer what has come, then end."""
+        (self.server.drain if drain else self.server.stop)()
+        self._thread.join(timeout=30)
+
+    def __enter__(self) -> "Executor":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

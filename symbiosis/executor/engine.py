@@ -1,0 +1,157 @@
+"""Runs a batch: one matrix product over the rows of several sessions, and the replies.
+
+Shapes: T rows of all sessions, K what goes in, N what comes out.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code
+from symbiosis.executor.batcher import Batch, Slice
+from symbiosis.executor.store import Store
+from symbiosis.kernels.grouped import grouped, merge
+from symbiosis.kernels.product import product
+from symbiosis.protocol import Call, Op, Reply
+from symbiosis.transport.base import Peer
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+
+@dataclass(slots=True)
+class Work:
+    """One call as the engine sees it: the server fills it, `Engine.step` answers it."""
+
+    peer: Peer
+    call: Call
+    payload: tuple[Tensor, ...]
+    out: Tensor
+
+
+Finished = Callable[[Work, Reply], None]
+
+
+class Engine:
+    """Answers batches. `on_done` hears of every reply, for the figures."""
+
+    def __init__(self, store: Store, on_done: Finished) -> None:
+        self._store, self._on_done = store, on_done
+        self._device = store.weights[0].device if store.weights else torch.device("cpu")
+
+    @torch.inference_mode()
+    def step(self, batch: Batch) -> float:
+        """Compute and reply. Returns the seconds that took. A failure in company is retried alone: it must hit its own call only."""
+        begun = perf_counter()
+        try:
+            self._compute(batch.slices)
+        except (RuntimeError, CallError) as error:  # torch raises RuntimeError for out of memory, too
+            if len(batch.slices) > 1:
+                for piece in batch.slices:
+                    self.step(Batch(batch.key, [piece], batch.formed))
+            else:
+                self._fail(batch.slices[0].item.work, error)
+            return perf_counter() - begun
+        seconds = perf_counter() - begun
+        for piece in batch.slices:
+            if piece.last:
+                self._reply(piece, batch, seconds)
+        return seconds
+
+    def _compute(self, slices: list[Slice]) -> None:
+        first: Work = slices[0].item.work
+        if len(slices) > 1:
+            self._together(first.call, slices)
+        elif first.call.op is Op.GROUPED:
+            x_TK, ends = self._local(first.payload)
+            first.out.copy_(grouped(x_TK, self._operand(first.call), ends))
+        elif first.call.op in (Op.FORWARD, Op.DGRAD, Op.PRODUCT):
+            self._alone(first, slices[0])
+        else:
+            first.out.copy_(self._whole(first))
+
+    def _alone(self, work: Work, piece: Slice) -> None:
+        """Straight from the session's memory into the session's memory."""
+        call = work.call
+        whole = call.shape[:-1] if len(call.shape) == 3 else None
+        x_TK = work.payload[0] if whole else work.payload[0][piece.start : piece.stop]
+        out_TN = work.out if whole else work.out[piece.start : piece.stop]
+        if self._device.type == "cpu":
+            product(x_TK, self._operand(call), self._bias(call), out_TN)
+        else:
+            out_TN.copy_(product(x_TK.to(self._device), self._operand(call), self._bias(call)))
+
+    def _together(self, call: Call, slices: list[Slice]) -> None:
+        """Gather the rows of all, one product, scatter."""
+        works: list[Work] = [piece.item.work for piece in slices]
+        rows = [piece.item.rows for piece in slices]
+        x_TK = torch.cat([work.payload[0] for work in works]).to(self._device)
+        if call.op is Op.GROUPED:
+            order, ends = merge([work.payload[1] for work in works], rows)
+            sorted_TN = grouped(x_TK[order], self._operand(call), ends.to(self._device))
+            y_TN = torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
+        elif call.op is Op.LOOKUP:
+            y_TN = self._operand(call)[x_TK]
+        else:
+            y_TN = product(x_TK, self._operand(call), self._bias(call))
+        for work, part in zip(works, y_TN.split(rows), strict=True):
+            work.out.copy_(part)
+
+    def _whole(self, work: Work) -> Tensor:
+        """Ops that take no part in batches."""
+        call = work.call
+        if call.op is Op.LOOKUP:
+            return self._operand(call)[work.payload[0].to(self._device)]
+        if call.op is Op.LEFT:
+            return torch.matmul(self._operand(call), work.payload[0].to(self._device))
+        if call.op is Op.NORMS:
+            weight = self._store.matrix(call.layer, Op.NORMS, None)
+            rows = weight if self._store.manifest[call.layer].kind == "linear" else weight.t()
+            return rows.to(TORCH_DTYPE[call.dtype]).square().sum(-1)
+        if call.op is Op.READ:
+            return self._operand(call)
+        assert call.op is Op.ECHO
+        return work.payload[0]
+
+    def _operand(self, call: Call) -> Tensor:
+        return self._store.operand(call.layer, call.op, call.view, call.dtype)
+
+    def _bias(self, call: Call) -> Tensor | None:
+        return self._store.bias(call.layer, call.dtype) if call.bias else None
+
+    def _local(self, payload: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.to(self._device) for tensor in payload)
+
+    def _reply(self, piece: Slice, batch: Batch, seconds: float) -> None:
+        work: Work = piece.item.work
+        wait = max(0.0, batch.formed - piece.item.arrived)
+        reply = Reply(
+            work.call.seq, Code.OK, work.call.dtype, tuple(work.out.shape),
+            len(batch.slices), int(wait * 1e6), int(seconds * 1e6),
+        )  # fmt: skip
+        work.peer.reply(reply, work.out)
+        self._on_done(work, reply)
+
+    def _fail(self, work: Work, error: Exception) -> None:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if isinstance(error, CallError):
+            code, text = error.code, error.message
+        elif out_of_memory:
+            code, text = Code.RESOURCE, "the executor has no memory for this call: send fewer rows at once"
+        else:
+            code, text = Code.INTERNAL, f"the product failed: {str(error).splitlines()[0]}"
+        reply = refuse(work.peer, work.call, CallError(code, text))
+        self._on_done(work, reply)
+
+
+def refuse(peer: Peer, call: Call, error: CallError) -> Reply:
+    """Answer a call with an error."""
+    text = bytes_tensor(error.message.encode())
+    reply = Reply(call.seq, error.code, shape=(text.numel(),))
+    peer.reply(reply, text)
+    return reply
+
+
+def bytes_tensor(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw or b" "), dtype=torch.uint8)

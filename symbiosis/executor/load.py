@@ -1,0 +1,49 @@
+"""Loads the base model that an executor serves: a directory, a hub id, or the bundled demo model."""
+
+import json
+from pathlib import Path
+
+import torch
+import transformers
+from torch import nn
+
+from symbiosis.errors import ConfigError
+
+DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
+
+
+def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.Module:
+    """The model as its own class builds it, so that layer names are those a client of that class has.
+
+    >>> type(load_model("demo")).__name__
+    'LlamaForCausalLM'
+    """
+    path = str(DEMO_MODEL) if name == "demo" else name
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, json.JSONDecodeError) as error:
+        raise ConfigError(
+            f"cannot load {name!r}: {error}\nMODEL is a directory with config.json and *.safetensors, a hub id, or demo"
+        ) from None
+    model = model_class(config).from_pretrained(path, dtype=_dtype(dtype), use_safetensors=True)
+    return model.eval().to(device)
+
+
+def model_class(config: transformers.PretrainedConfig) -> type:
+    """The transformers class that the checkpoint names, else the one that its kind of configuration has."""
+    for name in config.architectures or ():
+        if found := getattr(transformers, name, None):
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ConfigError(f"transformers {transformers.__version__} has no class for a {type(config).__name__}")
+
+
+def _dtype(name: str | None) -> torch.dtype | str:
+    if name is None:
+        return "auto"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigError(f"--dtype {name!r} is no floating point type: float32, bfloat16, float16 or float64")
+    return dtype

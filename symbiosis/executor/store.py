@@ -1,0 +1,122 @@
+"""The frozen layers of one base model: what is served, under which names, and the matrix that each op multiplies by."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
+from functools import lru_cache
+
+from torch import Tensor, nn
+
+from symbiosis.errors import CallError, Code, ConfigError
+from symbiosis.fingerprint import digest, model_fingerprint
+from symbiosis.protocol import Layer, Op, View
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
+
+SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
+
+
+class Store:
+    """The tensors of a base model, by layer index. Weights are never changed and never copied per client.
+
+    Served by default: every linear and Conv1D weight and every 3-D expert tensor, but not the output head. The head's
+    gradient shows the labels, and where it is tied to the embedding the client holds it anyway.
+    """
+
+    def __init__(self, model: nn.Module, serve: Sequence[str] = ()) -> None:
+        model.requires_grad_(False)
+        self.config_json: str = model.config.to_json_string(use_diff=False) if hasattr(model, "config") else "{}"
+        self.model_class = type(model).__name__
+        self.weights: list[Tensor] = []
+        self.biases: list[Tensor | None] = []
+        self.manifest: list[Layer] = []
+        entries = list(_entries(model))
+        chosen = _choose(entries, serve, _head_names(model))
+        with ThreadPoolExecutor() as pool:
+            digests = list(pool.map(digest, [weight for _, _, weight, _ in entries]))
+        for (name, kind, weight, bias), sha in zip(entries, digests, strict=True):
+            kind = kind if name in chosen else "client"
+            self._add(name, kind, weight, bias if kind in ("linear", "conv1d") else None, sha)
+        self.fingerprint = model_fingerprint(self.config_json, self.manifest)
+        self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
+        self.matrix = lru_cache(maxsize=16384)(self._matrix)
+
+    def _add(self, name: str, kind: str, weight: Tensor, bias: Tensor | None, sha: str) -> None:
+        self.weights.append(weight)
+        self.biases.append(bias)
+        shape, dtype = tuple(weight.shape), DTYPE_NAME.get(weight.dtype, str(weight.dtype))
+        self.manifest.append(Layer(name, kind, shape, dtype, sha, bias is not None))
+
+    def served(self) -> list[Layer]:
+        return [layer for layer in self.manifest if layer.kind in SERVED_KINDS]
+
+    def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
+        """What `op` multiplies rows by, as a view of the weight in its own dtype."""
+        weight = self.weights[layer]
+        if view is not None:
+            return _strided(weight, view)
+        transposed = (op is Op.FORWARD) == (self.manifest[layer].kind == "linear")
+        return weight.t() if transposed and op in (Op.FORWARD, Op.DGRAD) else weight
+
+    def operand(self, layer: int, op: Op, view: View | None, dtype: str) -> Tensor:
+        """`matrix`, cast to the dtype of the call as autocast would; the cast lives for one product."""
+        return self.matrix(layer, op, view).to(TORCH_DTYPE[dtype])
+
+    def bias(self, layer: int, dtype: str) -> Tensor | None:
+        bias = self.biases[layer]
+        return None if bias is None else bias.to(TORCH_DTYPE[dtype])
+
+
+def _strided(weight: Tensor, view: View) -> Tensor:
+    if not 1 <= len(view.size) <= 3:
+        raise CallError(Code.BAD_VIEW, f"a view has 1 to 3 dimensions, not {len(view.size)}")
+    last = view.offset + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True))
+    if 0 in view.size or last >= weight.numel():
+        raise CallError(Code.BAD_VIEW, f"view {tuple(view)} reaches beyond a weight of shape {tuple(weight.shape)}")
+    return weight.as_strided(view.size, view.stride, weight.storage_offset() + view.offset)
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
+    """(name, kind, tensor, bias) of every parameter and persistent buffer. A layer goes by its module's dotted name."""
+    seen: set[str] = set()
+    persistent = model.state_dict(keep_vars=True)
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            full = f"{module_name}.{name}" if module_name else name
+            if tensor is None or full not in persistent or full in seen:
+                continue
+            seen.add(full)
+            kind = _kind(module, name, tensor)
+            bias = getattr(module, "bias", None) if kind in ("linear", "conv1d") else None
+            layer = module_name if kind in ("linear", "conv1d", "embedding") else full
+            yield layer, kind, tensor.detach().contiguous(), None if bias is None else bias.detach()
+
+
+def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
+    from transformers.pytorch_utils import Conv1D
+
+    if not tensor.is_floating_point() or tensor.dtype not in DTYPE_NAME:
+        return "client"
+    if name == "weight" and tensor.dim() == 2:
+        if isinstance(module, nn.Linear):
+            return "linear"
+        if isinstance(module, Conv1D):
+            return "conv1d"
+        if isinstance(module, nn.Embedding):
+            return "embedding"
+    return "tensor" if tensor.dim() == 3 and "xpert" in type(module).__name__ else "client"
+
+
+def _head_names(model: nn.Module) -> set[str]:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return {name for name, module in model.named_modules(remove_duplicate=False) if head is not None and module is head}
+
+
+def _choose(entries: list[tuple[str, str, Tensor, Tensor | None]], serve: Sequence[str], heads: set[str]) -> set[str]:
+    possible = {name: kind for name, kind, _, _ in entries if kind != "client"}
+    if not serve:
+        return {name for name, kind in possible.items() if kind != "embedding" and name not in heads}
+    for pattern in serve:
+        if not any(fnmatchcase(name, pattern) for name in possible):
+            examples = ", ".join(sorted(possible)[:4])
+            raise ConfigError(f"--serve {pattern!r} matches no layer. Names look like: {examples}")
+    return {name for name in possible if any(fnmatchcase(name, pattern) for pattern in serve)}

@@ -1,0 +1,126 @@
+"""What a call must look like, checked before anything is allocated or computed for it; and the shape of its reply."""
+
+from math import isfinite, prod
+
+from torch import Tensor
+
+from symbiosis.config import Options
+from symbiosis.errors import CallError, Code
+from symbiosis.executor.store import Store
+from symbiosis.protocol import FLOATS, ITEMSIZE, Call, Layer, Op
+
+_CHECKED = frozenset((Op.FORWARD, Op.PRODUCT, Op.LEFT, Op.GROUPED))
+
+
+def reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
+    """The shape of the reply to `call`; `CallError` with what to change if the call is wrong."""
+    if call.nbytes > options.max_call_bytes or call.rows > options.max_rows:
+        raise CallError(
+            Code.TOO_LARGE,
+            f"a call may have {options.max_rows} rows and {options.max_call_bytes} bytes, this one has {call.rows} rows"
+            f" and {call.nbytes} bytes: send smaller batches, or raise --max-rows / --max-call-bytes",
+        )
+    shape = call.shape if call.op is Op.ECHO else _layer_reply_shape(call, store, options)
+    if prod(shape) * ITEMSIZE[call.dtype] > options.max_call_bytes:
+        raise CallError(Code.TOO_LARGE, f"the reply {shape} exceeds {options.max_call_bytes} bytes: send fewer rows")
+    return shape
+
+
+def _layer_reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
+    if call.layer >= len(store.manifest):
+        raise CallError(Code.UNKNOWN_LAYER, f"there is no layer number {call.layer}: the model has other layers")
+    layer = store.manifest[call.layer]
+    if call.op is Op.READ:
+        if layer.kind != "client" and not options.allow_read:
+            raise CallError(Code.READ_DENIED, f"{layer.name}: the executor was not started with --allow-read")
+        return tuple(store.matrix(call.layer, call.op, call.view).shape)
+    if layer.kind == "client":
+        raise CallError(Code.UNKNOWN_LAYER, f"{layer.name} is not served: it belongs to the client")
+    if call.dtype not in FLOATS:
+        raise CallError(Code.BAD_DTYPE, f"{layer.name}: rows must be floating point, not {call.dtype}")
+    if call.bias and (call.op is not Op.FORWARD or not layer.bias):
+        raise CallError(Code.UNKNOWN_OP, f"{layer.name} has no bias to add in {call.op.name}")
+    return _SHAPES[call.op](call, layer, store)
+
+
+def _rows_by_matrix(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
+    if call.op is not Op.PRODUCT and (call.view is not None or layer.kind not in ("linear", "conv1d")):
+        raise CallError(Code.UNKNOWN_OP, f"{call.op.name} works on whole linear layers, {layer.name} is a {layer.kind}")
+    matrix = store.matrix(call.layer, call.op, call.view)
+    if len(call.shape) != matrix.dim() or matrix.dim() not in (2, 3) or call.shape[:-2] != matrix.shape[:-2]:
+        raise CallError(Code.BAD_SHAPE, f"{layer.name}: rows {call.shape} cannot multiply {tuple(matrix.shape)}")
+    _expect_width(call, layer, matrix.shape[-2])
+    return (*call.shape[:-1], matrix.shape[-1])
+
+
+def _matrix_by_columns(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
+    matrix = store.matrix(call.layer, call.op, call.view)
+    same = len(call.shape) == matrix.dim() and call.shape[:-2] == matrix.shape[:-2]
+    if not same or matrix.dim() not in (2, 3) or call.shape[-2] != matrix.shape[-1]:
+        raise CallError(Code.BAD_SHAPE, f"{layer.name}: {tuple(matrix.shape)} cannot multiply {call.shape}")
+    return (*matrix.shape[:-1], call.shape[-1])
+
+
+def _rows_by_groups(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
+    matrix = store.matrix(call.layer, call.op, call.view)
+    if matrix.dim() != 3 or len(call.shape) != 2 or call.groups != matrix.shape[0]:
+        raise CallError(
+            Code.BAD_SHAPE, f"{layer.name}: {call.groups} groups of rows {call.shape} for {tuple(matrix.shape)}"
+        )
+    _expect_width(call, layer, matrix.shape[1])
+    return call.shape[0], matrix.shape[2]
+
+
+def _lookup(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
+    if layer.kind != "embedding" or len(call.shape) != 1:
+        raise CallError(Code.UNKNOWN_OP, f"{layer.name} is a {layer.kind}: only embeddings are looked up, by flat ids")
+    return call.shape[0], layer.shape[1]
+
+
+def _norms(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
+    if layer.kind not in ("linear", "conv1d"):
+        raise CallError(Code.UNKNOWN_OP, f"{layer.name} is a {layer.kind}: row norms are defined for linear layers")
+    return (layer.shape[0] if layer.kind == "linear" else layer.shape[1],)
+
+
+def _expect_width(call: Call, layer: Layer, width: int) -> None:
+    if call.shape[-1] != width:
+        raise CallError(
+            Code.BAD_SHAPE,
+            f"{layer.name}: {call.op.name} takes rows of {width} values, not {call.shape[-1]}",
+        )
+
+
+_SHAPES = {
+    Op.FORWARD: _rows_by_matrix,
+    Op.DGRAD: _rows_by_matrix,
+    Op.PRODUCT: _rows_by_matrix,
+    Op.LEFT: _matrix_by_columns,
+    Op.GROUPED: _rows_by_groups,
+    Op.LOOKUP: _lookup,
+    Op.NORMS: _norms,
+}
+
+
+def check_values(call: Call, payload: tuple[Tensor, ...], store: Store, options: Options) -> None:
+    """What only the values tell: ids and group ends in range, rows finite."""
+    if call.op is Op.LOOKUP:
+        rows = store.manifest[call.layer].shape[0]
+        if call.nbytes and not 0 <= int(payload[0].min()) <= int(payload[0].max()) < rows:
+            raise CallError(Code.BAD_SHAPE, f"{store.manifest[call.layer].name}: ids must lie between 0 and {rows - 1}")
+    if call.op is Op.GROUPED:
+        ends = payload[1].tolist()
+        if ends != sorted(ends) or ends[0] < 0 or ends[-1] > call.rows:
+            raise CallError(Code.BAD_SHAPE, f"group ends must rise from 0 to at most {call.rows}")
+        payload = (payload[0][: ends[-1]],)
+    if call.op in _CHECKED and options.non_finite == "refuse" and not call.gradient and not _finite(payload[0]):
+        raise CallError(
+            Code.NON_FINITE,
+            f"{store.manifest[call.layer].name}: the rows hold NaN or infinity. Look for them in the client's "
+            "activations (torch.autograd.set_detect_anomaly), or start the executor with --non-finite pass",
+        )
+
+
+def _finite(rows: Tensor) -> bool:
+    """The sum tells, and quickly; unless it overflows."""
+    return isfinite(rows.sum().item()) or bool(rows.isfinite().all())

@@ -1,0 +1,1 @@
+"""The arithmetic of the executor, one operation per file. Imports torch only."""

@@ -1,0 +1,36 @@
+"""Grouped products (mixture of experts): the rows of group g times matrix g; and several such calls as one."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def grouped(x_TK: Tensor, v_GKN: Tensor, ends_G: Tensor) -> Tensor:
+    """Rows `ends[g-1]:ends[g]` of x times `V[g]`. Rows behind the last end belong to no group: they come back as zeros."""
+    y_TN = torch._grouped_mm(x_TK, v_GKN, offs=ends_G)
+    y_TN[int(ends_G[-1]) :] = 0
+    return y_TN
+
+
+def grouped_reference(x_TK: Tensor, v_GKN: Tensor, ends_G: Tensor) -> Tensor:
+    """The same, group by group."""
+    y_TN = x_TK.new_zeros(x_TK.shape[0], v_GKN.shape[-1])
+    start = 0
+    for group, end in enumerate(ends_G.tolist()):
+        y_TN[start:end] = x_TK[start:end] @ v_GKN[group]
+        start = end
+    return y_TN
+
+
+def merge(ends: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """How the concatenated rows of several grouped calls become one: the order that sorts them by group, its ends."""
+    groups = [_group_of_rows(e, n) for e, n in zip(ends, rows, strict=True)]
+    group_T = torch.cat(groups)
+    counts_G = torch.bincount(group_T, minlength=len(ends[0]) + 1)[: len(ends[0])]
+    return group_T.argsort(stable=True), counts_G.cumsum(0).to(torch.int32)
+
+
+def _group_of_rows(ends_G: Tensor, rows: int) -> Tensor:
+    """For every row the group it belongs to (the number of groups, if none)."""
+    return torch.searchsorted(ends_G, torch.arange(rows, device=ends_G.device, dtype=ends_G.dtype), right=True)

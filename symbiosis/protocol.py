@@ -1,0 +1,278 @@
+"""Every message between client and executor, and how each one looks in bytes. Imports neither torch nor a transport.
+
+Three kinds of message:
+
+* a *call*: a fixed header (`Call`) and raw tensor bytes: the rows, and for grouped products their int32 group offsets;
+* a *reply*: a fixed header (`Reply`) and raw tensor bytes, or UTF-8 text if its code is not OK;
+* *control* messages at join and leave (`Hello`, `Welcome`, `Refusal`, ...): msgpack, decoded into the structs below.
+
+Nothing is ever unpickled, and every size is checked in Python integers before anything is allocated for it.
+
+    >>> call = Call(seq=1, op=Op.FORWARD, layer=3, dtype="float32", shape=(2, 64))
+    >>> decode_call(encode_call(call)) == call
+    True
+"""
+
+import struct
+from enum import IntEnum
+from math import prod
+from typing import NamedTuple
+
+import msgspec
+
+from symbiosis.errors import Code, ProtocolError
+
+VERSION = 1
+MAGIC_CALL = b"SYMc"
+MAGIC_REPLY = b"SYMr"
+MAX_DIM = 3
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
+FLOATS = frozenset(("float32", "bfloat16", "float16", "float64"))
+_DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
+
+
+class Op(IntEnum):
+    """What is asked of a layer. `W` is its weight as the unsplit layer holds it, `V` a strided view of that."""
+
+    FORWARD = 0  # y = x Wᵀ (+ b): what the layer computes
+    DGRAD = 1  # dx = dy W: the gradient of its input
+    PRODUCT = 2  # y = x V
+    LEFT = 3  # y = V x
+    GROUPED = 4  # y[rows of group g] = x[rows of group g] V[g]
+    LOOKUP = 5  # rows of an embedding by their ids
+    NORMS = 6  # squared norm of each output row of W, in float32 or wider
+    READ = 7  # V itself, where the provider allows it
+    ECHO = 8  # the payload comes back: a round trip with no arithmetic
+    STATS = 9  # a snapshot of the executor's figures, as msgpack
+
+
+class Priority(IntEnum):
+    """Lower runs first."""
+
+    DECODE = 0
+    PREFILL = 1
+    TRAIN = 2
+
+
+class View(NamedTuple):
+    """A strided view into a layer's weight, as `torch.as_strided` takes it."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One op on one layer for the rows of one session."""
+
+    seq: int
+    op: Op
+    layer: int
+    dtype: str
+    shape: tuple[int, ...] = ()
+    bias: bool = False
+    priority: Priority = Priority.PREFILL
+    view: View | None = None
+    groups: int = 0
+    gradient: bool = False  # made by a backward pass, where infinities are no mistake (loss scaling)
+
+    @property
+    def payload_dtype(self) -> str:
+        return "int64" if self.op is Op.LOOKUP else self.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payload: the rows, then (from the next multiple of 8 on) the group offsets."""
+        if self.op in _NO_PAYLOAD:
+            return 0
+        rows = prod(self.shape) * ITEMSIZE[self.payload_dtype]
+        return -(-rows // 8) * 8 + 4 * self.groups if self.groups else rows
+
+    @property
+    def rows(self) -> int:
+        return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to the call with the same `seq`."""
+
+    seq: int
+    code: Code = Code.OK
+    dtype: str = "uint8"
+    shape: tuple[int, ...] = ()
+    batch: int = 1
+    wait_us: int = 0
+    compute_us: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+_NO_PAYLOAD = frozenset((Op.READ, Op.NORMS, Op.STATS))
+_OPS = {int(op): op for op in Op}
+_PRIORITIES = {int(p): p for p in Priority}
+_CODES = {int(c): c for c in Code}
+_FLAG_BIAS, _FLAG_VIEW, _FLAG_GRADIENT = 1, 2, 4
+_ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT
+# magic, version, op, flags | seq | layer, groups | dtype, priority, dims, view dims, pad | shape | view size, stride, offset
+_CALL = struct.Struct("<4sHBB Q II BBBB4x 3Q 3Q3QQ")
+# magic, version, code, dims | seq | dtype, pad, batch | wait, compute | shape
+_REPLY = struct.Struct("<4sHBB Q B3xI II 3Q")
+CALL_SIZE, REPLY_SIZE = _CALL.size, _REPLY.size
+_MAX = 2**63 - 1
+
+
+def _pad(dims: tuple[int, ...]) -> tuple[int, ...]:
+    return (*dims, 0, 0, 0)[:MAX_DIM]
+
+
+def encode_call(call: Call) -> bytes:
+    view = call.view
+    size, stride, offset = view if view is not None else ((), (), 0)
+    flags = call.bias * _FLAG_BIAS | (view is not None) * _FLAG_VIEW | call.gradient * _FLAG_GRADIENT
+    return _CALL.pack(
+        MAGIC_CALL, VERSION, call.op, flags,
+        call.seq, call.layer, call.groups, _DTYPE_CODE[call.dtype], call.priority, len(call.shape), len(size),
+        *_pad(call.shape), *_pad(size), *_pad(stride), offset,
+    )  # fmt: skip
+
+
+def decode_call(raw: bytes | memoryview) -> Call:
+    """The call in `raw`; `ProtocolError` if it is none, whatever the bytes are."""
+    if len(raw) != _CALL.size:
+        raise ProtocolError(Code.BAD_FRAME, f"a call header has {_CALL.size} bytes, not {len(raw)}")
+    (magic, version, op, flags, seq, layer, groups, dtype, priority, dims, vdims,
+     d0, d1, d2, n0, n1, n2, s0, s1, s2, offset) = _CALL.unpack(raw)  # fmt: skip
+    _check_preamble(magic, MAGIC_CALL, version)
+    if op not in _OPS:
+        raise ProtocolError(Code.UNKNOWN_OP, f"there is no op number {op}")
+    if dtype >= len(DTYPES) or priority not in _PRIORITIES or flags > _ALL_FLAGS:
+        raise ProtocolError(Code.BAD_FRAME, "a call header holds an unknown dtype, priority or flag")
+    if dims > MAX_DIM or vdims > MAX_DIM or max(d0, d1, d2, n0, n1, n2, s0, s1, s2, offset) > _MAX:
+        raise ProtocolError(Code.BAD_SHAPE, f"a shape has at most {MAX_DIM} dimensions of at most 2^63 - 1")
+    shape = (d0, d1, d2)[:dims]
+    view = View((n0, n1, n2)[:vdims], (s0, s1, s2)[:vdims], offset) if flags & _FLAG_VIEW else None
+    return Call(
+        seq, _OPS[op], layer, DTYPES[dtype], shape, bool(flags & _FLAG_BIAS), _PRIORITIES[priority], view, groups,
+        bool(flags & _FLAG_GRADIENT),
+    )  # fmt: skip
+
+
+def encode_reply(reply: Reply) -> bytes:
+    return _REPLY.pack(
+        MAGIC_REPLY, VERSION, reply.code, len(reply.shape), reply.seq, _DTYPE_CODE[reply.dtype],
+        min(reply.batch, 2**32 - 1), min(reply.wait_us, 2**32 - 1), min(reply.compute_us, 2**32 - 1), *_pad(reply.shape),
+    )  # fmt: skip
+
+
+def decode_reply(raw: bytes | memoryview) -> Reply:
+    """The reply in `raw`; `ProtocolError` if it is none, whatever the bytes are."""
+    if len(raw) != _REPLY.size:
+        raise ProtocolError(Code.BAD_FRAME, f"a reply header has {_REPLY.size} bytes, not {len(raw)}")
+    magic, version, code, dims, seq, dtype, batch, wait, compute, d0, d1, d2 = _REPLY.unpack(raw)
+    _check_preamble(magic, MAGIC_REPLY, version)
+    if code not in _CODES or dtype >= len(DTYPES) or dims > MAX_DIM or max(d0, d1, d2) > _MAX:
+        raise ProtocolError(Code.BAD_FRAME, "a reply header holds an unknown code, dtype or shape")
+    return Reply(seq, _CODES[code], DTYPES[dtype], (d0, d1, d2)[:dims], batch, wait, compute)
+
+
+def _check_preamble(magic: bytes, expected: bytes, version: int) -> None:
+    if magic != expected:
+        raise ProtocolError(Code.BAD_FRAME, "these bytes are no message of Symbiosis")
+    if version != VERSION:
+        raise ProtocolError(
+            Code.BAD_VERSION,
+            f"the peer speaks protocol version {version}, this side {VERSION}: install the same release on both sides",
+        )
+
+
+class Layer(msgspec.Struct, frozen=True):
+    """One tensor of the base model: served (`linear`, `conv1d`, `tensor`, `embedding`) or the client's own (`client`)."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    digest: str
+    bias: bool = False
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one session may ask for. The executor enforces them; the client checks first, to say so earlier."""
+
+    max_call_bytes: int = 1 << 30
+    max_rows: int = 1 << 20
+    max_in_flight: int = 8
+    max_sessions: int = 256
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back."""
+
+    version: int = VERSION
+    client: str = ""
+    priority: int | None = None
+    fingerprint: str | None = None
+    observer: bool = False
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The executor accepts: what it serves, under which limits."""
+
+    session: int
+    fingerprint: str
+    manifest: list[Layer]
+    config: str
+    model_class: str
+    limits: Limits
+    allow_read: bool
+    heartbeat_s: float
+    executor: str
+    slab_bytes: int = 0
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """The executor refuses a join, a growth of shared memory or a frame."""
+
+    code: int
+    message: str
+
+
+class Grow(msgspec.Struct, frozen=True, tag="grow"):
+    """A client on the same host asks for a larger shared memory segment."""
+
+    nbytes: int
+
+
+class Grown(msgspec.Struct, frozen=True, tag="grown"):
+    """... and gets one of this size."""
+
+    nbytes: int
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """The client lives."""
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """The client leaves."""
+
+
+Control = Hello | Welcome | Refusal | Grow | Grown | Beat | Bye
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Control)
+
+
+def encode_control(message: Control) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_control(raw: bytes | memoryview) -> Control:
+    """The control message in `raw`; `ProtocolError` if it is none."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
+        raise ProtocolError(Code.BAD_FRAME, f"not a control message: {error}") from None

@@ -1,0 +1,94 @@
+"""How scripts and `symbiosis demo` report: a table for people and, as the last line, one JSON object for programs."""
+
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "numpy", "pyzmq", "msgspec")
+
+
+@dataclass
+class Bar:
+    """A figure and what it must reach."""
+
+    name: str
+    value: float
+    bar: float
+    holds: bool
+
+
+@dataclass
+class Report:
+    """Figures and bars of one run.
+
+    >>> report = Report("bench_example")
+    >>> report.figure("latency_us", 12.5)
+    >>> report.bar("ratio", 1.02, "<=", 1.10)
+    >>> report.holds
+    True
+    """
+
+    script: str
+    figures: dict[str, Any] = field(default_factory=dict)
+    bars: list[Bar] = field(default_factory=list)
+
+    def figure(self, name: str, value: Any) -> None:
+        self.figures[name] = value
+
+    def bar(self, name: str, value: float, relation: Literal["<=", ">="], bar: float) -> None:
+        """A figure that must reach `bar`; it is among the figures, too."""
+        self.figures[name] = value
+        self.bars.append(Bar(name, value, bar, value <= bar if relation == "<=" else value >= bar))
+
+    @property
+    def holds(self) -> bool:
+        return all(bar.holds for bar in self.bars)
+
+    def finish(self) -> int:
+        """Print the bars and the JSON line; the exit status is 0 only if every bar holds."""
+        print_table(
+            ("bar", "value", "must reach", "holds"),
+            [(b.name, f"{b.value:.4g}", f"{b.bar:.4g}", "yes" if b.holds else "NO") for b in self.bars],
+        )
+        line = {
+            "script": self.script,
+            "figures": self.figures,
+            "bars": [asdict(bar) for bar in self.bars],
+            "versions": versions(),
+        }
+        print(json.dumps(line), flush=True)
+        return 0 if self.holds else 1
+
+
+def versions() -> dict[str, str]:
+    """Python, machine and the packages that decide results."""
+    found = {"python": platform.python_version(), "machine": platform.machine(), "symbiosis": _own_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "-"
+    return found
+
+
+def _own_version() -> str:
+    from symbiosis import __version__
+
+    return __version__
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:
+    """A table on stdout, in plain columns when nobody watches."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title or None, title_justify="left")
+    for position, name in enumerate(head):
+        table.add_column(name, justify="left" if position == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console(width=None if sys.stdout.isatty() else 140, highlight=False).print(table)

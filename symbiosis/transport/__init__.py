@@ -1,0 +1,39 @@
+"""Ways between client and executor. `connect` and `listen` choose one by its URL; nobody else knows which it is."""
+
+from symbiosis.errors import ConfigError
+from symbiosis.protocol import Hello
+from symbiosis.transport.base import Connection, Inbox, Listener, Peer
+from symbiosis.transport.reactor import Reactor
+
+__all__ = ["Connection", "Inbox", "Listener", "Peer", "Reactor", "connect", "listen"]
+
+
+def connect(url: str, hello: Hello, timeout: float) -> Connection:
+    """Join the executor at `url`; `ConnectionLost` if nobody answers in `timeout` seconds."""
+    return _module(url).connect(_address(url), hello, timeout)
+
+
+def listen(url: str, reactor: Reactor, inbox: Inbox) -> Listener:
+    """Answer at `url`: events on its descriptors run in `reactor`, messages go to `inbox`."""
+    return _module(url).Listener(_address(url), reactor, inbox)
+
+
+def _address(url: str) -> str:
+    return url.partition("://")[2]
+
+
+def _module(url: str):  # type: ignore[no-untyped-def]
+    scheme, separator, address = url.partition("://")
+    if not separator or not address or scheme not in ("inproc", "local", "tcp"):
+        raise ConfigError(f"{url!r} is no endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp://HOST:PORT")
+    if scheme == "inproc":
+        from symbiosis.transport import inproc
+
+        return inproc
+    if scheme == "local":
+        from symbiosis.transport import local
+
+        return local
+    from symbiosis.transport import zeromq
+
+    return zeromq

@@ -1,0 +1,68 @@
+"""The two ends of every transport, and what a listener tells the server."""
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from symbiosis.protocol import Call, Hello, Limits, Reply, Welcome
+
+
+class Connection(Protocol):
+    """The client's end. One call at a time: the session holds a lock around it."""
+
+    welcome: Welcome
+
+    def call(self, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+        """Send a call, wait for its reply. The result is a fresh tensor on the CPU."""
+        ...
+
+    def beat(self) -> None:
+        """Tell the executor that this client lives."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Peer(Protocol):
+    """The executor's end of one connection. The server hangs its own record of the session on `session`."""
+
+    session: Any
+    transport: str
+
+    def out(self, call: Call, nbytes: int) -> Tensor | None:
+        """Memory of `nbytes` bytes where the reply to `call` is wanted, or None: the engine allocates."""
+        ...
+
+    def reply(self, reply: Reply, result: Tensor) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Inbox(Protocol):
+    """What a listener calls, always in the server's thread."""
+
+    limits: Limits
+
+    def joined(self, peer: Peer, hello: Hello) -> Welcome:
+        """A client asks to join; raises `CallError` to refuse it."""
+        ...
+
+    def arrived(self, peer: Peer, call: Call, payload: tuple[Tensor, ...]) -> None: ...
+
+    def heard(self, peer: Peer) -> None:
+        """The client gave a sign of life."""
+        ...
+
+    def left(self, peer: Peer) -> None: ...
+
+
+class Listener(Protocol):
+    """The executor's end of one endpoint."""
+
+    url: str
+
+    def tick(self) -> None:
+        """Called about once a second."""
+        ...
+
+    def close(self) -> None: ...

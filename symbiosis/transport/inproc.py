@@ -1,0 +1,125 @@
+"""`inproc://NAME`: client and executor in one process. Tensors are handed over as they are; the code path is the true one."""
+
+import threading
+from collections import deque
+from queue import Empty, SimpleQueue
+
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
+from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome
+from symbiosis.transport.base import Inbox
+from symbiosis.transport.reactor import Reactor
+
+_listeners: dict[str, "Listener"] = {}
+
+
+class Peer:
+    """The executor's end: replies go into the client's queue."""
+
+    transport = "inproc"
+
+    def __init__(self) -> None:
+        self.session = None
+        self.replies: SimpleQueue[tuple[Reply, Tensor] | Welcome | Refusal | None] = SimpleQueue()
+
+    def out(self, call: Call, nbytes: int) -> None:
+        return None
+
+    def reply(self, reply: Reply, result: Tensor) -> None:
+        self.replies.put((reply, result))
+
+    def close(self) -> None:
+        self.replies.put(None)
+
+
+class Listener:
+    """Messages wait in a deque until the reactor's thread takes them."""
+
+    def __init__(self, name: str, reactor: Reactor, inbox: Inbox) -> None:
+        if name in _listeners:
+            raise ConfigError(f"inproc://{name} is already in use in this process")
+        self.url = f"inproc://{name}"
+        self._name, self._reactor, self._inbox = name, reactor, inbox
+        self._messages: deque[tuple[Peer, object]] = deque()
+        self._peers: set[Peer] = set()
+        _listeners[name] = self
+
+    def post(self, peer: Peer, message: object) -> None:
+        self._messages.append((peer, message))
+        self._reactor.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        while self._messages:
+            peer, message = self._messages.popleft()
+            if isinstance(message, Hello):
+                self._join(peer, message)
+            elif message is None:
+                self._peers.discard(peer)
+                self._inbox.left(peer)
+            else:
+                call, payload = message  # type: ignore[misc]
+                self._inbox.arrived(peer, call, payload)
+
+    def _join(self, peer: Peer, hello: Hello) -> None:
+        try:
+            welcome = self._inbox.joined(peer, hello)
+        except CallError as error:
+            peer.replies.put(Refusal(error.code, error.message))
+        else:
+            self._peers.add(peer)
+            peer.replies.put(welcome)
+
+    def tick(self) -> None:
+        for peer in self._peers:  # they live as long as this process does
+            self._inbox.heard(peer)
+
+    def close(self) -> None:
+        _listeners.pop(self._name, None)
+        for peer in self._peers:
+            peer.close()
+        self._peers.clear()
+
+
+class InprocConnection:
+    """The client's end."""
+
+    def __init__(self, listener: Listener, hello: Hello, timeout: float) -> None:
+        self._listener, self._peer = listener, Peer()
+        self._closed = threading.Event()
+        listener.post(self._peer, hello)
+        answer = self._next(timeout)
+        if isinstance(answer, Refusal):
+            raise CallError(Code(answer.code), answer.message)
+        assert isinstance(answer, Welcome)
+        self.welcome = answer
+
+    def call(self, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+        self._listener.post(self._peer, (call, payload))
+        answer = self._next(timeout)
+        assert isinstance(answer, tuple) and answer[0].seq == call.seq
+        return answer
+
+    def _next(self, timeout: float) -> object:
+        try:
+            answer = self._peer.replies.get(timeout=timeout)
+        except Empty:
+            raise ConnectionLost(f"no answer from {self._listener.url} within {timeout:g} s") from None
+        if answer is None:
+            raise ConnectionLost(f"the executor at {self._listener.url} closed")
+        return answer
+
+    def beat(self) -> None:
+        pass
+
+    def close(self) -> None:
+        if not self._closed.is_set():
+            self._closed.set()
+            self._listener.post(self._peer, None)
+
+
+def connect(name: str, hello: Hello, timeout: float) -> InprocConnection:
+    listener = _listeners.get(name)
+    if listener is None:
+        raise ConnectionLost(f"no executor serves inproc://{name} in this process")
+    return InprocConnection(listener, hello, timeout)

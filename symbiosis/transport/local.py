@@ -1,0 +1,377 @@
+"""`local://PATH`: client and executor on one host. A Unix socket to join, one shared memory segment per session, eventfds.
+
+The socket's hang-up tells either side that the other is gone. The segment is created by the executor, sealed against
+resizing, and passed as a descriptor; it belongs to one session. A call is written once into it and never serialised:
+
+    0      the client's beat, a counter
+    64     call header
+    256    reply header
+    4096   payload of the call, and behind it (64-byte aligned) that of the reply
+
+The header is copied before it is parsed, so that a client that scribbles over it meanwhile changes nothing.
+"""
+
+import fcntl
+import mmap
+import os
+import select
+import socket
+import stat
+import struct
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
+from symbiosis.protocol import (
+    CALL_SIZE,
+    REPLY_SIZE,
+    Bye,
+    Call,
+    Control,
+    Grow,
+    Grown,
+    Hello,
+    Op,
+    Refusal,
+    Reply,
+    Welcome,
+    decode_call,
+    decode_control,
+    decode_reply,
+    encode_call,
+    encode_control,
+    encode_reply,
+)
+from symbiosis.transport.base import Inbox
+from symbiosis.transport.reactor import Reactor, drain_eventfd
+from symbiosis.transport.tensors import split_payload, tensor_at
+
+CALL_AT, REPLY_AT, PAYLOAD_AT = 64, 256, 4096
+FIRST_SLAB = 4 << 20
+MAX_CONTROL = 4096
+_BEAT = struct.Struct("<Q")
+_VIEWS_KEPT = 512
+
+
+class Slab:
+    """A shared memory segment, seen from either side. Tensors over it are cached by place, dtype and shape."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd, self.nbytes = fd, nbytes
+        self.memory = mmap.mmap(fd, nbytes)
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
+
+    @classmethod
+    def create(cls, nbytes: int) -> "Slab":
+        fd = os.memfd_create("symbiosis", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(fd, nbytes)
+
+    def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        key = (start, dtype, shape)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= _VIEWS_KEPT:
+                self._views.clear()
+            view = self._views[key] = tensor_at(self._bytes, start, dtype, shape)
+        return view
+
+    def close(self) -> None:
+        """Drop our handle; the mapping goes when the last tensor over it does."""
+        self._views.clear()
+        os.close(self.fd)
+
+
+def reply_at(call: Call) -> int:
+    """Where the payload of the reply begins: behind that of the call, on a cache line."""
+    return PAYLOAD_AT + -(-call.nbytes // 64) * 64
+
+
+class Peer:
+    """The executor's end of one connection."""
+
+    transport = "local"
+
+    def __init__(self, listener: "Listener", sock: socket.socket) -> None:
+        self.session = None
+        self._listener, self._socket = listener, sock
+        self._slab: Slab | None = None
+        self._call_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._reply_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._beats, self._max_slab = 0, 0
+        self._call: Call | None = None
+
+    def control(self) -> None:
+        """The socket is readable: a control message, or the client is gone."""
+        try:
+            raw = self._socket.recv(MAX_CONTROL)
+            message = decode_control(raw) if raw else Bye()
+            if isinstance(message, Hello):
+                self._join(message)
+            elif isinstance(message, Grow) and self._slab:
+                self._grow(message.nbytes)
+            else:
+                self._listener.drop(self)
+        except BlockingIOError:
+            pass
+        except (CallError, OSError) as error:
+            code = error.code if isinstance(error, CallError) else Code.INTERNAL
+            with suppress(OSError):
+                self._socket.send(encode_control(Refusal(code, str(error))))
+            self._listener.drop(self)
+
+    def _join(self, hello: Hello) -> None:
+        welcome = self._listener.inbox.joined(self, hello)
+        self._max_slab = PAYLOAD_AT + 2 * self._listener.inbox.limits.max_call_bytes + 64
+        self._slab = Slab.create(min(FIRST_SLAB, self._max_slab))
+        raw = encode_control(welcome)
+        letter = os.memfd_create("symbiosis-welcome", os.MFD_CLOEXEC)  # a manifest may be larger than a socket's buffer
+        try:
+            with os.fdopen(os.dup(letter), "wb") as file:
+                file.write(raw)
+            message = encode_control(Grown(self._slab.nbytes))
+            fds = [letter, self._slab.fd, self._call_bell, self._reply_bell]
+            socket.send_fds(self._socket, [message], fds)
+        finally:
+            os.close(letter)
+        self._listener.reactor.watch(self._call_bell, self._ring)
+
+    def _grow(self, nbytes: int) -> None:
+        if nbytes > self._max_slab:
+            raise CallError(Code.TOO_LARGE, f"a session's shared memory is limited to {self._max_slab} bytes")
+        assert self._slab
+        size = min(1 << (nbytes - 1).bit_length(), self._max_slab)
+        self._slab.close()
+        self._slab = Slab.create(size)
+        socket.send_fds(self._socket, [encode_control(Grown(size))], [self._slab.fd])
+
+    def _ring(self) -> None:
+        """The call bell rang: one call lies in the segment."""
+        slab = self._slab
+        if not drain_eventfd(self._call_bell) or slab is None:
+            return
+        call = None
+        try:
+            call = decode_call(slab.memory[CALL_AT : CALL_AT + CALL_SIZE])
+            if call.nbytes > slab.nbytes - PAYLOAD_AT:
+                raise CallError(Code.TOO_LARGE, f"{call.nbytes} bytes of payload do not fit the session's segment")
+            payload = split_payload(call, slab.tensor(PAYLOAD_AT, "uint8", (call.nbytes,)))
+        except CallError as error:
+            seq = call.seq if call else 0
+            text = torch.frombuffer(bytearray(error.message, "utf-8"), dtype=torch.uint8)
+            self._call = Call(seq, Op.STATS, 0, "uint8")  # of no payload: the text goes to the front
+            self.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
+            return
+        self._call = call
+        self._listener.inbox.arrived(self, call, payload)
+
+    def out(self, call: Call, nbytes: int) -> Tensor:
+        slab = self._slab
+        start = reply_at(call)
+        if slab is None or start + nbytes > slab.nbytes:
+            raise CallError(Code.GROW, str(start + nbytes))
+        return slab.tensor(start, "uint8", (nbytes,))
+
+    def reply(self, reply: Reply, result: Tensor) -> None:
+        slab, call = self._slab, self._call
+        if slab is None or call is None:
+            return
+        start = reply_at(call)
+        if reply.nbytes:
+            target = slab.tensor(start, reply.dtype, reply.shape)
+            if target.data_ptr() != result.data_ptr():
+                target.copy_(result.view(reply.shape))
+        slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE] = encode_reply(reply)
+        os.eventfd_write(self._reply_bell, 1)
+
+    def beat_seen(self) -> bool:
+        """Whether the client's counter moved since we last looked."""
+        if self._slab is None:
+            return False
+        beats = _BEAT.unpack_from(self._slab.memory)[0]
+        moved, self._beats = beats != self._beats, beats
+        return bool(moved)
+
+    def close(self) -> None:
+        self._listener.drop(self)
+
+    def release(self) -> None:
+        reactor = self._listener.reactor
+        reactor.forget(self._socket.fileno())
+        reactor.forget(self._call_bell)
+        self._socket.close()
+        os.close(self._call_bell)
+        os.close(self._reply_bell)
+        if self._slab:
+            self._slab.close()
+            self._slab = None
+
+
+class Listener:
+    """The executor's socket. Only processes of the same user (or root) are let in."""
+
+    def __init__(self, address: str, reactor: Reactor, inbox: Inbox) -> None:
+        self.url = f"local://{address}"
+        self.reactor, self.inbox = reactor, inbox
+        self._path = Path(address)
+        self._peers: set[Peer] = set()
+        self._socket = bind(self._path)
+        self._inode = self._path.stat().st_ino
+        reactor.watch(self._socket.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._socket.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+        if uid not in (os.getuid(), 0):
+            sock.send(encode_control(Refusal(Code.LIMIT, "local:// serves processes of the executor's own user only")))
+            sock.close()
+            return
+        peer = Peer(self, sock)
+        self._peers.add(peer)
+        self.reactor.watch(sock.fileno(), peer.control)
+
+    def drop(self, peer: Peer) -> None:
+        if peer in self._peers:
+            self._peers.discard(peer)
+            self.inbox.left(peer)
+            peer.release()
+
+    def tick(self) -> None:
+        for peer in self._peers:
+            if peer.beat_seen():
+                self.inbox.heard(peer)
+
+    def close(self) -> None:
+        self.reactor.forget(self._socket.fileno())
+        self._socket.close()
+        with suppress(OSError):
+            if self._path.stat().st_ino == self._inode:  # else a successor already listens here
+                self._path.unlink()
+        for peer in list(self._peers):
+            self.drop(peer)
+
+
+def bind(path: Path) -> socket.socket:
+    """A listening socket at `path`, in place of one that a dead executor left behind."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if path.exists():
+        if not stat.S_ISSOCK(path.stat().st_mode):
+            raise ConfigError(f"{path} exists and is no socket: choose another path for local://")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                raise ConfigError(f"another executor already serves local://{path}: stop it, or choose another path")
+        path.unlink()
+    old = os.umask(0o177)
+    try:
+        sock.bind(str(path))
+    except OSError as error:
+        raise ConfigError(f"cannot listen at local://{path}: {error}") from None
+    finally:
+        os.umask(old)
+    sock.listen(128)
+    sock.setblocking(False)
+    return sock
+
+
+class LocalConnection:
+    """The client's end."""
+
+    def __init__(self, address: str, hello: Hello, timeout: float) -> None:
+        self._url = f"local://{address}"
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(timeout)
+        self._beats = 0
+        try:
+            self._socket.connect(address)
+            self._socket.send(encode_control(hello))
+            first, fds = self._receive(4)
+        except OSError as error:
+            self._socket.close()
+            raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
+        letter, slab, self._call_bell, self._reply_bell = fds
+        with os.fdopen(letter, "rb") as file:
+            file.seek(0)
+            welcome = decode_control(file.read())
+        assert isinstance(welcome, Welcome) and isinstance(first, Grown)
+        self.welcome = welcome
+        self._slab = Slab(slab, first.nbytes)
+        self._poll = select.poll()
+        self._poll.register(self._reply_bell, select.POLLIN)
+        self._poll.register(self._socket.fileno(), select.POLLIN)
+        self.beat()
+
+    def _receive(self, fds: int) -> tuple[Control, list[int]]:
+        raw, received, _, _ = socket.recv_fds(self._socket, MAX_CONTROL, fds)
+        if not raw:
+            raise ConnectionLost(f"the executor at {self._url} closed the connection")
+        message = decode_control(raw)
+        if isinstance(message, Refusal):
+            self._socket.close()
+            raise CallError(Code(message.code), message.message)
+        return message, received
+
+    def call(self, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+        if PAYLOAD_AT + call.nbytes > self._slab.nbytes:
+            self._grow(PAYLOAD_AT + 2 * call.nbytes)
+        slab = self._slab
+        if payload:
+            slab.tensor(PAYLOAD_AT, call.payload_dtype, call.shape).copy_(payload[0])
+        if call.groups:
+            slab.tensor(PAYLOAD_AT + call.nbytes - 4 * call.groups, "int32", (call.groups,)).copy_(payload[1])
+        slab.memory[CALL_AT : CALL_AT + CALL_SIZE] = encode_call(call)
+        os.eventfd_write(self._call_bell, 1)
+        reply = self._await(call.seq, timeout)
+        start = reply_at(call)
+        if reply.code is Code.GROW:
+            self._grow(int(bytes(slab.memory[start : start + reply.nbytes])))
+            return self.call(call, payload, timeout)
+        return reply, slab.tensor(start, reply.dtype, reply.shape).clone()
+
+    def _await(self, seq: int, timeout: float) -> Reply:
+        deadline = monotonic() + timeout
+        while True:
+            events = self._poll.poll(max(0.0, deadline - monotonic()) * 1000)
+            if drain_eventfd(self._reply_bell):
+                reply = decode_reply(self._slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
+                if reply.seq == seq:
+                    return reply
+            elif events:
+                raise ConnectionLost(f"the executor at {self._url} hung up")
+            else:
+                raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
+
+    def _grow(self, nbytes: int) -> None:
+        try:
+            self._socket.send(encode_control(Grow(nbytes)))
+            grown, fds = self._receive(1)
+        except OSError as error:
+            raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
+        assert isinstance(grown, Grown)
+        self._slab.close()
+        self._slab = Slab(fds[0], grown.nbytes)
+
+    def beat(self) -> None:
+        self._beats += 1
+        _BEAT.pack_into(self._slab.memory, 0, self._beats)
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._socket.close()
+            self._slab.close()
+            os.close(self._call_bell)
+            os.close(self._reply_bell)
+
+
+def connect(address: str, hello: Hello, timeout: float) -> LocalConnection:
+    return LocalConnection(address, hello, timeout)

@@ -1,0 +1,38 @@
+"""Tensors over raw memory, and the names their dtypes have on the wire."""
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import Code, ProtocolError
+from symbiosis.protocol import DTYPES, Call
+
+TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
+DTYPE_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous CPU tensor's memory as a 1-D uint8 tensor."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that lies in `memory` (1-D uint8) from byte `start` on."""
+    target = TORCH_DTYPE[dtype]
+    count = 1
+    for dim in shape:
+        count *= dim
+    return memory[start : start + count * target.itemsize].view(target).view(shape)
+
+
+def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of a call's payload; they share `memory`, whose length must be what the header says."""
+    if memory.numel() != call.nbytes:
+        raise ProtocolError(
+            Code.BAD_FRAME, f"the header promises {call.nbytes} bytes of payload, {memory.numel()} came"
+        )
+    if not call.nbytes:
+        return ()
+    rows = tensor_at(memory, 0, call.payload_dtype, call.shape)
+    if not call.groups:
+        return (rows,)
+    return rows, tensor_at(memory, call.nbytes - 4 * call.groups, "int32", (call.groups,))

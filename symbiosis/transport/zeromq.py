@@ -1,0 +1,257 @@
+"""`tcp://HOST:PORT`: anything, anywhere, over ZeroMQ. A header frame and raw tensor frames; never pickle.
+
+The client's socket is replaced, not reused, when the connection breaks: ZeroMQ would reconnect by itself but never
+resend what was lost, so the session reconnects and resends instead.
+"""
+
+from contextlib import suppress
+from time import monotonic
+
+import torch
+import zmq
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost, ProtocolError
+from symbiosis.protocol import (
+    ITEMSIZE,
+    MAGIC_CALL,
+    MAGIC_REPLY,
+    Beat,
+    Bye,
+    Call,
+    Hello,
+    Refusal,
+    Reply,
+    Welcome,
+    decode_call,
+    decode_control,
+    decode_reply,
+    encode_call,
+    encode_control,
+    encode_reply,
+)
+from symbiosis.transport.base import Inbox
+from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.tensors import TORCH_DTYPE, as_bytes, tensor_at
+
+COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
+
+
+class Peer:
+    """The executor's end of one connection: replies go to the identity that ZeroMQ gave it."""
+
+    transport = "tcp"
+
+    def __init__(self, listener: "Listener", identity: bytes) -> None:
+        self.session = None
+        self.identity = identity
+        self._listener = listener
+
+    def out(self, call: Call, nbytes: int) -> None:
+        return None
+
+    def reply(self, reply: Reply, result: Tensor) -> None:
+        frames = [encode_reply(reply)]
+        if reply.nbytes:
+            frames.append(as_bytes(result.contiguous()).numpy().data)  # type: ignore[arg-type]
+        self._listener.send(self, frames, copy=reply.nbytes < COPY_BELOW)
+
+    def close(self) -> None:
+        self._listener.drop(self)
+
+
+class Listener:
+    """The executor's ROUTER socket."""
+
+    def __init__(self, address: str, reactor: Reactor, inbox: Inbox) -> None:
+        self._reactor, self._inbox = reactor, inbox
+        self._peers: dict[bytes, Peer] = {}
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        _harden(self._socket)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, inbox.limits.max_call_bytes + 4096)
+        try:
+            self._socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            self._socket.close()
+            raise ConfigError(f"cannot listen at tcp://{address}: {error}") from None
+        self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._fd = int(self._socket.getsockopt(zmq.FD))  # type: ignore[arg-type]
+        reactor.watch(self._fd, self._drain)
+
+    def _drain(self) -> None:
+        """The descriptor tells of changes only, so take all there is."""
+        with suppress(zmq.Again):
+            while not self._socket.closed:
+                self._handle(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+
+    def _handle(self, frames: list[zmq.Frame]) -> None:
+        identity, *frames = frames
+        peer = self._peers.get(identity.bytes)
+        if not frames:
+            return
+        try:
+            if frames[0].buffer[:4] == MAGIC_CALL:
+                self._call(peer, identity.bytes, frames)
+            else:
+                self._control(peer, identity.bytes, frames)
+        except CallError as error:
+            stranger = peer or Peer(self, identity.bytes)
+            self.send(stranger, [encode_control(Refusal(error.code, error.message))])
+
+    def _control(self, peer: Peer | None, identity: bytes, frames: list[zmq.Frame]) -> None:
+        if len(frames) != 1:
+            raise ProtocolError(Code.BAD_FRAME, f"a control message has 1 frame, not {len(frames)}")
+        message = decode_control(frames[0].buffer)
+        if isinstance(message, Hello) and peer is None:
+            peer = Peer(self, identity)
+            welcome = self._inbox.joined(peer, message)
+            self._peers[identity] = peer
+            self.send(peer, [encode_control(welcome)])
+        elif peer is not None and isinstance(message, Beat):
+            self._inbox.heard(peer)
+        elif peer is not None and isinstance(message, Bye):
+            self.drop(peer)
+        else:
+            raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
+
+    def _call(self, peer: Peer | None, identity: bytes, frames: list[zmq.Frame]) -> None:
+        if peer is None:
+            raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
+        call = decode_call(frames[0].buffer)
+        try:
+            payload = _payload(call, frames[1:])
+        except CallError as error:
+            text = torch.frombuffer(bytearray(error.message, "utf-8"), dtype=torch.uint8)
+            peer.reply(Reply(call.seq, error.code, shape=(text.numel(),)), text)
+        else:
+            self._inbox.arrived(peer, call, payload)
+
+    def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> None:
+        if self._socket.closed:
+            return
+        try:
+            self._socket.send_multipart([peer.identity, *frames], zmq.NOBLOCK, copy=copy)
+        except zmq.ZMQError:  # gone, or it does not read: it may join again
+            self.drop(peer)
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            self._reactor.call_soon(self._drain)
+
+    def drop(self, peer: Peer) -> None:
+        if self._peers.pop(peer.identity, None):
+            self._inbox.left(peer)
+
+    def tick(self) -> None:
+        self._drain()
+
+    def close(self) -> None:
+        self._reactor.forget(self._fd)
+        for peer in list(self._peers.values()):
+            self.drop(peer)
+        self._socket.close(linger=2000)  # the last replies still go out
+
+
+def _payload(call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
+    """The frames' bytes in tensors of our own, aligned as torch's are (products must not depend on the transport)."""
+    rows = call.nbytes if not call.groups else _rows_nbytes(call)
+    expected = [n for n in (rows, 4 * call.groups) if n]
+    if [len(frame) for frame in frames] != expected:
+        raise ProtocolError(
+            Code.BAD_FRAME, f"the header promises frames of {expected} bytes, {[len(f) for f in frames]} came"
+        )
+    kinds = ((call.payload_dtype, call.shape), ("int32", (call.groups,)))
+    return tuple(_tensor(frame, dtype, shape) for frame, (dtype, shape) in zip(frames, kinds, strict=False))
+
+
+def _rows_nbytes(call: Call) -> int:
+    size = ITEMSIZE[call.payload_dtype]
+    for dim in call.shape:
+        size *= dim
+    return size
+
+
+def _tensor(frame: zmq.Frame, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    memory = torch.empty(len(frame), dtype=torch.uint8)
+    memory.numpy().data[:] = frame.buffer
+    return tensor_at(memory, 0, dtype, shape)
+
+
+def _harden(socket: zmq.Socket) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 64)
+    socket.setsockopt(zmq.RCVHWM, 64)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+
+
+class TcpConnection:
+    """The client's DEALER socket, with a monitor that tells when the other side is gone."""
+
+    def __init__(self, address: str, hello: Hello, timeout: float) -> None:
+        self._url = f"tcp://{address}"
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        _harden(self._socket)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        try:
+            self._socket.connect(self._url)
+            self._socket.send(encode_control(hello))
+            answer = decode_control(self._receive(timeout)[0].buffer)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
+        except (ConnectionLost, CallError):
+            self.close()
+            raise
+        if isinstance(answer, Refusal):
+            self.close()
+            raise CallError(Code(answer.code), answer.message)
+        assert isinstance(answer, Welcome)
+        self.welcome = answer
+
+    def call(self, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+        frames = [encode_call(call), *(as_bytes(tensor.contiguous()).numpy().data for tensor in payload)]
+        self._socket.send_multipart(frames, copy=call.nbytes < COPY_BELOW)
+        deadline = monotonic() + timeout
+        while True:
+            head, *rest = self._receive(max(0.0, deadline - monotonic()))
+            if head.buffer[:4] != MAGIC_REPLY:
+                refusal = decode_control(head.buffer)
+                assert isinstance(refusal, Refusal)
+                if refusal.code == Code.NOT_JOINED:
+                    raise ConnectionLost(f"the executor at {self._url} was restarted")
+                raise CallError(Code(refusal.code), refusal.message)
+            reply = decode_reply(head.buffer)
+            if reply.seq == call.seq:
+                if not rest:
+                    return reply, torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])
+                return reply, _tensor(rest[0], reply.dtype, reply.shape)
+
+    def _receive(self, timeout: float) -> list[zmq.Frame]:
+        ready = dict(self._poller.poll(timeout * 1000))
+        if self._socket in ready:
+            return self._socket.recv_multipart(copy=False)
+        if self._monitor in ready:
+            raise ConnectionLost(f"no executor at {self._url}: the connection broke")
+        raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
+
+    def beat(self) -> None:
+        with suppress(zmq.ZMQError):
+            self._socket.send(encode_control(Beat()), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            with suppress(zmq.ZMQError):
+                self._socket.send(encode_control(Bye()), zmq.NOBLOCK)
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(linger=200)
+
+
+def connect(address: str, hello: Hello, timeout: float) -> TcpConnection:
+    return TcpConnection(address, hello, timeout)

@@ -1,0 +1,76 @@
+"""Fixtures: small models built from configurations, and executors that serve them."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+
+import symbiosis
+
+
+def tiny_llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=100, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def tiny_gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = GPT2Config(
+        n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
+    )
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def tiny_mixtral() -> nn.Module:
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, vocab_size=100, max_position_embeddings=128,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "mixtral": tiny_mixtral}
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def llama() -> nn.Module:
+    return tiny_llama()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., symbiosis.Executor]]:
+    """Serves a copy of a model (the test keeps the original to compare with), and closes the executor at the end."""
+    running: list[symbiosis.Executor] = []
+
+    def start(model: nn.Module, **options: object) -> symbiosis.Executor:
+        executor = symbiosis.Executor(copy.deepcopy(model), **options)
+        running.append(executor)
+        return executor
+
+    yield start
+    for executor in running:
+        executor.close()
+
+
+@pytest.fixture(params=["inproc", "local", "tcp"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return {
+        "inproc": f"inproc://{request.node.name}",
+        "local": f"local://{tmp_path}/executor.sock",
+        "tcp": "tcp://127.0.0.1:0",
+    }[request.param]
