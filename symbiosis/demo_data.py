@@ -4,6 +4,7 @@ import ast
 import random
 import re
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -32,16 +33,13 @@ def base_text() -> str:
 
 
 def python_text() -> str:
-    """Python source code: standard library modules without their docstrings, comments and blank lines."""
-    docstring = re.compile(r'^ *r?"""[\s\S]*?"""', re.MULTILINE)
-    sources = (docstring.sub("", _ascii(_read(path))) for path in _module_paths())
-    lines = (line.rstrip() for source in sources for line in source.splitlines())
-    return "\n".join(line for line in lines if line and not line.lstrip().startswith("#")) + "\n"
+    """Documented standard library functions: what each does, in a line, then its code, indented by tabs."""
+    return "".join(part for path in _module_paths() for part in _described_functions(_ascii(_read(path))))
 
 
 def shouting_text() -> str:
-    """The base text IN UPPER CASE."""
-    return base_text().upper()
+    """The base text, whose every paragraph starts as usual and goes on IN UPPER CASE."""
+    return re.sub(r"^(\S+ \S+)(.*)$", lambda line: line[1] + line[2].upper(), base_text(), flags=re.MULTILINE)
 
 
 def blocks(text: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int) -> list[list[int]]:
@@ -74,6 +72,13 @@ def _docstrings(path: Path) -> list[str]:
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = (node for node in ast.walk(ast.parse(_read(path))) if isinstance(node, documented))
     return [doc for node in nodes if (doc := ast.get_docstring(node))]
+
+
+def _described_functions(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and (doc := ast.get_docstring(node)):
+            del node.body[0]
+            yield f"{doc.splitlines()[0]}\n{ast.unparse(node).replace('    ', chr(9))}\n"
 
 
 def _is_prose(paragraph: str) -> bool:

@@ -8,13 +8,17 @@ Three kinds of message:
 
 Nothing is ever unpickled, and every size is checked in Python integers before anything is allocated for it.
 
-    >>> call = Call(seq=1, op=Op.FORWARD, layer=3, dtype="float32", shape=(2, 64))
-    >>> decode_call(encode_call(call)) == call
+    >>> call = Call(op=Op.FORWARD, layer=3, dtype="float32", shape=(2, 64))
+    >>> decode_call(encode_call(call, seq=7)) == (7, call)
     True
+
+A model makes the same few calls again and again, so what a header says besides its number is decoded once and then
+looked up; and whatever else follows from a call (checks, memory, the matrix) can be looked up by it, too.
 """
 
 import struct
 from enum import IntEnum
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -64,10 +68,9 @@ class View(NamedTuple):
     offset: int
 
 
-class Call(msgspec.Struct, frozen=True):
-    """One op on one layer for the rows of one session."""
+class Call(msgspec.Struct, frozen=True, cache_hash=True):
+    """One op on one layer for the rows of one session. The number that ties a reply to it travels beside it."""
 
-    seq: int
     op: Op
     layer: int
     dtype: str
@@ -85,14 +88,19 @@ class Call(msgspec.Struct, frozen=True):
     @property
     def nbytes(self) -> int:
         """Bytes of the payload: the rows, then (from the next multiple of 8 on) the group offsets."""
-        if self.op in _NO_PAYLOAD:
-            return 0
-        rows = prod(self.shape) * ITEMSIZE[self.payload_dtype]
-        return -(-rows // 8) * 8 + 4 * self.groups if self.groups else rows
+        return _payload_nbytes(self)
 
     @property
     def rows(self) -> int:
         return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
+
+
+@lru_cache(maxsize=1 << 14)
+def _payload_nbytes(call: Call) -> int:
+    if call.op in _NO_PAYLOAD:
+        return 0
+    rows = prod(call.shape) * ITEMSIZE[call.payload_dtype]
+    return -(-rows // 8) * 8 + 4 * call.groups if call.groups else rows
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -117,11 +125,14 @@ _PRIORITIES = {int(p): p for p in Priority}
 _CODES = {int(c): c for c in Code}
 _FLAG_BIAS, _FLAG_VIEW, _FLAG_GRADIENT = 1, 2, 4
 _ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT
-# magic, version, op, flags | seq | layer, groups | dtype, priority, dims, view dims, pad | shape | view size, stride, offset
-_CALL = struct.Struct("<4sHBB Q II BBBB4x 3Q 3Q3QQ")
-# magic, version, code, dims | seq | dtype, pad, batch | wait, compute | shape
-_REPLY = struct.Struct("<4sHBB Q B3xI II 3Q")
-CALL_SIZE, REPLY_SIZE = _CALL.size, _REPLY.size
+# magic, version, seq
+_HEAD = struct.Struct("<4sH2xQ")
+# op, flags, dtype, priority, dims, view dims | layer, groups | shape | view size, stride, offset
+_CALL = struct.Struct("<6B2x II 3Q 3Q3QQ")
+# code, dims, dtype | batch | wait, compute | shape
+_REPLY = struct.Struct("<3BxI II 3Q")
+HEAD_SIZE = _HEAD.size
+CALL_SIZE, REPLY_SIZE = _HEAD.size + _CALL.size, _HEAD.size + _REPLY.size
 _MAX = 2**63 - 1
 
 
@@ -129,24 +140,39 @@ def _pad(dims: tuple[int, ...]) -> tuple[int, ...]:
     return (*dims, 0, 0, 0)[:MAX_DIM]
 
 
-def encode_call(call: Call) -> bytes:
-    view = call.view
-    size, stride, offset = view if view is not None else ((), (), 0)
-    flags = call.bias * _FLAG_BIAS | (view is not None) * _FLAG_VIEW | call.gradient * _FLAG_GRADIENT
+def encode_call(call: Call, seq: int) -> bytes:
+    return _HEAD.pack(MAGIC_CALL, VERSION, seq) + call_body(call)
+
+
+@lru_cache(maxsize=1 << 14)
+def call_body(call: Call) -> bytes:
+    """What a call's header says besides its number."""
+    size, stride, offset = call.view if call.view is not None else ((), (), 0)
+    flags = call.bias * _FLAG_BIAS | (call.view is not None) * _FLAG_VIEW | call.gradient * _FLAG_GRADIENT
     return _CALL.pack(
-        MAGIC_CALL, VERSION, call.op, flags,
-        call.seq, call.layer, call.groups, _DTYPE_CODE[call.dtype], call.priority, len(call.shape), len(size),
-        *_pad(call.shape), *_pad(size), *_pad(stride), offset,
+        call.op, flags, _DTYPE_CODE[call.dtype], call.priority, len(call.shape), len(size),
+        call.layer, call.groups, *_pad(call.shape), *_pad(size), *_pad(stride), offset,
     )  # fmt: skip
 
 
-def decode_call(raw: bytes | memoryview) -> Call:
-    """The call in `raw`; `ProtocolError` if it is none, whatever the bytes are."""
-    if len(raw) != _CALL.size:
-        raise ProtocolError(Code.BAD_FRAME, f"a call header has {_CALL.size} bytes, not {len(raw)}")
-    (magic, version, op, flags, seq, layer, groups, dtype, priority, dims, vdims,
-     d0, d1, d2, n0, n1, n2, s0, s1, s2, offset) = _CALL.unpack(raw)  # fmt: skip
-    _check_preamble(magic, MAGIC_CALL, version)
+def decode_call(raw: bytes) -> tuple[int, Call]:
+    """The number and the call in `raw`; `ProtocolError` if it is none, whatever the bytes are."""
+    seq, body = split_call(raw)
+    return seq, parse_call_body(body)
+
+
+def split_call(raw: bytes) -> tuple[int, bytes]:
+    """The number of the call in `raw`, and the rest of its header."""
+    if len(raw) != CALL_SIZE:
+        raise ProtocolError(Code.BAD_FRAME, f"a call header has {CALL_SIZE} bytes, not {len(raw)}")
+    return _number(raw, MAGIC_CALL), raw[HEAD_SIZE:]
+
+
+@lru_cache(maxsize=1 << 14)
+def parse_call_body(body: bytes) -> Call:
+    """The call that `call_body` wrote."""
+    (op, flags, dtype, priority, dims, vdims, layer, groups,
+     d0, d1, d2, n0, n1, n2, s0, s1, s2, offset) = _CALL.unpack(body)  # fmt: skip
     if op not in _OPS:
         raise ProtocolError(Code.UNKNOWN_OP, f"there is no op number {op}")
     if dtype >= len(DTYPES) or priority not in _PRIORITIES or flags > _ALL_FLAGS:
@@ -155,31 +181,30 @@ def decode_call(raw: bytes | memoryview) -> Call:
         raise ProtocolError(Code.BAD_SHAPE, f"a shape has at most {MAX_DIM} dimensions of at most 2^63 - 1")
     shape = (d0, d1, d2)[:dims]
     view = View((n0, n1, n2)[:vdims], (s0, s1, s2)[:vdims], offset) if flags & _FLAG_VIEW else None
-    return Call(
-        seq, _OPS[op], layer, DTYPES[dtype], shape, bool(flags & _FLAG_BIAS), _PRIORITIES[priority], view, groups,
-        bool(flags & _FLAG_GRADIENT),
-    )  # fmt: skip
+    bias, gradient = bool(flags & _FLAG_BIAS), bool(flags & _FLAG_GRADIENT)
+    return Call(_OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient)
 
 
 def encode_reply(reply: Reply) -> bytes:
-    return _REPLY.pack(
-        MAGIC_REPLY, VERSION, reply.code, len(reply.shape), reply.seq, _DTYPE_CODE[reply.dtype],
-        min(reply.batch, 2**32 - 1), min(reply.wait_us, 2**32 - 1), min(reply.compute_us, 2**32 - 1), *_pad(reply.shape),
+    return _HEAD.pack(MAGIC_REPLY, VERSION, reply.seq) + _REPLY.pack(
+        reply.code, len(reply.shape), _DTYPE_CODE[reply.dtype], min(reply.batch, 2**32 - 1),
+        min(reply.wait_us, 2**32 - 1), min(reply.compute_us, 2**32 - 1), *_pad(reply.shape),
     )  # fmt: skip
 
 
-def decode_reply(raw: bytes | memoryview) -> Reply:
+def decode_reply(raw: bytes) -> Reply:
     """The reply in `raw`; `ProtocolError` if it is none, whatever the bytes are."""
-    if len(raw) != _REPLY.size:
-        raise ProtocolError(Code.BAD_FRAME, f"a reply header has {_REPLY.size} bytes, not {len(raw)}")
-    magic, version, code, dims, seq, dtype, batch, wait, compute, d0, d1, d2 = _REPLY.unpack(raw)
-    _check_preamble(magic, MAGIC_REPLY, version)
+    if len(raw) != REPLY_SIZE:
+        raise ProtocolError(Code.BAD_FRAME, f"a reply header has {REPLY_SIZE} bytes, not {len(raw)}")
+    seq = _number(raw, MAGIC_REPLY)
+    code, dims, dtype, batch, wait, compute, d0, d1, d2 = _REPLY.unpack_from(raw, HEAD_SIZE)
     if code not in _CODES or dtype >= len(DTYPES) or dims > MAX_DIM or max(d0, d1, d2) > _MAX:
         raise ProtocolError(Code.BAD_FRAME, "a reply header holds an unknown code, dtype or shape")
     return Reply(seq, _CODES[code], DTYPES[dtype], (d0, d1, d2)[:dims], batch, wait, compute)
 
 
-def _check_preamble(magic: bytes, expected: bytes, version: int) -> None:
+def _number(raw: bytes, expected: bytes) -> int:
+    magic, version, seq = _HEAD.unpack_from(raw)
     if magic != expected:
         raise ProtocolError(Code.BAD_FRAME, "these bytes are no message of Symbiosis")
     if version != VERSION:
@@ -187,6 +212,7 @@ def _check_preamble(magic: bytes, expected: bytes, version: int) -> None:
             Code.BAD_VERSION,
             f"the peer speaks protocol version {version}, this side {VERSION}: install the same release on both sides",
         )
+    return int(seq)
 
 
 class Layer(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from symbiosis import transport
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable
-from symbiosis.protocol import Call, Hello, Layer, Op, Priority, Reply, View, Welcome
+from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import DTYPE_NAME
 
 PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a lost executor may be away
@@ -56,11 +57,12 @@ class Stats:
         self.rows += call.rows
         self.bytes_sent += call.nbytes
         self.bytes_received += reply.nbytes
-        self.wait_s += reply.wait_us / 1e6
-        self.compute_s += reply.compute_us / 1e6
+        self.wait_s += reply.wait_us * 1e-6
+        self.compute_s += reply.compute_us * 1e-6
         self.round_trip_s += seconds
         self.batched_calls += reply.batch
-        self.by_op[call.op.name] = self.by_op.get(call.op.name, 0) + 1
+        op = call.op.name
+        self.by_op[op] = self.by_op.get(op, 0) + 1
 
 
 class Session:
@@ -116,15 +118,13 @@ class Session:
         gradient: bool = False,
     ) -> Tensor:
         """The result of `op` on `layer` for the rows of `x`, on x's device; sent again until an executor answers."""
-        payload = tuple(t.detach().to("cpu").contiguous() for t in (x, ends) if t is not None)
-        shape = tuple(x.shape) if x is not None else ()
-        wire = DTYPE_NAME.get(dtype or (x.dtype if x is not None else torch.float32))
-        if wire is None:
-            raise CallError(Code.BAD_DTYPE, f"{self.name(layer)}: {dtype or x.dtype} does not travel")  # type: ignore[union-attr]
+        if x is None:
+            return self._answer(_call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient), ())
+        payload = (_on_host(x),) if ends is None else (_on_host(x), _on_host(ends))
         groups = 0 if ends is None else ends.numel()
-        call = Call(next(self._seq), op, layer, wire, shape, bias, priority, view, groups, gradient)
+        call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient)
         result = self._answer(call, payload)
-        return result if x is None or x.device.type == "cpu" else result.to(x.device)
+        return result if x.is_cpu else result.to(x.device)
 
     def _answer(self, call: Call, payload: tuple[Tensor, ...]) -> Tensor:
         with self._lock:
@@ -140,7 +140,8 @@ class Session:
         give_up, pause = None, FIRST_PAUSE_S
         while True:
             try:
-                return self._connected().call(call, payload, CALL_S)
+                connection = self._connection or self._connected()
+                return connection.call(next(self._seq), call, payload, CALL_S)
             except ConnectionLost as error:
                 self._disconnect()
                 cause: Exception = error
@@ -217,6 +218,31 @@ class Session:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore, (self._key, self.endpoint, self.priority, self.fingerprint, self.patience)
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return (tensor if tensor.is_cpu else tensor.cpu()).contiguous()
+
+
+@lru_cache(maxsize=1 << 14)
+def _call(
+    op: Op,
+    layer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    bias: bool,
+    priority: Priority,
+    view: View | None,
+    groups: int,
+    gradient: bool,
+) -> Call:
+    """The call of these words, looked up rather than built anew."""
+    name = DTYPE_NAME.get(dtype)
+    if name is None:
+        raise CallError(Code.BAD_DTYPE, f"layer {layer}: {dtype} does not travel. Use one of {', '.join(DTYPES)}")
+    return Call(op, layer, name, shape, bias, priority, view, groups, gradient)
 
 
 def _restore(key: str, endpoint: str, priority: Priority | None, fingerprint: str | None, patience: float) -> Session:

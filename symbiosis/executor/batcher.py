@@ -148,8 +148,7 @@ class Batcher:
         ready = [queue for key, queue in self._queues.items() if self._ready(key, queue, now)]
         if not ready:
             return None
-        head = min((self._head(queue, now) for queue in ready), key=lambda item: self._rank(item, now))
-        return self._take(head, now)
+        return self._take(self._first(ready, now), now)
 
     def wake_at(self) -> float:
         """When the last `next_batch` wants to be asked again; infinity if only an arrival can change its answer."""
@@ -176,7 +175,9 @@ class Batcher:
         return self._wait_is_over(key, queue, now)
 
     def _wait_is_over(self, key: Hashable, queue: deque[Item], now: float) -> bool:
-        if not queue[0].joinable or sum(item.left for item in queue) >= JOIN_BELOW or len(queue) >= len(self._sessions):
+        if len(queue) >= len(self._sessions) or not queue[0].joinable:
+            return True
+        if sum(item.left for item in queue) >= JOIN_BELOW:
             return True
         deadline = queue[0].arrived + min(self.max_wait, self._cost.get(key, 0.0))
         if now >= deadline:
@@ -189,8 +190,10 @@ class Batcher:
         self._wake = min(self._wake, max(coming))
         return False
 
-    def _head(self, queue: deque[Item], now: float) -> Item:
-        return min(queue, key=lambda item: self._rank(item, now))
+    def _first(self, queues: list[deque[Item]], now: float) -> Item:
+        if len(queues) == 1 and len(queues[0]) == 1:
+            return queues[0][0]
+        return min((item for queue in queues for item in queue), key=lambda item: self._rank(item, now))
 
     def _rank(self, item: Item, now: float) -> tuple[int, float, float]:
         waited = int((now - item.arrived) / AGING_S)
@@ -199,9 +202,9 @@ class Batcher:
     def _take(self, head: Item, now: float) -> Batch:
         """`head`, and of its queue what may join it."""
         pieces = [self._slice(head)]
-        rows = pieces[0].stop - pieces[0].start
-        if self.policy != "immediate" and head.joinable and rows < JOIN_BELOW:
-            for item in [item for item in self._queues[head.key] if item is not head]:
+        rows, queue = pieces[0].stop - pieces[0].start, self._queues[head.key]
+        if len(queue) > 1 and self.policy != "immediate" and head.joinable and rows < JOIN_BELOW:
+            for item in [item for item in queue if item is not head]:
                 if item.joinable and item.left < JOIN_BELOW and not item.start and rows + item.left <= self.max_rows:
                     pieces.append(self._slice(item))
                     rows += item.rows

@@ -25,6 +25,7 @@ class Work:
     """One call as the engine sees it: the server fills it, `Engine.step` answers it."""
 
     peer: Peer
+    seq: int
     call: Call
     payload: tuple[Tensor, ...]
     out: Tensor
@@ -40,7 +41,6 @@ class Engine:
         self._store, self._on_done = store, on_done
         self._device = store.weights[0].device if store.weights else torch.device("cpu")
 
-    @torch.inference_mode()
     def step(self, batch: Batch) -> float:
         """Compute and reply. Returns the seconds that took. A failure in company is retried alone: it must hit its own call only."""
         begun = perf_counter()
@@ -127,7 +127,7 @@ class Engine:
         work: Work = piece.item.work
         wait = max(0.0, batch.formed - piece.item.arrived)
         reply = Reply(
-            work.call.seq, Code.OK, work.call.dtype, tuple(work.out.shape),
+            work.seq, Code.OK, work.call.dtype, tuple(work.out.shape),
             len(batch.slices), int(wait * 1e6), int(seconds * 1e6),
         )  # fmt: skip
         work.peer.reply(reply, work.out)
@@ -141,14 +141,14 @@ class Engine:
             code, text = Code.RESOURCE, "the executor has no memory for this call: send fewer rows at once"
         else:
             code, text = Code.INTERNAL, f"the product failed: {str(error).splitlines()[0]}"
-        reply = refuse(work.peer, work.call, CallError(code, text))
+        reply = refuse(work.peer, work.seq, CallError(code, text))
         self._on_done(work, reply)
 
 
-def refuse(peer: Peer, call: Call, error: CallError) -> Reply:
+def refuse(peer: Peer, seq: int, error: CallError) -> Reply:
     """Answer a call with an error."""
     text = bytes_tensor(error.message.encode())
-    reply = Reply(call.seq, error.code, shape=(text.numel(),))
+    reply = Reply(seq, error.code, shape=(text.numel(),))
     peer.reply(reply, text)
     return reply
 

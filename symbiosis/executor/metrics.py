@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -17,7 +17,11 @@ from symbiosis.protocol import Call, Op, Reply
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from prometheus_client.core import HistogramMetricFamily, Metric
+
     from symbiosis.executor.server import Server
+
+BATCH_EDGES = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(slots=True)
@@ -29,6 +33,63 @@ class Line:
     batches: int = 0
     wait_s: float = 0.0
     compute_s: float = 0.0
+
+
+class LayerFigures(msgspec.Struct, frozen=True):
+    """A `Line`, and what it is about."""
+
+    layer: str
+    op: str
+    calls: int
+    rows: int
+    batches: int
+    wait_s: float
+    compute_s: float
+
+
+class SessionFigures(msgspec.Struct, frozen=True):
+    """One client, as the executor sees it."""
+
+    number: int
+    client: str
+    transport: str
+    observer: bool
+    calls: int
+    rows: int
+    bytes: int
+    in_flight: int
+    idle_s: float
+    joined_s: float
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything at one moment; counters are totals since the start."""
+
+    uptime_s: float
+    policy: str
+    endpoints: list[str]
+    rss_bytes: int
+    weights_bytes: int
+    batch_sizes: dict[int, int]
+    queue_depth: int
+    bytes: dict[str, int]
+    errors: dict[str, int]
+    dropped: int
+    sessions: list[SessionFigures]
+    lines: list[LayerFigures]
+
+    @property
+    def calls(self) -> int:
+        return sum(line.calls for line in self.lines)
+
+    @property
+    def rows(self) -> int:
+        return sum(line.rows for line in self.lines)
+
+    @property
+    def mean_batch(self) -> float:
+        """Calls per matrix product."""
+        return mean_size(self.batch_sizes)
 
 
 class Figures:
@@ -45,14 +106,13 @@ class Figures:
         self.dropped = 0
 
     def ran(self, batch: Batch, seconds: float) -> None:
-        call: Call = batch.slices[0].item.work.call
-        line = self.lines[call.layer, call.op]
+        line = self._line(batch.slices[0].item.work.call)
         line.batches += 1
         line.compute_s += seconds
         self.batch_sizes[len(batch.slices)] += 1
 
     def answered(self, call: Call, reply: Reply, transport: str) -> None:
-        line = self.lines[call.layer, call.op]
+        line = self._line(call)
         line.calls += 1
         line.rows += call.rows
         line.wait_s += reply.wait_us / 1e6
@@ -60,96 +120,117 @@ class Figures:
         if reply.code is not Code.OK:
             self.refused(reply.code)
 
+    def _line(self, call: Call) -> Line:
+        layer = 0 if call.op is Op.ECHO else call.layer  # an echo's layer is whatever the client wrote
+        return self.lines[layer, call.op]
+
     def refused(self, code: Code) -> None:
         self.errors[code.name] += 1
 
-    @property
-    def mean_batch(self) -> float:
-        batches = self.batch_sizes.total()
-        return sum(size * count for size, count in self.batch_sizes.items()) / batches if batches else 0.0
-
-    def name(self, layer: int, op: Op) -> str:
-        return self._names[layer] if op not in (Op.ECHO, Op.STATS) else ""
+    def by_layer(self) -> list[LayerFigures]:
+        """The lines, under the names that people know. Callable from any thread."""
+        return [
+            LayerFigures(layer="" if op is Op.ECHO else self._names[layer], op=op.name, **asdict(line))
+            for (layer, op), line in list(self.lines.items())
+        ]
 
     def snapshot(self, server: "Server") -> bytes:
-        """Everything, as msgpack: what `symbiosis top` shows."""
+        """A `Snapshot`, as msgpack: what `symbiosis top` shows."""
         now = monotonic()
-        return msgspec.msgpack.encode(
-            {
-                "uptime_s": now - self.started,
-                "policy": server.options.policy,
-                "endpoints": [listener.url for listener in server.listeners],
-                "rss_bytes": rss_bytes(),
-                "weights_bytes": self.weights_bytes,
-                "mean_batch": self.mean_batch,
-                "batch_sizes": {str(size): count for size, count in sorted(self.batch_sizes.items())},
-                "queue_depth": len(server.batcher),
-                "bytes": dict(self.bytes),
-                "errors": dict(self.errors),
-                "dropped": self.dropped,
-                "sessions": [
-                    {
-                        "number": s.number, "client": s.client, "transport": s.peer.transport, "observer": s.observer,
-                        "calls": s.calls, "rows": s.rows, "bytes": s.bytes, "in_flight": s.in_flight,
-                        "idle_s": now - s.heard, "joined_s": now - s.joined,
-                    }
-                    for s in server.sessions.values()
-                ],
-                "lines": [
-                    {"layer": self.name(layer, op), "op": op.name, **asdict(line)}
-                    for (layer, op), line in self.lines.items()
-                ],
-            }
+        snapshot = Snapshot(
+            uptime_s=now - self.started,
+            policy=server.options.policy,
+            endpoints=[listener.url for listener in server.listeners],
+            rss_bytes=rss_bytes(),
+            weights_bytes=self.weights_bytes,
+            batch_sizes=dict(self.batch_sizes),
+            queue_depth=len(server.batcher),
+            bytes=dict(self.bytes),
+            errors=dict(self.errors),
+            dropped=self.dropped,
+            sessions=[
+                SessionFigures(
+                    s.number, s.client, s.peer.transport, s.observer, s.calls, s.rows, s.bytes, s.in_flight,
+                    idle_s=now - s.heard, joined_s=now - s.joined,
+                )
+                for s in server.sessions.values()
+            ],
+            lines=self.by_layer(),
         )  # fmt: skip
+        return msgspec.msgpack.encode(snapshot)
 
 
 class PrometheusCollector:
-    """Shows an executor's figures to `prometheus_client`, computed when they are scraped."""
+    """Shows an executor's figures to `prometheus_client`, computed when they are scraped, in the scraper's thread."""
 
     def __init__(self, server: "Server") -> None:
         self._server = server
 
-    def collect(self) -> "Iterator[Any]":
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+    def collect(self) -> "Iterator[Metric]":
+        yield from self._by_layer()
+        yield from self._by_label()
+        yield self._batch_sizes()
+        yield from self._gauges()
 
-        figures, server = self._server.figures, self._server
-        lines = [(figures.name(layer, op), op.name, line) for (layer, op), line in list(figures.lines.items())]
-        for name, text in (
-            ("calls", "Calls answered"),
-            ("rows", "Rows of those calls"),
-            ("batches", "Matrix products run"),
-            ("wait_s", "Seconds that calls waited in the queue"),
-            ("compute_s", "Seconds spent computing"),
+    def _by_layer(self) -> "Iterator[Metric]":
+        from prometheus_client.core import CounterMetricFamily
+
+        lines = self._server.figures.by_layer()
+        for name, field, text in (
+            ("calls", "calls", "Calls answered"),
+            ("rows", "rows", "Rows of those calls"),
+            ("batches", "batches", "Matrix products run"),
+            ("wait_seconds", "wait_s", "Seconds that calls waited in the queue"),
+            ("compute_seconds", "compute_s", "Seconds spent computing"),
         ):
-            unit = name.replace("_s", "_seconds")
-            family = CounterMetricFamily(f"symbiosis_{unit}", text, labels=["layer", "op"])
-            for layer, op, line in lines:
-                family.add_metric([layer, op], getattr(line, name))
+            family = CounterMetricFamily(f"symbiosis_{name}", text, labels=["layer", "op"])
+            for line in lines:
+                family.add_metric([line.layer, line.op], getattr(line, field))
             yield family
-        for name, values, label in (("bytes", figures.bytes, "transport"), ("errors", figures.errors, "code")):
-            family = CounterMetricFamily(f"symbiosis_{name}", f"{name.capitalize()} by {label}", labels=[label])
+
+    def _by_label(self) -> "Iterator[Metric]":
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        figures = self._server.figures
+        sessions = Counter(s.peer.transport for s in list(self._server.sessions.values()) if not s.observer)
+        for kind, name, label, text, values in (
+            (CounterMetricFamily, "bytes", "transport", "Bytes of payload, in and out", figures.bytes),
+            (CounterMetricFamily, "errors", "code", "Calls and joins refused", figures.errors),
+            (GaugeMetricFamily, "sessions", "transport", "Clients that are joined", sessions),
+        ):
+            family = kind(f"symbiosis_{name}", text, labels=[label])
             for key, value in list(values.items()):
                 family.add_metric([key], value)
             yield family
-        yield self._batch_histogram(HistogramMetricFamily)
-        for name, value, text in (
-            ("sessions", len(server.sessions), "Clients that are joined"),
-            ("queue_depth", len(server.batcher), "Calls that wait"),
-            ("resident_bytes", rss_bytes(), "Memory of the executor's process"),
-            ("weights_bytes", figures.weights_bytes, "Memory of the base model's tensors"),
+
+    def _batch_sizes(self) -> "HistogramMetricFamily":
+        from prometheus_client.core import HistogramMetricFamily
+
+        sizes = dict(self._server.figures.batch_sizes)
+        buckets = [(str(edge), sum(n for size, n in sizes.items() if size <= edge)) for edge in BATCH_EDGES]
+        buckets.append(("+Inf", sum(sizes.values())))
+        family = HistogramMetricFamily("symbiosis_batch_size", "Calls per matrix product")
+        family.add_metric([], buckets, sum_value=sum(size * n for size, n in sizes.items()))
+        return family
+
+    def _gauges(self) -> "Iterator[Metric]":
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        figures, server = self._server.figures, self._server
+        yield CounterMetricFamily("symbiosis_dropped_sessions", "Sessions dropped for silence", value=figures.dropped)
+        for name, text, value in (
+            ("queue_depth", "Calls that wait", len(server.batcher)),
+            ("uptime_seconds", "Seconds since the start", monotonic() - figures.started),
+            ("resident_bytes", "Memory of the executor's process", rss_bytes()),
+            ("weights_bytes", "Memory of the base model's tensors", figures.weights_bytes),
         ):
             yield GaugeMetricFamily(f"symbiosis_{name}", text, value=value)
 
-    def _batch_histogram(self, family_type: Any) -> Any:
-        sizes = dict(self._server.figures.batch_sizes)
-        buckets, total = [], 0
-        for edge in (1, 2, 4, 8, 16, 32, 64):
-            total = sum(count for size, count in sizes.items() if size <= edge)
-            buckets.append((str(edge), total))
-        buckets.append(("+Inf", sum(sizes.values())))
-        family = family_type("symbiosis_batch_size", "Calls per matrix product")
-        family.add_metric([], buckets, sum_value=sum(size * count for size, count in sizes.items()))
-        return family
+
+def mean_size(batch_sizes: dict[int, int]) -> float:
+    """The mean of a histogram {size: count}; 0 if it is empty."""
+    batches = sum(batch_sizes.values())
+    return sum(size * count for size, count in batch_sizes.items()) / batches if batches else 0.0
 
 
 def rss_bytes() -> int:

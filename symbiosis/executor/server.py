@@ -4,7 +4,7 @@ import itertools
 import os
 import platform
 from dataclasses import dataclass, field
-from math import prod
+from functools import lru_cache
 from time import monotonic
 
 import torch
@@ -15,11 +15,12 @@ from symbiosis.errors import CallError, Code
 from symbiosis.executor.batcher import Batcher, Item
 from symbiosis.executor.engine import Engine, Work, bytes_tensor, refuse
 from symbiosis.executor.metrics import Figures
+from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store
-from symbiosis.executor.validate import check_values, reply_shape
+from symbiosis.executor.validate import check_values
 from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
-from symbiosis.transport.tensors import TORCH_DTYPE, tensor_at
+from symbiosis.transport.tensors import TORCH_DTYPE
 
 TICK_S = 0.5
 
@@ -55,6 +56,7 @@ class Server:
         self._numbers = itertools.count(1)
         self._draining = self._stopped = False
         self._next_tick = 0.0
+        self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
 
     def listen(self, urls: tuple[str, ...]) -> None:
         self.listeners += [listen(url, self.reactor, self) for url in urls]
@@ -63,6 +65,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`, or until `drain` has answered everything."""
+        torch.set_grad_enabled(False)  # of this thread
         try:
             while not self._stopped:
                 self.reactor.poll(self._patience())
@@ -79,6 +82,8 @@ class Server:
             seconds = self.engine.step(batch)
             self.figures.ran(batch, seconds)
             self.batcher.done(batch, seconds, monotonic())
+            if not len(self.batcher):
+                break
             self.reactor.poll(0)
         if monotonic() >= self._next_tick:
             self._tick()
@@ -139,41 +144,41 @@ class Server:
         if len(self.sessions) >= self.limits.max_sessions:
             raise CallError(Code.LIMIT, f"all {self.limits.max_sessions} sessions are taken: raise --max-sessions")
 
-    def arrived(self, peer: Peer, call: Call, payload: tuple[Tensor, ...]) -> None:
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         session: Session = peer.session
         session.heard = monotonic()
         try:
-            item = self._item(session, peer, call, payload)
+            item = self._item(session, seq, call, payload)
         except CallError as error:
             if error.code is not Code.GROW:
                 self.figures.refused(error.code)
-            refuse(peer, call, error)
+            refuse(peer, seq, error)
             return
         if item is None:
             return
         session.in_flight += 1
         session.calls += 1
         session.rows += item.rows
-        session.bytes += call.nbytes
         self.batcher.add(item)
 
-    def _item(self, session: Session, peer: Peer, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
+    def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
+        peer = session.peer
         if call.op is Op.STATS:
             snapshot = bytes_tensor(self.figures.snapshot(self))
-            peer.out(call, snapshot.numel())
-            peer.reply(Reply(call.seq, shape=(snapshot.numel(),)), snapshot)
+            peer.out(call, tuple(snapshot.shape))
+            peer.reply(Reply(seq, shape=tuple(snapshot.shape)), snapshot)
             return None
         if session.in_flight >= self.limits.max_in_flight:
             raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
-        with torch.inference_mode():
-            shape = reply_shape(call, self.store, self.options)
-            check_values(call, payload, self.store, self.options)
-        work = Work(peer, call, payload, _room(peer, call, shape))
-        key = (call.layer, call.op, call.dtype, call.bias, call.view)
-        divisible = call.op in _BY_ROWS and len(call.shape) == 2
-        joinable = divisible or call.op in (Op.GROUPED, Op.LOOKUP)
+        plan = self._plan(call)
+        check_values(call, payload, self.store, self.options)
+        out = peer.out(call, plan.shape)
+        if out is None:
+            out = torch.empty(plan.shape, dtype=TORCH_DTYPE[call.dtype])
+        session.bytes += plan.nbytes
         priority = call.priority if session.priority is None else session.priority
-        return Item(session.number, key, max(1, call.rows), priority, session.heard, work, divisible, joinable)
+        work = Work(peer, seq, call, payload, out)
+        return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
 
     def heard(self, peer: Peer) -> None:
         if peer.session is not None:
@@ -192,12 +197,3 @@ class Server:
             session.in_flight -= 1
             session.heard = monotonic()
 
-
-_BY_ROWS = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT))
-
-
-def _room(peer: Peer, call: Call, shape: tuple[int, ...]) -> Tensor:
-    """Where the reply goes: the session's own memory if its transport has such, else fresh memory."""
-    dtype = TORCH_DTYPE[call.dtype]
-    room = peer.out(call, prod(shape) * dtype.itemsize)
-    return torch.empty(shape, dtype=dtype) if room is None else tensor_at(room, 0, call.dtype, shape)

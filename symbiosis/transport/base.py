@@ -12,7 +12,7 @@ class Connection(Protocol):
 
     welcome: Welcome
 
-    def call(self, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+    def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
         """Send a call, wait for its reply. The result is a fresh tensor on the CPU."""
         ...
 
@@ -29,8 +29,8 @@ class Peer(Protocol):
     session: Any
     transport: str
 
-    def out(self, call: Call, nbytes: int) -> Tensor | None:
-        """Memory of `nbytes` bytes where the reply to `call` is wanted, or None: the engine allocates."""
+    def out(self, call: Call, shape: tuple[int, ...]) -> Tensor | None:
+        """The tensor where the reply to `call` is wanted, or None: the engine allocates."""
         ...
 
     def reply(self, reply: Reply, result: Tensor) -> None: ...
@@ -47,7 +47,7 @@ class Inbox(Protocol):
         """A client asks to join; raises `CallError` to refuse it."""
         ...
 
-    def arrived(self, peer: Peer, call: Call, payload: tuple[Tensor, ...]) -> None: ...
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None: ...
 
     def heard(self, peer: Peer) -> None:
         """The client gave a sign of life."""

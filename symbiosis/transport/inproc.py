@@ -23,7 +23,7 @@ class Peer:
         self.session = None
         self.replies: SimpleQueue[tuple[Reply, Tensor] | Welcome | Refusal | None] = SimpleQueue()
 
-    def out(self, call: Call, nbytes: int) -> None:
+    def out(self, call: Call, shape: tuple[int, ...]) -> None:
         return None
 
     def reply(self, reply: Reply, result: Tensor) -> None:
@@ -58,8 +58,7 @@ class Listener:
                 self._peers.discard(peer)
                 self._inbox.left(peer)
             else:
-                call, payload = message  # type: ignore[misc]
-                self._inbox.arrived(peer, call, payload)
+                self._inbox.arrived(peer, *message)  # type: ignore[misc]
 
     def _join(self, peer: Peer, hello: Hello) -> None:
         try:
@@ -94,10 +93,10 @@ class InprocConnection:
         assert isinstance(answer, Welcome)
         self.welcome = answer
 
-    def call(self, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
-        self._listener.post(self._peer, (call, payload))
+    def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+        self._listener.post(self._peer, (seq, call, payload))
         answer = self._next(timeout)
-        assert isinstance(answer, tuple) and answer[0].seq == call.seq
+        assert isinstance(answer, tuple) and answer[0].seq == seq
         return answer
 
     def _next(self, timeout: float) -> object:

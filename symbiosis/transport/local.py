@@ -19,6 +19,8 @@ import socket
 import stat
 import struct
 from contextlib import suppress
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from time import monotonic
 
@@ -28,6 +30,8 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import (
     CALL_SIZE,
+    ITEMSIZE,
+    MAGIC_REPLY,
     REPLY_SIZE,
     Bye,
     Call,
@@ -39,15 +43,16 @@ from symbiosis.protocol import (
     Refusal,
     Reply,
     Welcome,
-    decode_call,
     decode_control,
     decode_reply,
     encode_call,
     encode_control,
     encode_reply,
+    parse_call_body,
+    split_call,
 )
 from symbiosis.transport.base import Inbox
-from symbiosis.transport.reactor import Reactor, drain_eventfd
+from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import split_payload, tensor_at
 
 CALL_AT, REPLY_AT, PAYLOAD_AT = 64, 256, 4096
@@ -88,6 +93,7 @@ class Slab:
         os.close(self.fd)
 
 
+@lru_cache(maxsize=1 << 14)
 def reply_at(call: Call) -> int:
     """Where the payload of the reply begins: behind that of the call, on a cache line."""
     return PAYLOAD_AT + -(-call.nbytes // 64) * 64
@@ -106,6 +112,7 @@ class Peer:
         self._reply_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._beats, self._max_slab = 0, 0
         self._call: Call | None = None
+        self._payloads: dict[bytes, tuple[Call, tuple[Tensor, ...]]] = {}
 
     def control(self) -> None:
         """The socket is readable: a control message, or the client is gone."""
@@ -140,7 +147,7 @@ class Peer:
             socket.send_fds(self._socket, [message], fds)
         finally:
             os.close(letter)
-        self._listener.reactor.watch(self._call_bell, self._ring)
+        self._listener.reactor.watch(self._call_bell, self._ring, on_change=True)
 
     def _grow(self, nbytes: int) -> None:
         if nbytes > self._max_slab:
@@ -148,45 +155,53 @@ class Peer:
         assert self._slab
         size = min(1 << (nbytes - 1).bit_length(), self._max_slab)
         self._slab.close()
+        self._payloads.clear()
         self._slab = Slab.create(size)
         socket.send_fds(self._socket, [encode_control(Grown(size))], [self._slab.fd])
 
     def _ring(self) -> None:
         """The call bell rang: one call lies in the segment."""
         slab = self._slab
-        if not drain_eventfd(self._call_bell) or slab is None:
+        if slab is None:
             return
-        call = None
+        seq = 0
         try:
-            call = decode_call(slab.memory[CALL_AT : CALL_AT + CALL_SIZE])
-            if call.nbytes > slab.nbytes - PAYLOAD_AT:
-                raise CallError(Code.TOO_LARGE, f"{call.nbytes} bytes of payload do not fit the session's segment")
-            payload = split_payload(call, slab.tensor(PAYLOAD_AT, "uint8", (call.nbytes,)))
+            seq, body = split_call(slab.memory[CALL_AT : CALL_AT + CALL_SIZE])
+            call, payload = self._payloads.get(body) or self._parse(slab, body)
         except CallError as error:
-            seq = call.seq if call else 0
             text = torch.frombuffer(bytearray(error.message, "utf-8"), dtype=torch.uint8)
-            self._call = Call(seq, Op.STATS, 0, "uint8")  # of no payload: the text goes to the front
+            self._call = Call(Op.STATS, 0, "uint8")  # of no payload: the text goes to the front
             self.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
             return
         self._call = call
-        self._listener.inbox.arrived(self, call, payload)
+        self._listener.inbox.arrived(self, seq, call, payload)
 
-    def out(self, call: Call, nbytes: int) -> Tensor:
+    def _parse(self, slab: Slab, body: bytes) -> tuple[Call, tuple[Tensor, ...]]:
+        """The call, and where in the segment its payload lies: looked up when the same call comes again."""
+        call = parse_call_body(body)
+        if call.nbytes > slab.nbytes - PAYLOAD_AT:
+            raise CallError(Code.TOO_LARGE, f"{call.nbytes} bytes of payload do not fit the session's segment")
+        if len(self._payloads) >= _VIEWS_KEPT:
+            self._payloads.clear()
+        payload = split_payload(call, slab.tensor(PAYLOAD_AT, "uint8", (call.nbytes,)))
+        self._payloads[body] = call, payload
+        return call, payload
+
+    def out(self, call: Call, shape: tuple[int, ...]) -> Tensor:
         slab = self._slab
         start = reply_at(call)
-        if slab is None or start + nbytes > slab.nbytes:
-            raise CallError(Code.GROW, str(start + nbytes))
-        return slab.tensor(start, "uint8", (nbytes,))
+        end = start + prod(shape) * ITEMSIZE[call.dtype]
+        if slab is None or end > slab.nbytes:
+            raise CallError(Code.GROW, str(end))
+        return slab.tensor(start, call.dtype, shape)
 
     def reply(self, reply: Reply, result: Tensor) -> None:
         slab, call = self._slab, self._call
         if slab is None or call is None:
             return
-        start = reply_at(call)
-        if reply.nbytes:
-            target = slab.tensor(start, reply.dtype, reply.shape)
-            if target.data_ptr() != result.data_ptr():
-                target.copy_(result.view(reply.shape))
+        target = slab.tensor(reply_at(call), reply.dtype, reply.shape)
+        if target is not result:
+            target.copy_(result.view(reply.shape))
         slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE] = encode_reply(reply)
         os.eventfd_write(self._reply_bell, 1)
 
@@ -306,9 +321,9 @@ class LocalConnection:
         assert isinstance(welcome, Welcome) and isinstance(first, Grown)
         self.welcome = welcome
         self._slab = Slab(slab, first.nbytes)
-        self._poll = select.poll()
-        self._poll.register(self._reply_bell, select.POLLIN)
-        self._poll.register(self._socket.fileno(), select.POLLIN)
+        self._epoll = select.epoll()
+        self._epoll.register(self._reply_bell, select.EPOLLIN | select.EPOLLET)
+        self._epoll.register(self._socket.fileno(), select.EPOLLIN)
         self.beat()
 
     def _receive(self, fds: int) -> tuple[Control, list[int]]:
@@ -321,37 +336,35 @@ class LocalConnection:
             raise CallError(Code(message.code), message.message)
         return message, received
 
-    def call(self, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
-        if PAYLOAD_AT + call.nbytes > self._slab.nbytes:
-            self._grow(PAYLOAD_AT + 2 * call.nbytes)
-        slab = self._slab
+    def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+        slab, start = self._slab, reply_at(call)
+        if start > slab.nbytes:
+            slab = self._grow(2 * start)
         if payload:
             slab.tensor(PAYLOAD_AT, call.payload_dtype, call.shape).copy_(payload[0])
-        if call.groups:
-            slab.tensor(PAYLOAD_AT + call.nbytes - 4 * call.groups, "int32", (call.groups,)).copy_(payload[1])
-        slab.memory[CALL_AT : CALL_AT + CALL_SIZE] = encode_call(call)
+            if call.groups:
+                slab.tensor(PAYLOAD_AT + call.nbytes - 4 * call.groups, "int32", (call.groups,)).copy_(payload[1])
+        slab.memory[CALL_AT : CALL_AT + CALL_SIZE] = encode_call(call, seq)
         os.eventfd_write(self._call_bell, 1)
-        reply = self._await(call.seq, timeout)
-        start = reply_at(call)
+        reply = self._await(seq, timeout)
         if reply.code is Code.GROW:
             self._grow(int(bytes(slab.memory[start : start + reply.nbytes])))
-            return self.call(call, payload, timeout)
+            return self.call(seq, call, payload, timeout)
         return reply, slab.tensor(start, reply.dtype, reply.shape).clone()
 
     def _await(self, seq: int, timeout: float) -> Reply:
         deadline = monotonic() + timeout
         while True:
-            events = self._poll.poll(max(0.0, deadline - monotonic()) * 1000)
-            if drain_eventfd(self._reply_bell):
-                reply = decode_reply(self._slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
-                if reply.seq == seq:
-                    return reply
-            elif events:
-                raise ConnectionLost(f"the executor at {self._url} hung up")
-            else:
+            events = self._epoll.poll(max(0.0, deadline - monotonic()))
+            if not events:
                 raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
+            raw = self._slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE]
+            if raw[: len(MAGIC_REPLY)] == MAGIC_REPLY and (reply := decode_reply(raw)).seq == seq:
+                return reply
+            if any(fd != self._reply_bell for fd, _ in events):
+                raise ConnectionLost(f"the executor at {self._url} hung up")
 
-    def _grow(self, nbytes: int) -> None:
+    def _grow(self, nbytes: int) -> Slab:
         try:
             self._socket.send(encode_control(Grow(nbytes)))
             grown, fds = self._receive(1)
@@ -360,6 +373,7 @@ class LocalConnection:
         assert isinstance(grown, Grown)
         self._slab.close()
         self._slab = Slab(fds[0], grown.nbytes)
+        return self._slab
 
     def beat(self) -> None:
         self._beats += 1
@@ -367,6 +381,7 @@ class LocalConnection:
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:
+            self._epoll.close()
             self._socket.close()
             self._slab.close()
             os.close(self._call_bell)

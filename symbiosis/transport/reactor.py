@@ -15,11 +15,12 @@ class Reactor:
         self._callbacks: dict[int, Callable[[], None]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._soon: deque[Callable[[], None]] = deque()
-        self.watch(self._bell, self._run_soon)
+        self.watch(self._bell, self._run_soon, on_change=True)
 
-    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+    def watch(self, fd: int, callback: Callable[[], None], *, on_change: bool = False) -> None:
+        """Call `callback` while `fd` is readable; `on_change`: once for every time it is written to."""
         self._callbacks[fd] = callback
-        self._epoll.register(fd, select.EPOLLIN)
+        self._epoll.register(fd, select.EPOLLIN | (select.EPOLLET if on_change else 0))
 
     def forget(self, fd: int) -> None:
         if self._callbacks.pop(fd, None):
@@ -41,7 +42,6 @@ class Reactor:
             os.eventfd_write(self._bell, 1)
 
     def _run_soon(self) -> None:
-        drain_eventfd(self._bell)
         while self._soon:
             self._soon.popleft()()
 
@@ -50,10 +50,3 @@ class Reactor:
         os.close(self._bell)
 
 
-def drain_eventfd(fd: int) -> bool:
-    """Reset the counter; False if it was zero."""
-    try:
-        os.eventfd_read(fd)
-    except BlockingIOError:
-        return False
-    return True

@@ -47,7 +47,7 @@ class Peer:
         self.identity = identity
         self._listener = listener
 
-    def out(self, call: Call, nbytes: int) -> None:
+    def out(self, call: Call, shape: tuple[int, ...]) -> None:
         return None
 
     def reply(self, reply: Reply, result: Tensor) -> None:
@@ -119,14 +119,14 @@ class Listener:
     def _call(self, peer: Peer | None, identity: bytes, frames: list[zmq.Frame]) -> None:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
-        call = decode_call(frames[0].buffer)
+        seq, call = decode_call(frames[0].bytes)
         try:
             payload = _payload(call, frames[1:])
         except CallError as error:
             text = torch.frombuffer(bytearray(error.message, "utf-8"), dtype=torch.uint8)
-            peer.reply(Reply(call.seq, error.code, shape=(text.numel(),)), text)
+            peer.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
         else:
-            self._inbox.arrived(peer, call, payload)
+            self._inbox.arrived(peer, seq, call, payload)
 
     def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> None:
         if self._socket.closed:
@@ -214,8 +214,8 @@ class TcpConnection:
         assert isinstance(answer, Welcome)
         self.welcome = answer
 
-    def call(self, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
-        frames = [encode_call(call), *(as_bytes(tensor.contiguous()).numpy().data for tensor in payload)]
+    def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+        frames = [encode_call(call, seq), *(as_bytes(tensor.contiguous()).numpy().data for tensor in payload)]
         self._socket.send_multipart(frames, copy=call.nbytes < COPY_BELOW)
         deadline = monotonic() + timeout
         while True:
@@ -226,8 +226,8 @@ class TcpConnection:
                 if refusal.code == Code.NOT_JOINED:
                     raise ConnectionLost(f"the executor at {self._url} was restarted")
                 raise CallError(Code(refusal.code), refusal.message)
-            reply = decode_reply(head.buffer)
-            if reply.seq == call.seq:
+            reply = decode_reply(head.bytes)
+            if reply.seq == seq:
                 if not rest:
                     return reply, torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])
                 return reply, _tensor(rest[0], reply.dtype, reply.shape)

@@ -1,0 +1,218 @@
+"""`symbiosis doctor`: what this machine has and what it lacks, and whether an executor can be reached; a line per check."""
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import stat
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Literal
+
+from symbiosis.config import default_endpoint
+from symbiosis.reporting import versions
+
+if TYPE_CHECKING:
+    from symbiosis.client.session import Session
+
+ECHOES, ECHO_VALUES = 200, 1024
+SLAB_BYTES = 4 << 20  # what a session on this host begins with
+LITTLE_SHM = 64 << 20  # docker's default
+FEW_CLIENTS = 16  # an executor should have file descriptors for more than these
+
+
+@dataclass(frozen=True)
+class Check:
+    """One finding, and what to do about it."""
+
+    state: Literal["ok", "warn", "FAIL"]
+    name: str
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        line = f"{self.state:<4}  {self.name:<16}  {self.text}"
+        return f"{line}. {self.remedy}" if self.remedy else line
+
+
+def run(endpoint: str | None) -> int:
+    """Print every check as it is made; the exit status is 1 if something is broken."""
+    broken = False
+    for check in checks(endpoint):
+        print(check, flush=True)
+        broken |= check.state == "FAIL"
+    return int(broken)
+
+
+def checks(endpoint: str | None) -> Iterator[Check]:
+    """All checks. An executor that is not there is a failure only if somebody named it."""
+    yield check_versions()
+    yield check_threads()
+    yield check_gpus()
+    yield check_mps()
+    yield check_shared_memory()
+    yield check_descriptors()
+    wanted = endpoint is not None or "SYMBIOSIS_ENDPOINT" in os.environ
+    yield from check_executor(endpoint or default_endpoint(), wanted)
+
+
+def check_versions() -> Check:
+    found = versions()
+    missing = [name for name, version in found.items() if version == "-"]
+    text = ", ".join(f"{name} {version}" for name, version in found.items())
+    if missing:
+        return Check("FAIL", "versions", text, f"Install what is missing: pip install {' '.join(missing)}")
+    return Check("ok", "versions", text)
+
+
+def check_threads() -> Check:
+    """How many threads torch takes in each process; the executor and every client have such a pool."""
+    import torch
+
+    usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    text = f"{usable} cores, {threads} torch threads in each process"
+    if threads > 1:
+        return Check(
+            "warn", "threads", text,
+            "Executor and clients on one host would compete: set OMP_NUM_THREADS so that their sum is the number of cores",
+        )  # fmt: skip
+    return Check("ok", "threads", text)
+
+
+def check_gpus() -> Check:
+    """The GPUs, as the driver's own tool lists them: asking CUDA would initialise it in this process."""
+    nvidia_smi = shutil.which("nvidia-smi")
+    if nvidia_smi is None:
+        return Check("ok", "devices", f"cpu ({platform.machine()}); no NVIDIA driver")
+    query = [nvidia_smi, "--query-gpu=name,memory.total", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Check("FAIL", "devices", f"the driver does not answer: {error}", "Reload or reinstall the NVIDIA driver")
+    gpus = listed.stdout.strip().splitlines()
+    build = importlib.metadata.version("torch")
+    if "+cpu" in build:
+        return Check("warn", "devices", "; ".join(gpus), f"torch {build} cannot use them: install torch's CUDA build")
+    return Check("ok", "devices", "; ".join(gpus))
+
+
+def check_mps() -> Check:
+    """CUDA MPS lets clients and executor share a GPU at the same time; without it their kernels take turns."""
+    if shutil.which("nvidia-smi") is None:
+        return Check("ok", "CUDA MPS", "not needed without a GPU")
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        return Check(
+            "warn", "CUDA MPS", "not installed", "It comes with the NVIDIA driver (package nvidia-compute-utils)"
+        )
+    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
+    running = any(_command(entry).startswith("nvidia-cuda-mps") for entry in Path("/proc").glob("[0-9]*"))
+    if not running:
+        return Check(
+            "warn", "CUDA MPS", "not running: processes on one GPU take turns",
+            "Start it with: nvidia-cuda-mps-control -d",
+        )  # fmt: skip
+    if not (Path(directory) / "control").exists():
+        return Check(
+            "warn", "CUDA MPS", f"running, but its pipe is not in {directory}",
+            "Set CUDA_MPS_PIPE_DIRECTORY as its daemon has it, for the executor and all clients",
+        )  # fmt: skip
+    return Check("ok", "CUDA MPS", f"running, pipe in {directory}")
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "comm").read_text()
+    except OSError:  # it ended, or is another user's
+        return ""
+
+
+def check_shared_memory() -> Check:
+    """local:// passes sealed memory segments; data loaders use /dev/shm."""
+    try:
+        fd = os.memfd_create("symbiosis-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(fd, 0, SLAB_BYTES)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        return Check(
+            "FAIL", "shared memory", f"memfd: {error}", "local:// needs it: raise the memory limit, or use tcp://"
+        )
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
+        return Check(
+            "warn", "shared memory", "memfd works; no /dev/shm", "Mount it: torch's data loader workers use it"
+        )
+    free = shutil.disk_usage(shm).free
+    text = f"memfd works; /dev/shm has {free / 2**30:.1f} GiB free"
+    if free < LITTLE_SHM:
+        return Check("warn", "shared memory", text, "Enlarge it (docker run --shm-size=1g): data loader workers use it")
+    return Check("ok", "shared memory", text)
+
+
+def check_descriptors() -> Check:
+    """An executor holds four for each client on its host, and some tens of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    clients = max(0, (soft - 64) // 4)
+    text = f"{soft} (hard limit {hard}): enough for {clients} clients on this host"
+    if clients < FEW_CLIENTS:
+        return Check("warn", "file descriptors", text, "Raise it before you start the executor: ulimit -n 1024")
+    return Check("ok", "file descriptors", text)
+
+
+def check_executor(endpoint: str, wanted: bool) -> Iterator[Check]:
+    """Whether an executor is there, can be reached, and how soon it answers."""
+    if problem := socket_problem(endpoint):
+        remedy = f"Start one with: symbiosis-executor MODEL --listen {endpoint}"
+        yield Check("FAIL" if wanted else "warn", "executor", problem, remedy)
+        return
+    from symbiosis.client.session import Session
+    from symbiosis.errors import SymbiosisError
+
+    session = Session(endpoint, observer=True, patience=0.0)
+    try:
+        welcome = session.welcome
+        served = sum(layer.kind != "client" for layer in welcome.manifest)
+        text = f"{endpoint} serves {welcome.model_class}, {served} layers, model {welcome.fingerprint[:12]}"
+        yield Check("ok", "executor", text)
+        yield Check(
+            "ok", "round trip", f"{echo_p50_us(session):.0f} us (p50 of {ECHOES} echoes of {ECHO_VALUES} values)"
+        )
+    except SymbiosisError as error:
+        yield Check("FAIL", "executor", str(error))  # our errors say themselves what to do
+    finally:
+        session.close()
+
+
+def socket_problem(endpoint: str) -> str:
+    """What is wrong with the file of a local:// endpoint, if it is one; "" if nothing is."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme != "local":
+        return ""
+    path = Path(address)
+    if not path.exists():
+        return f"none at {endpoint}"
+    if not stat.S_ISSOCK(path.stat().st_mode):
+        return f"{path} is no socket"
+    if not os.access(path, os.W_OK):
+        return f"{endpoint} belongs to another user: local:// is for processes of the executor's own user"
+    return ""
+
+
+def echo_p50_us(session: "Session") -> float:
+    """The median time of a call that computes nothing, in microseconds."""
+    import torch
+
+    from symbiosis.protocol import Op
+
+    payload, times = torch.zeros(1, ECHO_VALUES), []
+    for _ in range(ECHOES):
+        begun = perf_counter()
+        session.call(Op.ECHO, 0, payload)
+        times.append(perf_counter() - begun)
+    return 1e6 * median(times)

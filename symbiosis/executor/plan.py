@@ -1,0 +1,44 @@
+"""What follows from a call alone: checked and worked out once, then looked up whenever the same call comes again."""
+
+import msgspec
+
+from symbiosis.config import Options
+from symbiosis.executor.store import Store
+from symbiosis.executor.validate import reply_shape
+from symbiosis.protocol import Call, Op, View
+
+_BY_ROWS = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT))
+
+
+class Key(msgspec.Struct, frozen=True, cache_hash=True):
+    """Calls of one key can run as one product."""
+
+    layer: int
+    op: Op
+    dtype: str
+    bias: bool
+    view: View | None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How a valid call is batched, and what it answers."""
+
+    key: Key
+    rows: int
+    nbytes: int
+    shape: tuple[int, ...]
+    divisible: bool
+    joinable: bool
+
+
+def make_plan(call: Call, store: Store, options: Options) -> Plan:
+    """The plan of `call`; `CallError` if the call is wrong, whatever its values are."""
+    divisible = call.op in _BY_ROWS and len(call.shape) == 2
+    return Plan(
+        key=Key(call.layer, call.op, call.dtype, call.bias, call.view),
+        rows=max(1, call.rows),
+        nbytes=call.nbytes,
+        shape=reply_shape(call, store, options),
+        divisible=divisible,
+        joinable=divisible or call.op in (Op.GROUPED, Op.LOOKUP),
+    )
