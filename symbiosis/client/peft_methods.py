@@ -1,101 +1,155 @@
-"""PEFT methods that would read a weight, rewritten to ask the executor for what they need of it instead.
+"""PEFT methods that would read or copy a weight, rewritten to ask the executor for what they need of it instead.
 
 DoRA needs the norm of each row of `W + s B A`. With the row norms of W, which the executor computes once,
 
     |W_i + s (BA)_i|^2 = |W_i|^2 + 2 s <(A W^T)_i, B_i> + s^2 B_i (A A^T) B_i^T
 
-where `A W^T` is one forward call of r rows. PEFT's layers are patched once per process; they act as before on layers that
-are not remote.
+where `A W^T` is one forward call of r rows. HRA computes `x (W R)^T`, which is `(x R^T) W^T`: the layer itself, on rotated
+rows. GLoRA only refuses subclasses of `nn.Linear`. PEFT's layers are patched once per process; they act as before on layers
+that are not remote. Methods that add to a weight need nothing here: see `RemoteSum`.
 """
 
-from functools import wraps
+from contextlib import suppress
+from functools import cache, wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.protocol import Op
+from symbiosis.client.remote_weight import Handle, RemoteWeight
+from symbiosis.client.virt_layer import VirtLinear
+from symbiosis.protocol import Op, Priority
 
-_done = False
+_squared_norms: "WeakKeyDictionary[Handle, Tensor]" = WeakKeyDictionary()
 
 
+@cache
 def support_peft_methods() -> None:
-    """Patch PEFT, once, if it is installed."""
-    global _done
-    if _done:
-        return
-    _done = True
-    try:
-        from peft.tuners.lora.dora import DoraLinearLayer
-    except ImportError:
-        return
-    DoraLinearLayer.update_layer = _update_layer(DoraLinearLayer.update_layer)
-    DoraLinearLayer.forward = _forward(DoraLinearLayer.forward)
+    """Patch the methods that the installed PEFT has, if there is one."""
+    for patch in (_patch_dora, _patch_hra, _patch_glora):
+        with suppress(ImportError):
+            patch()
 
 
-def _remote(base_layer: Any) -> bool:
-    weight = getattr(base_layer, "weight", None)
-    return isinstance(weight, RemoteWeight) and weight.handle.private is None
+def _is_remote_linear(layer: Any) -> bool:
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, RemoteWeight) or weight.handle.private is not None:
+        return False
+    return weight.is_whole and weight.handle.layer.kind in ("linear", "conv1d")
 
 
-def row_norms(base_layer: Any, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
+# ---------------------------------------------------------------- DoRA
+
+
+def row_norms(layer: nn.Module, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """The norms of the rows of `W + s B A`, W remote: as PEFT means it, a constant to autograd."""
-    weight: RemoteWeight = base_layer.weight
-    handle = weight.handle
+    handle = layer.weight.handle  # type: ignore[union-attr]
+    wide = torch.promote_types(dtype, torch.float32)
+    priority = Priority.TRAIN if torch.is_grad_enabled() else Priority.DECODE
     with torch.no_grad():
-        a_RK, b_NR = a_RK.detach().to(weight.dtype), b_NR.detach().to(weight.dtype)
-        if getattr(base_layer, "_symbiosis_norms", None) is None:
-            wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-            base_layer._symbiosis_norms = handle.session.call(Op.NORMS, handle.index, dtype=wide)
-        norms_N = base_layer._symbiosis_norms.to(weight.device)
-        aw_RN = handle.session.call(Op.FORWARD, handle.index, a_RK)
+        aw_RN = handle.session.call(Op.FORWARD, handle.index, a_RK.to(dtype), priority=priority).to(wide)
+        a_RK, b_NR = a_RK.to(wide), b_NR.to(wide)
         cross_N = (aw_RN.t() * b_NR).sum(1)
         low_N = ((b_NR @ (a_RK @ a_RK.t())) * b_NR).sum(1)
-        squared = norms_N + 2 * scaling * cross_N + scaling**2 * low_N
-        return squared.clamp_min(0).sqrt().to(weight.dtype)
+        squared_N = _squared_row_norms(handle, wide).to(b_NR.device) + 2 * scaling * cross_N + scaling**2 * low_N
+        return squared_N.clamp_min(0).sqrt().to(dtype)
 
 
-def _update_layer(original: Any) -> Any:
+def _squared_row_norms(handle: Handle, dtype: torch.dtype) -> Tensor:
+    norms = _squared_norms.get(handle)
+    if norms is None or norms.dtype != dtype:
+        norms = _squared_norms[handle] = handle.session.call(Op.NORMS, handle.index, dtype=dtype)
+    return norms
+
+
+def _patch_dora() -> None:
+    from peft.tuners.lora import dora
+
+    layer = dora.DoraLinearLayer
+    layer.update_layer = _dora_update_layer(layer.update_layer)
+    layer.forward = _dora_forward(layer.forward, dora.cache_decorator("weight-norm")(_dora_norms))
+
+
+def _dora_update_layer(original: Any) -> Any:
     @wraps(original)
-    def update_layer(
-        self: Any, *, base_layer: Any, lora_A: Tensor, lora_B: Tensor, scaling: float, **rest: Any
-    ) -> None:
-        if not _remote(base_layer):
+    def update_layer(self: Any, *, base_layer: Any, lora_A: Tensor, lora_B: Tensor, scaling: float, **rest: Any) -> None:
+        if not _is_remote_linear(base_layer):
             original(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, scaling=scaling, **rest)
             return
-        norms = row_norms(base_layer, lora_A, lora_B, scaling)
-        self.weight = torch.nn.Parameter(norms.cpu() if rest.get("place_on_cpu") else norms, requires_grad=True)
+        norms = row_norms(base_layer, lora_A, lora_B, scaling, base_layer.weight.dtype)
+        self.weight = nn.Parameter(norms.cpu() if rest.get("place_on_cpu") else norms, requires_grad=True)
 
     return update_layer
 
 
-def _forward(original: Any) -> Any:
+def _dora_norms(self: Any, layer: Any, lora: tuple[Tensor, Tensor], scaling: float, dtype: Any, **_: Any) -> Tensor:
+    return row_norms(layer, *lora, scaling, dtype)
+
+
+def _dora_forward(original: Any, norms_of: Any) -> Any:
     @wraps(original)
     def forward(
-        self: Any,
-        x: Tensor,
-        *,
-        lora_A: Any,
-        lora_B: Any,
-        scaling: float,
-        base_layer: Any,
-        base_result: Any = None,
+        self: Any, x: Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any, base_result: Any = None,
         **rest: Any,
-    ) -> Tensor:
-        if not _remote(base_layer):
-            return original(
-                self, x, lora_A=lora_A, lora_B=lora_B, scaling=scaling, base_layer=base_layer, base_result=base_result, **rest
-            )  # fmt: skip
-        norms = row_norms(base_layer, lora_A.weight, lora_B.weight, scaling)
-        scale = (self.weight / norms).view(1, -1).to(x.dtype)
+    ) -> Tensor:  # fmt: skip
+        if not _is_remote_linear(base_layer):
+            rest |= {"lora_A": lora_A, "lora_B": lora_B, "scaling": scaling, "base_layer": base_layer}
+            return original(self, x, base_result=base_result, **rest)
+        adapter = {"adapter_name": rest.get("adapter_name")}
+        norms = norms_of(self, base_layer, (lora_A.weight, lora_B.weight), scaling, x.dtype, **adapter)
+        scale = (self.weight / norms).view(1, -1)
         if base_result is None:
-            base_result = base_layer(x)
-            bias = None if getattr(base_layer, "bias", None) is None else base_layer.bias
-        else:
-            bias = base_layer.bias
-        if bias is not None:
-            base_result = base_result - bias
+            base_result = F.linear(x, _rows(base_layer).to(x.dtype))
+        elif base_layer.bias is not None:
+            base_result = base_result - base_layer.bias
         return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
 
     return forward
+
+
+def _rows(layer: nn.Module) -> Tensor:
+    """The weight as `nn.Linear` holds it: one row per output."""
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    return weight.t() if weight.handle.layer.kind == "conv1d" else weight  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- HRA and GLoRA
+
+
+def _patch_hra() -> None:
+    from peft.tuners.hra.layer import HRALinear
+
+    forward = HRALinear.forward
+
+    @wraps(forward)
+    def remote_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        active = [name for name in self.active_adapters if name in self.hra_u]
+        base_layer = self.get_base_layer()
+        if not active or self.disable_adapters or self.merged or not _is_remote_linear(base_layer):
+            return forward(self, x, *args, **kwargs)
+        rotated = self._cast_input_dtype(x, self.hra_u[active[0]].dtype)
+        for name in reversed(active):
+            rotated = rotated @ self.get_delta_weight(name).t()
+        weight, bias = (self._cast_input_dtype(tensor, rotated.dtype) for tensor in (base_layer.weight, base_layer.bias))
+        return F.linear(rotated, weight, bias).to(x.dtype)
+
+    HRALinear.forward = remote_forward
+
+
+def _patch_glora() -> None:
+    from peft.tuners.glora.layer import GloraLinear
+    from peft.tuners.glora.model import GloraModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    create = GloraModel._create_new_module
+
+    @wraps(create)
+    def create_on_remote(peft_config: Any, adapter_name: str, target: nn.Module, **options: Any) -> nn.Module:
+        base_layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        if type(base_layer) is VirtLinear:
+            return GloraLinear(target, adapter_name, config=peft_config)
+        return create(peft_config, adapter_name, target, **options)
+
+    GloraModel._create_new_module = staticmethod(create_on_remote)

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from symbiosis.client.session import Session
 from symbiosis.errors import WeightRead, WeightWrite
-from symbiosis.protocol import Layer, Op, Priority, View
+from symbiosis.protocol import MAX_DIM, Layer, Op, Priority, View
 
 aten = torch.ops.aten
 
@@ -114,10 +114,15 @@ class RemoteWeight(Tensor):
         if handle.private is not None:
             base = handle.private.to(self.device, self.dtype)
             return base.as_strided(self.shape, self.stride(), self.storage_offset())
-        read = handle.session.call(
-            Op.READ, handle.index, dtype=self.dtype, view=None if self.is_whole else self.view_of()
-        )
-        return read.to(self.device).as_strided(self.shape, contiguous_stride(self.shape))
+        if self.is_whole:
+            return handle.session.call(Op.READ, handle.index, dtype=self.dtype).to(self.device)
+        size, stride, offset = self.view_of()
+        if len(size) > MAX_DIM:
+            return RemoteWeight.whole(handle, self.dtype, self.device).value().as_strided(size, stride, offset)
+        order = sorted(range(self.dim()), key=lambda dim: -stride[dim])  # as it lies in memory: strides decide roundings
+        view = View(tuple(size[dim] for dim in order), tuple(stride[dim] for dim in order), offset)
+        read = handle.session.call(Op.READ, handle.index, dtype=self.dtype, view=view)
+        return read.to(self.device).permute(*(order.index(dim) for dim in range(self.dim())))
 
     # What torch.Tensor has as attributes and must not be bypassed.
 
@@ -302,12 +307,12 @@ def _rows_times(x: Tensor, weight: RemoteWeight) -> Tensor:
         return x.new_zeros(*x.shape[:-1], weight.shape[-1])
     x = x.to(weight.dtype)
     kind, base = weight.handle.layer.kind, weight.handle.layer.shape
-    if kind in ("linear", "conv1d") and weight.dim() == 2:
+    if kind != "tensor" and weight.dim() == 2:
         stride = contiguous_stride(base)
         if tuple(weight.shape) == base and weight.stride() == stride:
-            return _call(Op.DGRAD if kind == "linear" else Op.FORWARD, weight, x, None)
+            return _call(Op.FORWARD if kind == "conv1d" else Op.DGRAD, weight, x, None)
         if tuple(weight.shape) == base[::-1] and weight.stride() == stride[::-1]:
-            return _call(Op.FORWARD if kind == "linear" else Op.DGRAD, weight, x, None)
+            return _call(Op.DGRAD if kind == "conv1d" else Op.FORWARD, weight, x, None)
     return _call(Op.PRODUCT, weight, x, weight.view_of())
 
 

@@ -177,7 +177,8 @@ def places_of(model: nn.Module, served: dict[str, int]) -> Iterator[Place]:
             if parameter is None or name == "bias":
                 continue
             full = f"{base}.{name}" if base else name
-            layer = base if name == "weight" and base in served else base_name(full)
+            whole = name == "weight" and (base in served or isinstance(module, nn.Linear | Conv1D))
+            layer = base if whole else base_name(full)
             if (id(module), name) in seen and layer not in served:
                 continue
             seen.add((id(module), name))

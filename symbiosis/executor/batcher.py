@@ -25,6 +25,7 @@ AGING_S = 0.05  # a waiting call gains one step of priority per this time
 JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining two gains nothing and costs copies
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
 PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
+KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 
 
 @dataclass(slots=True, eq=False)
@@ -113,7 +114,7 @@ class Batcher:
         self._wake = inf
 
     def __len__(self) -> int:
-        return sum(map(len, self._queues.values()))
+        return sum(map(len, list(self._queues.values())))  # a copy: other threads ask, too
 
     def join(self, session: int) -> None:
         self._sessions[session] = Rhythm(used=self._least_used)
@@ -138,9 +139,8 @@ class Batcher:
 
     def _learn(self, rhythm: Rhythm, item: Item) -> None:
         before = rhythm.last_key
-        rhythm.follows[before] = item.key
-        gap = item.arrived - rhythm.replied
-        rhythm.gap[before] = _smooth(rhythm.gap.get(before), gap)
+        _note(rhythm.follows, before, item.key)
+        _note(rhythm.gap, before, _smooth(rhythm.gap.get(before), item.arrived - rhythm.replied))
 
     def next_batch(self, now: float) -> Batch | None:
         """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
@@ -156,7 +156,7 @@ class Batcher:
 
     def done(self, batch: Batch, seconds: float, now: float) -> None:
         """A batch has run and its replies are out."""
-        self._cost[batch.key] = _smooth(self._cost.get(batch.key), seconds)
+        _note(self._cost, batch.key, _smooth(self._cost.get(batch.key), seconds))
         share = seconds / max(1, batch.rows)
         for item, start, stop in batch.slices:
             rhythm = self._sessions.get(item.session)
@@ -204,10 +204,14 @@ class Batcher:
         pieces = [self._slice(head)]
         rows, queue = pieces[0].stop - pieces[0].start, self._queues[head.key]
         if len(queue) > 1 and self.policy != "immediate" and head.joinable and rows < JOIN_BELOW:
+            passed: set[int] = set()  # no call of a session overtakes an earlier one
             for item in [item for item in queue if item is not head]:
-                if item.joinable and item.left < JOIN_BELOW and not item.start and rows + item.left <= self.max_rows:
+                fits = item.joinable and item.left < JOIN_BELOW and not item.start and rows + item.left <= self.max_rows
+                if fits and item.session not in passed:
                     pieces.append(self._slice(item))
                     rows += item.rows
+                else:
+                    passed.add(item.session)
         for piece in pieces:
             if piece.last:
                 self._remove(piece.item)
@@ -227,6 +231,12 @@ class Batcher:
             queue.remove(item)
             if not queue:
                 del self._queues[item.key]
+
+
+def _note(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    if len(table) >= KEYS_KEPT and key not in table:
+        table.clear()
+    table[key] = value
 
 
 def _smooth(old: float | None, new: float) -> float:

@@ -54,7 +54,7 @@ class Store:
         weight = self.weights[layer]
         if view is not None:
             return _strided(weight, view)
-        transposed = (op is Op.FORWARD) == (self.manifest[layer].kind == "linear")
+        transposed = (op is Op.FORWARD) == (self.manifest[layer].kind != "conv1d")
         return weight.t() if transposed and op in (Op.FORWARD, Op.DGRAD) else weight
 
     def operand(self, layer: int, op: Op, view: View | None, dtype: str) -> Tensor:

@@ -44,8 +44,8 @@ def _layer_reply_shape(call: Call, store: Store, options: Options) -> tuple[int,
 
 
 def _rows_by_matrix(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
-    if call.op is not Op.PRODUCT and (call.view is not None or layer.kind not in ("linear", "conv1d")):
-        raise CallError(Code.UNKNOWN_OP, f"{call.op.name} works on whole linear layers, {layer.name} is a {layer.kind}")
+    if call.op is not Op.PRODUCT and (call.view is not None or layer.kind == "tensor"):
+        raise CallError(Code.UNKNOWN_OP, f"{call.op.name} works on whole matrices, {layer.name} is a {layer.kind}")
     matrix = store.matrix(call.layer, call.op, call.view)
     if len(call.shape) != matrix.dim() or matrix.dim() not in (2, 3) or call.shape[:-2] != matrix.shape[:-2]:
         raise CallError(Code.BAD_SHAPE, f"{layer.name}: rows {call.shape} cannot multiply {tuple(matrix.shape)}")

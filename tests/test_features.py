@@ -1,0 +1,293 @@
+"""What transformers and PEFT users do with a model, done with a wrapped one."""
+
+import copy
+import io
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor, nn
+
+import symbiosis
+from symbiosis.client.remote_weight import RemoteWeight
+from symbiosis.client.virt_layer import VirtLinear
+from symbiosis.errors import WeightRead, WeightWrite, WrapError
+from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
+
+
+@pytest.fixture
+def split(llama: nn.Module, serve: Callable) -> nn.Module:
+    return symbiosis.wrap(copy.deepcopy(llama), serve(llama).endpoint)
+
+
+def adapted(model: nn.Module, **options: object) -> nn.Module:
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(**{**LORA, **options}))
+
+
+def step(model: nn.Module, ids: Tensor, **options: object) -> dict[str, Tensor]:
+    """Gradients of one training step."""
+    model.train()
+    torch.manual_seed(5)
+    with torch.autocast("cpu", enabled=bool(options.get("autocast")), dtype=torch.bfloat16):
+        model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(got[name], expected[name]), name
+
+
+def logits(model: nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_layers_look_like_what_they_replace(split: nn.Module) -> None:
+    layer = split.model.layers[0].self_attn.q_proj
+    assert isinstance(layer, nn.Linear) and isinstance(layer, VirtLinear)
+    assert isinstance(layer.weight, nn.Parameter) and layer.weight.shape == (64, 64)
+    assert (layer.in_features, layer.out_features, layer.weight.device.type) == (64, 64, "cpu")
+    assert "in_features=64" in repr(layer) and "RemoteWeight(model.layers.0.self_attn.q_proj" in repr(layer.weight)
+    assert str(symbiosis.report(split)) == "wrapped 14/15 (kept: lm_head, not served)"
+
+
+def test_no_served_weight_stays_in_memory(split: nn.Module) -> None:
+    held = sum(p.nbytes for p in split.parameters() if not isinstance(p, RemoteWeight))
+    assert held == sum(p.nbytes for n, p in split.named_parameters() if "norm" in n or "embed" in n or "lm_head" in n)
+
+
+def test_wrap_after_peft(llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+    expected = step(adapted(copy.deepcopy(llama)), ids)
+    model = symbiosis.wrap(adapted(copy.deepcopy(llama)), serve(llama).endpoint)
+    assert len(symbiosis.report(model).wrapped) == 14
+    assert_same(step(model, ids), expected)
+
+
+def test_autocast(llama: nn.Module, split: nn.Module, ids: Tensor) -> None:
+    expected = step(adapted(llama), ids, autocast=True)
+    assert_same(step(adapted(split), ids, autocast=True), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing(llama: nn.Module, split: nn.Module, ids: Tensor, reentrant: bool) -> None:
+    def checkpointed(model: nn.Module) -> nn.Module:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return adapted(model)
+
+    assert_same(step(checkpointed(split), ids), step(checkpointed(llama), ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_to_dtype(llama: nn.Module, split: nn.Module, ids: Tensor, dtype: torch.dtype) -> None:
+    llama.to(dtype)
+    split.to(dtype)
+    assert split.model.layers[0].mlp.up_proj.weight.dtype == dtype
+    assert torch.equal(logits(split, ids), logits(llama, ids))
+
+
+def test_gpt2_in_bfloat16_rounds_once(serve: Callable, ids: Tensor) -> None:
+    model = tiny_gpt2().to(torch.bfloat16)
+    nn.init.normal_(model.transformer.h[0].mlp.c_fc.bias)
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint)
+    for name, parameter in split.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and "bias" not in name)
+    assert torch.equal(logits(split, ids), logits(model, ids))
+
+
+def test_deepcopy_and_pickle(split: nn.Module, ids: Tensor) -> None:
+    expected = logits(split, ids)
+    twin = copy.deepcopy(split)
+    assert twin.model.layers[0].mlp.up_proj.weight.handle is not split.model.layers[0].mlp.up_proj.weight.handle
+    buffer = io.BytesIO()
+    torch.save(split, buffer)
+    assert buffer.tell() < 200_000  # 64 kB of embeddings and head, but no layer
+    buffer.seek(0)
+    for model in (twin, torch.load(buffer, weights_only=False)):
+        assert torch.equal(logits(model, ids), expected)
+
+
+def test_state_dict_holds_what_the_client_owns(split: nn.Module, tmp_path: Path, ids: Tensor) -> None:
+    state = split.state_dict()
+    assert "model.embed_tokens.weight" in state and not any("proj" in name for name in state)
+    split.load_state_dict(state)
+    split.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors").stat().st_size < 60_000
+
+
+def test_saved_adapter_loads_into_plain_peft(llama: nn.Module, split: nn.Module, tmp_path: Path, ids: Tensor) -> None:
+    model = adapted(split).eval()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(PeftModel.from_pretrained(llama, tmp_path).eval(), ids), logits(model, ids))
+
+
+def test_several_adapters_and_mixed_batches(llama: nn.Module, split: nn.Module, ids: Tensor) -> None:
+    def two(model: nn.Module) -> nn.Module:
+        model = adapted(model)
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+        return model.eval()
+
+    torch.manual_seed(3)
+    plain, remote = two(llama), two(split)
+    for name in ("default", "other"):
+        plain.set_adapter(name), remote.set_adapter(name)
+        assert torch.equal(logits(remote, ids), logits(plain, ids))
+    names = ["other", "__base__"]
+    with torch.no_grad():
+        assert torch.equal(remote(ids, adapter_names=names).logits, plain(ids, adapter_names=names).logits)
+    with remote.disable_adapter(), plain.disable_adapter():
+        assert torch.equal(logits(remote, ids), logits(plain, ids))
+
+
+def test_merge_is_refused_unless_reads_are_allowed(llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+    model = adapted(symbiosis.wrap(copy.deepcopy(llama), serve(llama).endpoint))
+    with pytest.raises((WeightWrite, WeightRead), match="allow-read"):
+        model.merge_adapter()
+    executor = serve(llama, allow_read=True)
+    merged = adapted(symbiosis.wrap(copy.deepcopy(llama), executor.endpoint)).eval()
+    plain = adapted(copy.deepcopy(llama)).eval()
+    merged.merge_adapter(), plain.merge_adapter()
+    assert torch.equal(logits(merged, ids), logits(plain, ids))
+    other = symbiosis.wrap(copy.deepcopy(llama), executor.endpoint)
+    assert torch.equal(logits(other, ids), logits(llama, ids)), "a merge must not reach the shared weights"
+
+
+def test_base_weights_cannot_be_trained_by_mistake(split: nn.Module) -> None:
+    with pytest.raises(WeightWrite, match="q_proj.*layers="):
+        split.requires_grad_(True)
+
+
+def test_reading_a_weight_names_layer_and_line(split: nn.Module) -> None:
+    with pytest.raises(WeightRead, match=r"layers\.1\.mlp\.up_proj.*test_features.py"):
+        split.model.layers[1].mlp.up_proj.weight.abs()
+
+
+def test_unwrap(llama: nn.Module, serve: Callable, tmp_path: Path, ids: Tensor) -> None:
+    reading = symbiosis.wrap(copy.deepcopy(llama), serve(llama, allow_read=True).endpoint)
+    llama.save_pretrained(tmp_path)
+    executor = serve(llama)
+    with pytest.raises(WrapError, match="weights="):
+        symbiosis.unwrap(symbiosis.wrap(copy.deepcopy(llama), executor.endpoint))
+    from_files = symbiosis.wrap(copy.deepcopy(llama), executor.endpoint)
+    for model in (symbiosis.unwrap(reading), symbiosis.unwrap(from_files, tmp_path)):
+        assert type(model.model.layers[0].mlp.up_proj) is nn.Linear
+        assert torch.equal(logits(model, ids), logits(llama, ids))
+        assert model.state_dict().keys() == llama.state_dict().keys()
+        assert_same(step(adapted(model), ids), step(adapted(copy.deepcopy(llama)), ids))
+
+
+@pytest.mark.parametrize("pattern", ["*", "model.layers.0.*", "lm_head"])
+def test_serve_chooses_the_layers(llama: nn.Module, serve: Callable, ids: Tensor, pattern: str) -> None:
+    split = symbiosis.wrap(copy.deepcopy(llama), serve(llama, serve=[pattern]).endpoint)
+    assert len(symbiosis.report(split).wrapped) == {"*": 16, "model.layers.0.*": 7, "lm_head": 1}[pattern]
+    expected = step(adapted(copy.deepcopy(llama)), ids)
+    assert torch.equal(logits(split, ids), logits(llama, ids))
+    assert_same(step(adapted(split), ids), expected)
+
+
+@pytest.mark.parametrize("pattern", [None, "*"])
+def test_tied_embeddings(serve: Callable, ids: Tensor, pattern: str | None) -> None:
+    model = tiny_gpt2()
+    executor = serve(model, serve=[pattern] if pattern else [])
+    split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint)
+    assert split.lm_head.weight is split.transformer.wte.weight
+    assert isinstance(split.lm_head.weight, RemoteWeight) == (pattern == "*")
+    assert torch.equal(logits(split, ids), logits(model, ids))
+    if pattern is None:
+        assert split.resize_token_embeddings(120).weight.shape[0] == 120
+        assert logits(split, ids).shape[-1] == 120
+
+
+def test_layers_argument_keeps_the_rest(llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+    split = symbiosis.wrap(copy.deepcopy(llama), serve(llama).endpoint, layers=["*.mlp.*"])
+    assert len(symbiosis.report(split).wrapped) == 6
+    assert torch.equal(logits(split, ids), logits(llama, ids))
+
+
+def test_wrong_model_is_refused_and_left_unchanged(llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+    executor = serve(llama)
+    other = copy.deepcopy(llama)
+    with torch.no_grad():
+        other.model.layers[1].mlp.gate_proj.weight.view(torch.int32)[0, 0] ^= 1  # one flipped bit
+    before = logits(other, ids)
+    with pytest.raises(WrapError, match=r"layers\.1\.mlp\.gate_proj: the weights differ"):
+        symbiosis.wrap(other, executor.endpoint)
+    assert torch.equal(logits(other, ids), before)
+    with pytest.raises(WrapError, match=r"bfloat16.*float32"):
+        symbiosis.wrap(copy.deepcopy(llama).to(torch.bfloat16), executor.endpoint)
+    with pytest.raises(WrapError, match="none of this model's"):
+        symbiosis.wrap(tiny_gpt2(), executor.endpoint)
+    with pytest.raises(WrapError, match="wrapped already"):
+        symbiosis.wrap(symbiosis.wrap(copy.deepcopy(llama), executor.endpoint), executor.endpoint)
+
+
+def test_bare_model_of_what_is_served(llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+    bare = symbiosis.wrap(copy.deepcopy(llama.model), serve(llama).endpoint)
+    with torch.no_grad():
+        assert torch.equal(bare(ids).last_hidden_state, llama.model(ids).last_hidden_state)
+
+
+def test_compiled_without_graph_breaks(llama: nn.Module, split: nn.Module, ids: Tensor) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(split, backend="aot_eager", fullgraph=True)
+    assert torch.equal(logits(compiled, ids), logits(llama, ids))
+    explained = torch._dynamo.explain(split)(ids)
+    assert (explained.graph_count, explained.graph_break_count) == (1, 0)
+
+
+def test_compiled_training(llama: nn.Module, split: nn.Module, ids: Tensor) -> None:
+    torch._dynamo.reset()
+    plain, remote = adapted(llama), adapted(split)
+    expected = step(plain, ids)
+    remote.train()
+    torch.manual_seed(5)
+    torch.compile(remote, backend="aot_eager")(input_ids=ids, labels=ids).loss.backward()
+    got = {name: p.grad for name, p in remote.named_parameters() if p.grad is not None}
+    assert_same(got, expected)
+
+
+def test_second_derivatives(llama: nn.Module, split: nn.Module) -> None:
+    def curvature(layer: nn.Module) -> Tensor:
+        x = torch.linspace(-1, 1, 128).view(2, 64).requires_grad_()
+        (gradient,) = torch.autograd.grad(layer(x).pow(3).sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.pow(2).sum(), x)[0]
+
+    assert torch.equal(curvature(split.model.layers[0].mlp.up_proj), curvature(llama.model.layers[0].mlp.up_proj))
+
+
+def test_forked_process_joins_anew(split: nn.Module, ids: Tensor, llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
+    executor = serve(llama, listen=[f"local://{tmp_path}/x.sock"])
+    model = symbiosis.wrap(copy.deepcopy(llama), executor.endpoint)
+    expected = logits(model, ids)
+    torch.set_num_threads(1)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(logits(model, ids), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert torch.equal(logits(model, ids), expected)
+
+
+def test_experts_are_served_and_trained(serve: Callable, ids: Tensor) -> None:
+    model = tiny_mixtral()
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint)
+    served = sum(w.numel() for w in split.parameters() if isinstance(w, RemoteWeight))
+    candidates = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
+    assert served == candidates
+    assert_same(step(adapted(split, target_modules=["q_proj", "o_proj"]), ids), step(adapted(copy.deepcopy(model), target_modules=["q_proj", "o_proj"]), ids))
+
+
+def test_stats_count_this_clients_calls(split: nn.Module, ids: Tensor) -> None:
+    before = symbiosis.stats(split).calls
+    logits(split, ids)
+    stats = symbiosis.stats(split)
+    assert stats.calls - before == 14 and stats.rows >= 14 * ids.numel() and stats.mean_batch == 1.0
+    with pytest.raises(WrapError, match="not wrapped"):
+        symbiosis.stats(tiny_llama())
