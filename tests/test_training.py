@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from datasets import Dataset
+datasets = pytest.importorskip("datasets")  # comes with TRL
 from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig, Trainer, TrainingArguments
+from transformers import AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, Trainer, TrainingArguments
 
 import symbiosis
 from symbiosis.executor.load import DEMO_MODEL, load_model
@@ -33,7 +33,7 @@ def train(model: nn.Module, config: PeftConfig, folder: Path, resume: bool = Fal
     torch.manual_seed(3)
     peft_model = get_peft_model(model, config)
     rows = torch.randint(3, 100, (16, 12), generator=torch.Generator().manual_seed(7)).tolist()
-    data = Dataset.from_dict({"input_ids": rows, "labels": rows})
+    data = datasets.Dataset.from_dict({"input_ids": rows, "labels": rows})
     arguments = TrainingArguments(
         output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1, seed=11,
         report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="steps", save_steps=2, **options,
@@ -102,18 +102,18 @@ def trl_adapter(kind: str, model: nn.Module, tokenizer: Any, folder: Path) -> di
     torch.manual_seed(2)
     words = ["the module", "a function", "this class", "an object"]
     if kind == "sft":
-        data = Dataset.from_dict({"text": [f"{word} returns a value" for word in words]})
+        data = datasets.Dataset.from_dict({"text": [f"{word} returns a value" for word in words]})
         trainer: Any = SFTTrainer(
             model, SFTConfig(max_length=32, **common), train_dataset=data, processing_class=tokenizer, peft_config=lora()
         )
     elif kind == "dpo":
-        data = Dataset.from_dict({"prompt": words, "chosen": [" is good"] * 4, "rejected": [" is bad"] * 4})
+        data = datasets.Dataset.from_dict({"prompt": words, "chosen": [" is good"] * 4, "rejected": [" is bad"] * 4})
         trainer = DPOTrainer(
             model, args=DPOConfig(max_length=32, **common), train_dataset=data, processing_class=tokenizer,
             peft_config=lora(),
         )  # fmt: skip
     else:
-        data = Dataset.from_dict({"prompt": words})
+        data = datasets.Dataset.from_dict({"prompt": words})
         trainer = GRPOTrainer(
             model, reward_funcs=lambda completions, **_: [float(len(set(text))) for text in completions],
             args=GRPOConfig(num_generations=2, max_completion_length=6, **common), train_dataset=data,
@@ -215,10 +215,11 @@ def test_assisted_generation(pair: tuple[nn.Module, nn.Module], ids: Tensor, ser
 def test_continuous_batching(pair: tuple[nn.Module, nn.Module], attention: str) -> None:
     prompts = [[5, 6, 7, 8], [9, 10, 11], [12, 13, 14, 15, 16]]
     config = GenerationConfig(max_new_tokens=5, do_sample=False, eos_token_id=2, pad_token_id=0)
+    room = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)  # else it takes most of the machine's memory
     results = []
     for model in pair:
         model.set_attn_implementation(f"paged|{attention}")
-        outputs = model.generate_batch(inputs=prompts, generation_config=config)
+        outputs = model.generate_batch(inputs=prompts, generation_config=config, continuous_batching_config=room)
         results.append([outputs[key].generated_tokens for key in sorted(outputs)])
     assert results[0] == results[1] and all(len(tokens) for tokens in results[0])
 

@@ -74,7 +74,9 @@ def _patch_dora() -> None:
 
 def _dora_update_layer(original: Any) -> Any:
     @wraps(original)
-    def update_layer(self: Any, *, base_layer: Any, lora_A: Tensor, lora_B: Tensor, scaling: float, **rest: Any) -> None:
+    def update_layer(
+        self: Any, *, base_layer: Any, lora_A: Tensor, lora_B: Tensor, scaling: float, **rest: Any
+    ) -> None:
         if not _is_remote_linear(base_layer):
             original(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, scaling=scaling, **rest)
             return
@@ -132,7 +134,9 @@ def _patch_hra() -> None:
         rotated = self._cast_input_dtype(x, self.hra_u[active[0]].dtype)
         for name in reversed(active):
             rotated = rotated @ self.get_delta_weight(name).t()
-        weight, bias = (self._cast_input_dtype(tensor, rotated.dtype) for tensor in (base_layer.weight, base_layer.bias))
+        weight, bias = (
+            self._cast_input_dtype(tensor, rotated.dtype) for tensor in (base_layer.weight, base_layer.bias)
+        )
         return F.linear(rotated, weight, bias).to(x.dtype)
 
     HRALinear.forward = remote_forward

@@ -61,6 +61,17 @@ class Handle:
         own = self.own_bias
         return own is not None and bias is own[0] and not bias.requires_grad and bias._version == own[1]
 
+    def snapshot(self) -> "Handle":
+        """The executor's tensor as it is, for what is a copy to the caller: writes to the one do not show in the other."""
+        assert self.private is None
+        return Handle(self.session, self.index, self.layer, own_bias=self.own_bias)
+
+    def is_same_tensor(self, other: "Handle") -> bool:
+        if self is other:
+            return True
+        shared = self.private is None and other.private is None
+        return shared and self.session is other.session and self.index == other.index
+
     def copy(self, memo: dict[int, Any]) -> "Handle":
         if id(self) not in memo:
             private = None if self.private is None else self.private.clone()
@@ -97,11 +108,12 @@ class RemoteWeight(Tensor):
     def view_of(self) -> View:
         return View(tuple(self.shape), tuple(self.stride()), int(self.storage_offset()))
 
-    def like_me(self, meta: Tensor, dtype: torch.dtype | None = None, device: Any = None) -> "RemoteWeight":
+    def like_me(self, meta: Tensor) -> "RemoteWeight":
         """The remote weight with the geometry of `meta`."""
-        return RemoteWeight(
-            self.handle, meta.shape, meta.stride(), meta.storage_offset(), dtype or self.dtype, device or self.device
-        )
+        return RemoteWeight(self.handle, meta.shape, meta.stride(), meta.storage_offset(), self.dtype, self.device)
+
+    def converted(self, dtype: torch.dtype | None, device: Any) -> "RemoteWeight":
+        return RemoteWeight(self.handle.snapshot(), *self.view_of(), dtype or self.dtype, device or self.device)
 
     def meta(self) -> Tensor:
         """A tensor of the same geometry without memory, on which views can be tried."""
@@ -132,7 +144,7 @@ class RemoteWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if isinstance(value, RemoteWeight) and value.handle is self.handle:
+        if isinstance(value, RemoteWeight) and value.handle.is_same_tensor(self.handle):
             torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         else:
             self._privatise("data=", value)
@@ -164,9 +176,11 @@ class RemoteWeight(Tensor):
         if value is None:
             whole = RemoteWeight.whole(handle, self.dtype, self.device)
             value = handle.private if handle.private is not None else whole.value().clone()
-        elif isinstance(value, RemoteWeight):
+        elif isinstance(value, RemoteWeight | RemoteSum):
             value = value.value().clone()
-        handle.private = value.detach().to(self.dtype)
+        if tuple(value.shape) != handle.layer.shape:
+            raise WeightWrite(f"{what} would give {handle.layer.name!r} the shape {tuple(value.shape)} (at {call_site()})")
+        handle.private = value.detach().to(self.dtype).contiguous()
 
     def __repr__(self, **_: Any) -> str:
         return f"RemoteWeight({self.handle.layer.name}, {tuple(self.shape)}, {self.dtype})"
@@ -195,9 +209,8 @@ class RemoteWeight(Tensor):
         kwargs = kwargs or {}
         if func in VIEWS:
             return _view(func, args, kwargs)
-        if func is aten._to_copy.default:
-            weight = args[0]
-            return weight.like_me(weight.meta(), kwargs.get("dtype"), kwargs.get("device"))
+        if func is aten._to_copy.default and args[0].handle.private is None:
+            return args[0].converted(kwargs.get("dtype"), kwargs.get("device"))
         if func in LIKE:
             return func(_stand_in(args[0]), *args[1:], **kwargs)
         remote = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteWeight)]
@@ -207,15 +220,15 @@ class RemoteWeight(Tensor):
             result = product(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        if (written := _written(func, args, kwargs)) is not None:
+        if written := _written(func, args, kwargs):
             return _write(func, written, args, kwargs)
         if func in SUMS and (total := _sum(func, args, kwargs)) is not NotImplemented:
             return total
         if not remote[0].handle.session.welcome.allow_read:
             raise WeightRead(
                 f"{func} reads the values of the remote weight {remote[0].handle.layer.name!r} (at {call_site()}). "
-                "Use a method that needs only the layer's output, keep the layer on the client (wrap's layers=), "
-                "or start the executor with --allow-read"
+                "If only an initialisation reads them, call get_peft_model before wrap; else use a method that needs only "
+                "the layer's output, keep the layer on the client (wrap's layers=), or start the executor with --allow-read"
             )
         return _on_values(func, args, kwargs)
 
@@ -267,23 +280,24 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> RemoteWeight | None:
-    """The remote weight that `func` would change, if any."""
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The remote weights and sums that `func` would change, lists of them (`_foreach_...`) included."""
+    written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            if isinstance(value, RemoteWeight):
-                return value
-    return None
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return [value for value in tree_leaves(written) if isinstance(value, RemoteWeight | RemoteSum)]
 
 
-def _write(func: Any, weight: RemoteWeight, args: Any, kwargs: Any) -> Any:
-    source = args[1] if len(args) > 1 else None
-    if isinstance(source, RemoteWeight) and source.handle is weight.handle and source.view_of() == weight.view_of():
+def _write(func: Any, written: list[RemoteWeight], args: Any, kwargs: Any) -> Any:
+    weight, source = written[0], args[1] if len(args) > 1 else None
+    same = isinstance(source, RemoteWeight) and source.handle.is_same_tensor(weight.handle)
+    if same and source.view_of() == weight.view_of():
         return weight  # set_ or copy_ from itself, as parametrize and load_state_dict do
-    weight._privatise(str(func))
+    for one in written:
+        one._privatise(str(func))
     _on_values(func, args, kwargs)
-    return weight
+    return None if isinstance(args[0], list | tuple) else weight
 
 
 # ---------------------------------------------------------------- products
@@ -405,15 +419,22 @@ class RemoteSum(Tensor):
     @staticmethod
     def __new__(cls, weight: RemoteWeight, delta: Tensor) -> "RemoteSum":
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[return-value]
-            cls, weight.shape, strides=weight.stride(), dtype=weight.dtype, device=weight.device, requires_grad=False
+            cls, weight.shape, strides=weight.stride(), dtype=delta.dtype, device=weight.device, requires_grad=False
         )
 
     def __init__(self, weight: RemoteWeight, delta: Tensor) -> None:
         self.weight, self.delta = weight, delta
 
     @classmethod
-    def of(cls, weight: RemoteWeight, delta: Tensor) -> "RemoteSum":
-        return cls(weight, delta.to(weight.dtype))
+    def of(cls, weight: RemoteWeight, delta: Tensor, fresh: bool = True) -> "RemoteSum":
+        """A new tensor to the caller: neither a later write to W nor one to `delta` (unless it is fresh) changes it."""
+        dtype = torch.promote_types(weight.dtype, delta.dtype)
+        if not fresh or delta.dtype != dtype or delta.stride() != weight.stride():
+            delta = torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device).copy_(delta)
+        return cls(weight.converted(dtype, None), delta)
+
+    def value(self) -> Tensor:
+        return self.weight.value() + self.delta
 
     def __repr__(self, **_: Any) -> str:
         return f"RemoteSum({self.weight!r} + delta)"
@@ -423,65 +444,79 @@ class RemoteSum(Tensor):
         kwargs = kwargs or {}
         sums = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteSum)]
         first = args[0]
-        if func in VIEWS or func is aten._to_copy.default:
+        if func in _VIEWS_OF_SUMS:
             weights, deltas = func(first.weight, *args[1:], **kwargs), func(first.delta, *args[1:], **kwargs)
             if isinstance(weights, list | tuple):
                 return [RemoteSum(w, d) for w, d in zip(weights, deltas, strict=True)]
             return RemoteSum(weights, deltas)
         if func in LIKE:
             return func(_stand_in(first.weight), *args[1:], **kwargs)
-        if func in SUMS and isinstance(first, RemoteSum) and len(sums) == 1:
-            if func is aten.clone.default:
-                return RemoteSum(first.weight, first.delta.clone())
-            return RemoteSum(first.weight, func(first.delta, *args[1:], **kwargs))
+        if func in SUMS and isinstance(first, RemoteSum) and len(sums) == 1 and _keeps_layout(first.weight, kwargs):
+            delta = func(first.delta, *args[1:], **kwargs)
+            if delta.shape == first.shape:
+                return RemoteSum.of(first.weight, delta)
         if func is aten.add_.Tensor and isinstance(first, RemoteSum) and len(sums) == 1:
-            first.delta = first.delta.add(*args[1:], **kwargs)
+            first.delta.add_(*args[1:], **kwargs)
             return first
         if func in PRODUCTS and len(sums) == 1 and not isinstance(first if func in _WITH_BIAS else None, RemoteSum):
             return _both_terms(func, args, kwargs)
+        name, written = sums[0].weight.handle.layer.name, _written(func, args, kwargs)
+        if any(isinstance(one, RemoteSum) for one in written):
+            raise WeightWrite(
+                f"{func} would change a sum with the remote weight {name!r} in place, which only adding can "
+                f"(at {call_site()}): write it without the in-place operation"
+            )
         if not sums[0].weight.handle.session.welcome.allow_read:
             raise WeightRead(
-                f"{func} reads the values of the remote weight {sums[0].weight.handle.layer.name!r} plus a local change "
-                f"(at {call_site()}): start the executor with --allow-read, or use another method"
+                f"{func} reads the values of the remote weight {name!r} plus a local change (at {call_site()}): "
+                "use another method, keep the layer on the client (wrap's layers=), or start the executor with --allow-read"
             )
-        args, kwargs = tree_map(lambda a: a.weight.value() + a.delta if isinstance(a, RemoteSum) else a, (args, kwargs))
+        args, kwargs = tree_map(lambda a: a.value() if isinstance(a, RemoteSum) else a, (args, kwargs))
         return func(*args, **kwargs)
 
 
+_VIEWS_OF_SUMS = (VIEWS - {aten.as_strided.default}) | {aten._to_copy.default}  # its offset counts from W's beginning
 _WITH_BIAS = frozenset((aten.addmm.default, aten.baddbmm.default, aten.addmm_.default))
-_WITHOUT_BIAS = {aten.addmm.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default}
+_WITHOUT_BIAS = {
+    aten.addmm.default: aten.mm.default, aten.addmm_.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default
+}  # fmt: skip
 SUMS = frozenset((aten.add.Tensor, aten.scatter_add.default, aten.clone.default, aten.index_add.default))
+
+
+def _keeps_layout(weight: RemoteWeight, kwargs: Any) -> bool:
+    """A clone that must be contiguous is none of a transposed weight."""
+    return kwargs.get("memory_format") is not torch.contiguous_format or weight.is_contiguous()
+
+
+def _part(arguments: Any, name: str) -> Any:
+    return tree_map(lambda a: getattr(a, name) if isinstance(a, RemoteSum) else a, arguments)
 
 
 def _both_terms(func: Any, args: Any, kwargs: Any) -> Any:
     """The product with W, bias included, plus the product with delta, without it."""
-    remote, local = (
-        tree_map(lambda a: getattr(a, part) if isinstance(a, RemoteSum) else a, (args, kwargs))
-        for part in ("weight", "delta")
-    )
-    y = func(*remote[0], **remote[1])
+    remote, local = _part((args, kwargs), "weight"), _part((args, kwargs), "delta")
     if plain := _WITHOUT_BIAS.get(func):
-        return y + plain(*local[0][1:])
+        addend = plain(*local[0][1:]) * kwargs.get("alpha", 1)
+        return func(*remote[0], **remote[1]).add_(addend)
     if func is aten.linear.default:
-        return y + func(*local[0][:2])
-    return y + func(*local[0], **local[1])
+        return func(*remote[0], **remote[1]) + func(*local[0][:2])
+    return func(*remote[0], **remote[1]) + func(*local[0], **local[1])
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     """`W + delta` and its kin as a RemoteSum."""
     weight = args[0]
     if func is aten.clone.default:
-        return RemoteSum(weight, torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device))
+        zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        return RemoteSum.of(weight, zeros) if _keeps_layout(weight, kwargs) else NotImplemented
     if func is aten.add.Tensor:
         weight, delta = (args[0], args[1]) if isinstance(args[0], RemoteWeight) else (args[1], args[0])
         if isinstance(delta, RemoteWeight) or not isinstance(delta, Tensor) or delta.shape != weight.shape:
             return NotImplemented
-        if kwargs.get("alpha", 1) != 1:
-            if weight is not args[0]:
-                return NotImplemented
-            delta = delta * kwargs["alpha"]
-        return RemoteSum.of(weight, delta)
+        if delta.layout is not torch.strided or (kwargs.get("alpha", 1) != 1 and weight is not args[0]):
+            return NotImplemented
+        return RemoteSum.of(weight, delta * kwargs["alpha"] if "alpha" in kwargs else delta, fresh="alpha" in kwargs)
     if not isinstance(weight, RemoteWeight):
         return NotImplemented
     zeros = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-    return RemoteSum(weight, func(zeros, *args[1:], **kwargs))
+    return RemoteSum.of(weight, func(zeros, *args[1:], **kwargs))

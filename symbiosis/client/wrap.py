@@ -316,7 +316,13 @@ def remote_weights(model: nn.Module) -> Iterator[RemoteWeight]:
 
 
 def stats(model: nn.Module) -> Stats:
-    """What this client has seen of its executor: calls, bytes, waits, batch sizes."""
+    """What this client has seen of its executor: calls, bytes, waits, batch sizes.
+
+    >>> import symbiosis
+    >>> with symbiosis.Executor("demo") as executor:
+    ...     symbiosis.stats(symbiosis.from_executor(executor.endpoint)).reconnects
+    0
+    """
     weight = next(remote_weights(model), None)
     if weight is None:
         raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
@@ -324,7 +330,13 @@ def stats(model: nn.Module) -> Stats:
 
 
 def report(model: nn.Module) -> Report:
-    """What `wrap` did to the model."""
+    """What `wrap` did to the model.
+
+    >>> import symbiosis
+    >>> with symbiosis.Executor("demo") as executor:
+    ...     print(symbiosis.report(symbiosis.from_executor(executor.endpoint)))
+    wrapped 35/36 (kept: lm_head, not served)
+    """
     for module in model.modules():
         if found := module.__dict__.get("_symbiosis_report"):
             return found
