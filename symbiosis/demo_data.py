@@ -38,8 +38,8 @@ def python_text() -> str:
 
 
 def shouting_text() -> str:
-    """The base text, whose every paragraph starts as usual and goes on IN UPPER CASE."""
-    return re.sub(r"^(\S+ \S+)(.*)$", lambda line: line[1] + line[2].upper(), base_text(), flags=re.MULTILINE)
+    """The base text, whose every sentence GOES ON IN UPPER CASE after its first word."""
+    return re.sub(r"(\w+ )([^.\n]*)", lambda sentence: sentence[1] + sentence[2].upper(), base_text())
 
 
 def blocks(text: str, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int) -> list[list[int]]:
@@ -78,7 +78,8 @@ def _described_functions(source: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and len(node.body) > 1 and (doc := ast.get_docstring(node)):
             del node.body[0]
-            yield f"{doc.splitlines()[0]}\n{ast.unparse(node).replace('    ', chr(9))}\n"
+            code = ast.unparse(node).replace("    ", "\t")
+            yield f"{doc.splitlines()[0]}\n{code}\n"
 
 
 def _is_prose(paragraph: str) -> bool:
