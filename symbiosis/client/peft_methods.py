@@ -5,8 +5,9 @@ DoRA needs the norm of each row of `W + s B A`. With the row norms of W, which t
     |W_i + s (BA)_i|^2 = |W_i|^2 + 2 s <(A W^T)_i, B_i> + s^2 B_i (A A^T) B_i^T
 
 where `A W^T` is one forward call of r rows. HRA computes `x (W R)^T`, which is `(x R^T) W^T`: the layer itself, on rotated
-rows. GLoRA only refuses subclasses of `nn.Linear`. PEFT's layers are patched once per process; they act as before on layers
-that are not remote. Methods that add to a weight need nothing here: see `RemoteSum`.
+rows. PiSSA and its kin put `W - s B A` in W's place: they get a private copy first, or are refused. GLoRA only refuses
+subclasses of `nn.Linear`. Methods that add to a weight need nothing here: see `RemoteSum`. PEFT's layers are patched once
+per process; they act as before on layers that are not remote.
 """
 
 from contextlib import suppress
@@ -28,7 +29,7 @@ _squared_norms: "WeakKeyDictionary[Handle, Tensor]" = WeakKeyDictionary()
 @cache
 def support_peft_methods() -> None:
     """Patch the methods that the installed PEFT has, if there is one."""
-    for patch in (_patch_dora, _patch_hra, _patch_glora):
+    for patch in (_patch_dora, _patch_hra, _patch_rewriting_inits, _patch_glora):
         with suppress(ImportError):
             patch()
 
@@ -117,7 +118,7 @@ def _rows(layer: nn.Module) -> Tensor:
     return weight.t() if weight.handle.layer.kind == "conv1d" else weight  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------- HRA and GLoRA
+# ---------------------------------------------------------------- HRA, PiSSA and its kin, GLoRA
 
 
 def _patch_hra() -> None:
@@ -140,6 +141,26 @@ def _patch_hra() -> None:
         return F.linear(rotated, weight, bias).to(x.dtype)
 
     HRALinear.forward = remote_forward
+
+
+def _patch_rewriting_inits() -> None:
+    from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.lora.variants import KasaLinearVariant
+
+    for name in ("pissa_init", "olora_init", "corda_init", "loftq_init"):
+        setattr(LoraLayer, name, _on_private_copy(getattr(LoraLayer, name), name.removesuffix("_init")))
+    KasaLinearVariant.init = staticmethod(_on_private_copy(KasaLinearVariant.init, "KaSA"))
+
+
+def _on_private_copy(init: Any, method: str) -> Any:
+    @wraps(init)
+    def init_private(layer: Any, *args: Any, **kwargs: Any) -> None:
+        weight = layer.get_base_layer().weight
+        if isinstance(weight, RemoteWeight):
+            weight.privatise(f"{method}, which changes the weights that it starts from,")
+        init(layer, *args, **kwargs)
+
+    return init_private
 
 
 def _patch_glora() -> None:

@@ -147,7 +147,7 @@ class RemoteWeight(Tensor):
         if isinstance(value, RemoteWeight) and value.handle.is_same_tensor(self.handle):
             torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         else:
-            self._privatise("data=", value)
+            self.privatise("data=", value)
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -165,7 +165,7 @@ class RemoteWeight(Tensor):
             )
         return self
 
-    def _privatise(self, what: str, value: Tensor | None = None) -> None:
+    def privatise(self, what: str, value: Tensor | None = None) -> None:
         """A write: from now on this parameter is a private copy. Only where reads are allowed."""
         handle = self.handle
         if not handle.session.welcome.allow_read:
@@ -295,7 +295,7 @@ def _write(func: Any, written: list[RemoteWeight], args: Any, kwargs: Any) -> An
     if same and source.view_of() == weight.view_of():
         return weight  # set_ or copy_ from itself, as parametrize and load_state_dict do
     for one in written:
-        one._privatise(str(func))
+        one.privatise(str(func))
     _on_values(func, args, kwargs)
     return None if isinstance(args[0], list | tuple) else weight
 

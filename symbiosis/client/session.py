@@ -142,6 +142,8 @@ class Session:
             try:
                 connection = self._connection or self._connected()
                 return connection.call(next(self._seq), call, payload, CALL_S)
+            except ExecutorUnavailable:  # the very first join: nothing to go on with
+                raise
             except ConnectionLost as error:
                 self._disconnect()
                 cause: Exception = error

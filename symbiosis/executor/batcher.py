@@ -116,6 +116,11 @@ class Batcher:
     def __len__(self) -> int:
         return sum(map(len, list(self._queues.values())))  # a copy: other threads ask, too
 
+    @property
+    def idle(self) -> bool:
+        """Whether no call waits."""
+        return not self._queues
+
     def join(self, session: int) -> None:
         self._sessions[session] = Rhythm(used=self._least_used)
 

@@ -58,10 +58,10 @@ def set_up_logging(log_format: str) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:01 INFO session joined number=1`."""
+    """`12:00:01 INFO session joined session=1 client="pid 7"`; quoted, because a client's name may hold anything."""
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{key}={value}" for key, value in _fields(record).items())
+        fields = " ".join(f"{key}={json.dumps(value)}" for key, value in _fields(record).items())
         line = f"{time.strftime('%H:%M:%S')} {record.levelname} {record.getMessage()}"
         return f"{line} {fields}" if fields else line
 

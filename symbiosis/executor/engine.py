@@ -29,6 +29,7 @@ class Work:
     call: Call
     payload: tuple[Tensor, ...]
     out: Tensor
+    error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
 
 
 Finished = Callable[[Work, Reply], None]
@@ -46,13 +47,12 @@ class Engine:
         begun = perf_counter()
         try:
             self._compute(batch.slices)
-        except (RuntimeError, CallError) as error:  # torch raises RuntimeError for out of memory, too
+        except Exception as error:  # whatever it is: the executor has other clients
             if len(batch.slices) > 1:
                 for piece in batch.slices:
                     self.step(Batch(batch.key, [piece], batch.formed))
-            else:
-                self._fail(batch.slices[0].item.work, error)
-            return perf_counter() - begun
+                return perf_counter() - begun
+            batch.slices[0].item.work.error = error
         seconds = perf_counter() - begun
         for piece in batch.slices:
             if piece.last:
@@ -85,8 +85,9 @@ class Engine:
     def _together(self, call: Call, slices: list[Slice]) -> None:
         """Gather the rows of all, one product, scatter."""
         works: list[Work] = [piece.item.work for piece in slices]
-        rows = [piece.item.rows for piece in slices]
-        x_TK = torch.cat([work.payload[0] for work in works]).to(self._device)
+        parts = [piece.item.work.payload[0][piece.start : piece.stop] for piece in slices]
+        rows = [len(part) for part in parts]
+        x_TK = torch.cat(parts).to(self._device)
         if call.op is Op.GROUPED:
             order, ends = merge([work.payload[1] for work in works], rows)
             sorted_TN = grouped(x_TK[order], self._operand(call), ends.to(self._device))
@@ -95,8 +96,8 @@ class Engine:
             y_TN = self._operand(call)[x_TK]
         else:
             y_TN = product(x_TK, self._operand(call), self._bias(call))
-        for work, part in zip(works, y_TN.split(rows), strict=True):
-            work.out.copy_(part)
+        for piece, part_TN in zip(slices, y_TN.split(rows), strict=True):
+            piece.item.work.out[piece.start : piece.stop].copy_(part_TN)
 
     def _whole(self, work: Work) -> Tensor:
         """Ops that take no part in batches."""
@@ -125,6 +126,9 @@ class Engine:
 
     def _reply(self, piece: Slice, batch: Batch, seconds: float) -> None:
         work: Work = piece.item.work
+        if work.error is not None:
+            self._fail(work, work.error)
+            return
         wait = max(0.0, batch.formed - piece.item.arrived)
         reply = Reply(
             work.seq, Code.OK, work.call.dtype, tuple(work.out.shape),
@@ -134,15 +138,16 @@ class Engine:
         self._on_done(work, reply)
 
     def _fail(self, work: Work, error: Exception) -> None:
-        out_of_memory = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-        if isinstance(error, CallError):
-            code, text = error.code, error.message
-        elif out_of_memory:
-            code, text = Code.RESOURCE, "the executor has no memory for this call: send fewer rows at once"
-        else:
-            code, text = Code.INTERNAL, f"the product failed: {str(error).splitlines()[0]}"
-        reply = refuse(work.peer, work.seq, CallError(code, text))
-        self._on_done(work, reply)
+        self._on_done(work, refuse(work.peer, work.seq, call_error(error)))
+
+
+def call_error(error: Exception) -> CallError:
+    """What to tell the client whose call ran into `error`."""
+    if isinstance(error, CallError):
+        return error
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
+        return CallError(Code.RESOURCE, "the executor has no memory for this call: send fewer rows at once")
+    return CallError(Code.INTERNAL, f"the call failed in the executor: {type(error).__name__} {error}".splitlines()[0])
 
 
 def refuse(peer: Peer, seq: int, error: CallError) -> Reply:

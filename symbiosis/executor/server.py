@@ -1,11 +1,13 @@
 """Sessions and the executor's loop: messages in, checked and queued; batches out to the engine."""
 
 import itertools
+import logging
 import os
 import platform
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,16 +15,20 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batcher import Batcher, Item
-from symbiosis.executor.engine import Engine, Work, bytes_tensor, refuse
+from symbiosis.executor.engine import Engine, Work, bytes_tensor, call_error, refuse
 from symbiosis.executor.metrics import Figures
 from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_values
 from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
-from symbiosis.transport.tensors import TORCH_DTYPE
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 TICK_S = 0.5
+LONGEST_NAME = 64  # characters of what a client calls itself
+
+logger = logging.getLogger("symbiosis.executor")
+logger.addHandler(logging.NullHandler())  # an executor inside a program logs where the program says, or nowhere
 
 
 @dataclass(slots=True)
@@ -39,6 +45,7 @@ class Session:
     calls: int = 0
     rows: int = 0
     bytes: int = 0
+    refused: int = 0
     joined: float = field(default_factory=monotonic)
 
 
@@ -54,7 +61,7 @@ class Server:
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
         self._numbers = itertools.count(1)
-        self._draining = self._stopped = False
+        self._more = self._draining = self._stopped = False
         self._next_tick = 0.0
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
 
@@ -67,30 +74,27 @@ class Server:
         """Serve until `stop`, or until `drain` has answered everything."""
         torch.set_grad_enabled(False)  # of this thread
         try:
-            while not self._stopped:
+            while not self._stopped and not (self._draining and self.batcher.idle):
                 self.reactor.poll(self._patience())
-                self._work()
-                if self._draining and not len(self.batcher):
-                    break
+                self._step()
         finally:
             for listener in self.listeners:
                 listener.close()
 
-    def _work(self) -> None:
-        """Run what is ready, taking along what arrives meanwhile."""
-        while batch := self.batcher.next_batch(monotonic()):
+    def _step(self) -> None:
+        """Run one batch, if one is ready."""
+        batch = self.batcher.next_batch(monotonic())
+        self._more = batch is not None and not self.batcher.idle
+        if batch is not None:
             seconds = self.engine.step(batch)
             self.figures.ran(batch, seconds)
             self.batcher.done(batch, seconds, monotonic())
-            if not len(self.batcher):
-                break
-            self.reactor.poll(0)
         if monotonic() >= self._next_tick:
             self._tick()
 
     def _patience(self) -> float:
-        now = monotonic()
-        return max(0.0, min(self.batcher.wake_at(), self._next_tick) - now)
+        """How long to sleep if nothing arrives; not at all while there is more to run."""
+        return 0.0 if self._more else max(0.0, min(self.batcher.wake_at(), self._next_tick) - monotonic())
 
     def _tick(self) -> None:
         """Once in a while: signs of life, and sessions that gave none."""
@@ -101,26 +105,45 @@ class Server:
         for session in list(self.sessions.values()):
             if not session.in_flight and now - session.heard > self.options.heartbeat_s:
                 self.figures.dropped += 1
+                _log(logging.WARNING, "session dropped", session=session.number, silent_s=round(now - session.heard, 1))
                 session.peer.close()
 
     def drain(self) -> None:
-        """Take no new sessions, answer what has come, then end `run`. Callable from any thread or signal handler."""
+        """Answer what has come, take nothing new, then end `run`. Callable from any thread or signal handler."""
         self._draining = True
-        self.reactor.wake()
+        self.reactor.call_soon(self._stop_listening)
 
     def stop(self) -> None:
         """End `run` at once."""
         self._stopped = True
         self.reactor.wake()
 
+    def _stop_listening(self) -> None:
+        """Leave the endpoints to a successor, which may start now; and wait for nobody to answer what has come."""
+        self.batcher.policy = "immediate"
+        for listener in self.listeners:
+            listener.stop_accepting()
+
     # ------------------------------------------------------------------ what listeners tell (transport.Inbox)
 
     def joined(self, peer: Peer, hello: Hello) -> Welcome:
-        self._admit(hello)
+        client = hello.client[:LONGEST_NAME]
+        try:
+            self._admit(hello)
+        except CallError as error:
+            self.figures.refused(error.code)
+            if _worth_logging(self.figures.errors[error.code.name]):
+                _log(logging.WARNING, "join refused", client=client, transport=peer.transport, code=error.code.name)
+            raise
         number = next(self._numbers)
-        peer.session = Session(number, peer, hello.client, hello.priority, hello.observer, monotonic())
+        peer.session = Session(number, peer, client, hello.priority, hello.observer, monotonic())
         self.sessions[number] = peer.session
-        self.batcher.join(number)
+        if not hello.observer:
+            self.batcher.join(number)
+        _log(
+            logging.INFO, "session joined", session=number, client=client, transport=peer.transport,
+            observer=hello.observer,
+        )  # fmt: skip
         return Welcome(
             number, self.store.fingerprint, self.store.manifest, self.store.config_json, self.store.model_class,
             self.limits, self.options.allow_read, self.options.heartbeat_s, f"{platform.node()}:{os.getpid()}",
@@ -149,10 +172,12 @@ class Server:
         session.heard = monotonic()
         try:
             item = self._item(session, seq, call, payload)
-        except CallError as error:
-            if error.code is not Code.GROW:
-                self.figures.refused(error.code)
-            refuse(peer, seq, error)
+        except Exception as error:  # whatever it is: the executor has other clients
+            reason = call_error(error)
+            if reason.code is not Code.GROW:
+                self.figures.refused(reason.code)
+                self._log_refusal(session, call, reason.code)
+            refuse(peer, seq, reason)
             return
         if item is None:
             return
@@ -163,11 +188,11 @@ class Server:
 
     def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
         peer = session.peer
-        if call.op is Op.STATS:
-            snapshot = bytes_tensor(self.figures.snapshot(self))
-            peer.out(call, tuple(snapshot.shape))
-            peer.reply(Reply(seq, shape=tuple(snapshot.shape)), snapshot)
+        if call.op is Op.STATS or session.observer:
+            self._answer_at_once(session, seq, call, payload)
             return None
+        if self._draining:
+            raise CallError(Code.DRAINING, "this executor is shutting down: the call will be sent again")
         if session.in_flight >= self.limits.max_in_flight:
             raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
         plan = self._plan(call)
@@ -180,15 +205,34 @@ class Server:
         work = Work(peer, seq, call, payload, out)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
 
+    def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+        """Figures; and an observer's echo, for which no client is made to wait, and which waits for none."""
+        if call.op is Op.STATS:
+            answer = bytes_tensor(self.figures.snapshot(self))
+        elif call.op is Op.ECHO and self._plan(call).nbytes:
+            answer = payload[0]
+        else:
+            raise CallError(
+                Code.UNKNOWN_OP, f"an observer may ask for STATS and ECHO, not {call.op.name}: join as a client"
+            )
+        shape = tuple(answer.shape)
+        session.peer.out(call, shape)
+        session.peer.reply(Reply(seq, dtype=DTYPE_NAME[answer.dtype], shape=shape), answer)
+
     def heard(self, peer: Peer) -> None:
         if peer.session is not None:
             peer.session.heard = monotonic()
 
     def left(self, peer: Peer) -> None:
-        if peer.session is not None:
-            self.batcher.leave(peer.session.number)
-            self.sessions.pop(peer.session.number, None)
+        session: Session | None = peer.session
+        if session is not None:
+            self.batcher.leave(session.number)
+            self.sessions.pop(session.number, None)
             peer.session = None
+            _log(
+                logging.INFO, "session left", session=session.number, calls=session.calls, rows=session.rows,
+                bytes=session.bytes, refused=session.refused, seconds=round(monotonic() - session.joined, 1),
+            )  # fmt: skip
 
     def _answered(self, work: Work, reply: Reply) -> None:
         session: Session | None = work.peer.session
@@ -196,4 +240,24 @@ class Server:
         if session is not None:
             session.in_flight -= 1
             session.heard = monotonic()
+            if reply.code is not Code.OK:
+                self._log_refusal(session, work.call, reply.code)
 
+    def _log_refusal(self, session: Session, call: Call, code: Code) -> None:
+        session.refused += 1
+        if _worth_logging(session.refused):
+            layer = self.store.manifest[call.layer].name if call.layer < len(self.store.manifest) else call.layer
+            _log(
+                logging.WARNING, "call refused", session=session.number, code=code.name, op=call.op.name, layer=layer,
+                shape=call.shape, dtype=call.dtype, refused=session.refused,
+            )  # fmt: skip
+
+
+def _worth_logging(count: int) -> bool:
+    """The 1st, 2nd, 4th, 8th, ... time: no client can fill the log."""
+    return count & (count - 1) == 0
+
+
+def _log(level: int, event: str, **fields: Any) -> None:
+    """Names, sizes and codes; never what a call holds."""
+    logger.log(level, event, extra={"fields": fields})

@@ -30,6 +30,8 @@ def _layer_reply_shape(call: Call, store: Store, options: Options) -> tuple[int,
     if call.layer >= len(store.manifest):
         raise CallError(Code.UNKNOWN_LAYER, f"there is no layer number {call.layer}: the model has other layers")
     layer = store.manifest[call.layer]
+    if call.view is not None and prod(call.view.size) > max(prod(layer.shape), options.max_call_bytes):
+        raise CallError(Code.BAD_VIEW, f"{layer.name}: a view of shape {call.view.size} exceeds what any call may be")
     if call.op is Op.READ:
         if layer.kind != "client" and not options.allow_read:
             raise CallError(Code.READ_DENIED, f"{layer.name}: the executor was not started with --allow-read")

@@ -62,7 +62,11 @@ class Listener(Protocol):
     url: str
 
     def tick(self) -> None:
-        """Called about once a second."""
+        """Called about twice a second."""
+        ...
+
+    def stop_accepting(self) -> None:
+        """Let no new client in, and leave the address to another executor."""
         ...
 
     def close(self) -> None: ...

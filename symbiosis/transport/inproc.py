@@ -73,8 +73,12 @@ class Listener:
         for peer in self._peers:  # they live as long as this process does
             self._inbox.heard(peer)
 
+    def stop_accepting(self) -> None:
+        if _listeners.get(self._name) is self:
+            del _listeners[self._name]
+
     def close(self) -> None:
-        _listeners.pop(self._name, None)
+        self.stop_accepting()
         for peer in self._peers:
             peer.close()
         self._peers.clear()

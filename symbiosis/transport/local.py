@@ -266,12 +266,16 @@ class Listener:
             if peer.beat_seen():
                 self.inbox.heard(peer)
 
+    def stop_accepting(self) -> None:
+        if self._socket.fileno() >= 0:
+            self.reactor.forget(self._socket.fileno())
+            self._socket.close()
+            with suppress(OSError):
+                if self._path.stat().st_ino == self._inode:  # else a successor already listens here
+                    self._path.unlink()
+
     def close(self) -> None:
-        self.reactor.forget(self._socket.fileno())
-        self._socket.close()
-        with suppress(OSError):
-            if self._path.stat().st_ino == self._inode:  # else a successor already listens here
-                self._path.unlink()
+        self.stop_accepting()
         for peer in list(self._peers):
             self.drop(peer)
 

@@ -145,6 +145,10 @@ class Listener:
     def tick(self) -> None:
         self._drain()
 
+    def stop_accepting(self) -> None:
+        with suppress(zmq.ZMQError):  # a second time: it is not bound any more
+            self._socket.unbind(self.url)
+
     def close(self) -> None:
         self._reactor.forget(self._fd)
         for peer in list(self._peers.values()):
