@@ -1,6 +1,8 @@
 """The commands `symbiosis-executor` and `symbiosis`. Importing this, and `--help`, loads no torch."""
 
+import subprocess
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,6 +43,66 @@ def executor(
         from symbiosis.executor.daemon import serve as serve_model
 
         serve_model(model, options)
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two fine-tuning clients.")] = 120,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens that the generating client writes.")] = 500,
+    keep: Annotated[Path | None, typer.Option(help="Folder to keep adapters and logs in. Default: they are deleted.")] = None,
+) -> None:  # fmt: skip
+    """Start an executor, fine-tune two adapters and generate text over it at once, and compare with plain PEFT."""
+    with _errors_for_people():
+        from symbiosis.demo.run import run
+
+        raise typer.Exit(run(steps, tokens, keep))
+
+
+@app.command()
+def doctor(
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="An executor's endpoint. Default: this user's.")] = None,
+) -> None:  # fmt: skip
+    """Check versions, devices, memory, limits and the executor; exit status 1 if something is broken."""
+    from symbiosis.doctor import run
+
+    raise typer.Exit(run(url))
+
+
+@app.command()
+def top(
+    url: Annotated[str | None, typer.Argument(metavar="[URL]", help="An executor's endpoint. Default: this user's.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one plain view and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two views.")] = 1.0,
+) -> None:  # fmt: skip
+    """Watch an executor: sessions, busiest layers, batch sizes, queue, memory, rates."""
+    with _errors_for_people():
+        from symbiosis.config import default_endpoint
+        from symbiosis.top import run
+
+        run(url or default_endpoint(), once, interval)
+
+
+class Benchmark(StrEnum):
+    """scripts/bench_*.py"""
+
+    CALL = "call"
+    STEP = "step"
+    BATCHING = "batching"
+
+
+@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+def bench(
+    context: typer.Context,
+    what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients.")],
+) -> None:  # fmt: skip
+    """Run one of the benchmarks in the repository's scripts folder. What follows its name goes to it (try --help)."""
+    script = Path(__file__).parent.parent / "scripts" / f"bench_{what}.py"
+    if not script.is_file():
+        typer.echo(
+            f"error: there is no {script}: benchmarks come with the source, so install from a checkout", err=True
+        )
+        raise typer.Exit(2)
+    raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args]).returncode)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from symbiosis.protocol import Limits
 Policy = Literal["immediate", "lockstep", "opportunistic"]
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that can be said about an executor. The names are the long options of `symbiosis-executor`.
 
     >>> Options(policy="lockstep").limits.max_in_flight

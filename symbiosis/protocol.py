@@ -24,12 +24,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from symbiosis.errors import Code, ProtocolError
+from symbiosis.errors import CallError, Code, ProtocolError
 
 VERSION = 1
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 3
+LONGEST_TEXT = 1024  # bytes of the text that says why a call was refused
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
@@ -86,6 +87,11 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
         return "int64" if self.op is Op.LOOKUP else self.dtype
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Bytes of each tensor of the payload: the rows, and the group offsets if there are any."""
+        return _parts(self)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the payload: the rows, then (from the next multiple of 8 on) the group offsets."""
         return _payload_nbytes(self)
@@ -96,11 +102,17 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 @lru_cache(maxsize=1 << 14)
-def _payload_nbytes(call: Call) -> int:
+def _parts(call: Call) -> tuple[int, ...]:
     if call.op in _NO_PAYLOAD:
-        return 0
+        return ()
     rows = prod(call.shape) * ITEMSIZE[call.payload_dtype]
-    return -(-rows // 8) * 8 + 4 * call.groups if call.groups else rows
+    return (rows, 4 * call.groups) if call.groups else (rows,)
+
+
+@lru_cache(maxsize=1 << 14)
+def _payload_nbytes(call: Call) -> int:
+    *rows, last = call.parts or (0,)
+    return sum(-(-part // 8) * 8 for part in rows) + last
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -233,6 +245,14 @@ class Limits(msgspec.Struct, frozen=True):
     max_rows: int = 1 << 20
     max_in_flight: int = 8
     max_sessions: int = 256
+
+    def check(self, call: Call) -> None:
+        if call.nbytes > self.max_call_bytes or call.rows > self.max_rows:
+            raise CallError(
+                Code.TOO_LARGE,
+                f"a call may have {self.max_rows} rows and {self.max_call_bytes} bytes, this one has {call.rows} rows and "
+                f"{call.nbytes} bytes: send smaller batches, or raise --max-rows / --max-call-bytes",
+            )
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -130,8 +130,6 @@ class Session:
         with self._lock:
             begun = time.perf_counter()
             reply, result = self._persist(call, payload)
-            if reply.code is not Code.OK:
-                raise CallError(reply.code, bytes(result.numpy()).decode(errors="replace"))
             self.stats.count(call, reply, time.perf_counter() - begun)
             return result
 
@@ -140,8 +138,7 @@ class Session:
         give_up, pause = None, FIRST_PAUSE_S
         while True:
             try:
-                connection = self._connection or self._connected()
-                return connection.call(next(self._seq), call, payload, CALL_S)
+                return self._attempt(call, payload)
             except ExecutorUnavailable:  # the very first join: nothing to go on with
                 raise
             except ConnectionLost as error:
@@ -150,12 +147,24 @@ class Session:
             except CallError as error:
                 if error.code is not Code.DRAINING:
                     raise
+                self._disconnect()
                 cause = error
+            except BaseException:  # interrupted: the next call must not meet this one's reply
+                self._disconnect()
+                raise
             give_up = give_up or time.monotonic() + self.patience
             if self._welcome is None or time.monotonic() > give_up:
                 raise self._unavailable(cause) from None
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def _attempt(self, call: Call, payload: tuple[Tensor, ...]) -> tuple[Reply, Tensor]:
+        connection = self._connection or self._connected()
+        connection.welcome.limits.check(call)
+        reply, result = connection.call(next(self._seq), call, payload, CALL_S)
+        if reply.code is not Code.OK:
+            raise CallError(reply.code, bytes(result.numpy()).decode(errors="replace"))
+        return reply, result
 
     def _connected(self) -> transport.Connection:
         if self._connection is None:

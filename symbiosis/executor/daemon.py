@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from symbiosis.config import Options, default_endpoint
+from symbiosis.errors import ConfigError
 from symbiosis.executor.load import load_model
 from symbiosis.executor.metrics import PrometheusCollector
 from symbiosis.executor.server import Server
@@ -44,7 +45,10 @@ def serve_metrics(server: Server, port: int) -> None:
 
     registry = CollectorRegistry()
     registry.register(PrometheusCollector(server))
-    start_http_server(port, addr="127.0.0.1", registry=registry)
+    try:
+        start_http_server(port, addr="127.0.0.1", registry=registry)
+    except OSError as error:
+        raise ConfigError(f"cannot serve metrics at 127.0.0.1:{port}: {error}") from None
 
 
 def set_up_logging(log_format: str) -> None:

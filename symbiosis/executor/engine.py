@@ -15,7 +15,7 @@ from symbiosis.executor.batcher import Batch, Slice
 from symbiosis.executor.store import Store
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.product import product
-from symbiosis.protocol import Call, Op, Reply
+from symbiosis.protocol import LONGEST_TEXT, Call, Op, Reply
 from symbiosis.transport.base import Peer
 from symbiosis.transport.tensors import TORCH_DTYPE
 
@@ -152,7 +152,7 @@ def call_error(error: Exception) -> CallError:
 
 def refuse(peer: Peer, seq: int, error: CallError) -> Reply:
     """Answer a call with an error."""
-    text = bytes_tensor(error.message.encode())
+    text = bytes_tensor(error.message.encode()[:LONGEST_TEXT])
     reply = Reply(seq, error.code, shape=(text.numel(),))
     peer.reply(reply, text)
     return reply

@@ -192,7 +192,8 @@ class PrometheusCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         figures = self._server.figures
-        sessions = Counter(s.peer.transport for s in list(self._server.sessions.values()) if not s.observer)
+        sessions = Counter({listener.url.partition(":")[0]: 0 for listener in self._server.listeners})
+        sessions.update(s.peer.transport for s in list(self._server.sessions.values()) if not s.observer)
         for kind, name, label, text, values in (
             (CounterMetricFamily, "bytes", "transport", "Bytes of payload, in and out", figures.bytes),
             (CounterMetricFamily, "errors", "code", "Calls and joins refused", figures.errors),

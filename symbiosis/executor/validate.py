@@ -14,12 +14,7 @@ _CHECKED = frozenset((Op.FORWARD, Op.PRODUCT, Op.LEFT, Op.GROUPED))
 
 def reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
     """The shape of the reply to `call`; `CallError` with what to change if the call is wrong."""
-    if call.nbytes > options.max_call_bytes or call.rows > options.max_rows:
-        raise CallError(
-            Code.TOO_LARGE,
-            f"a call may have {options.max_rows} rows and {options.max_call_bytes} bytes, this one has {call.rows} rows"
-            f" and {call.nbytes} bytes: send smaller batches, or raise --max-rows / --max-call-bytes",
-        )
+    options.limits.check(call)
     shape = call.shape if call.op is Op.ECHO else _layer_reply_shape(call, store, options)
     if prod(shape) * ITEMSIZE[call.dtype] > options.max_call_bytes:
         raise CallError(Code.TOO_LARGE, f"the reply {shape} exceeds {options.max_call_bytes} bytes: send fewer rows")
@@ -69,6 +64,8 @@ def _rows_by_groups(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
         raise CallError(
             Code.BAD_SHAPE, f"{layer.name}: {call.groups} groups of rows {call.shape} for {tuple(matrix.shape)}"
         )
+    if call.dtype == "float64":
+        raise CallError(Code.BAD_DTYPE, f"{layer.name}: torch has no grouped products of float64, use float32")
     _expect_width(call, layer, matrix.shape[1])
     return call.shape[0], matrix.shape[2]
 

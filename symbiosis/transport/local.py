@@ -4,6 +4,8 @@ The socket's hang-up tells either side that the other is gone. The segment is cr
 resizing, and passed as a descriptor; it belongs to one session. A call is written once into it and never serialised:
 
     0      the client's beat, a counter
+    8      1 while the executor sleeps and must be woken by an eventfd; 16 likewise the client
+    24     the number of the newest call; 32 of the newest reply: written last, they are the doorbells
     64     call header
     256    reply header
     4096   payload of the call, and behind it (64-byte aligned) that of the reply
@@ -18,6 +20,7 @@ import select
 import socket
 import stat
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from math import prod
@@ -31,7 +34,7 @@ from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import (
     CALL_SIZE,
     ITEMSIZE,
-    MAGIC_REPLY,
+    LONGEST_TEXT,
     REPLY_SIZE,
     Bye,
     Call,
@@ -52,13 +55,16 @@ from symbiosis.protocol import (
     split_call,
 )
 from symbiosis.transport.base import Inbox
-from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.reactor import CAN_SPIN, Reactor, fence, spin
 from symbiosis.transport.tensors import split_payload, tensor_at
 
+EXECUTOR_SLEEPS_AT, CLIENT_SLEEPS_AT, CALL_BELL_AT, REPLY_BELL_AT = 8, 16, 24, 32
 CALL_AT, REPLY_AT, PAYLOAD_AT = 64, 256, 4096
 FIRST_SLAB = 4 << 20
+JOIN_S = 10.0  # a connection that has not joined by then is closed
 MAX_CONTROL = 4096
-_BEAT = struct.Struct("<Q")
+NAP_S = 0.5  # a sleeping client looks again after this time, whatever happened to the bell
+_WORD = struct.Struct("<Q")
 _VIEWS_KEPT = 512
 
 
@@ -108,10 +114,11 @@ class Peer:
         self.session = None
         self._listener, self._socket = listener, sock
         self._slab: Slab | None = None
-        self._call_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._reply_bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._bells: list[int] = []  # for calls, for replies
+        self.opened = monotonic()
         self._beats, self._max_slab = 0, 0
-        self._call: Call | None = None
+        self._number = bytes(_WORD.size)  # of the newest call that was seen
+        self._call: Call | None = None  # what is not yet answered
         self._payloads: dict[bytes, tuple[Call, tuple[Tensor, ...]]] = {}
 
     def control(self) -> None:
@@ -119,7 +126,7 @@ class Peer:
         try:
             raw = self._socket.recv(MAX_CONTROL)
             message = decode_control(raw) if raw else Bye()
-            if isinstance(message, Hello):
+            if isinstance(message, Hello) and not self._slab:
                 self._join(message)
             elif isinstance(message, Grow) and self._slab:
                 self._grow(message.nbytes)
@@ -128,14 +135,16 @@ class Peer:
         except BlockingIOError:
             pass
         except (CallError, OSError) as error:
-            code = error.code if isinstance(error, CallError) else Code.INTERNAL
+            code = error.code if isinstance(error, CallError) else Code.RESOURCE
             with suppress(OSError):
-                self._socket.send(encode_control(Refusal(code, str(error))))
+                self._socket.send(encode_control(Refusal(code, getattr(error, "message", str(error)))))
             self._listener.drop(self)
 
     def _join(self, hello: Hello) -> None:
         welcome = self._listener.inbox.joined(self, hello)
-        self._max_slab = PAYLOAD_AT + 2 * self._listener.inbox.limits.max_call_bytes + 64
+        self._max_slab = PAYLOAD_AT + 2 * self._listener.inbox.limits.max_call_bytes + 64 + LONGEST_TEXT
+        for _ in range(2):
+            self._bells.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._slab = Slab.create(min(FIRST_SLAB, self._max_slab))
         raw = encode_control(welcome)
         letter = os.memfd_create("symbiosis-welcome", os.MFD_CLOEXEC)  # a manifest may be larger than a socket's buffer
@@ -143,43 +152,62 @@ class Peer:
             with os.fdopen(os.dup(letter), "wb") as file:
                 file.write(raw)
             message = encode_control(Grown(self._slab.nbytes))
-            fds = [letter, self._slab.fd, self._call_bell, self._reply_bell]
+            fds = [letter, self._slab.fd, *self._bells]
             socket.send_fds(self._socket, [message], fds)
         finally:
             os.close(letter)
-        self._listener.reactor.watch(self._call_bell, self._ring, on_change=True)
+        self._listener.reactor.watch(self._bells[0], self.look, on_change=True)
+        self.sleeping(not CAN_SPIN)
 
     def _grow(self, nbytes: int) -> None:
-        if nbytes > self._max_slab:
-            raise CallError(Code.TOO_LARGE, f"a session's shared memory is limited to {self._max_slab} bytes")
         assert self._slab
-        size = min(1 << (nbytes - 1).bit_length(), self._max_slab)
-        self._slab.close()
+        if not self._slab.nbytes < nbytes <= self._max_slab:
+            raise CallError(Code.TOO_LARGE, f"a session's shared memory grows to at most {self._max_slab} bytes")
+        old, self._slab = self._slab, Slab.create(min(1 << (nbytes - 1).bit_length(), self._max_slab))
+        old.close()
         self._payloads.clear()
-        self._slab = Slab.create(size)
-        socket.send_fds(self._socket, [encode_control(Grown(size))], [self._slab.fd])
+        self._number = bytes(_WORD.size)
+        self.sleeping(not CAN_SPIN)
+        socket.send_fds(self._socket, [encode_control(Grown(self._slab.nbytes))], [self._slab.fd])
 
-    def _ring(self) -> None:
-        """The call bell rang: one call lies in the segment."""
+    def look(self) -> bool:
+        """Whether a new call lies in the segment, which is then taken."""
         slab = self._slab
         if slab is None:
+            return False
+        number = slab.memory[CALL_BELL_AT : CALL_BELL_AT + _WORD.size]
+        if number == self._number:
+            return False
+        self._number = number
+        self._take(slab)
+        return True
+
+    def sleeping(self, flag: bool) -> None:
+        if self._slab is not None:
+            _WORD.pack_into(self._slab.memory, EXECUTOR_SLEEPS_AT, flag)
+
+    def _take(self, slab: Slab) -> None:
+        if self._call is not None:  # the reply to it would be written over this one
+            self._listener.drop(self)
             return
         seq = 0
         try:
             seq, body = split_call(slab.memory[CALL_AT : CALL_AT + CALL_SIZE])
             call, payload = self._payloads.get(body) or self._parse(slab, body)
         except CallError as error:
-            text = torch.frombuffer(bytearray(error.message, "utf-8"), dtype=torch.uint8)
+            text = torch.frombuffer(bytearray(error.message, "utf-8")[:LONGEST_TEXT], dtype=torch.uint8)
             self._call = Call(Op.STATS, 0, "uint8")  # of no payload: the text goes to the front
             self.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
             return
+        if call.groups or call.op is Op.LOOKUP:  # checked, then used as indices: the client must not change them in between
+            payload = (*payload[:-1], payload[-1].clone())
         self._call = call
         self._listener.inbox.arrived(self, seq, call, payload)
 
     def _parse(self, slab: Slab, body: bytes) -> tuple[Call, tuple[Tensor, ...]]:
         """The call, and where in the segment its payload lies: looked up when the same call comes again."""
         call = parse_call_body(body)
-        if call.nbytes > slab.nbytes - PAYLOAD_AT:
+        if reply_at(call) + LONGEST_TEXT > slab.nbytes:
             raise CallError(Code.TOO_LARGE, f"{call.nbytes} bytes of payload do not fit the session's segment")
         if len(self._payloads) >= _VIEWS_KEPT:
             self._payloads.clear()
@@ -203,13 +231,18 @@ class Peer:
         if target is not result:
             target.copy_(result.view(reply.shape))
         slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE] = encode_reply(reply)
-        os.eventfd_write(self._reply_bell, 1)
+        self._call = None
+        _WORD.pack_into(slab.memory, REPLY_BELL_AT, reply.seq)
+        fence()
+        if slab.memory[CLIENT_SLEEPS_AT]:
+            with suppress(BlockingIOError):  # the client has filled its own bell
+                os.eventfd_write(self._bells[1], 1)
 
     def beat_seen(self) -> bool:
         """Whether the client's counter moved since we last looked."""
         if self._slab is None:
             return False
-        beats = _BEAT.unpack_from(self._slab.memory)[0]
+        beats = _WORD.unpack_from(self._slab.memory)[0]
         moved, self._beats = beats != self._beats, beats
         return bool(moved)
 
@@ -219,10 +252,10 @@ class Peer:
     def release(self) -> None:
         reactor = self._listener.reactor
         reactor.forget(self._socket.fileno())
-        reactor.forget(self._call_bell)
         self._socket.close()
-        os.close(self._call_bell)
-        os.close(self._reply_bell)
+        for bell in self._bells:
+            reactor.forget(bell)
+            os.close(bell)
         if self._slab:
             self._slab.close()
             self._slab = None
@@ -239,6 +272,7 @@ class Listener:
         self._socket = bind(self._path)
         self._inode = self._path.stat().st_ino
         reactor.watch(self._socket.fileno(), self._accept)
+        reactor.watch_bells(self)
 
     def _accept(self) -> None:
         try:
@@ -255,6 +289,16 @@ class Listener:
         self._peers.add(peer)
         self.reactor.watch(sock.fileno(), peer.control)
 
+    def scan(self) -> bool:
+        found = False
+        for peer in self._peers.copy():
+            found |= peer.look()
+        return found
+
+    def sleeping(self, flag: bool) -> None:
+        for peer in self._peers:
+            peer.sleeping(flag)
+
     def drop(self, peer: Peer) -> None:
         if peer in self._peers:
             self._peers.discard(peer)
@@ -262,9 +306,11 @@ class Listener:
             peer.release()
 
     def tick(self) -> None:
-        for peer in self._peers:
+        for peer in list(self._peers):
             if peer.beat_seen():
                 self.inbox.heard(peer)
+            if peer.session is None and monotonic() - peer.opened > JOIN_S:
+                self.drop(peer)
 
     def stop_accepting(self) -> None:
         if self._socket.fileno() >= 0:
@@ -282,7 +328,10 @@ class Listener:
 
 def bind(path: Path) -> socket.socket:
     """A listening socket at `path`, in place of one that a dead executor left behind."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make a directory for local://{path}: {error}") from None
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     if path.exists():
         if not stat.S_ISSOCK(path.stat().st_mode):
@@ -315,6 +364,9 @@ class LocalConnection:
             self._socket.connect(address)
             self._socket.send(encode_control(hello))
             first, fds = self._receive(4)
+        except CallError:
+            self._socket.close()
+            raise
         except OSError as error:
             self._socket.close()
             raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
@@ -336,20 +388,22 @@ class LocalConnection:
             raise ConnectionLost(f"the executor at {self._url} closed the connection")
         message = decode_control(raw)
         if isinstance(message, Refusal):
-            self._socket.close()
             raise CallError(Code(message.code), message.message)
         return message, received
 
     def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
         slab, start = self._slab, reply_at(call)
-        if start > slab.nbytes:
+        if start + LONGEST_TEXT > slab.nbytes:
             slab = self._grow(2 * start)
         if payload:
             slab.tensor(PAYLOAD_AT, call.payload_dtype, call.shape).copy_(payload[0])
             if call.groups:
                 slab.tensor(PAYLOAD_AT + call.nbytes - 4 * call.groups, "int32", (call.groups,)).copy_(payload[1])
         slab.memory[CALL_AT : CALL_AT + CALL_SIZE] = encode_call(call, seq)
-        os.eventfd_write(self._call_bell, 1)
+        _WORD.pack_into(slab.memory, CALL_BELL_AT, seq)
+        fence()
+        if slab.memory[EXECUTOR_SLEEPS_AT]:
+            os.eventfd_write(self._call_bell, 1)
         reply = self._await(seq, timeout)
         if reply.code is Code.GROW:
             self._grow(int(bytes(slab.memory[start : start + reply.nbytes])))
@@ -357,16 +411,27 @@ class LocalConnection:
         return reply, slab.tensor(start, reply.dtype, reply.shape).clone()
 
     def _await(self, seq: int, timeout: float) -> Reply:
-        deadline = monotonic() + timeout
-        while True:
-            events = self._epoll.poll(max(0.0, deadline - monotonic()))
-            if not events:
+        memory, number = self._slab.memory, _WORD.pack(seq)
+
+        def answered() -> bool:
+            return memory[REPLY_BELL_AT : REPLY_BELL_AT + _WORD.size] == number
+
+        if not (CAN_SPIN and spin(answered)):
+            self._sleep(answered, timeout)
+        return decode_reply(memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
+
+    def _sleep(self, answered: Callable[[], bool], timeout: float) -> None:
+        memory, deadline = self._slab.memory, monotonic() + timeout
+        _WORD.pack_into(memory, CLIENT_SLEEPS_AT, 1)
+        fence()
+        while not answered():
+            left = deadline - monotonic()
+            if left <= 0:
                 raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
-            raw = self._slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE]
-            if raw[: len(MAGIC_REPLY)] == MAGIC_REPLY and (reply := decode_reply(raw)).seq == seq:
-                return reply
-            if any(fd != self._reply_bell for fd, _ in events):
+            events = self._epoll.poll(min(left, NAP_S))
+            if any(fd != self._reply_bell for fd, _ in events) and not answered():
                 raise ConnectionLost(f"the executor at {self._url} hung up")
+        _WORD.pack_into(memory, CLIENT_SLEEPS_AT, 0)
 
     def _grow(self, nbytes: int) -> Slab:
         try:
@@ -381,7 +446,7 @@ class LocalConnection:
 
     def beat(self) -> None:
         self._beats += 1
-        _BEAT.pack_into(self._slab.memory, 0, self._beats)
+        _WORD.pack_into(self._slab.memory, 0, self._beats)
 
     def close(self) -> None:
         if self._socket.fileno() >= 0:

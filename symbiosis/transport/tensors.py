@@ -30,7 +30,7 @@ def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
         raise ProtocolError(
             Code.BAD_FRAME, f"the header promises {call.nbytes} bytes of payload, {memory.numel()} came"
         )
-    if not call.nbytes:
+    if not call.parts:
         return ()
     rows = tensor_at(memory, 0, call.payload_dtype, call.shape)
     if not call.groups:

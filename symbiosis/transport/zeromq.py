@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost, ProtocolError
 from symbiosis.protocol import (
-    ITEMSIZE,
+    LONGEST_TEXT,
     MAGIC_CALL,
     MAGIC_REPLY,
     Beat,
@@ -34,6 +34,7 @@ from symbiosis.transport.base import Inbox
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import TORCH_DTYPE, as_bytes, tensor_at
 
+AT_ONCE = 64  # messages taken between two products
 COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
 
 
@@ -66,6 +67,7 @@ class Listener:
     def __init__(self, address: str, reactor: Reactor, inbox: Inbox) -> None:
         self._reactor, self._inbox = reactor, inbox
         self._peers: dict[bytes, Peer] = {}
+        self._due = False  # whether `_drain` will run by itself
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         _harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -81,10 +83,19 @@ class Listener:
         reactor.watch(self._fd, self._drain)
 
     def _drain(self) -> None:
-        """The descriptor tells of changes only, so take all there is."""
+        """The descriptor tells of changes only, so take all there is; by turns, or a flood would stop the products."""
+        self._due = False
         with suppress(zmq.Again):
-            while not self._socket.closed:
+            for _ in range(AT_ONCE):
+                if self._socket.closed:
+                    return
                 self._handle(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+            self._drain_soon()
+
+    def _drain_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self._reactor.call_soon(self._drain)
 
     def _handle(self, frames: list[zmq.Frame]) -> None:
         identity, *frames = frames
@@ -123,7 +134,7 @@ class Listener:
         try:
             payload = _payload(call, frames[1:])
         except CallError as error:
-            text = torch.frombuffer(bytearray(error.message, "utf-8"), dtype=torch.uint8)
+            text = torch.frombuffer(bytearray(error.message, "utf-8")[:LONGEST_TEXT], dtype=torch.uint8)
             peer.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
         else:
             self._inbox.arrived(peer, seq, call, payload)
@@ -136,7 +147,7 @@ class Listener:
         except zmq.ZMQError:  # gone, or it does not read: it may join again
             self.drop(peer)
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
-            self._reactor.call_soon(self._drain)
+            self._drain_soon()
 
     def drop(self, peer: Peer) -> None:
         if self._peers.pop(peer.identity, None):
@@ -158,21 +169,11 @@ class Listener:
 
 def _payload(call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
     """The frames' bytes in tensors of our own, aligned as torch's are (products must not depend on the transport)."""
-    rows = call.nbytes if not call.groups else _rows_nbytes(call)
-    expected = [n for n in (rows, 4 * call.groups) if n]
-    if [len(frame) for frame in frames] != expected:
-        raise ProtocolError(
-            Code.BAD_FRAME, f"the header promises frames of {expected} bytes, {[len(f) for f in frames]} came"
-        )
+    sizes = tuple(map(len, frames))
+    if sizes != call.parts:
+        raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts} bytes, {sizes[:3]} came")
     kinds = ((call.payload_dtype, call.shape), ("int32", (call.groups,)))
     return tuple(_tensor(frame, dtype, shape) for frame, (dtype, shape) in zip(frames, kinds, strict=False))
-
-
-def _rows_nbytes(call: Call) -> int:
-    size = ITEMSIZE[call.payload_dtype]
-    for dim in call.shape:
-        size *= dim
-    return size
 
 
 def _tensor(frame: zmq.Frame, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -232,6 +233,9 @@ class TcpConnection:
                 raise CallError(Code(refusal.code), refusal.message)
             reply = decode_reply(head.bytes)
             if reply.seq == seq:
+                sizes = [len(frame) for frame in rest]
+                if sizes != ([reply.nbytes] if reply.nbytes else []):
+                    raise ProtocolError(Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {sizes}")
                 if not rest:
                     return reply, torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])
                 return reply, _tensor(rest[0], reply.dtype, reply.shape)

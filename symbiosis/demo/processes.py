@@ -1,0 +1,111 @@
+"""The demo's processes: started, listened to, and ended."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from symbiosis.errors import SymbiosisError
+
+EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
+START_S, STOP_S = 90.0, 10.0
+# One thread each, so that they share two cores well and round alike; and nothing is fetched from anywhere.
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class DemoError(SymbiosisError):
+    """A process of the demo failed, or took too long."""
+
+
+class Child:
+    """A process whose lines on stdout are read as they come. `state` holds the newest value of every field it sent."""
+
+    def __init__(self, name: str, arguments: list[str], folder: Path) -> None:
+        self.name, self.state, self.lines = name, dict[str, Any](), list[str]()
+        self._errors = folder / f"{name}.stderr"
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **ENVIRONMENT},
+                start_new_session=True,  # ctrl-C is for us: we end them
+            )  # fmt: skip
+        self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                self.state.update(json.loads(line))
+            else:
+                self.lines.append(line.rstrip())
+
+    @property
+    def ready(self) -> bool:
+        """Whether it waits for its start, or has started."""
+        return "done" in self.state
+
+    def start(self) -> None:
+        """Let a client begin; once more does no harm."""
+        assert self._process.stdin
+        self._process.stdin.close()
+
+    def still_runs(self) -> bool:
+        """Whether it still runs; `DemoError` with what it wrote to stderr if it failed."""
+        status = self._process.poll()
+        if status is None:
+            return True
+        self._reader.join(STOP_S)
+        if status:
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise DemoError(f"{self.name} {how}. It wrote:\n{self._errors.read_text(errors='replace').strip()}")
+        return False
+
+    def close(self) -> None:
+        """End it, gently at first."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(STOP_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+
+
+@contextlib.contextmanager
+def executor(endpoint: str, folder: Path) -> Iterator[Child]:
+    """`symbiosis-executor demo`, ready to be joined."""
+    child = Child("executor", ["-c", EXECUTOR, "demo", "--listen", endpoint], folder)
+    try:
+        deadline = time.monotonic() + START_S
+        while child.still_runs() and not child.lines:
+            if time.monotonic() > deadline:
+                raise DemoError(f"the executor was not ready within {START_S:g} s")
+            time.sleep(0.05)
+        yield child
+    finally:
+        child.close()
+
+
+@contextlib.contextmanager
+def clients(arguments: dict[str, list[str]], folder: Path) -> Iterator[list[Child]]:
+    """Clients by name, all started at the same time."""
+    started: list[Child] = []
+    try:
+        for name, words in arguments.items():
+            started.append(Child(name, words, folder))
+        yield started
+    finally:
+        for child in started:
+            child.close()

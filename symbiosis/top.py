@@ -1,0 +1,166 @@
+"""`symbiosis top`: what an executor is doing, as its own figures tell (executor/metrics.py), live or once."""
+
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+
+import msgspec
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from symbiosis.client.session import Session
+from symbiosis.executor.metrics import LayerFigures, Snapshot, mean_size
+from symbiosis.protocol import Op
+
+BUSIEST = 12
+BAR = 40
+
+
+def run(endpoint: str, once: bool, interval: float) -> None:
+    """Show the executor at `endpoint` until interrupted, or one plain view of the next `interval` seconds."""
+    session = Session(endpoint, observer=True)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    try:
+        views = watch(session, interval)
+        if once or not console.is_terminal:
+            for view in islice(views, 1 if once else None):
+                console.print(view)
+            return
+        with Live(next(views), console=console, screen=True, auto_refresh=False) as live:
+            for view in views:
+                live.update(view, refresh=True)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        session.close()
+
+
+def watch(session: Session, interval: float) -> Iterator[Group]:
+    """A view for every `interval` seconds."""
+    before = snapshot(session)
+    while True:
+        time.sleep(interval)
+        now = snapshot(session)
+        yield render(before, now)
+        before = now
+
+
+def snapshot(session: Session) -> Snapshot:
+    """The executor's figures at this moment."""
+    return msgspec.msgpack.decode(session.call(Op.STATS, 0).numpy().data, type=Snapshot)
+
+
+def render(before: Snapshot, now: Snapshot) -> Group:
+    """Everything on one screen; rates are over the time between the two."""
+    seconds = now.uptime_s - before.uptime_s
+    if seconds <= 0:  # restarted meanwhile
+        before, seconds = _nothing(now), now.uptime_s
+    return Group(
+        _head(before, now, seconds), _sessions(before, now, seconds), _layers(before, now, seconds), _sizes(now)
+    )
+
+
+def _nothing(now: Snapshot) -> Snapshot:
+    return msgspec.structs.replace(now, uptime_s=0.0, bytes={}, batch_sizes={}, sessions=[], lines=[])
+
+
+def _head(before: Snapshot, now: Snapshot, seconds: float) -> Text:
+    recent = {size: n - before.batch_sizes.get(size, 0) for size, n in now.batch_sizes.items()}
+    lines = [
+        f"executor at {' '.join(now.endpoints)}, policy {now.policy}, up {duration(now.uptime_s)}",
+        f"{(now.calls - before.calls) / seconds:.0f} calls/s   {(now.rows - before.rows) / seconds:.0f} rows/s   "
+        f"mean batch {mean_size(recent):.2f} ({now.mean_batch:.2f} since the start)   queue {now.queue_depth}",
+        f"memory {size_of(now.rss_bytes)} (weights {size_of(now.weights_bytes)})   "
+        + "   ".join(
+            f"{name} {size_of((total - before.bytes.get(name, 0)) / seconds)}/s" for name, total in now.bytes.items()
+        ),
+    ]
+    if now.errors or now.dropped:
+        refused = ", ".join(f"{code} {count}" for code, count in sorted(now.errors.items()))
+        lines.append(f"refused: {refused or 'none'}   dropped sessions: {now.dropped}")
+    return Text("\n".join(lines) + "\n")
+
+
+def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
+    clients = [session for session in now.sessions if not session.observer]
+    observers = len(now.sessions) - len(clients)
+    table = _table(f"{len(clients)} sessions, {observers} observing", "session", "client", "way")
+    for name in ("calls/s", "rows/s", "calls", "received", "in flight", "silent", "joined"):
+        table.add_column(name, justify="right")
+    earlier = {session.number: session for session in before.sessions}
+    for session in sorted(clients, key=lambda s: -s.rows):
+        then = earlier.get(session.number)
+        calls, rows = (session.calls - then.calls, session.rows - then.rows) if then else (session.calls, session.rows)
+        table.add_row(
+            str(session.number), Text(session.client), session.transport,
+            f"{calls / seconds:.0f}", f"{rows / seconds:.0f}", str(session.calls), size_of(session.bytes),
+            str(session.in_flight), f"{session.idle_s:.1f} s", f"{duration(session.joined_s)} ago",
+        )  # fmt: skip
+    return table
+
+
+def _layers(before: Snapshot, now: Snapshot, seconds: float) -> Table:
+    """The layers by the time they took since `before`."""
+    table = _table("busiest layers", "layer", "op")
+    for name in ("busy", "calls/s", "rows/call", "calls/product", "compute", "wait"):
+        table.add_column(name, justify="right")
+    earlier = {(line.layer, line.op): line for line in before.lines}
+    recent = [_since(earlier.get((line.layer, line.op)), line) for line in now.lines]
+    for line in sorted((line for line in recent if line.calls), key=lambda line: -line.compute_s)[:BUSIEST]:
+        table.add_row(
+            line.layer or "-", line.op, f"{line.compute_s / seconds:.1%}", f"{line.calls / seconds:.0f}",
+            f"{line.rows / line.calls:.0f}", f"{line.calls / max(1, line.batches):.2f}",
+            f"{1e6 * line.compute_s / max(1, line.batches):.0f} us", f"{1e6 * line.wait_s / line.calls:.0f} us",
+        )  # fmt: skip
+    return table
+
+
+def _since(then: LayerFigures | None, now: LayerFigures) -> LayerFigures:
+    if then is None:
+        return now
+    return LayerFigures(
+        now.layer, now.op, now.calls - then.calls, now.rows - then.rows, now.batches - then.batches,
+        now.wait_s - then.wait_s, now.compute_s - then.compute_s,
+    )  # fmt: skip
+
+
+def _sizes(now: Snapshot) -> Table:
+    """How many calls ran as one product, since the start."""
+    table = _table("calls per product", "calls", "products", "")
+    most = max(now.batch_sizes.values(), default=1)
+    for size, count in sorted(now.batch_sizes.items()):
+        table.add_row(str(size), str(count), "█" * max(1, round(BAR * count / most)))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def size_of(nbytes: float) -> str:
+    """Bytes for people.
+
+    >>> size_of(3 << 20)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(3725)
+    '1:02:05'
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
