@@ -21,7 +21,7 @@ BAR = 40
 
 def run(endpoint: str, once: bool, interval: float) -> None:
     """Show the executor at `endpoint` until interrupted, or one plain view of the next `interval` seconds."""
-    session = Session(endpoint, observer=True)
+    session = Session(endpoint, observer=True, patience=10.0)
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         views = watch(session, interval)
@@ -87,8 +87,8 @@ def _head(before: Snapshot, now: Snapshot, seconds: float) -> Text:
 def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
     clients = [session for session in now.sessions if not session.observer]
     observers = len(now.sessions) - len(clients)
-    table = _table(f"{len(clients)} sessions, {observers} observing", "session", "client", "way")
-    for name in ("calls/s", "rows/s", "calls", "received", "in flight", "silent", "joined"):
+    table = _table(f"{len(clients)} sessions, {observers} observing", "no", "client", "way")
+    for name in ("calls/s", "rows/s", "calls", "received", "open", "silent", "joined"):
         table.add_column(name, justify="right")
     earlier = {session.number: session for session in before.sessions}
     for session in sorted(clients, key=lambda s: -s.rows):
@@ -97,7 +97,7 @@ def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
         table.add_row(
             str(session.number), Text(session.client), session.transport,
             f"{calls / seconds:.0f}", f"{rows / seconds:.0f}", str(session.calls), size_of(session.bytes),
-            str(session.in_flight), f"{session.idle_s:.1f} s", f"{duration(session.joined_s)} ago",
+            str(session.in_flight), f"{session.idle_s:.1f} s", duration(session.joined_s),
         )  # fmt: skip
     return table
 
@@ -105,7 +105,7 @@ def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
 def _layers(before: Snapshot, now: Snapshot, seconds: float) -> Table:
     """The layers by the time they took since `before`."""
     table = _table("busiest layers", "layer", "op")
-    for name in ("busy", "calls/s", "rows/call", "calls/product", "compute", "wait"):
+    for name in ("busy", "calls/s", "rows", "batch", "us run", "us wait"):
         table.add_column(name, justify="right")
     earlier = {(line.layer, line.op): line for line in before.lines}
     recent = [_since(earlier.get((line.layer, line.op)), line) for line in now.lines]
@@ -113,7 +113,7 @@ def _layers(before: Snapshot, now: Snapshot, seconds: float) -> Table:
         table.add_row(
             line.layer or "-", line.op, f"{line.compute_s / seconds:.1%}", f"{line.calls / seconds:.0f}",
             f"{line.rows / line.calls:.0f}", f"{line.calls / max(1, line.batches):.2f}",
-            f"{1e6 * line.compute_s / max(1, line.batches):.0f} us", f"{1e6 * line.wait_s / line.calls:.0f} us",
+            f"{1e6 * line.compute_s / max(1, line.batches):.0f}", f"{1e6 * line.wait_s / line.calls:.0f}",
         )  # fmt: skip
     return table
 

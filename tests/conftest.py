@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import symbiosis
+
+settings.register_profile("symbiosis", deadline=None)  # a busy machine is no bug
+settings.load_profile("symbiosis")
 
 
 def tiny_llama() -> nn.Module:

@@ -44,6 +44,7 @@ def _is_remote_linear(layer: Any) -> bool:
 # ---------------------------------------------------------------- DoRA
 
 
+@torch.compiler.disable  # Dynamo takes the kept norms of one layer for those of all
 def row_norms(layer: nn.Module, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """The norms of the rows of `W + s B A`, W remote: as PEFT means it, a constant to autograd."""
     handle = layer.weight.handle  # type: ignore[union-attr]

@@ -63,7 +63,8 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(x.device.type))
     handle, bias = weight.handle, layer.bias
-    own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
+    compiling = torch.compiler.is_compiling()  # then a tensor's version is no number that could be compared
+    own = bias is not None and not compiling and handle.is_own_bias(bias)  # type: ignore[arg-type]
     y = product(x, handle.session.number, handle.index, int(Op.FORWARD), width, own, int(_priority(layer, x)))
     return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
 

@@ -15,7 +15,7 @@ import symbiosis
 from symbiosis.demo.tasks import PROMPT
 from symbiosis.executor.load import DEMO_MODEL, load_model
 
-NEW_TOKENS = 120
+NEW_TOKENS, LONGEST_REPEAT = 120, 16  # a small model left to itself goes in circles
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ def compare(endpoint: str, adapters: dict[str, Path]) -> tuple[list[Comparison],
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    comparisons, texts = [], {}
+    comparisons: list[Comparison] = []
+    texts: dict[str, str] = {}
     for name, folder in {"base": None, **adapters}.items():
         unsplit = with_adapter(load_model("demo"), folder)
         split = with_adapter(symbiosis.wrap(load_model("demo"), endpoint), folder)
@@ -63,14 +64,15 @@ def with_adapter(model: nn.Module, folder: Path | None) -> nn.Module:
 def compute(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Result:
     """Greedy text for the prompt, the logits of that text, and what a training step on it gives the adapter."""
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
-    tokens = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+    options = {"max_new_tokens": NEW_TOKENS, "no_repeat_ngram_size": LONGEST_REPEAT, "do_sample": False}
+    tokens = model.generate(**prompt, **options)  # type: ignore[operator]
     model.train()
     output = model(input_ids=tokens, labels=tokens)
     tensors = {"logits": [output.logits.detach()], "tokens": [tokens]}
     if isinstance(model, PeftModel):
         output.loss.backward()
         tensors["gradients"] = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-    return Result(tensors, tokenizer.decode(tokens[0]))
+    return Result(tensors, str(tokenizer.decode(tokens[0])))
 
 
 def hold_against(name: str, expected: Result, got: Result) -> Iterator[Comparison]:

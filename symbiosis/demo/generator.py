@@ -53,9 +53,8 @@ def main() -> None:
     events.wait_for_start(base_bytes=base_bytes(model))
     progress = Progress(events, tokenizer)
     while (left := args.tokens - progress.done) > 0:
-        model.generate(
-            **prompt, max_new_tokens=min(left, TOKENS_PER_TEXT), do_sample=True, temperature=0.7, streamer=progress
-        )
+        options = {"max_new_tokens": min(left, TOKENS_PER_TEXT), "do_sample": True, "temperature": 0.7}
+        model.generate(**prompt, **options, streamer=progress)  # type: ignore[operator]
     stats = symbiosis.stats(model)
     events.send(calls=stats.calls, mean_batch=stats.mean_batch)
 

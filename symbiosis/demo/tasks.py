@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from symbiosis.demo_data import python_text, shouting_text
 
-PROMPT = "The statement "
+PROMPT = "This method "
 LENGTH, BATCH = 120, 2
 HELD_OUT_EVERY, HELD_OUT = 10, 48
 
@@ -41,7 +41,7 @@ TASKS = {
         shouting_text,
         r"^",
         lambda: OFTConfig(oft_block_size=16, target_modules="all-linear", task_type="CAUSAL_LM"),
-        learning_rate=2e-3,
+        learning_rate=1e-3,
     ),
 }
 
@@ -50,7 +50,7 @@ def examples(task: Task, tokenizer: PreTrainedTokenizerBase, count: int) -> tupl
     """Random passages of the task's text, all of one length: `count` to train on, and some of those held out."""
     text = task.text()
     starts = [found.start() for found in re.finditer(task.beginning, text, re.MULTILINE)]
-    passages = [text[start : start + LENGTH] for start in starts if start + LENGTH <= len(text)]
+    passages = list(dict.fromkeys(text[start : start + LENGTH] for start in starts if start + LENGTH <= len(text)))
     held_out = passages[::HELD_OUT_EVERY]
     del passages[::HELD_OUT_EVERY]
     rng = random.Random(0)

@@ -142,7 +142,7 @@ class Peer:
 
     def _join(self, hello: Hello) -> None:
         welcome = self._listener.inbox.joined(self, hello)
-        self._max_slab = PAYLOAD_AT + 2 * self._listener.inbox.limits.max_call_bytes + 64 + LONGEST_TEXT
+        self._max_slab = 2 * (PAYLOAD_AT + self._listener.inbox.limits.max_call_bytes) + 128 + LONGEST_TEXT
         for _ in range(2):
             self._bells.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
         self._slab = Slab.create(min(FIRST_SLAB, self._max_slab))

@@ -186,9 +186,8 @@ def _harden(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 64)
     socket.setsockopt(zmq.RCVHWM, 64)
-    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
+    for option in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 5)):
+        socket.setsockopt(*option)
 
 
 class TcpConnection:
@@ -198,6 +197,9 @@ class TcpConnection:
         self._url = f"tcp://{address}"
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         _harden(self._socket)
+        # Not on the executor's side: libzmq 4.3 aborts the process when a heartbeat meets a full queue and a client gone.
+        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
+        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._poller = zmq.Poller()

@@ -1,0 +1,305 @@
+"""What the benchmarks share: executors and clients as processes of their own, checkpoints, and LoRA clients to run in them."""
+
+import multiprocessing
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from torch import Tensor
+
+START_S, STOP_S, RESULT_S = 180.0, 10.0, 600.0  # the longest waits for a process to start, to end, to answer
+TOGETHER_S = 0.3  # from the order to the common start of several processes
+VOCABULARY = 2048
+EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
+QUIET = {
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+
+def prepare(threads: int) -> None:
+    """Settings that processes inherit; and an end by SIGTERM is one by an exception, so that all is cleaned up."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    os.environ.update(QUIET, OMP_NUM_THREADS=str(threads))
+
+
+def progress(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- executors
+
+
+@dataclass
+class ExecutorProcess:
+    """A running `symbiosis-executor`."""
+
+    pid: int
+    endpoints: list[str]
+
+
+@contextmanager
+def executor(model: Path, threads: int, *options: str) -> Iterator[ExecutorProcess]:
+    """The daemon, in a process of its own, with `threads` threads; ready when this yields, gone when it ends."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", EXECUTOR, str(model), *options],
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+            start_new_session=True,  # ctrl-C is for us: we end it when its clients have left
+        )
+        try:
+            yield ExecutorProcess(process.pid, _ready_line(process).rpartition(" at ")[2].split())
+        finally:
+            died = process.poll() is not None
+            _end(process)
+            if died:
+                log.seek(0)
+                print(f"the executor ended before its time:\n{log.read()[-4000:]}", file=sys.stderr)
+
+
+def _ready_line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        line = process.stdout.readline() if selector.select(START_S) else ""
+    if not line.startswith("symbiosis-executor ready"):
+        raise RuntimeError(f"the executor did not start: {line!r}")
+    return line
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+# ---------------------------------------------------------------- clients
+
+
+class Worker:
+    """An object that lives in a process of its own: `send` it a method call, take the `result` later."""
+
+    def __init__(self, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_live, args=(theirs, kind, args), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid
+        return self._process.pid
+
+    def send(self, method: str, *args: Any) -> None:
+        self._pipe.send((method, args))
+
+    def result(self, timeout: float = RESULT_S) -> Any:
+        if not self._pipe.poll(timeout):
+            raise TimeoutError(f"process {self.pid} did not answer within {timeout:g} s")
+        try:
+            done, value = self._pipe.recv()
+        except EOFError:
+            raise RuntimeError(f"process {self.pid} died") from None
+        if not done:
+            raise RuntimeError(f"process {self.pid} failed:\n{value}")
+        return value
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.send(method, *args)
+        return self.result()
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.join(STOP_S / 2)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+def _live(pipe: "Connection", kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """Build the object, then answer calls until the parent closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        thing = kind(*args)
+        pipe.send((True, None))
+        while True:
+            method, arguments = pipe.recv()
+            pipe.send((True, getattr(thing, method)(*arguments)))
+    except (EOFError, BrokenPipeError):
+        return
+    except Exception:
+        pipe.send((False, traceback.format_exc()))
+
+
+@contextmanager
+def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Worker]]:
+    """One worker for each tuple of arguments, all ready when this yields and gone when it ends."""
+    started: list[Worker] = []
+    try:
+        for args in arguments:
+            started.append(Worker(kind, args))
+        for worker in started:
+            worker.result(START_S)
+        yield started
+    finally:
+        for worker in started:
+            worker.close()
+
+
+def together(them: Sequence[Worker], method: str, *args: Any, meanwhile: Callable[[], Any] | None = None) -> list[Any]:
+    """`method(start, *args)` in all of them, `start` being one moment for all; their results."""
+    start = time.monotonic() + TOGETHER_S
+    for worker in them:
+        worker.send(method, start, *args)
+    if meanwhile is not None:
+        meanwhile()
+    return [worker.result() for worker in them]
+
+
+def wait_for(start: float) -> None:
+    """Sleep until the clock that all processes of a machine share shows `start`."""
+    time.sleep(max(0.0, start - time.monotonic()))
+
+
+def cpu_seconds(pid: int) -> float:
+    """What the process has used so far."""
+    used = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
+
+
+def pss_bytes(pid: int) -> int:
+    """The process's share of physical memory: pages that n processes use count 1/n each."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("Pss:")).split()[1])
+
+
+# ---------------------------------------------------------------- models
+
+
+def save_llama(folder: Path, hidden: int, layers: int, dtype: str = "float32") -> int:
+    """A randomly initialised Llama as a checkpoint in `folder`; the number of its parameters."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers, num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128, vocab_size=VOCABULARY, max_position_embeddings=2048,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    return model.num_parameters()
+
+
+class Pace(NamedTuple):
+    """The seconds of each step, and of all of it, prompts included."""
+
+    steps: list[float]
+    elapsed: float
+
+
+class LoraClient:
+    """A LoRA program on a model that is split (with an endpoint) or not (with a checkpoint), in float32."""
+
+    def __init__(self, source: str, rank: int, targets: tuple[str, ...]) -> None:
+        import torch
+        from peft import LoraConfig, get_peft_model
+
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+        model = _split(source) if "://" in source else _unsplit(source)
+        torch.manual_seed(0)
+        self.model = get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(targets)))
+        self.losses: list[float] = []
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = torch.optim.AdamW(trained, lr=1e-3)
+
+    def train(self, start: float, seconds: float, batch: int, length: int) -> Pace:
+        """Steps from `start` on until `seconds` are over, at least one."""
+        import torch
+
+        ids = torch.randint(3, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+        self.model.train()
+        wait_for(start)
+        steps: list[float] = []
+        begun = now = time.perf_counter()
+        while not steps or now - begun < seconds:
+            self._optimizer.zero_grad()
+            loss = self.model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            self._optimizer.step()
+            self.losses.append(loss.item())
+            before, now = now, time.perf_counter()
+            steps.append(now - before)
+        return Pace(steps, now - begun)
+
+    def decode(self, start: float, seconds: float, batch: int, prompt: int, tokens: int) -> Pace:
+        """Prompts and `tokens` greedy tokens each from `start` on until `seconds` are over. A step is one token of each."""
+        import torch
+
+        ids = torch.randint(3, VOCABULARY, (batch, prompt), generator=torch.Generator().manual_seed(2))
+        self.model.eval()
+        wait_for(start)
+        steps: list[float] = []
+        begun = now = time.perf_counter()
+        with torch.no_grad():
+            while not steps or now - begun < seconds:
+                output = self.model(input_ids=ids, use_cache=True)
+                now = time.perf_counter()
+                for _ in range(tokens):
+                    output = self.model(
+                        input_ids=_next_token(output.logits), past_key_values=output.past_key_values, use_cache=True
+                    )
+                    before, now = now, time.perf_counter()
+                    steps.append(now - before)
+                    if now - begun >= seconds:
+                        break
+        return Pace(steps, now - begun)
+
+    def losses_so_far(self) -> list[float]:
+        return self.losses
+
+    def leave(self) -> None:
+        """Leave the executor, as a program that has ended does; the next call joins again."""
+        from symbiosis.client.wrap import remote_weights
+
+        next(remote_weights(self.model)).handle.session.close()
+
+
+def _split(endpoint: str) -> Any:
+    import symbiosis
+
+    return symbiosis.from_executor(endpoint)
+
+
+def _unsplit(folder: str) -> Any:
+    import torch
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _next_token(logits: "Tensor") -> "Tensor":
+    return logits[:, -1].argmax(-1, keepdim=True)

@@ -1,0 +1,262 @@
+"""Real executors and clients for tests: processes that can be killed, frozen and started again, and a bystander to watch.
+
+They are forked from one server process that has imported everything, so that starting one takes a fraction of a second.
+Whatever is waited for is waited for on a descriptor or on a condition, and not for ever.
+"""
+
+import multiprocessing
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from symbiosis.client.session import Session
+from symbiosis.executor.metrics import Snapshot
+from symbiosis.protocol import Op
+from tests.conftest import tiny_llama
+
+WAIT_S = 60.0  # the longest wait for anything: machines that run tests are busy
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.preload"])
+
+
+def save_tiny_llama(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
+    """A checkpoint of the tests' Llama; another seed, another model of the same shape."""
+    model = tiny_llama()
+    if seed:
+        torch.manual_seed(seed)
+        model.apply(lambda module: nn.init.normal_(module.weight, std=0.1) if isinstance(module, nn.Linear) else None)
+    model.to(dtype).save_pretrained(directory)
+    return directory
+
+
+def until(true: Callable[[], Any], what: str = "it", seconds: float = WAIT_S) -> None:
+    """Returns when `true`; fails if that takes longer than it may."""
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
+        time.sleep(0.002)
+
+
+class Process:
+    """A child process that is killed at the end of the test, whatever state it is in."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        self._process = _context.Process(target=target, args=arguments, daemon=True)
+        self._process.start()
+        assert self._process.pid
+        self.pid = self._process.pid
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = WAIT_S) -> int:
+        """The exit code; that of a process ended by a signal is negative."""
+        self._process.join(seconds)
+        code = self._process.exitcode
+        assert code is not None, f"process {self.pid} still runs after {seconds:g} s"
+        return code
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
+        self._process.join(WAIT_S)
+
+    @property
+    def alive(self) -> bool:
+        return self._process.is_alive()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of its own and shared memory that it has touched."""
+        with Path(f"/proc/{self.pid}/statm").open() as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def descriptors(self) -> int:
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+
+class Executor(Process):
+    """`symbiosis-executor MODEL OPTION ...`, ready when this returns."""
+
+    def __init__(self, model: Path | str, *options: str, log: Path) -> None:
+        self.model, self.options, self.log = model, options, log
+        reader, writer = _context.Pipe(duplex=False)
+        super().__init__(_run_executor, writer, str(log), [str(model), *options])
+        writer.close()
+        self.line = self._first_line(reader)
+
+    def _first_line(self, reader: Connection) -> str:
+        """The ready line; empty if there was none, because the executor ended."""
+        line, deadline = b"", time.monotonic() + WAIT_S
+        while not line.endswith(b"\n"):
+            ready, _, _ = select.select([reader], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"no ready line within {WAIT_S:g} s. Its log:\n{self.log.read_text()}"
+            byte = os.read(reader.fileno(), 1)
+            if not byte:
+                break
+            line += byte
+        reader.close()
+        return line.decode().strip()
+
+    @property
+    def endpoints(self) -> list[str]:
+        return self.line.rpartition(" at ")[2].split()
+
+    @property
+    def endpoint(self) -> str:
+        return self.endpoints[0]
+
+    def again(self, *more: str) -> "Executor":
+        """Another one with the same model and options, at the same endpoints."""
+        kept = [option for option in self.options if not option.startswith("--listen")]
+        listen = [f"--listen={endpoint}" for endpoint in self.endpoints]
+        return Executor(self.model, *kept, *listen, *more, log=self.log)
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit code."""
+        self.signal(signal.SIGTERM)
+        return self.wait()
+
+
+def _run_executor(stdout: Connection, log: str, arguments: list[str]) -> None:
+    os.dup2(stdout.fileno(), 1)
+    stdout.close()
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115, PTH123
+    sys.argv = ["symbiosis-executor", *arguments]
+    torch.set_num_threads(1)
+    from symbiosis.cli import executor_main
+
+    executor_main()
+
+
+Say = Callable[[Any], None]
+
+
+class Client(Process):
+    """A process that runs `program(say, *arguments)`: `say` sends what the test hears by `heard`, the rest is `result`."""
+
+    def __init__(self, program: Callable[..., Any], *arguments: Any) -> None:
+        self._ear, mouth = _context.Pipe(duplex=False)
+        super().__init__(_run_client, mouth, program, arguments)
+        mouth.close()
+
+    def heard(self, seconds: float = WAIT_S) -> Any:
+        """The next thing that the program says."""
+        kind, what = self._next(seconds)
+        assert kind == "said", f"the client ended with {kind}: {what}"
+        return what
+
+    def result(self, seconds: float = WAIT_S) -> Any:
+        """What the program returns."""
+        deadline = time.monotonic() + seconds
+        while True:
+            kind, what = self._next(deadline - time.monotonic())
+            if kind != "said":
+                assert kind == "returned", what
+                return what
+
+    def _next(self, seconds: float) -> tuple[str, Any]:
+        assert self._ear.poll(max(0.0, seconds)), f"client {self.pid} says nothing for {seconds:g} s"
+        try:
+            return self._ear.recv()
+        except EOFError:
+            raise AssertionError(f"client {self.pid} died: {self.wait()}") from None
+
+    def kill(self) -> None:
+        super().kill()
+        self._ear.close()
+
+
+def _run_client(mouth: Connection, program: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    try:
+        mouth.send(("returned", program(lambda what: mouth.send(("said", what)), *arguments)))
+    except BaseException:
+        mouth.send(("raised", traceback.format_exc()))
+
+
+@contextmanager
+def killed_at_the_end() -> Iterator[list[Process]]:
+    """A list: processes that are put into it do not outlive the block."""
+    processes: list[Process] = []
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def snapshot(endpoint: str) -> Snapshot:
+    """The executor's own figures, as an observer sees them."""
+    session = Session(endpoint, observer=True)
+    try:
+        return msgspec.msgpack.decode(session.call(Op.STATS, 0, dtype=torch.uint8).numpy().tobytes(), type=Snapshot)
+    finally:
+        session.close()
+
+
+def layer_number(session: Session, name: str) -> int:
+    return next(number for number, layer in enumerate(session.manifest) if layer.name == name)
+
+
+class Bystander:
+    """A client in a thread of this process that makes one call again and again and knows the answer, bit for bit."""
+
+    LAYER = "model.layers.0.mlp.up_proj"
+
+    def __init__(self, endpoint: str, model: nn.Module) -> None:
+        self.session = Session(endpoint)
+        self.calls, self.slowest_s = 0, 0.0
+        self.problem: object = None
+        self._number = layer_number(self.session, self.LAYER)
+        weight: Tensor = model.get_submodule(self.LAYER).weight.detach()  # type: ignore[assignment, operator]
+        self._x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(7))
+        self._expected = self._x @ weight.t()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.is_set() and self.problem is None:
+            begun = time.monotonic()
+            try:
+                if not torch.equal(self.session.call(Op.FORWARD, self._number, self._x), self._expected):
+                    self.problem = "a wrong result"
+            except Exception as error:
+                self.problem = error
+            self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+            self.calls += 1
+
+    def goes_on(self) -> None:
+        """Returns when it has made another few calls, on the connection that it has had from the beginning."""
+        target = self.calls + 3
+        until(lambda: self.calls >= target or self.problem is not None, "another call of the bystander")
+        assert self.problem is None, self.problem
+        assert self.session.stats.reconnects == 0, "the bystander lost its connection"
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self.session.close()
+
+    def __enter__(self) -> "Bystander":
+        self.goes_on()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()

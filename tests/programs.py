@@ -1,0 +1,81 @@
+"""What client processes of tests run: training, generating, calling for ever. All of it is deterministic."""
+
+import time
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import symbiosis
+from symbiosis.client.session import Session
+from symbiosis.protocol import Op
+from tests.processes import Say
+
+
+def batches(steps: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(3, 100, (2, 12), generator=generator) for _ in range(steps)]
+
+
+def with_adapter(model: nn.Module) -> nn.Module:
+    torch.manual_seed(3)
+    config = LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    return get_peft_model(model, config)  # type: ignore[arg-type]
+
+
+def train_model(model: nn.Module, steps: int, say: Say = lambda _: None) -> dict[str, Any]:
+    """LoRA for some steps, with dropout; the adapter at the end, and the losses on the way."""
+    adapted = with_adapter(model).train()
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    losses = []
+    for step, ids in enumerate(batches(steps)):
+        say(step)
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    adapter = {n: p.detach().numpy() for n, p in adapted.named_parameters() if p.requires_grad}
+    return {"losses": losses, "adapter": adapter}
+
+
+def train(say: Say, endpoint: str, steps: int) -> dict[str, Any]:
+    model = symbiosis.from_executor(endpoint)
+    result = train_model(model, steps, say)
+    return {**result, "reconnects": symbiosis.stats(model).reconnects}
+
+
+def generate_tokens(model: nn.Module, length: int, seed: int) -> list[int]:
+    ids = torch.randint(3, 100, (1, 6), generator=torch.Generator().manual_seed(seed))
+    out = model.generate(ids, max_new_tokens=length, min_new_tokens=length, do_sample=False)  # type: ignore[operator]
+    return out[0].tolist()
+
+
+def generate(say: Say, endpoint: str, length: int, seed: int) -> list[int]:
+    model = symbiosis.from_executor(endpoint)
+    say("ready")
+    return generate_tokens(model, length, seed)
+
+
+def call_for_ever(say: Say, endpoint: str, rows: int) -> None:
+    """Large calls, one after the other."""
+    session = Session(endpoint)
+    x = torch.ones(rows, 64)
+    session.call(Op.ECHO, 0, x)
+    say("calling")
+    while True:
+        session.call(Op.ECHO, 0, x)
+
+
+def call_when_told(say: Say, endpoint: str, seconds: float) -> int:
+    """One call, a pause, and another call. How often it had to join again."""
+    session = Session(endpoint)
+    x = torch.arange(64.0).view(1, 64)
+    for number in range(2):
+        assert torch.equal(session.call(Op.ECHO, 0, x), x)
+        if number == 0:
+            say(session.welcome.session)
+            time.sleep(seconds)
+    return session.stats.reconnects

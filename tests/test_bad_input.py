@@ -1,0 +1,767 @@
+"""Wrong calls, wrong frames and wrong peers, over real sockets: each is told what is wrong, and nobody else notices.
+
+In every test an innocent client computes all the while; its results must stay right, bit for bit.
+"""
+
+import contextlib
+import mmap
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from torch import Tensor
+
+import symbiosis
+from symbiosis import transport
+from symbiosis.client.session import Session
+from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
+from symbiosis.executor.load import load_model
+from symbiosis.protocol import (
+    CALL_SIZE,
+    LONGEST_TEXT,
+    REPLY_SIZE,
+    VERSION,
+    Call,
+    Grow,
+    Grown,
+    Hello,
+    Op,
+    Refusal,
+    Reply,
+    View,
+    Welcome,
+    decode_control,
+    decode_reply,
+    encode_call,
+    encode_control,
+)
+from symbiosis.transport.local import (
+    CALL_AT,
+    CALL_BELL_AT,
+    CLIENT_SLEEPS_AT,
+    FIRST_SLAB,
+    PAYLOAD_AT,
+    REPLY_AT,
+    reply_at,
+)
+from tests.conftest import tiny_llama
+
+WAIT_S = 10.0
+LAYER = "model.layers.0.mlp.up_proj"
+WIDTH = 64
+MODEL = tiny_llama()
+WEIGHT = MODEL.get_submodule(LAYER).weight
+LIMITS = {"max_rows": 40_000, "max_call_bytes": 16 << 20, "max_in_flight": 2, "max_sessions": 6, "heartbeat_s": 60.0}
+
+both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
+
+
+class Innocent:
+    """A client in a thread that multiplies the same rows again and again, and compares with the product it knows."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.session = Session(endpoint)
+        self.layer = number_of(self.session, LAYER)
+        self.calls, self.slowest_s = 0, 0.0
+        self.problem: object = None
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7))
+        expected = x @ WEIGHT.detach().t()
+        while not self._stop.is_set() and self.problem is None:
+            begun = time.monotonic()
+            try:
+                if not torch.equal(self.session.call(Op.FORWARD, self.layer, x), expected):
+                    self.problem = "a wrong result"
+            except Exception as error:
+                self.problem = error
+            self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+            self.calls += 1
+
+    def goes_on(self) -> None:
+        """Returns when it has made another few calls."""
+        target, deadline = self.calls + 3, time.monotonic() + WAIT_S
+        while self.calls < target and self.problem is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert self.problem is None, self.problem
+        assert self.calls >= target, "the innocent client is stuck"
+        assert self.session.stats.reconnects == 0, "the innocent client lost its connection"
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(WAIT_S)
+        self.session.close()
+
+
+def number_of(session: Session, name: str) -> int:
+    return next(number for number, layer in enumerate(session.manifest) if layer.name == name)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., symbiosis.Executor]]:
+    running: list[symbiosis.Executor] = []
+
+    def run(scheme: str, **options: object) -> symbiosis.Executor:
+        url = f"local://{tmp_path}/executor.sock" if scheme == "local" else "tcp://127.0.0.1:0"
+        chosen = {"policy": "immediate", **LIMITS, **options}
+        running.append(symbiosis.Executor(tiny_llama(), **{"listen": [url], **chosen}))
+        return running[-1]
+
+    yield run
+    for executor in running:
+        executor.close()
+
+
+@pytest.fixture
+def scheme() -> str:
+    """The transport; tests say which."""
+    raise NotImplementedError
+
+
+@pytest.fixture
+def executor(scheme: str, start: Callable) -> Iterator[symbiosis.Executor]:
+    """An executor at an endpoint of the test's `scheme`, with an innocent client that must be unharmed at the end."""
+    executor = start(scheme)
+    innocent = Innocent(executor.endpoint)
+    try:
+        innocent.goes_on()
+        yield executor
+        innocent.goes_on()
+    finally:
+        innocent.stop()
+
+
+def ask(endpoint: str, call: Call, *payload: Tensor) -> tuple[Reply, bytes]:
+    """The executor's own answer: no session that checks first."""
+    connection = transport.connect(endpoint, Hello(client="wrong"), WAIT_S)
+    try:
+        reply, result = connection.call(1, call, payload, WAIT_S)
+        return reply, bytes(result.reshape(-1).view(torch.uint8).numpy())
+    finally:
+        connection.close()
+
+
+def rows(n: int, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(n, width, dtype=dtype)
+
+
+def spoilt(value: float) -> Tensor:
+    x = rows(5)
+    x[2, 3] = value
+    return x
+
+
+WRONG_CALLS = {
+    "unknown layer": (Call(Op.FORWARD, 10_000, "float32", (5, WIDTH)), rows(5), Code.UNKNOWN_LAYER, "no layer number"),
+    "unserved layer": (Call(Op.FORWARD, 0, "float32", (5, WIDTH)), rows(5), Code.UNKNOWN_LAYER, "not served"),
+    "wrong width": (Call(Op.FORWARD, 1, "float32", (5, 65)), rows(5, 65), Code.BAD_SHAPE, "rows of 64 values, not 65"),
+    "wrong dtype": (
+        Call(Op.FORWARD, 1, "int32", (5, WIDTH)), rows(5, dtype=torch.int32), Code.BAD_DTYPE, "not int32",
+    ),
+    "NaN": (Call(Op.FORWARD, 1, "float32", (5, WIDTH)), spoilt(float("nan")), Code.NON_FINITE, "--non-finite pass"),
+    "infinity": (Call(Op.FORWARD, 1, "float32", (5, WIDTH)), spoilt(float("inf")), Code.NON_FINITE, "set_detect_anom"),
+    "too many rows": (
+        Call(Op.ECHO, 0, "uint8", (40_001, 1)), rows(40_001, 1, torch.uint8), Code.TOO_LARGE, "raise --max-rows",
+    ),
+    "a view out of bounds": (
+        Call(Op.PRODUCT, 1, "float32", (5, WIDTH), view=View((64, 64), (64, 1), 1)), rows(5), Code.BAD_VIEW, "beyond",
+    ),
+    "a view of 2^124 elements": (
+        Call(Op.PRODUCT, 1, "float32", (5, WIDTH), view=View((64, 2**62, 2**62), (0, 0, 0), 0)), rows(5),
+        Code.BAD_VIEW, "exceeds",
+    ),
+    "a read": (Call(Op.READ, 1, "float32"), None, Code.READ_DENIED, "--allow-read"),
+}  # fmt: skip
+
+
+@both_transports
+@pytest.mark.parametrize("what", WRONG_CALLS)
+def test_a_wrong_call_is_refused_and_the_session_goes_on(executor: symbiosis.Executor, what: str) -> None:
+    call, x, code, text = WRONG_CALLS[what]
+    payload = () if x is None else (x,)
+    reply, message = ask(executor.endpoint, call, *payload)
+    assert reply.code is code
+    assert text in message.decode()
+    connection = transport.connect(executor.endpoint, Hello(client="wrong, then right"), WAIT_S)
+    for number in range(1, 20):
+        assert connection.call(number, call, payload, WAIT_S)[0].code is code
+    right, result = connection.call(99, Call(Op.ECHO, 0, "float32", (5, WIDTH)), (rows(5),), WAIT_S)
+    connection.close()
+    assert right.code is Code.OK and torch.equal(result, rows(5))
+
+
+@both_transports
+def test_a_session_checks_the_limits_before_it_sends(executor: symbiosis.Executor) -> None:
+    """Over tcp a frame beyond the limit would end in silence."""
+    session = Session(executor.endpoint)
+    for x in (rows(40_001), torch.zeros((LIMITS["max_call_bytes"] >> 2) + 1)):
+        with pytest.raises(CallError, match="send smaller batches, or raise --max-rows / --max-call-bytes") as error:
+            session.call(Op.ECHO, 0, x)
+        assert error.value.code is Code.TOO_LARGE
+    most = torch.arange(float(LIMITS["max_call_bytes"] >> 2)).view(-1, 512)
+    assert torch.equal(session.call(Op.ECHO, 0, most), most)
+    assert session.stats.reconnects == 0
+    session.close()
+
+
+@both_transports
+def test_a_call_of_no_rows_has_an_answer_of_no_rows(executor: symbiosis.Executor) -> None:
+    for call, shape in (
+        (Call(Op.FORWARD, 1, "float32", (0, WIDTH)), (0, 64)),
+        (Call(Op.DGRAD, 1, "float32", (0, 64)), (0, WIDTH)),
+        (Call(Op.ECHO, 0, "float32", (0,)), (0,)),
+    ):
+        reply, result = ask(executor.endpoint, call, torch.zeros(call.shape))
+        assert (reply.code, reply.shape, result) == (Code.OK, shape, b"")
+
+
+@both_transports
+def test_another_protocol_version_is_refused_with_both_named(executor: symbiosis.Executor) -> None:
+    with pytest.raises(CallError, match=rf"version {VERSION}, the client 99.*same release") as error:
+        transport.connect(executor.endpoint, Hello(version=99), WAIT_S)
+    assert error.value.code is Code.BAD_VERSION
+
+
+@both_transports
+def test_a_client_of_another_model_is_refused(executor: symbiosis.Executor) -> None:
+    with pytest.raises(CallError, match="another model.*same checkpoint") as error:
+        _ = Session(executor.endpoint, fingerprint="0" * 64).welcome
+    assert error.value.code is Code.WRONG_MODEL
+
+
+@both_transports
+def test_an_executor_that_comes_back_with_another_model_is_refused(scheme: str, start: Callable) -> None:
+    first = start(scheme)
+    session = Session(first.endpoint)
+    assert torch.equal(session.call(Op.ECHO, 0, rows(1)), rows(1))
+    first.close()
+    other = symbiosis.Executor(load_model("demo"), listen=[first.endpoint])
+    try:
+        with pytest.raises(CallError, match="another model") as error:
+            session.call(Op.ECHO, 0, rows(1))
+        assert error.value.code is Code.WRONG_MODEL
+    finally:
+        session.close()
+        other.close()
+
+
+@both_transports
+def test_more_sessions_than_allowed_are_refused_until_one_leaves(executor: symbiosis.Executor) -> None:
+    sessions = [transport.connect(executor.endpoint, Hello(), WAIT_S) for _ in range(LIMITS["max_sessions"] - 1)]
+    with pytest.raises(CallError, match="all 6 sessions are taken: raise --max-sessions") as error:
+        transport.connect(executor.endpoint, Hello(), WAIT_S)
+    assert error.value.code is Code.LIMIT
+    sessions.pop().close()
+    until(lambda: len(executor.server.sessions) < LIMITS["max_sessions"])
+    sessions.append(transport.connect(executor.endpoint, Hello(), WAIT_S))
+    for session in sessions:
+        session.close()
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("endpoint", ["inproc://nobody", "local://{}/nobody.sock", "tcp://127.0.0.1:{}"])
+def test_nobody_there_is_said_at_once_with_endpoint_and_remedy(endpoint: str, tmp_path: Path) -> None:
+    with socket.socket() as closed:  # bound and not listening: nobody can answer there
+        closed.bind(("127.0.0.1", 0))
+        endpoint = endpoint.format(tmp_path if "local" in endpoint else closed.getsockname()[1])
+        model, before = tiny_llama(), set(map(type, MODEL.modules()))
+        begun = time.monotonic()
+        with pytest.raises(ExecutorUnavailable) as error:
+            symbiosis.wrap(model, endpoint)
+        assert time.monotonic() - begun < 5
+        assert f"no executor at {endpoint}" in str(error.value)
+        assert f"symbiosis-executor MODEL --listen {endpoint}" in str(error.value)
+        assert set(map(type, model.modules())) == before
+
+
+@pytest.mark.parametrize("url", ["", "executor", "http://127.0.0.1:1", "local://", "tcp:/127.0.0.1:1"])
+def test_what_is_no_endpoint_is_refused_with_examples(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp"):
+        transport.connect(url, Hello(), WAIT_S)
+
+
+@both_transports
+def test_a_failure_in_the_product_is_its_own_calls_alone(
+    executor: symbiosis.Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memory for one slice of a divided call: one refusal, and the session counts no call in flight."""
+    server = executor.server
+    operand, layer = server.store.operand, 2
+    failures = []
+
+    def fail_once(number: int, *rest: object) -> Tensor:
+        if number == layer and not failures:
+            failures.append(number)
+            raise MemoryError
+        return operand(number, *rest)
+
+    monkeypatch.setattr(server.store, "operand", fail_once)
+    monkeypatch.setattr(server.batcher, "max_rows", 16)
+    connection = transport.connect(executor.endpoint, Hello(client="big"), WAIT_S)
+    call = Call(Op.FORWARD, layer, "float32", (60, WIDTH))
+    reply, text = connection.call(1, call, (rows(60),), WAIT_S)
+    assert reply.code is Code.RESOURCE and b"send fewer rows" in bytes(text.numpy())
+    session = next(s for s in server.sessions.values() if s.client == "big")
+    for number in range(2, 5):
+        assert connection.call(number, call, (rows(60),), WAIT_S)[0].code is Code.OK
+    until(lambda: session.in_flight == 0)
+    connection.close()
+
+
+# ---------------------------------------------------------------- raw frames over tcp
+
+
+@pytest.fixture
+def dealer(executor: symbiosis.Executor) -> Iterator[zmq.Socket]:
+    """A bare ZeroMQ socket at the executor of the test, not joined."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RCVTIMEO, int(WAIT_S * 1000))
+        dealer.connect(executor.endpoint)
+        yield dealer
+
+
+only_tcp = pytest.mark.parametrize("scheme", ["tcp"])
+only_local = pytest.mark.parametrize("scheme", ["local"])
+ECHO = Call(Op.ECHO, 0, "float32", (2, 8))
+
+
+def joined(dealer: zmq.Socket) -> zmq.Socket:
+    dealer.send(encode_control(Hello(client="raw")))
+    assert isinstance(decode_control(dealer.recv()), Welcome)
+    return dealer
+
+
+def refusal(dealer: zmq.Socket, *frames: bytes) -> tuple[Code, str]:
+    """How the executor refuses `frames`: as a reply if they have a number, else as a control message."""
+    dealer.send_multipart(frames)
+    head, *rest = dealer.recv_multipart()
+    if rest:
+        return decode_reply(head).code, rest[0].decode()
+    message = decode_control(head)
+    assert isinstance(message, Refusal)
+    return Code(message.code), message.message
+
+
+def header(call: Call = ECHO, *, at: int = 0, put: bytes = b"") -> bytes:
+    """The call's header, with some bytes of it replaced."""
+    raw = encode_call(call, 1)
+    return raw[:at] + put + raw[at + len(put) :]
+
+
+NO_FRAMES_OF_OURS: dict[str, tuple[list[bytes], Code, str]] = {
+    "an empty frame": ([b""], Code.BAD_FRAME, "not a control message"),
+    "text": ([b"GET / HTTP/1.1\r\n\r\n"], Code.BAD_FRAME, "not a control message"),
+    "a pickle": ([b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00\x8c\x01x\x94."], Code.BAD_FRAME, "not a control"),
+    "half a header": ([header()[: CALL_SIZE // 2]], Code.BAD_FRAME, f"has {CALL_SIZE} bytes, not {CALL_SIZE // 2}"),
+    "another version": (
+        [header(at=4, put=struct.pack("<H", 9)), bytes(64)], Code.BAD_VERSION, f"version 9, this side {VERSION}",
+    ),
+    "no payload": ([header()], Code.BAD_FRAME, "promises frames of (64,) bytes"),
+    "a short payload": ([header(), bytes(63)], Code.BAD_FRAME, "promises frames of (64,) bytes, (63,) came"),
+    "a long payload": ([header(), bytes(65)], Code.BAD_FRAME, "promises frames of (64,) bytes, (65,) came"),
+    "a frame too many": ([header(), bytes(64), b"x"], Code.BAD_FRAME, "promises frames of (64,) bytes"),
+    "very many frames": ([header()] + [b"x"] * 500, Code.BAD_FRAME, "promises frames of (64,) bytes"),
+    "a promise of 2^40 elements": (
+        [header(Call(Op.ECHO, 0, "float32", (2**40,))), bytes(64)], Code.BAD_FRAME, f"frames of ({2**42},) bytes",
+    ),
+    "a promise of 2^40 layers": (
+        [b"\x83\xa4type\xa7welcome\xa7session\x01\xa8manifest\xdd\xff\xff\xff\xff"], Code.BAD_FRAME, "truncated",
+    ),
+    "a second join": ([encode_control(Hello())], Code.NOT_JOINED, "unexpected Hello"),
+    "a message of the other side": ([encode_control(Grown(1))], Code.NOT_JOINED, "unexpected Grown"),
+}  # fmt: skip
+
+
+@only_tcp
+@pytest.mark.parametrize("what", NO_FRAMES_OF_OURS)
+def test_frames_that_are_not_ours_are_refused(executor: symbiosis.Executor, dealer: zmq.Socket, what: str) -> None:
+    frames, code, text = NO_FRAMES_OF_OURS[what]
+    joined(dealer)
+    got, message = refusal(dealer, *frames)
+    assert got is code
+    assert text in message
+    dealer.send_multipart([header(), bytes(64)])
+    head, result = dealer.recv_multipart()
+    assert (decode_reply(head).code, result) == (Code.OK, bytes(64))
+
+
+@only_tcp
+def test_who_has_not_joined_is_told_to(executor: symbiosis.Executor, dealer: zmq.Socket) -> None:
+    assert refusal(dealer, header(), bytes(64)) == (
+        Code.NOT_JOINED, "this executor does not know the session: join again",
+    )  # fmt: skip
+    dealer.send_multipart([encode_control(Hello()), b"more"])
+    message = decode_control(dealer.recv())
+    assert isinstance(message, Refusal) and message.code == Code.BAD_FRAME
+
+
+@only_tcp
+def test_calls_beyond_those_in_flight_are_refused(executor: symbiosis.Executor, dealer: zmq.Socket) -> None:
+    joined(dealer)
+    for number in range(40):
+        dealer.send_multipart([encode_call(ECHO, number), bytes(64)])
+    replies = [decode_reply(dealer.recv_multipart()[0]) for _ in range(40)]
+    assert {reply.seq for reply in replies} == set(range(40))
+    codes = [reply.code for reply in replies]
+    assert set(codes) == {Code.OK, Code.LIMIT}
+    assert codes.count(Code.OK) >= LIMITS["max_in_flight"]
+
+
+@only_tcp
+def test_random_frames_harm_nobody(executor: symbiosis.Executor, dealer: zmq.Socket) -> None:
+    """Mutants of good frames, by the thousand; every one is answered, and the executor lives on."""
+    chance = random.Random(5)
+    good = [[header(), bytes(64)], [encode_control(Hello())], [header(Call(Op.FORWARD, 1, "float32", (1, 16))), bytes(64)]]
+    joined(dealer)
+    sent = 0
+    for _ in range(4000):
+        frames = [bytearray(frame) for frame in chance.choice(good)]
+        victim = chance.choice(frames)
+        for _ in range(chance.randrange(1, 4)):
+            victim[chance.randrange(len(victim))] = chance.randrange(256)
+        dealer.send_multipart(frames)
+        sent += 1
+        if sent >= 32:  # fewer than the executor would queue
+            dealer.recv_multipart()
+    for _ in range(31):
+        dealer.recv_multipart()
+
+
+FLOOD = """
+import sys, zmq
+dealer = zmq.Context().socket(zmq.DEALER)
+dealer.connect(sys.argv[1])
+for number in range(10**12):
+    dealer.send(b"garbage")
+    if number == 2000:
+        print("flooding", flush=True)
+"""
+
+
+@only_tcp
+def test_a_flood_of_garbage_does_not_stop_the_products(executor: symbiosis.Executor) -> None:
+    """Connections that only send: the innocent client's calls still run in between."""
+    innocent = Innocent(executor.endpoint)
+    command = [sys.executable, "-c", FLOOD, executor.endpoint]
+    floods = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    try:
+        for flood in floods:
+            assert flood.stdout and flood.stdout.readline() == b"flooding\n"
+        for _ in range(20):
+            innocent.goes_on()
+    finally:
+        for flood in floods:
+            flood.kill()
+            flood.communicate()
+        innocent.stop()
+
+
+@only_tcp
+def test_a_frame_beyond_the_limit_ends_that_connection_only(executor: symbiosis.Executor, dealer: zmq.Socket) -> None:
+    joined(dealer)
+    dealer.send_multipart([header(), bytes(LIMITS["max_call_bytes"] + 5000)])
+    until(lambda: not any(s.client == "raw" for s in executor.server.sessions.values()) or answers_nothing(dealer))
+
+
+def answers_nothing(dealer: zmq.Socket) -> bool:
+    return not dealer.poll(50)
+
+
+ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
+
+
+@only_tcp
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        bytes(200),
+        ZMTP_GREETING[:11],
+        ZMTP_GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x02" + struct.pack(">Q", 2**40),
+        ZMTP_GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x02" + struct.pack(">Q", 2**63),
+        ZMTP_GREETING + b"\x06" + struct.pack(">Q", 2**62),
+    ],
+)
+def test_bytes_that_are_not_even_zeromq_harm_nobody(executor: symbiosis.Executor, raw: bytes) -> None:
+    host, _, port = executor.endpoint.removeprefix("tcp://").rpartition(":")
+    for _ in range(5):
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock:
+            sock.sendall(raw)
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError, TimeoutError):
+                while sock.recv(4096):
+                    pass
+
+
+# ---------------------------------------------------------------- raw shared memory over local
+
+
+class RawLocal:
+    """The client's end of `local://` without any of its manners: socket, segment and bells."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(WAIT_S)
+        self.socket.connect(endpoint.removeprefix("local://"))
+        self.memory: mmap.mmap
+        self.bells: list[int] = []
+        self.rung = 0
+
+    def join(self) -> "RawLocal":
+        self.socket.send(encode_control(Hello(client="raw")))
+        raw, (letter, slab, *self.bells), _, _ = socket.recv_fds(self.socket, 4096, 4)
+        grown = decode_control(raw)
+        assert isinstance(grown, Grown)
+        self.memory = mmap.mmap(slab, grown.nbytes)
+        os.close(letter)
+        os.close(slab)
+        return self
+
+    def ring(self, head: bytes, payload: bytes = b"") -> None:
+        self.memory[PAYLOAD_AT : PAYLOAD_AT + len(payload)] = payload
+        self.memory[CALL_AT : CALL_AT + len(head)] = head
+        self.rung += 1
+        self.memory[CLIENT_SLEEPS_AT] = 1
+        struct.pack_into("<Q", self.memory, CALL_BELL_AT, self.rung)
+        os.eventfd_write(self.bells[0], 1)
+
+    def answer(self, text_at: int = PAYLOAD_AT) -> tuple[Reply, bytes]:
+        assert select.select([self.bells[1], self.socket], [], [], WAIT_S)[0] == [self.bells[1]], "no answer, or hung up"
+        os.eventfd_read(self.bells[1])
+        reply = decode_reply(self.memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
+        return reply, self.memory[text_at : text_at + reply.nbytes]
+
+    def is_dropped(self) -> bool:
+        """Whether the executor hangs up (after what it may have to say)."""
+        with contextlib.suppress(ConnectionError):
+            while self.socket.recv(4096):
+                pass
+        return True
+
+    def close(self) -> None:
+        self.socket.close()
+        for bell in self.bells:
+            os.close(bell)
+
+
+@pytest.fixture
+def raw(executor: symbiosis.Executor) -> Iterator[RawLocal]:
+    raw = RawLocal(executor.endpoint).join()
+    raw.ring(encode_call(ECHO, 1), bytes(64))
+    assert raw.answer()[0] == Reply(1, Code.OK, "float32", (2, 8), 1, *raw_times(raw))
+    yield raw
+    raw.close()
+
+
+def raw_times(raw: RawLocal) -> tuple[int, int]:
+    reply = decode_reply(raw.memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
+    return reply.wait_us, reply.compute_us
+
+
+@only_local
+@pytest.mark.parametrize(
+    ("head", "code", "text"),
+    [
+        (bytes(CALL_SIZE), Code.BAD_FRAME, b"no message of Symbiosis"),
+        (b"\xff" * CALL_SIZE, Code.BAD_FRAME, b"no message of Symbiosis"),
+        (header(at=4, put=struct.pack("<H", 9)), Code.BAD_VERSION, b"version 9, this side 1"),
+        (header(Call(Op.ECHO, 0, "float32", (2**40,))), Code.TOO_LARGE, b"do not fit the session's segment"),
+        (header(Call(Op.ECHO, 0, "uint8", (FIRST_SLAB - PAYLOAD_AT,))), Code.TOO_LARGE, b"do not fit"),
+    ],
+)
+def test_a_wrong_header_in_shared_memory_is_refused(
+    executor: symbiosis.Executor, raw: RawLocal, head: bytes, code: Code, text: bytes
+) -> None:
+    raw.ring(head)
+    reply, message = raw.answer()
+    assert reply.code is code
+    assert text in message
+    raw.ring(encode_call(ECHO, 2), bytes(range(64)))
+    assert raw.answer(reply_at(ECHO))[1] == bytes(range(64))
+
+
+@only_local
+def test_random_headers_in_shared_memory_harm_nobody(executor: symbiosis.Executor, raw: RawLocal) -> None:
+    chance = random.Random(6)
+    for _ in range(3000):
+        head = bytearray(encode_call(chance.choice((ECHO, Call(Op.FORWARD, 1, "float32", (1, WIDTH)))), 1))
+        for _ in range(chance.randrange(1, 4)):
+            head[chance.randrange(len(head))] = chance.randrange(256)
+        raw.ring(bytes(head))
+        raw.answer()
+
+
+@only_local
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"\xc1",
+        b"x" * 4096,
+        encode_control(Hello()),
+        encode_control(Grow(0)),
+        encode_control(Grow(-1)),
+        encode_control(Grow(100)),
+        encode_control(Grow(1 << 40)),
+        encode_control(Refusal(1, "no")),
+    ],
+)
+def test_a_wrong_control_message_ends_that_connection_only(
+    executor: symbiosis.Executor, raw: RawLocal, message: bytes
+) -> None:
+    raw.socket.send(message)
+    assert raw.is_dropped()
+    until(lambda: not any(s.client == "raw" for s in executor.server.sessions.values()))
+
+
+@only_local
+def test_a_segment_grows_to_the_limit_and_no_further(executor: symbiosis.Executor, raw: RawLocal) -> None:
+    raw.socket.send(encode_control(Grow(FIRST_SLAB + 1)))
+    message, (slab,), _, _ = socket.recv_fds(raw.socket, 4096, 1)
+    grown = decode_control(message)
+    assert isinstance(grown, Grown) and grown.nbytes == os.fstat(slab).st_size == 2 * FIRST_SLAB
+    with pytest.raises(PermissionError):
+        os.ftruncate(slab, 0)  # sealed: a client cannot pull memory from under the executor
+    os.close(slab)
+    raw.socket.send(encode_control(Grow(1 << 30)))
+    refused = decode_control(raw.socket.recv(4096))
+    assert isinstance(refused, Refusal) and refused.code == Code.TOO_LARGE
+
+
+@only_local
+def test_a_call_before_the_reply_to_the_last_ends_that_connection_only(scheme: str, start: Callable) -> None:
+    executor = start(scheme, policy="lockstep")
+    first = RawLocal(executor.endpoint).join()
+    other = RawLocal(executor.endpoint).join()
+    other.ring(encode_call(ECHO, 1), bytes(64))
+    other.answer()
+    first.ring(encode_call(ECHO, 1), bytes(64))  # waits: the other is active and has not called
+    until(lambda: len(executor.server.batcher) == 1)
+    first.ring(encode_call(Call(Op.ECHO, 0, "uint8", (1 << 20,)), 2))
+    assert first.is_dropped()
+    other.ring(encode_call(ECHO, 2), bytes(64))
+    assert other.answer()[0].seq == 2
+    first.close()
+    other.close()
+
+
+@only_local
+def test_indices_are_those_that_were_checked(scheme: str, start: Callable) -> None:
+    """A client that changes its ids while the call waits: the executor uses what it has checked."""
+    executor = start(scheme, policy="lockstep", serve=["*"])
+    number = {layer.name: n for n, layer in enumerate(executor.server.store.manifest)}["model.embed_tokens"]
+    first, other = RawLocal(executor.endpoint).join(), RawLocal(executor.endpoint).join()
+    other.ring(encode_call(ECHO, 1), bytes(64))
+    other.answer()
+    lookup = Call(Op.LOOKUP, number, "float32", (2,))
+    first.ring(encode_call(lookup, 1), struct.pack("<2q", 5, 7))
+    until(lambda: len(executor.server.batcher) == 1)
+    first.memory[PAYLOAD_AT : PAYLOAD_AT + 16] = struct.pack("<2q", -(2**40), 2**40)
+    other.ring(encode_call(ECHO, 2), bytes(64))
+    reply, result = first.answer(reply_at(lookup))
+    assert reply.code is Code.OK
+    assert result == bytes(MODEL.model.embed_tokens.weight[[5, 7]].detach().numpy())
+    first.close()
+    other.close()
+
+
+@only_local
+def test_a_client_that_fills_its_own_bell_misses_its_reply_only(executor: symbiosis.Executor, raw: RawLocal) -> None:
+    os.eventfd_write(raw.bells[1], 2**64 - 2)
+    raw.ring(encode_call(ECHO, 2), bytes(64))
+    until(lambda: decode_reply(raw.memory[REPLY_AT : REPLY_AT + REPLY_SIZE]).seq == 2)
+
+
+@only_local
+@pytest.mark.parametrize("before_the_end", [0, 1, 63, 64, 65, 200, LONGEST_TEXT, LONGEST_TEXT + 64])
+def test_calls_that_just_fill_the_segment_are_answered(executor: symbiosis.Executor, before_the_end: int) -> None:
+    """... with results, and with refusals, whose text needs room, too."""
+    session = Session(executor.endpoint)
+    data = torch.randint(0, 255, ((FIRST_SLAB - PAYLOAD_AT - before_the_end) // 256, 256), dtype=torch.uint8)
+    tail = torch.zeros(FIRST_SLAB - PAYLOAD_AT - before_the_end - data.numel(), dtype=torch.uint8)
+    whole = torch.cat([data.reshape(-1), tail])[None]
+    with pytest.raises(CallError, match="floating point"):
+        session.call(Op.FORWARD, 1, whole)
+    assert torch.equal(session.call(Op.ECHO, 0, whole), whole)
+    session.close()
+
+
+@only_local
+def test_connections_that_never_join_take_nobodys_place(executor: symbiosis.Executor) -> None:
+    idle = [RawLocal(executor.endpoint) for _ in range(60)]
+    session = Session(executor.endpoint)
+    assert torch.equal(session.call(Op.ECHO, 0, rows(1)), rows(1))
+    session.close()
+    for connection in idle:
+        connection.close()
+
+
+# ---------------------------------------------------------------- interrupted calls
+
+
+@pytest.mark.parametrize("scheme", ["local", "tcp", "inproc"])
+def test_the_call_after_an_interrupted_one_gets_its_own_answer(scheme: str, start: Callable) -> None:
+    """Ctrl-C in the middle of a call: its late reply must not be taken for the next one's."""
+    listen = {"listen": ["inproc://interrupted"]} if scheme == "inproc" else {}
+    executor = start(scheme, policy="lockstep", **listen)
+    other, session = Session(executor.endpoint), Session(executor.endpoint)
+    other.call(Op.ECHO, 0, rows(1))
+    assert session.welcome  # joined, so that the interrupt meets the call and not the join
+
+    def interrupt() -> None:
+        until(lambda: len(executor.server.batcher) == 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    helper = threading.Thread(target=interrupt)
+    helper.start()
+    with pytest.raises(KeyboardInterrupt):
+        session.call(Op.ECHO, 0, rows(3))  # waits for the other session
+    helper.join(WAIT_S)
+    other.close()
+    big = torch.arange(1000.0 * WIDTH).view(1000, WIDTH)
+    assert torch.equal(session.call(Op.ECHO, 0, big), big)
+    session.close()
+
+
+def test_an_unexpected_hang_up_is_a_lost_connection(tmp_path: Path) -> None:
+    """Something that accepts and says nothing, or nonsense, is no executor."""
+    path = tmp_path / "mute.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(str(path))
+        server.listen()
+        with pytest.raises(ConnectionLost, match="no executor answers"):
+            transport.connect(f"local://{path}", Hello(), 0.2)
+
+        def nonsense() -> None:
+            peer = server.accept()[0]
+            peer.recv(4096)
+            peer.send(b"\xc1nonsense")
+            peer.close()
+
+        server.accept()[0].close()
+        thread = threading.Thread(target=nonsense)
+        thread.start()
+        with pytest.raises(CallError, match="not a control message"):
+            transport.connect(f"local://{path}", Hello(), WAIT_S)
+        thread.join(WAIT_S)

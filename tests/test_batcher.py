@@ -1,0 +1,427 @@
+"""The scheduler on simulated time: random clients that call, wait, think and leave; and what must hold for all of them."""
+
+import heapq
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from math import inf
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis.config import Policy
+from symbiosis.executor.batcher import AGING_S, JOIN_BELOW, KEYS_KEPT, Batch, Batcher, Item
+
+POLICIES = get_args(Policy)
+MAX_WAIT = 0.002
+MAX_ROWS = 512
+ROW_S = 1e-6  # what a row costs in simulated seconds
+BATCH_S = 1e-4  # ... and a product
+EPS = 1e-9
+
+
+def cost(rows: int) -> float:
+    return BATCH_S + rows * ROW_S
+
+
+SLICE_S = cost(MAX_ROWS)
+
+
+@dataclass
+class Step:
+    """One call of a client: how long it thinks before, and what it asks."""
+
+    think: float
+    key: Hashable
+    rows: int
+    priority: int = 1
+    divisible: bool = True
+    joinable: bool = True
+
+
+@dataclass
+class Client:
+    """Makes its calls with at most `window` unanswered, then leaves; or leaves rudely after `patience` calls."""
+
+    steps: list[Step]
+    joins: float = 0.0
+    window: int = 1
+    patience: int | None = None
+    due: int = 0  # calls that were sent or will be when the client has thought
+    unanswered: int = 0  # of those
+    sent: int = 0
+    left: bool = False
+
+
+@dataclass(eq=False)
+class Sent:
+    """A call on its way: when it came and how long the executor idled while it waited, and what was run of it."""
+
+    session: int
+    number: int
+    item: Item
+    idled: float = 0.0
+    slices: list[tuple[int, int]] = field(default_factory=list)
+    batches: list[int] = field(default_factory=list)
+    answered: float = inf
+
+    @property
+    def dropped(self) -> bool:
+        return self.answered == inf
+
+
+class Simulation:
+    """The server's loop without a server: arrivals, `next_batch`, time passes, `done`."""
+
+    def __init__(self, policy: Policy, clients: list[Client], max_wait: float = MAX_WAIT) -> None:
+        self.batcher = Batcher(policy, max_wait, MAX_ROWS)
+        self.clients = clients
+        self.calls: list[Sent] = []
+        self.waiting: dict[Item, Sent] = {}
+        self.batches: list[tuple[float, Batch]] = []
+        self.active: set[int] = set()  # sessions that had an answer and have not left
+        self.blockers: list[set[int]] = []  # for every batch: active sessions that had nothing pending
+        self._events: list[tuple[float, int, str, int]] = []
+        self._ties = itertools.count()
+        for session, client in enumerate(clients):
+            self._at(client.joins, "join", session)
+
+    def _at(self, time: float, what: str, session: int) -> None:
+        heapq.heappush(self._events, (time, next(self._ties), what, session))
+
+    def run(self) -> "Simulation":
+        now = 0.0
+        while self._events or len(self.batcher):
+            while self._events and self._events[0][0] <= now:
+                _, _, what, session = heapq.heappop(self._events)
+                getattr(self, f"_{what}")(session, now)
+            batch = self.batcher.next_batch(now)
+            if batch is None:
+                now = self._sleep(now)
+            else:
+                now = self._compute(batch, now)
+        return self
+
+    def _sleep(self, now: float) -> float:
+        until = min(self._events[0][0] if self._events else inf, self.batcher.wake_at())
+        assert now < until, "asks to be woken in the past"
+        assert until < inf or not len(self.batcher), "calls wait, and nothing will ever wake the executor"
+        for sent in self.waiting.values():
+            sent.idled += until - now
+        return until if until < inf else now
+
+    def _compute(self, batch: Batch, now: float) -> float:
+        self.blockers.append(self.active - {item.session for item in self.waiting})
+        seconds = cost(batch.rows)
+        for item, start, stop in batch.slices:
+            sent = self.waiting[item]
+            sent.slices.append((start, stop))
+            sent.batches.append(len(self.batches))
+        self.batches.append((now, batch))
+        now += seconds
+        self.batcher.done(batch, seconds, now)
+        for item, _, stop in batch.slices:
+            if stop == item.rows:
+                self._answer(self.waiting.pop(item), now)
+        return now
+
+    def _join(self, session: int, now: float) -> None:
+        self.batcher.join(session)
+        self._go_on(session, now)
+
+    def _go_on(self, session: int, now: float) -> None:
+        client = self.clients[session]
+        while client.due < len(client.steps) and client.unanswered < client.window:
+            self._at(now + client.steps[client.due].think, "send", session)
+            client.due += 1
+            client.unanswered += 1
+        if not client.unanswered:
+            self._leave(session)
+
+    def _send(self, session: int, now: float) -> None:
+        client = self.clients[session]
+        if client.sent == client.patience:
+            self._leave(session)
+        if client.left:
+            return
+        step = client.steps[client.sent]
+        item = Item(session, step.key, step.rows, step.priority, now, None, step.divisible, step.joinable)
+        sent = self.waiting[item] = Sent(session, client.sent, item)
+        self.calls.append(sent)
+        client.sent += 1
+        self.batcher.add(item)
+
+    def _answer(self, sent: Sent, now: float) -> None:
+        sent.answered = now
+        self.active.add(sent.session)
+        self.clients[sent.session].unanswered -= 1
+        self._go_on(sent.session, now)
+
+    def _leave(self, session: int) -> None:
+        if self.clients[session].left:
+            return
+        self.clients[session].left = True
+        self.active.discard(session)
+        expected = [item for item in self.waiting if item.session == session]
+        assert self.batcher.leave(session) == expected
+        for item in expected:
+            del self.waiting[item]
+
+    def of(self, session: int) -> list[Sent]:
+        return [sent for sent in self.calls if sent.session == session]
+
+
+rows = st.one_of(st.integers(1, 40), st.integers(1, 3 * MAX_ROWS))
+steps = st.builds(
+    Step,
+    think=st.sampled_from((0.0, 1e-5, 3e-4, 2e-3)) | st.floats(0, 0.01),
+    key=st.sampled_from("abc"),
+    rows=rows,
+    priority=st.integers(0, 2),
+    divisible=st.sampled_from((True, True, False)),
+    joinable=st.sampled_from((True, True, False)),
+)
+clients = st.builds(
+    Client,
+    steps=st.lists(steps, min_size=1, max_size=12),
+    joins=st.floats(0, 0.02),
+    window=st.integers(1, 4),
+    patience=st.none() | st.integers(0, 12),
+)
+crowds = st.lists(clients, min_size=1, max_size=5)
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
+@every_policy
+@given(crowd=crowds)
+def test_nothing_is_lost_and_nothing_runs_twice(policy: Policy, crowd: list[Client]) -> None:
+    done = Simulation(policy, crowd).run()
+    for sent in done.calls:
+        ends = [0, *(stop for _, stop in sent.slices)]
+        assert [start for start, _ in sent.slices] == ends[:-1], "the slices of a call follow one another"
+        assert sent.dropped or ends[-1] == sent.item.rows
+        assert sent.item.divisible or len(sent.slices) <= 1
+    for session, client in enumerate(crowd):
+        assert client.left
+        assert client.patience is not None or len(done.of(session)) == len(client.steps)
+    assert not len(done.batcher)
+
+
+@every_policy
+@given(crowd=crowds)
+def test_what_runs_together_may_run_together(policy: Policy, crowd: list[Client]) -> None:
+    for _, batch in Simulation(policy, crowd).run().batches:
+        first, *others = batch.slices
+        assert {piece.item.key for piece in batch.slices} == {batch.key}
+        assert not others or batch.rows <= MAX_ROWS
+        assert not first.item.divisible or first.stop - first.start <= MAX_ROWS
+        assert all(piece.item.joinable and not piece.start for piece in others)
+        assert not others or (first.item.joinable and policy != "immediate")
+
+
+@every_policy
+@given(crowd=crowds)
+def test_calls_of_a_session_keep_their_order(policy: Policy, crowd: list[Client]) -> None:
+    """Those of one key and priority: the first to come is the first to start, and the first to be answered."""
+    done = Simulation(policy, crowd).run()
+    lanes: dict[Hashable, list[Sent]] = {}
+    for sent in sorted(done.calls, key=lambda sent: sent.number):
+        if not sent.dropped:
+            lanes.setdefault((sent.session, sent.item.key, sent.item.priority), []).append(sent)
+    for lane in lanes.values():
+        for earlier, later in itertools.pairwise(lane):
+            assert earlier.batches[0] <= later.batches[0]
+            assert earlier.answered <= later.answered
+
+
+@given(crowd=crowds, max_wait=st.sampled_from((0.0, 1e-4, MAX_WAIT, 0.05)))
+def test_opportunistic_never_keeps_a_free_executor_waiting_beyond_the_budget(
+    crowd: list[Client], max_wait: float
+) -> None:
+    for sent in Simulation("opportunistic", crowd, max_wait).run().calls:
+        assert sent.idled <= max_wait + EPS
+
+
+@given(crowd=crowds)
+def test_immediate_never_keeps_a_free_executor_waiting(crowd: list[Client]) -> None:
+    assert all(sent.idled == 0 for sent in Simulation("immediate", crowd).run().calls)
+
+
+@given(crowd=crowds)
+def test_lockstep_runs_only_when_every_active_session_waits(crowd: list[Client]) -> None:
+    assert not any(Simulation("lockstep", crowd).run().blockers)
+
+
+def one_call(session: int, key: Hashable = "a", rows: int = 1, priority: int = 1, arrived: float = 0.0) -> Item:
+    return Item(session, key, rows, priority, arrived)
+
+
+def answered(batcher: Batcher, now: float) -> list[int]:
+    """The sessions whose calls ran in the next batch, which takes no time."""
+    batch = batcher.next_batch(now)
+    if batch is None:
+        return []
+    batcher.done(batch, BATCH_S, now)
+    return sorted(piece.item.session for piece in batch.slices)
+
+
+def test_lockstep_waits_for_who_is_active_until_it_leaves() -> None:
+    batcher = Batcher("lockstep", MAX_WAIT, MAX_ROWS)
+    for session in (1, 2, 3):
+        batcher.join(session)
+    batcher.add(one_call(1))
+    assert answered(batcher, 0.0) == [1]  # 2 and 3 have never called: nobody waits for them
+    batcher.add(one_call(2))
+    assert answered(batcher, 1.0) == []  # 1 is active
+    batcher.add(one_call(1))
+    assert answered(batcher, 1.0) == [1, 2]  # together
+    batcher.add(one_call(1))
+    assert answered(batcher, 100.0) == []
+    assert batcher.wake_at() == inf
+    batcher.leave(2)
+    assert answered(batcher, 100.0) == [1]
+
+
+def two_in_rhythm(now: float) -> Batcher:
+    """Sessions 1 and 2 had their answers to "a" at `now`; 2 usually calls "b" a millisecond later."""
+    batcher = Batcher("opportunistic", MAX_WAIT, MAX_ROWS)
+    for session in (1, 2):
+        batcher.join(session)
+    for begun, key in ((now - 0.002, "a"), (now - 0.001, "b"), (now, "a")):
+        for session in (1, 2):
+            batcher.add(one_call(session, key, arrived=begun))
+        batch = batcher.next_batch(begun)
+        assert batch is not None and len(batch.slices) == 2
+        batcher.done(batch, 10 * MAX_WAIT, begun)
+    batcher.add(one_call(1, "b", arrived=now))
+    assert batcher.next_batch(now) is None  # 2 is due within the budget, and the product costs more than the wait
+    assert now < batcher.wake_at() <= now + MAX_WAIT
+    return batcher
+
+
+def test_a_session_whose_next_call_is_due_is_waited_for() -> None:
+    batcher = two_in_rhythm(now=1.0)
+    batcher.add(one_call(2, "b", arrived=1.001))
+    assert answered(batcher, 1.001) == [1, 2]
+
+
+def test_a_session_that_does_not_come_in_time_is_not_waited_for() -> None:
+    batcher = two_in_rhythm(now=1.0)
+    assert answered(batcher, batcher.wake_at()) == [1]
+
+
+def test_a_session_that_calls_something_else_first_is_not_waited_for() -> None:
+    batcher = two_in_rhythm(now=1.0)
+    batcher.add(one_call(2, "c", arrived=1.0))
+    assert answered(batcher, 1.0) in ([1], [2])
+    assert answered(batcher, 1.0) in ([1], [2])
+
+
+def test_a_session_that_leaves_is_not_waited_for() -> None:
+    batcher = two_in_rhythm(now=1.0)
+    batcher.leave(2)
+    assert answered(batcher, 1.0) == [1]
+
+
+def test_who_waits_alone_is_served_at_once() -> None:
+    """A budget is no delay: with nobody due, a call does not wait at all."""
+    crowd = [Client([Step(3e-4, layer, 8) for layer in range(8)] * 4), Client([Step(0.0, "other", 8)])]
+    assert all(sent.idled == 0 for sent in Simulation("opportunistic", crowd, max_wait=1.0).run().calls)
+
+
+floods = st.lists(st.integers(1, 20 * MAX_ROWS), min_size=8, max_size=30)
+
+
+@pytest.mark.parametrize("policy", ["immediate", "opportunistic"])  # under lockstep all wait for the victim
+@given(sizes=st.lists(floods, min_size=1, max_size=3), victims=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_a_flood_delays_others_by_a_slice_per_session(
+    policy: Policy, sizes: list[list[int]], victims: list[int]
+) -> None:
+    """However much a session sends: who has used less goes first, and nothing that runs is longer than a slice."""
+    crowd = [Client([Step(0.0, f"flood {n}", size) for size in flood], window=8) for n, flood in enumerate(sizes)]
+    crowd.append(Client([Step(1e-3, "victim", size) for size in victims]))
+    done = Simulation(policy, crowd).run()
+    for sent in done.of(len(sizes)):
+        meanwhile = [n for n, (begun, _) in enumerate(done.batches) if sent.item.arrived <= begun]
+        assert sent.batches[0] - meanwhile[0] <= len(sizes)
+
+
+@pytest.mark.parametrize("flooders", [1, 3])
+@pytest.mark.parametrize("priority", [0, 1, 2])
+def test_waiting_raises_a_priority_until_it_is_the_highest(flooders: int, priority: int) -> None:
+    """A stream of urgent calls delays others by the aging of their priority and a slice per session, not for ever."""
+    endless = [
+        Client([Step(0.0, f"flood {n}", MAX_ROWS, priority=0)] * int(0.5 / SLICE_S), window=4) for n in range(flooders)
+    ]
+    done = Simulation("opportunistic", [*endless, Client([Step(0.05, "late", 1, priority=priority)] * 3)]).run()
+    for sent in done.of(flooders):
+        assert sent.answered - sent.item.arrived <= priority * AGING_S + (flooders + 1) * SLICE_S + cost(1) + EPS
+        assert priority == 0 or sent.answered - sent.item.arrived > AGING_S  # else the flood was none
+
+
+@given(first=st.integers(64, 8 * MAX_ROWS), second=st.integers(64, 8 * MAX_ROWS))
+def test_two_sessions_that_always_want_more_get_the_same_share(first: int, second: int) -> None:
+    """... of the executor's time, whatever the size of their calls."""
+    total = 20 * MAX_ROWS
+    pair = [Client([Step(0.0, key, size)] * -(-total // size), window=3) for key, size in (("a", first), ("b", second))]
+    done = Simulation("opportunistic", pair).run()
+    end = min(max(sent.answered for sent in done.of(session)) for session in (0, 1))
+    used = {"a": 0.0, "b": 0.0}
+    for begun, batch in done.batches:
+        if begun >= end:
+            break
+        used[batch.key] += cost(batch.rows)  # type: ignore[index]
+        assert abs(used["a"] - used["b"]) <= 2 * SLICE_S
+
+
+def test_large_products_are_not_joined() -> None:
+    batcher = Batcher("opportunistic", MAX_WAIT, MAX_ROWS)
+    for session, rows_ in ((1, JOIN_BELOW), (2, 1), (3, JOIN_BELOW - 1)):
+        batcher.join(session)
+        batcher.add(one_call(session, rows=rows_))
+    assert answered(batcher, 0.0) == [1]
+    assert answered(batcher, 0.0) == [2, 3]
+
+
+def sizes_of_memory(batcher: Batcher) -> int:
+    """Entries in all that a batcher remembers."""
+    tables = [table for table in vars(batcher).values() if isinstance(table, dict)]
+    rhythms = batcher._sessions.values()
+    return sum(map(len, tables)) + sum(len(r.follows) + len(r.gap) + len(r.pending) for r in rhythms)
+
+
+@every_policy
+def test_memory_is_bounded_by_sessions_and_keys(policy: Policy) -> None:
+    batcher, sizes = Batcher(policy, MAX_WAIT, MAX_ROWS), []
+    for turn in range(400):
+        batcher.join(turn)
+        for number in range(20):
+            batcher.add(one_call(turn, key=(turn * number) % 10, arrived=turn + number / 100))
+            if number % 3:
+                answered(batcher, turn + number / 100 + MAX_WAIT)
+        batcher.leave(turn)
+        sizes.append(sizes_of_memory(batcher))
+    assert max(sizes) <= 10  # what a product of each key costs; nothing of the sessions that left
+
+
+def test_memory_is_bounded_even_if_keys_never_repeat() -> None:
+    batcher = Batcher("opportunistic", MAX_WAIT, MAX_ROWS)
+    batcher.join(1)
+    for number in range(3 * KEYS_KEPT):
+        batcher.add(one_call(1, key=number, arrived=number))
+        assert answered(batcher, number) == [1]
+    assert sizes_of_memory(batcher) <= 3 * KEYS_KEPT + 1
+
+
+def test_a_session_that_leaves_while_its_batch_runs_is_forgotten() -> None:
+    batcher = Batcher("immediate", MAX_WAIT, MAX_ROWS)
+    batcher.join(1)
+    batcher.add(one_call(1, rows=2 * MAX_ROWS))
+    batch = batcher.next_batch(0.0)
+    assert batch is not None and [item.rows for item in batcher.leave(1)] == [2 * MAX_ROWS]
+    batcher.done(batch, BATCH_S, 1.0)
+    assert batcher.next_batch(1.0) is None
+    assert not len(batcher)
+    assert batcher.leave(1) == []

@@ -1,0 +1,103 @@
+"""SymbiosisCallback: a Trainer's logs tell what its steps asked of the executor."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import symbiosis
+from symbiosis.client.wrap import remote_weights
+from symbiosis.errors import WrapError
+
+FIGURES = {"executor_calls", "executor_round_trip_ms", "executor_wait_ms", "executor_mean_batch"}
+TEXT = [{"input_ids": [3, 4, 5, 6, 7], "labels": [3, 4, 5, 6, 7]}] * 4
+
+
+class Recorder(TrainerCallback):
+    """Keeps every log as it is when its turn comes."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logs.append(dict(kwargs["logs"]))
+
+
+def trainer(model: nn.Module, out: Path, callbacks: list[TrainerCallback], **options: Any) -> Trainer:
+    arguments = TrainingArguments(
+        str(out), per_device_train_batch_size=1, save_strategy="no", report_to="none", disable_tqdm=True,
+        **{"use_cpu": True, "max_steps": 4, "logging_steps": 2, **options},
+    )  # fmt: skip
+    return Trainer(model, arguments, train_dataset=TEXT, eval_dataset=TEXT, callbacks=callbacks)
+
+
+@pytest.fixture
+def model(llama: nn.Module, serve: Callable) -> nn.Module:
+    split = symbiosis.from_executor(serve(llama).endpoint)
+    return get_peft_model(split, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def test_logs_hold_the_calls_of_their_steps(model: nn.Module, tmp_path: Path) -> None:
+    running = trainer(model, tmp_path, [symbiosis.SymbiosisCallback()])
+    before = symbiosis.stats(model).calls
+    running.train()
+    first, second, end = running.state.log_history
+    assert first.keys() >= FIGURES and second.keys() >= FIGURES
+    assert not end.keys() & FIGURES
+    calls = symbiosis.stats(model).calls - before
+    assert 2 * first["executor_calls"] + 2 * second["executor_calls"] == calls > 0
+    assert first["executor_mean_batch"] == 1.0
+    assert 0 < first["executor_round_trip_ms"] < 60_000
+    assert 0 <= first["executor_wait_ms"] <= first["executor_round_trip_ms"]
+
+
+def test_calls_of_an_evaluation_are_no_steps(model: nn.Module, tmp_path: Path) -> None:
+    running = trainer(model, tmp_path, [symbiosis.SymbiosisCallback()], eval_strategy="steps", eval_steps=2)
+    running.train()
+    training = [log for log in running.state.log_history if "loss" in log]
+    evaluations = [log for log in running.state.log_history if "eval_loss" in log]
+    assert len(training) == len(evaluations) == 2
+    assert training[0]["executor_calls"] == training[1]["executor_calls"]
+    assert not any(log.keys() & FIGURES for log in evaluations)
+
+
+def test_mean_batch_counts_the_others(llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
+    """Two clients in lockstep that make the same calls: two to a product."""
+    executor = serve(llama, policy="lockstep")
+    sizes: list[float] = []
+
+    def client(name: str) -> None:
+        split = symbiosis.from_executor(executor.endpoint)
+        model = get_peft_model(split, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+        running = trainer(model, tmp_path / name, [symbiosis.SymbiosisCallback()])
+        running.train()
+        next(remote_weights(model)).handle.session.close()  # or the other would wait for it
+        sizes.extend(log["executor_mean_batch"] for log in running.state.log_history if "loss" in log)
+
+    threads = [threading.Thread(target=client, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(sizes) == 4 and 1.0 < max(sizes) <= 2.0
+
+
+def test_in_front_it_serves_reporters_too(model: nn.Module, tmp_path: Path) -> None:
+    early, late = Recorder(), Recorder()
+    running = trainer(model, tmp_path, [early])
+    running.callback_handler.callbacks.insert(0, symbiosis.SymbiosisCallback())
+    running.add_callback(late)
+    running.train()
+    assert early.logs[0].keys() >= FIGURES
+    assert late.logs[0].keys() >= FIGURES
+
+
+def test_a_model_that_is_not_wrapped_is_refused(llama: nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(WrapError, match="not wrapped"):
+        trainer(llama, tmp_path, [symbiosis.SymbiosisCallback()]).train()

@@ -1,0 +1,50 @@
+"""A slice of `scripts/compat_models.py`: one architecture of each shape, split and unsplit, bit by bit."""
+
+import pytest
+
+from scripts.compat_models import EXCEPTIONS, FOLDED, GROUPS, MOSTLY, STAGES, architectures, examine
+
+SLICE = [
+    ("causal", "llama"),
+    ("causal", "gpt2"),  # Conv1D
+    ("causal", "falcon"),  # a subclass of nn.Linear with a forward of its own
+    ("causal", "phi"),  # biases
+    ("causal", "qwen3"),
+    ("causal", "gemma3_text"),  # sliding and full attention
+    ("causal", "mixtral"),  # experts as three-dimensional parameters
+    ("causal", "gpt_oss"),  # ... with biases and transposed
+    ("masked", "bert"),
+    ("seq2seq", "t5"),
+    ("vision-language", "llava"),
+]
+
+
+@pytest.mark.parametrize(("group", "name"), SLICE)
+def test_split_equals_unsplit(group: str, name: str) -> None:
+    outcome = examine(name, group)
+    stages = [stage for stage in STAGES if group != "masked" or stage != "generate"]
+    assert outcome.equal == dict.fromkeys(stages, True), outcome.notes
+    assert not outcome.reads
+    assert outcome.covered >= MOSTLY
+
+
+def test_weights_used_as_left_factors() -> None:
+    """Mamba computes `W @ x` for a stack of x: one call. With W frozen, torch rounds it otherwise, and that is noticed."""
+    outcome = examine("mamba", "causal")
+    assert outcome.equal == {"forward": True, "generate": True, "step": False}
+    assert outcome.notes == [f"step: {FOLDED}"]
+    assert EXCEPTIONS["mamba", "step"] == FOLDED
+
+
+def test_reads_are_marked() -> None:
+    """MobileBERT concatenates two weights, which needs their values."""
+    outcome = examine("mobilebert", "masked")
+    assert outcome.equal == {"forward": True, "step": True}
+    assert outcome.reads == ["forward", "step"]
+    assert "aten.cat.default at modeling_mobilebert.py" in outcome.notes[0]
+
+
+def test_exceptions_name_architectures_and_stages() -> None:
+    known = {name for group in GROUPS for name in architectures(group)}
+    assert {name for name, _ in EXCEPTIONS} <= known
+    assert {stage for _, stage in EXCEPTIONS} <= {*STAGES, "served"}

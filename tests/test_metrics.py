@@ -1,0 +1,215 @@
+"""The daemon's Prometheus metrics and its log tell what happened: sizes, names and codes, never what calls hold."""
+
+import json
+import os
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from torch import nn
+
+from symbiosis import transport
+from symbiosis.client.session import Session
+from symbiosis.errors import CallError
+from symbiosis.executor.metrics import PrometheusCollector
+from symbiosis.protocol import Hello, Op
+
+EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
+LAYER = "model.layers.0.self_attn.q_proj"
+Sample = dict[tuple[str, ...], float]
+
+
+@dataclass
+class Daemon:
+    """A running `symbiosis-executor demo`."""
+
+    process: subprocess.Popen[str]
+    endpoints: list[str]
+    metrics_port: int
+    log: list[str] = field(default_factory=list)
+
+    def scrape(self) -> dict[str, Sample]:
+        """Metric name -> label values -> value."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=20) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        found: dict[str, Sample] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            values = found.setdefault(sample.name, {})
+            labels = tuple(value for _, value in sorted(sample.labels.items()))
+            assert labels not in values, f"{sample.name} has two values for {labels}"
+            values[labels] = sample.value
+        return found
+
+    def stop(self) -> list[dict[str, Any]]:
+        """End it; its log, if that is JSON."""
+        self.process.send_signal(signal.SIGTERM)
+        _, errors = self.process.communicate(timeout=30)
+        self.log = [line for line in errors.splitlines() if "Loading weights" not in line]
+        assert self.process.returncode == 0, errors
+        return [json.loads(line) for line in self.log if line.startswith("{")]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def daemon(tmp_path: Path, *options: str) -> Iterator[Daemon]:
+    port = free_port()
+    listen = ["--listen", f"local://{tmp_path}/executor.sock", "--listen", "tcp://127.0.0.1:0"]
+    command = [sys.executable, "-c", EXECUTOR, "demo", *listen, "--metrics-port", str(port), *options]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    try:
+        assert process.stdout
+        with selectors.DefaultSelector() as selector:
+            selector.register(process.stdout, selectors.EVENT_READ)
+            assert selector.select(90), "the executor does not get ready"
+        ready = process.stdout.readline()
+        assert ready.startswith("symbiosis-executor ready"), process.stderr and process.stderr.read()
+        yield Daemon(process, ready.rpartition(" at ")[2].split(), port)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+def test_prometheus(tmp_path: Path) -> None:
+    with daemon(tmp_path) as executor:
+        idle = executor.scrape()
+        local, tcp = (Session(endpoint) for endpoint in executor.endpoints)
+        layer = next(index for index, entry in enumerate(local.manifest) if entry.name == LAYER)
+        width = local.manifest[layer].shape[1]
+        for rows in (3, 5):
+            local.call(Op.FORWARD, layer, torch.ones(rows, width))
+        tcp.call(Op.DGRAD, layer, torch.ones(2, local.manifest[layer].shape[0]))
+        tcp.call(Op.ECHO, 9, torch.ones(1, 4))
+        with pytest.raises(CallError):
+            tcp.call(Op.FORWARD, layer, torch.ones(1, width + 1))
+        seen = executor.scrape()
+        local.close()
+        tcp.close()
+        assert within(10, lambda: sum(executor.scrape()["symbiosis_sessions"].values()) == 0)
+    forward, backward = (LAYER, "FORWARD"), (LAYER, "DGRAD")
+    assert "symbiosis_calls_total" not in idle
+    assert seen["symbiosis_calls_total"] == {forward: 2, backward: 1, ("", "ECHO"): 1}
+    assert seen["symbiosis_rows_total"] == {forward: 8, backward: 2, ("", "ECHO"): 1}
+    assert seen["symbiosis_batches_total"] == {forward: 2, backward: 1, ("", "ECHO"): 1}
+    assert (
+        seen["symbiosis_compute_seconds_total"].keys()
+        == seen["symbiosis_wait_seconds_total"].keys()
+        == {forward, backward, ("", "ECHO")}
+    )
+    assert 0 < seen["symbiosis_compute_seconds_total"][forward] < 10
+    out = local.manifest[layer].shape[0]
+    assert seen["symbiosis_bytes_total"] == {
+        ("local",): 4 * 8 * (width + out),
+        ("tcp",): 4 * 2 * (width + out) + 2 * 16,
+    }
+    assert seen["symbiosis_errors_total"] == {("BAD_SHAPE",): 1}
+    assert seen["symbiosis_sessions"] == {("local",): 1, ("tcp",): 1}
+    assert seen["symbiosis_dropped_sessions_total"] == {(): 0}
+    assert seen["symbiosis_queue_depth"] == {(): 0}
+    assert idle["symbiosis_sessions"] == {("local",): 0, ("tcp",): 0}
+    assert set(seen["symbiosis_batch_size_bucket"].values()) == {4}
+    assert seen["symbiosis_batch_size_count"] == seen["symbiosis_batch_size_sum"] == {(): 4}
+    assert seen["symbiosis_weights_bytes"] == {(): 4 * sum(torch.Size(entry.shape).numel() for entry in local.manifest)}
+    assert seen["symbiosis_resident_bytes"][()] > seen["symbiosis_weights_bytes"][()]
+    assert seen["symbiosis_uptime_seconds"][()] > idle["symbiosis_uptime_seconds"][()]
+
+
+def test_the_histogram_counts_calls_per_product(llama: nn.Module, serve: Callable) -> None:
+    """It says the same as the replies, each of which tells its client with how many calls it ran."""
+    executor = serve(llama, policy="lockstep")
+    clients = [Session(executor.endpoint) for _ in range(3)]
+    layer = next(index for index, entry in enumerate(clients[0].manifest) if entry.name == LAYER)
+
+    def run(client: Session) -> None:
+        for _ in range(10):
+            client.call(Op.FORWARD, layer, torch.ones(2, 64))
+        client.close()
+
+    threads = [threading.Thread(target=run, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    families = {family.name: family for family in PrometheusCollector(executor.server).collect()}
+    samples = families["symbiosis_batch_size"].samples
+    up_to = {sample.labels["le"]: sample.value for sample in samples if sample.name.endswith("_bucket")}
+    products = {1: up_to["1"], 2: up_to["2"] - up_to["1"], 3: up_to["4"] - up_to["2"]}
+    assert products[2] + products[3] > 0
+    assert up_to["+Inf"] == up_to["64"] == up_to["4"]
+    assert sum(size * count for size, count in products.items()) == 30
+    assert [sample.value for sample in samples if sample.name.endswith("_sum")] == [30]
+    assert sum(size**2 * count for size, count in products.items()) == sum(c.stats.batched_calls for c in clients)
+
+
+def test_the_log_tells_who_came_left_and_was_refused(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--log-format", "json") as executor:
+        local, tcp = executor.endpoints
+        with pytest.raises(CallError):
+            assert Session(tcp, fingerprint="of another model").welcome
+        client = Session(tcp)
+        layer = next(index for index, entry in enumerate(client.manifest) if entry.name == LAYER)
+        width = client.manifest[layer].shape[1]
+        client.call(Op.FORWARD, layer, torch.full((2, width), 0.123456))
+        for _ in range(5):
+            with pytest.raises(CallError):
+                client.call(Op.FORWARD, layer, torch.full((2, width + 1), 0.123456))
+        number = client.welcome.session
+        client.close()
+        assert within(10, lambda: sum(executor.scrape()["symbiosis_sessions"].values()) == 0)
+        log = executor.stop()
+    events = {event: [entry for entry in log if entry["event"] == event] for event in {entry["event"] for entry in log}}
+    assert events.keys() == {"join refused", "session joined", "call refused", "session left", "stopped"}
+    assert [(e["code"], e["transport"], e["level"]) for e in events["join refused"]] == [
+        ("WRONG_MODEL", "tcp", "warning")
+    ]
+    assert [(e["session"], e["client"], e["observer"]) for e in events["session joined"]] == [
+        (number, f"pid {os.getpid()}", False)
+    ]
+    refused = events["call refused"]
+    assert [entry["refused"] for entry in refused] == [1, 2, 4]
+    assert {(e["code"], e["op"], e["layer"], tuple(e["shape"])) for e in refused} == {
+        ("BAD_SHAPE", "FORWARD", LAYER, (2, width + 1))
+    }
+    (left,) = events["session left"]
+    assert (left["calls"], left["rows"], left["bytes"], left["refused"]) == (1, 2, 2 * width * 4, 5)
+    assert "0.123" not in "".join(executor.log)
+
+
+def test_a_silent_client_is_dropped_and_that_is_logged(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--heartbeat-s", "0.5") as executor:
+        connection = transport.connect(executor.endpoints[0], Hello(client="mute\n12:00:00 INFO forged"), 10)
+        assert within(20, lambda: executor.scrape()["symbiosis_dropped_sessions_total"] == {(): 1})
+        connection.close()
+        executor.stop()
+    lines = [line for line in executor.log if "session" in line]
+    assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line).partition(" session=")[0] for line in lines] == [
+        "INFO session joined", "WARNING session dropped", "INFO session left",
+    ]  # fmt: skip
+    assert r'client="mute\n12:00:00 INFO forged"' in lines[0]

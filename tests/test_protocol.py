@@ -1,0 +1,214 @@
+"""The wire format: every message comes back as it went out, and no bytes whatever do more than raise `ProtocolError`."""
+
+import random
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis import protocol
+from symbiosis.errors import Code, ProtocolError
+from symbiosis.protocol import (
+    CALL_SIZE,
+    DTYPES,
+    ITEMSIZE,
+    MAX_DIM,
+    REPLY_SIZE,
+    VERSION,
+    Beat,
+    Bye,
+    Call,
+    Grow,
+    Grown,
+    Hello,
+    Layer,
+    Limits,
+    Op,
+    Priority,
+    Refusal,
+    Reply,
+    View,
+    Welcome,
+    decode_call,
+    decode_control,
+    decode_reply,
+    encode_call,
+    encode_control,
+    encode_reply,
+)
+
+FRAMES = 100_000
+VERSION_AT = 4  # behind the magic
+
+dims = st.integers(0, 2**63 - 1)
+shapes = st.lists(dims, max_size=MAX_DIM).map(tuple)
+u32, u64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+views = st.integers(0, MAX_DIM).flatmap(
+    lambda n: st.builds(View, *[st.lists(dims, min_size=n, max_size=n).map(tuple)] * 2, offset=dims)
+)
+calls = st.builds(
+    Call, st.sampled_from(Op), u32, st.sampled_from(DTYPES), shapes, st.booleans(), st.sampled_from(Priority),
+    st.none() | views, u32, st.booleans(),
+)  # fmt: skip
+replies = st.builds(Reply, u64, st.sampled_from(Code), st.sampled_from(DTYPES), shapes, u32, u32, u32)
+i64, text, flag = st.integers(-(2**63), 2**63 - 1), st.text(max_size=20), st.booleans()
+layers = st.builds(Layer, text, text, st.lists(i64, max_size=4).map(tuple), text, text, flag)
+control_messages = st.one_of(
+    st.builds(Hello, i64, text, st.none() | i64, st.none() | text, flag),
+    st.builds(
+        Welcome, i64, text, st.lists(layers, max_size=3), text, text, st.builds(Limits, i64, i64, i64, i64), flag,
+        st.floats(allow_nan=False), text, i64,
+    ),
+    st.builds(Refusal, i64, text), st.builds(Grow, i64), st.builds(Grown, i64), st.builds(Beat), st.builds(Bye),
+)  # fmt: skip
+
+CALL = encode_call(Call(Op.FORWARD, 3, "float32", (2, 64), view=View((8, 8), (8, 1), 0)), seq=7)
+REPLY = encode_reply(Reply(7, shape=(2, 64), dtype="float32"))
+
+
+@given(calls, u64)
+def test_calls_come_back(call: Call, seq: int) -> None:
+    assert decode_call(encode_call(call, seq)) == (seq, call)
+
+
+@given(replies)
+def test_replies_come_back(reply: Reply) -> None:
+    assert decode_reply(encode_reply(reply)) == reply
+
+
+@given(control_messages)
+def test_control_messages_come_back(message: protocol.Control) -> None:
+    assert decode_control(encode_control(message)) == message
+
+
+def test_times_beyond_the_field_are_cut() -> None:
+    late = Reply(1, batch=2**40, wait_us=2**40, compute_us=2**40)
+    most = 2**32 - 1
+    assert decode_reply(encode_reply(late)) == Reply(1, batch=most, wait_us=most, compute_us=most)
+
+
+@given(calls)
+def test_a_calls_size_is_that_of_its_rows_and_groups(call: Call) -> None:
+    count = 1
+    for dim in call.shape:
+        count *= dim
+    rows = count * ITEMSIZE["int64" if call.op is Op.LOOKUP else call.dtype]
+    if call.op in (Op.READ, Op.NORMS, Op.STATS):
+        assert call.nbytes == 0
+    elif call.groups:
+        assert call.nbytes - 4 * call.groups in range(rows, rows + 8)
+        assert (call.nbytes - 4 * call.groups) % 8 == 0
+    else:
+        assert call.nbytes == rows
+    assert call.rows == (count if len(call.shape) < 2 else count // call.shape[-1] if call.shape[-1] else call.rows)
+
+
+def test_a_promise_of_2_to_the_40_elements_is_a_number_and_no_memory() -> None:
+    """The sizes are Python integers: what exceeds the limits is refused by comparing, and nothing was allocated for it."""
+    _, call = decode_call(encode_call(Call(Op.FORWARD, 0, "float64", (2**40, 2**40)), 1))
+    assert call.nbytes == 2**83
+    assert decode_reply(encode_reply(Reply(1, dtype="float64", shape=(2**40, 2**40)))).nbytes == 2**83
+
+
+@pytest.mark.parametrize(("decode", "frame"), [(decode_call, CALL), (decode_reply, REPLY)])
+def test_another_version_is_refused_with_both_versions_named(decode: Callable, frame: bytes) -> None:
+    other = frame[:VERSION_AT] + struct.pack("<H", 4711) + frame[VERSION_AT + 2 :]
+    with pytest.raises(ProtocolError, match=rf"version 4711, this side {VERSION}.*same release") as error:
+        decode(other)
+    assert error.value.code is Code.BAD_VERSION
+
+
+@pytest.mark.parametrize(("decode", "frame"), [(decode_call, CALL), (decode_reply, REPLY)])
+@pytest.mark.parametrize("bad", [lambda f: f[:-1], lambda f: f + b"\0", lambda f: b"", lambda f: b"HTTP" + f[4:]])
+def test_truncated_padded_and_foreign_headers_are_refused(decode: Callable, frame: bytes, bad: Callable) -> None:
+    decode(frame)
+    with pytest.raises(ProtocolError) as error:
+        decode(bad(frame))
+    assert error.value.code is Code.BAD_FRAME
+
+
+def codes_of_every_byte(decode: Callable[[bytes], Any], frame: bytes) -> set[Code]:
+    """The codes by which a frame is refused when one of its bytes is 0xff."""
+    codes = set()
+    for position in range(len(frame)):
+        try:
+            decode(frame[:position] + b"\xff" + frame[position + 1 :])
+        except ProtocolError as error:
+            codes.add(error.code)
+    return codes
+
+
+def test_every_field_of_a_header_is_checked() -> None:
+    expected = {Code.BAD_FRAME, Code.BAD_VERSION, Code.UNKNOWN_OP, Code.BAD_SHAPE}
+    assert codes_of_every_byte(decode_call, CALL) == expected
+    assert codes_of_every_byte(decode_reply, REPLY) == {Code.BAD_FRAME, Code.BAD_VERSION}
+
+
+def mutated(frame: bytes, chance: random.Random) -> bytes:
+    """The frame with a few bytes changed, cut, put in or doubled; or something that never was a frame."""
+    if chance.random() < 0.1:
+        return chance.randbytes(chance.choice((0, 1, CALL_SIZE, REPLY_SIZE, chance.randrange(300))))
+    raw = bytearray(frame)
+    for _ in range(chance.randrange(1, 5)):
+        raw[chance.randrange(len(raw))] = chance.choice((0, 1, 127, 128, 255, chance.randrange(256)))
+    if chance.random() < 0.2:
+        cut = chance.randrange(len(raw))
+        raw = chance.choice((raw[:cut], raw[:cut] + chance.randbytes(4) + raw[cut:], raw + raw))
+    return bytes(raw)
+
+
+WELCOME = Welcome(
+    1, "f" * 64, [Layer("model.layers.0.mlp.up_proj", "linear", (96, 64), "float32", "d" * 64)] * 3, '{"a": 1}',
+    "LlamaForCausalLM", Limits(), False, 5.0, "host:1",
+)  # fmt: skip
+SEEDS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
+    "call": (decode_call, [CALL, encode_call(Call(Op.GROUPED, 1, "bfloat16", (5, 8), groups=4), 2**64 - 1)]),
+    "reply": (decode_reply, [REPLY, encode_reply(Reply(1, Code.TOO_LARGE, shape=(40,)))]),
+    "control": (
+        decode_control,
+        [encode_control(m) for m in (Hello(client="pid 1"), WELCOME, Refusal(4, "no"), Grow(1 << 40), Beat(), Bye())],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SEEDS)
+def test_no_bytes_do_more_than_raise_protocol_error(kind: str) -> None:
+    decode, seeds = SEEDS[kind]
+    chance, refused = random.Random(20), 0
+    for number in range(FRAMES):
+        try:
+            decode(mutated(seeds[number % len(seeds)], chance))
+        except ProtocolError:
+            refused += 1
+    assert FRAMES // 10 < refused < FRAMES  # else the frames are all alike, and test nothing
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\xc1",
+        b"\xdf\xff\xff\xff\xff\xa4type\xa5hello",  # a map of 2^32 pairs
+        b"\x83\xa4type\xa7welcome\xa7session\x01\xa8manifest\xdd\xff\xff\xff\xff",  # a list of 2^32 layers
+        b"\x82\xa4type\xa5hello\xa6client\xdb\xff\xff\xff\xff",  # a string of 2^32 bytes
+        b"\x82\xa4type\xa5hello\xa6client" + b"\x91" * 100_000,  # a list in a list in a list ...
+        b"\x82\xa4type\xa5hello\xa6client\xa2\xff\xfe",  # no UTF-8
+        b"\x81\xa4type\xa6pickle",
+        msgspec.msgpack.encode({"type": "hello", "version": "one"}),
+        msgspec.msgpack.encode({"type": "grow", "nbytes": 2**63}) + b"\0",
+    ],
+)
+def test_control_bytes_that_are_no_message_are_refused(raw: bytes) -> None:
+    with pytest.raises(ProtocolError, match="not a control message") as error:
+        decode_control(raw)
+    assert error.value.code is Code.BAD_FRAME
+
+
+def test_a_message_of_a_later_release_is_still_understood() -> None:
+    """Fields that this release does not know are ignored, so that the version check is reached and can say what to do."""
+    hello = msgspec.msgpack.encode({"type": "hello", "version": VERSION + 1, "since_then": [1, 2]})
+    assert decode_control(hello) == Hello(version=VERSION + 1)
