@@ -89,8 +89,8 @@ class Engine:
         rows = [len(part) for part in parts]
         x_TK = torch.cat(parts).to(self._device)
         if call.op is Op.GROUPED:
-            order, ends = merge([work.payload[1] for work in works], rows)
-            sorted_TN = grouped(x_TK[order], self._operand(call), ends.to(self._device))
+            order, ends = self._local(merge([work.payload[1] for work in works], rows))
+            sorted_TN = grouped(x_TK[order], self._operand(call), ends)
             y_TN = torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
         elif call.op is Op.LOOKUP:
             y_TN = self._operand(call)[x_TK]
