@@ -129,9 +129,12 @@ class Worker:
         self.send(method, *args)
         return self.result()
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """The process ends when it has answered."""
         self._pipe.close()
-        self._process.join(STOP_S / 2)
+
+    def end(self, deadline: float) -> None:
+        self._process.join(max(0.0, deadline - time.monotonic()))
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -165,7 +168,9 @@ def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> I
         yield started
     finally:
         for worker in started:
-            worker.close()
+            worker.hang_up()
+        for worker in started:
+            worker.end(time.monotonic() + STOP_S / len(started))
 
 
 def together(them: Sequence[Worker], method: str, *args: Any, meanwhile: Callable[[], Any] | None = None) -> list[Any]:

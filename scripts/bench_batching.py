@@ -142,7 +142,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size, a multiple of 128")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--threads", type=int, default=1, help="threads of every generator")
-    parser.add_argument("--executor-threads", type=int, default=1)
+    parser.add_argument("--executor-threads", type=int, default=1, help="threads of every executor")
     return parser.parse_args()
 
 

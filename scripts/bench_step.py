@@ -1,8 +1,8 @@
 """A LoRA training step and a decoding step, split against unsplit: alone, and four programs at once on one machine.
 
 * Alone: an executor and one client beside one unsplit program, all with `--threads` threads, taking turns.
-* Four: an executor and four clients, then four unsplit programs, then again. What the two sides have in common here is the
-  machine: the executor may use `--executor-threads` threads, by default as many as there are cores.
+* Four: an executor and four clients, then four unsplit programs, then again, every time in fresh processes. What the two
+  sides have in common here is the machine, so the executor may be given more threads: `--executor-threads`.
 
 The checkpoint holds bfloat16, as published ones do, and everything computes in float32, so that every unsplit program makes
 its own copy of the weights. (Programs that use a checkpoint as it lies on disk share its pages on a CPU even unsplit:
@@ -13,7 +13,6 @@ its own copy of the weights. (Programs that use a checkpoint as it lies on disk 
 """
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -232,7 +231,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size, a multiple of 128")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="threads of every process")
-    parser.add_argument("--executor-threads", type=int, default=os.cpu_count(), help="... of the executor of four")
+    parser.add_argument("--executor-threads", type=int, help="... of the executor of four, if it is to have others")
     parser.add_argument("--checkpoint-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return parser.parse_args()
 
@@ -242,7 +241,7 @@ def main() -> int:
     prepare(args.threads)
     plan = (4, 0.7, 2, 15.0, 5.0) if args.quick else (15, 2.0, 5, 40.0, 15.0)
     with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(Path(folder), args.threads, args.executor_threads, *plan)
+        setting = Setting(Path(folder), args.threads, args.executor_threads or args.threads, *plan)
         parameters = save_llama(Path(setting.checkpoint), args.hidden, args.layers, args.checkpoint_dtype)
         alone = run_alone(setting)
         crowds: dict[str, list[Crowd]] = {side: [] for side in SIDES}

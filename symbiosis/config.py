@@ -64,7 +64,7 @@ def read_config_file(file: Path) -> dict[str, object]:
 
     try:
         content = yaml.safe_load(file.read_text()) or {}
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the configuration file {file}: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold `option: value` lines, not a {type(content).__name__}")

@@ -4,6 +4,7 @@ They are forked from one server process that has imported everything, so that st
 Whatever is waited for is waited for on a descriptor or on a condition, and not for ever.
 """
 
+import atexit
 import multiprocessing
 import os
 import select
@@ -188,6 +189,7 @@ def _run_client(mouth: Connection, program: Callable[..., Any], arguments: tuple
         mouth.send(("returned", program(lambda what: mouth.send(("said", what)), *arguments)))
     except BaseException:
         mouth.send(("raised", traceback.format_exc()))
+    atexit._run_exitfuncs()  # which a process of multiprocessing skips: sessions leave
 
 
 @contextmanager

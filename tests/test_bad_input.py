@@ -508,9 +508,9 @@ def test_bytes_that_are_not_even_zeromq_harm_nobody(executor: symbiosis.Executor
     host, _, port = executor.endpoint.removeprefix("tcp://").rpartition(":")
     for _ in range(5):
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock:
-            sock.sendall(raw)
-            sock.shutdown(socket.SHUT_WR)
-            with contextlib.suppress(ConnectionError, TimeoutError):
+            with contextlib.suppress(OSError):  # it may hang up before we have said all
+                sock.sendall(raw)
+                sock.shutdown(socket.SHUT_WR)
                 while sock.recv(4096):
                     pass
 

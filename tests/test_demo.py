@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -28,7 +28,17 @@ DEMO = [sys.executable, "-c", "from symbiosis.cli import main; main()", "demo"]
 STEPS, TOKENS = 10, 24
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the demo's processes have: threads decide how a product rounds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.mark.timeout(300)
+@pytest.mark.usefixtures("one_thread")
 def test_demo(tmp_path: Path) -> None:
     command = [*DEMO, "--steps", str(STEPS), "--tokens", str(TOKENS), "--keep", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280)
@@ -56,7 +66,6 @@ def test_demo(tmp_path: Path) -> None:
     assert len(set(figures["texts"].values())) == 3
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)  # what it kept is what it showed
     kept = PeftModel.from_pretrained(load_model("demo"), str(tmp_path / "lora"), is_trainable=True)
-    torch.set_num_threads(1)
     assert compute(kept, tokenizer).text == figures["texts"]["lora"]
 
 

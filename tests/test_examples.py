@@ -35,11 +35,14 @@ def test_finetune_then_generate(endpoint: str, tmp_path: Path) -> None:
     assert "wrapped 35/36 (kept: lm_head, not served)" in output
     plain = run("generate.py", endpoint, tmp_path)
     adapted = run("generate.py", endpoint, tmp_path, "adapters/shouting")
-    assert plain.startswith("The return value is") and adapted.splitlines()[0] != plain.splitlines()[0]
+    assert plain.startswith("The return value is")
+    assert adapted.partition("Stats(")[0] != plain.partition("Stats(")[0]
 
 
 @pytest.mark.parametrize("name", ["finetune_trl.py", "embedded.py"])
 def test_example(name: str, endpoint: str, tmp_path: Path) -> None:
+    if "trl" in name:
+        pytest.importorskip("trl")
     run(name, endpoint, tmp_path)
 
 

@@ -267,10 +267,12 @@ def test_forked_process_joins_anew(split: nn.Module, ids: Tensor, llama: nn.Modu
     executor = serve(llama, listen=[f"local://{tmp_path}/x.sock"])
     model = symbiosis.wrap(copy.deepcopy(llama), executor.endpoint)
     expected = logits(model, ids)
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     child = os.fork()
     if child == 0:
         os._exit(0 if torch.equal(logits(model, ids), expected) else 1)
+    torch.set_num_threads(threads)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(logits(model, ids), expected)
 

@@ -31,7 +31,7 @@ from tests.processes import (
     until,
 )
 
-COMMAND = str(Path(sys.executable).parent / "symbiosis-executor")
+COMMAND = [sys.executable, "-c", "from symbiosis.cli import executor_main; executor_main()"]  # as installed, or not
 both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
 
 
@@ -75,11 +75,10 @@ def echoes(endpoint: str) -> bool:
 # ---------------------------------------------------------------- the command
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_says_where_it_serves_and_ends_when_told(model: Path, tmp_path: Path, number: int) -> None:
+def test_the_command_says_where_it_serves_and_ends_when_told(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     process = subprocess.Popen(
-        [COMMAND, str(model), f"--listen=local://{path}", "--listen=tcp://127.0.0.1:0"],
+        [*COMMAND, str(model), f"--listen=local://{path}", "--listen=tcp://127.0.0.1:0"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -89,13 +88,20 @@ def test_the_command_says_where_it_serves_and_ends_when_told(model: Path, tmp_pa
         expected = rf"symbiosis-executor ready: {re.escape(str(model))} \(14 layers, \d+ MiB\) at local://{path} tcp://127.0.0.1:\d+\n"
         assert re.fullmatch(expected, line), (line, process.stderr and process.stderr.read() if not line else "")
         assert all(map(echoes, endpoints))
-        process.send_signal(number)
+        process.terminate()
         assert process.wait(WAIT_S) == 0
         assert process.stdout.read() == ""
         assert not path.exists()
     finally:
         process.kill()
         process.communicate()
+
+
+def test_ctrl_c_ends_it_as_sigterm_does(start: Callable, tmp_path: Path) -> None:
+    executor = start(listen_at("local", tmp_path))
+    executor.signal(signal.SIGINT)
+    assert executor.wait() == 0
+    assert not (tmp_path / "x.sock").exists()
 
 
 def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(
@@ -118,6 +124,8 @@ WRONG_OPTIONS = {
     "a limit of nothing": ("--max-rows=0", "", "max-rows must be positive, not 0"),
     "no file": ("--config=/nowhere.yaml", "", "cannot read the configuration file /nowhere.yaml"),
     "a wrong dtype": ("--dtype=float7", "", "--dtype 'float7'"),
+    "a dtype that is no float": ("--dtype=int8", "", "--dtype 'int8' is no floating point type"),
+    "a device that is not there": ("--device=gpu", "", "--device 'gpu': "),
     "no such layers": ("--serve=decoder.*", "", "--serve 'decoder.*' matches no layer. Names look like: "),
     "no endpoint": ("--listen=executor.sock", "", "'executor.sock' is no endpoint"),
     "a directory that cannot be": ("--listen=local:///proc/x/y.sock", "", "cannot .* local:///proc/x/y.sock"),

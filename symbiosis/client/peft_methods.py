@@ -47,7 +47,7 @@ def _is_remote_linear(layer: Any) -> bool:
 @torch.compiler.disable  # Dynamo takes the kept norms of one layer for those of all
 def row_norms(layer: nn.Module, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """The norms of the rows of `W + s B A`, W remote: as PEFT means it, a constant to autograd."""
-    handle = layer.weight.handle  # type: ignore[union-attr]
+    handle: Handle = layer.weight.handle  # type: ignore[union-attr, assignment]
     wide = torch.promote_types(dtype, torch.float32)
     priority = Priority.TRAIN if torch.is_grad_enabled() else Priority.DECODE
     with torch.no_grad():
@@ -69,7 +69,7 @@ def _squared_row_norms(handle: Handle, dtype: torch.dtype) -> Tensor:
 def _patch_dora() -> None:
     from peft.tuners.lora import dora
 
-    layer = dora.DoraLinearLayer
+    layer: Any = dora.DoraLinearLayer
     layer.update_layer = _dora_update_layer(layer.update_layer)
     layer.forward = _dora_forward(layer.forward, dora.cache_decorator("weight-norm")(_dora_norms))
 
@@ -123,9 +123,10 @@ def _rows(layer: nn.Module) -> Tensor:
 
 
 def _patch_hra() -> None:
-    from peft.tuners.hra.layer import HRALinear
+    from peft.tuners.hra import layer as hra
 
-    forward = HRALinear.forward
+    layer: Any = hra.HRALinear
+    forward = layer.forward
 
     @wraps(forward)
     def remote_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -141,16 +142,18 @@ def _patch_hra() -> None:
         )
         return F.linear(rotated, weight, bias).to(x.dtype)
 
-    HRALinear.forward = remote_forward
+    layer.forward = remote_forward
 
 
 def _patch_rewriting_inits() -> None:
-    from peft.tuners.lora.layer import LoraLayer
-    from peft.tuners.lora.variants import KasaLinearVariant
+    from peft.tuners.lora import layer as lora
+    from peft.tuners.lora import variants
 
-    for name in ("pissa_init", "olora_init", "corda_init", "loftq_init"):
-        setattr(LoraLayer, name, _on_private_copy(getattr(LoraLayer, name), name.removesuffix("_init")))
-    KasaLinearVariant.init = staticmethod(_on_private_copy(KasaLinearVariant.init, "KaSA"))
+    for name, method in (("pissa", "PiSSA"), ("olora", "OLoRA"), ("corda", "CorDA"), ("loftq", "LoftQ")):
+        init = getattr(lora.LoraLayer, f"{name}_init")
+        setattr(lora.LoraLayer, f"{name}_init", _on_private_copy(init, method))
+    kasa: Any = variants.KasaLinearVariant
+    kasa.init = staticmethod(_on_private_copy(kasa.init, "KaSA"))
 
 
 def _on_private_copy(init: Any, method: str) -> Any:
@@ -165,17 +168,17 @@ def _on_private_copy(init: Any, method: str) -> Any:
 
 
 def _patch_glora() -> None:
-    from peft.tuners.glora.layer import GloraLinear
-    from peft.tuners.glora.model import GloraModel
+    from peft.tuners.glora import layer, model
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    create = GloraModel._create_new_module
+    glora: Any = model.GloraModel
+    create = glora._create_new_module
 
     @wraps(create)
     def create_on_remote(peft_config: Any, adapter_name: str, target: nn.Module, **options: Any) -> nn.Module:
         base_layer = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
         if type(base_layer) is VirtLinear:
-            return GloraLinear(target, adapter_name, config=peft_config)
+            return layer.GloraLinear(target, adapter_name, config=peft_config)
         return create(peft_config, adapter_name, target, **options)
 
-    GloraModel._create_new_module = staticmethod(create_on_remote)
+    glora._create_new_module = staticmethod(create_on_remote)

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,7 +60,9 @@ class Handle:
     def is_own_bias(self, bias: Tensor | None) -> bool:
         """Whether `bias` is still what the executor adds, too."""
         own = self.own_bias
-        return own is not None and bias is own[0] and not bias.requires_grad and bias._version == own[1]
+        if own is None or bias is not own[0] or bias._version != own[1]:
+            return False
+        return not (bias.requires_grad and torch.is_grad_enabled())
 
     def snapshot(self) -> "Handle":
         """The executor's tensor as it is, for what is a copy to the caller: writes to the one do not show in the other."""
@@ -108,6 +111,9 @@ class RemoteWeight(Tensor):
     def view_of(self) -> View:
         return View(tuple(self.shape), tuple(self.stride()), int(self.storage_offset()))
 
+    def is_same_view(self, other: "RemoteWeight") -> bool:
+        return self.handle.is_same_tensor(other.handle) and self.view_of() == other.view_of()
+
     def like_me(self, meta: Tensor) -> "RemoteWeight":
         """The remote weight with the geometry of `meta`."""
         return RemoteWeight(self.handle, meta.shape, meta.stride(), meta.storage_offset(), self.dtype, self.device)
@@ -128,10 +134,10 @@ class RemoteWeight(Tensor):
             return base.as_strided(self.shape, self.stride(), self.storage_offset())
         if self.is_whole:
             return handle.session.call(Op.READ, handle.index, dtype=self.dtype).to(self.device)
-        size, stride, offset = self.view_of()
+        size, stride, offset = self.view_of()  # kept as they lie in memory, because strides decide roundings
         if len(size) > MAX_DIM:
             return RemoteWeight.whole(handle, self.dtype, self.device).value().as_strided(size, stride, offset)
-        order = sorted(range(self.dim()), key=lambda dim: -stride[dim])  # as it lies in memory: strides decide roundings
+        order = sorted(range(self.dim()), key=lambda dim: -stride[dim])
         view = View(tuple(size[dim] for dim in order), tuple(stride[dim] for dim in order), offset)
         read = handle.session.call(Op.READ, handle.index, dtype=self.dtype, view=view)
         return read.to(self.device).permute(*(order.index(dim) for dim in range(self.dim())))
@@ -179,7 +185,9 @@ class RemoteWeight(Tensor):
         elif isinstance(value, RemoteWeight | RemoteSum):
             value = value.value().clone()
         if tuple(value.shape) != handle.layer.shape:
-            raise WeightWrite(f"{what} would give {handle.layer.name!r} the shape {tuple(value.shape)} (at {call_site()})")
+            raise WeightWrite(
+                f"{what} would give {handle.layer.name!r} the shape {tuple(value.shape)} (at {call_site()})"
+            )
         handle.private = value.detach().to(self.dtype).contiguous()
 
     def __repr__(self, **_: Any) -> str:
@@ -241,10 +249,13 @@ def contiguous_stride(shape: Any) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
 def call_site() -> str:
     """The line of the caller's code, outside torch and this package."""
     for frame in reversed(traceback.extract_stack()):
-        if "/torch/" not in frame.filename and "/symbiosis/client/" not in frame.filename:
+        if not frame.filename.startswith(_INTERNAL):
             return f"{frame.filename}:{frame.lineno}"
     return "?"
 
@@ -291,8 +302,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
 
 def _write(func: Any, written: list[RemoteWeight], args: Any, kwargs: Any) -> Any:
     weight, source = written[0], args[1] if len(args) > 1 else None
-    same = isinstance(source, RemoteWeight) and source.handle.is_same_tensor(weight.handle)
-    if same and source.view_of() == weight.view_of():
+    if isinstance(source, RemoteWeight) and source.is_same_view(weight):
         return weight  # set_ or copy_ from itself, as parametrize and load_state_dict do
     for one in written:
         one.privatise(str(func))
@@ -330,6 +340,11 @@ def _rows_times(x: Tensor, weight: RemoteWeight) -> Tensor:
     return _call(Op.PRODUCT, weight, x, weight.view_of())
 
 
+def _is_repeated(weight: RemoteWeight) -> bool:
+    """Whether a stack of matrices is one matrix, again and again: then all rows that it multiplies make one call."""
+    return weight.dim() == 3 > len(weight.handle.layer.shape) and (weight.stride(0) == 0 or weight.shape[0] == 1)
+
+
 def times(x: Any, weight: Any) -> Any:
     """The product of two matrices or stacks of matrices, one of which is remote."""
     if isinstance(x, RemoteWeight):
@@ -337,10 +352,11 @@ def times(x: Any, weight: Any) -> Any:
             return NotImplemented
         if weight.numel() == 0:
             return weight.new_zeros(*x.shape[:-1], weight.shape[-1])
-        if x.dim() == 3 and x.stride(0) == 0:  # one matrix for a whole stack: the stack's columns are rows of one call
-            columns = weight.transpose(1, 2)
-            return times(columns.reshape(-1, x.shape[2]), x[0].t()).view(*columns.shape[:2], -1).transpose(1, 2)
+        if _is_repeated(x):
+            return times(weight.transpose(1, 2), x.transpose(1, 2)).transpose(1, 2)
         return _call(Op.LEFT, x, weight.to(x.dtype), x.view_of())
+    if _is_repeated(weight):
+        return _rows_times(x.reshape(-1, x.shape[-1]), weight[0]).view(*x.shape[:-1], weight.shape[-1])
     return _rows_times(x, weight)
 
 

@@ -34,7 +34,8 @@ def _product(x: Tensor, session: int, layer: int, op: int, width: int, bias: boo
     if not rows_TK.shape[0]:
         return x.new_zeros(*x.shape[:-1], width)
     y_TN = Session.of(session).call(Op(op), layer, rows_TK, bias=bias, priority=Priority(priority))
-    return torch.ops.aten._unsafe_view(y_TN, (*x.shape[:-1], width))  # autograd forbids to change a tracked view in place
+    shape = (*x.shape[:-1], width)
+    return torch.ops.aten._unsafe_view(y_TN, shape)  # a view that autograd tracks could not be changed in place
 
 
 def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:

@@ -25,8 +25,14 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.M
         raise ConfigError(
             f"cannot load {name!r}: {error}\nMODEL is a directory with config.json and *.safetensors, a hub id, or demo"
         ) from None
-    model = model_class(config).from_pretrained(path, dtype=_dtype(dtype), use_safetensors=True)
-    return model.eval().to(device)
+    try:
+        model = model_class(config).from_pretrained(path, dtype=_dtype(dtype), use_safetensors=True)
+    except OSError as error:
+        raise ConfigError(f"cannot load the weights of {name!r} (only *.safetensors are read): {error}") from None
+    try:
+        return model.eval().to(device)
+    except (RuntimeError, AssertionError) as error:  # torch's ways to say that there is no such device
+        raise ConfigError(f"--device {device!r}: {str(error).partition(chr(10))[0]}") from None
 
 
 def model_class(config: transformers.PretrainedConfig) -> type:
@@ -44,6 +50,6 @@ def _dtype(name: str | None) -> torch.dtype | str:
     if name is None:
         return "auto"
     dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"--dtype {name!r} is no floating point type: float32, bfloat16, float16 or float64")
     return dtype

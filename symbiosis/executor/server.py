@@ -164,7 +164,7 @@ class Server:
                 "this executor now serves another model than the one this client joined: "
                 "start the executor with the same checkpoint, or wrap the client's model again",
             )
-        if len(self.sessions) >= self.limits.max_sessions:
+        if not hello.observer and sum(not s.observer for s in self.sessions.values()) >= self.limits.max_sessions:
             raise CallError(Code.LIMIT, f"all {self.limits.max_sessions} sessions are taken: raise --max-sessions")
 
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:

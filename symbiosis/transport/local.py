@@ -99,6 +99,11 @@ class Slab:
         os.close(self.fd)
 
 
+def _ring(memory: mmap.mmap, at: int, number: int) -> None:
+    """In one store: the other side looks all the time, and `pack_into` writes zeros first, then byte by byte."""
+    memory[at : at + _WORD.size] = _WORD.pack(number)
+
+
 @lru_cache(maxsize=1 << 14)
 def reply_at(call: Call) -> int:
     """Where the payload of the reply begins: behind that of the call, on a cache line."""
@@ -232,7 +237,7 @@ class Peer:
             target.copy_(result.view(reply.shape))
         slab.memory[REPLY_AT : REPLY_AT + REPLY_SIZE] = encode_reply(reply)
         self._call = None
-        _WORD.pack_into(slab.memory, REPLY_BELL_AT, reply.seq)
+        _ring(slab.memory, REPLY_BELL_AT, reply.seq)
         fence()
         if slab.memory[CLIENT_SLEEPS_AT]:
             with suppress(BlockingIOError):  # the client has filled its own bell
@@ -400,7 +405,7 @@ class LocalConnection:
             if call.groups:
                 slab.tensor(PAYLOAD_AT + call.nbytes - 4 * call.groups, "int32", (call.groups,)).copy_(payload[1])
         slab.memory[CALL_AT : CALL_AT + CALL_SIZE] = encode_call(call, seq)
-        _WORD.pack_into(slab.memory, CALL_BELL_AT, seq)
+        _ring(slab.memory, CALL_BELL_AT, seq)
         fence()
         if slab.memory[EXECUTOR_SLEEPS_AT]:
             os.eventfd_write(self._call_bell, 1)

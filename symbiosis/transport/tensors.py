@@ -1,5 +1,7 @@
 """Tensors over raw memory, and the names their dtypes have on the wire."""
 
+from math import prod
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from symbiosis.protocol import DTYPES, Call
 
 TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 DTYPE_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+_MOST = 2**60
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -17,10 +20,9 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
     """The tensor that lies in `memory` (1-D uint8) from byte `start` on."""
-    target = TORCH_DTYPE[dtype]
-    count = 1
-    for dim in shape:
-        count *= dim
+    target, count = TORCH_DTYPE[dtype], prod(shape)
+    if not count and prod(max(1, dim) for dim in shape) >= _MOST:  # nothing to hold, yet torch cannot count it
+        raise ProtocolError(Code.BAD_SHAPE, f"the shape {shape} is larger than any memory")
     return memory[start : start + count * target.itemsize].view(target).view(shape)
 
 

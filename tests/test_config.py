@@ -1,0 +1,107 @@
+"""Options: defaults, file, command line; what is wrong is refused by name. And where endpoints live by default."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import symbiosis
+from symbiosis.config import Options, default_endpoint, load_options, read_config_file, runtime_dir
+from symbiosis.errors import ConfigError
+from symbiosis.protocol import Limits
+
+EVERYTHING: dict[str, Any] = {
+    "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cpu", "dtype": "bfloat16", "policy": "lockstep",
+    "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9,
+    "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
+    "max-in-flight": 12, "max-sessions": 13,
+}  # fmt: skip
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "executor.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_the_defaults_are_those_of_the_protocol() -> None:
+    assert load_options({}) == Options()
+    assert Options().limits == Limits()
+
+
+def test_a_file_may_say_everything(tmp_path: Path) -> None:
+    assert {key.replace("-", "_") for key in EVERYTHING} == set(Options.__struct_fields__)
+    options = load_options({}, written(tmp_path, yaml.safe_dump(EVERYTHING)))
+    for key, value in EVERYTHING.items():
+        got = getattr(options, key.replace("-", "_"))
+        assert got == (tuple(value) if isinstance(value, list) else value), key
+    assert options.limits == Limits(10, 11, 12, 13)
+
+
+def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "policy: lockstep\nmax-rows: 5\n")
+    options = load_options({"policy": "immediate"}, file)
+    assert (options.policy, options.max_rows, options.max_sessions) == ("immediate", 5, Options().max_sessions)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "listen: tcp://127.0.0.1:0\n"])
+def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text: str) -> None:
+    assert load_options({}, written(tmp_path, text)).listen == (("tcp://127.0.0.1:0",) if text.startswith("l") else ())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("polcy: lockstep", "unknown option polcy. Known: allow-read, "),
+        ("max_rows: 5", "unknown option max_rows"),
+        ("1: 2", "unknown option 1"),
+        ("- policy", "must hold `option: value` lines, not a list"),
+        ("policy: [", "cannot read the configuration file"),
+        ("max-rows: many", "wrong option: .*int.*max_rows"),
+        ("allow-read: 3", "wrong option: .*bool.*allow_read"),
+        ("non-finite: maybe", "wrong option: .*maybe"),
+        ("max-sessions: 0", "max-sessions must be positive, not 0"),
+        ("max-wait-us: -1", "max-wait-us must not be negative, but is -1"),
+        ("heartbeat-s: -0.5", "heartbeat-s must be positive"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_options({}, written(tmp_path, text))
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the configuration file /nowhere"):
+        read_config_file(Path("/nowhere"))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="cannot read the configuration file"):
+        read_config_file(tmp_path / "binary")
+
+
+def test_an_embedded_executor_refuses_options_that_do_not_exist() -> None:
+    with pytest.raises(ConfigError, match="polcy"):
+        symbiosis.Executor("demo", polcy="lockstep")
+
+
+def test_the_endpoint_comes_from_the_environment_else_from_this_users_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SYMBIOSIS_ENDPOINT", "tcp://host:1")
+    assert default_endpoint() == "tcp://host:1"
+    monkeypatch.delenv("SYMBIOSIS_ENDPOINT")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_endpoint() == f"local://{tmp_path}/symbiosis/executor.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert runtime_dir().parent == tmp_path
+
+
+def test_the_default_endpoint_is_this_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("SYMBIOSIS_ENDPOINT", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with symbiosis.Executor("demo", listen=[default_endpoint()]) as executor:
+        assert executor.endpoint == default_endpoint()
+        assert stat.S_IMODE((tmp_path / "symbiosis").stat().st_mode) == 0o700
+        assert symbiosis.from_executor() is not None

@@ -1,0 +1,260 @@
+"""Kills, freezes and restarts, at random moments: what must hold is that nobody's results change, and nothing is left behind.
+
+The executor keeps nothing between calls, so a client sends again what was not answered. Each test runs in a short form;
+the long one (marker `soak`) is the same with more of everything.
+"""
+
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from symbiosis.client.session import Session
+from symbiosis.errors import CallError, Code
+from symbiosis.protocol import Call, Hello, Op
+from symbiosis.transport import connect
+from tests import programs
+from tests.conftest import tiny_llama
+from tests.processes import Bystander, Client, Executor, killed_at_the_end, layer_number, save_tiny_llama, snapshot, until
+
+pytestmark = pytest.mark.fault
+STEPS = 30
+STEP_S = 0.05  # about what a training step takes; kills fall anywhere within a few of them
+
+both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def calm(model: Path) -> dict[str, Any]:
+    """What training gives when nothing happens to anybody."""
+    return undisturbed(model, STEPS)
+
+
+def undisturbed(model: Path, steps: int) -> dict[str, Any]:
+    with killed_at_the_end() as processes:
+        executor = Executor(model, f"--listen=local://{model}/calm.sock", log=model / "calm.log")
+        processes.append(executor)
+        trainer = Client(programs.train, executor.endpoint, steps)
+        processes.append(trainer)
+        return trainer.result()
+
+
+@pytest.fixture
+def processes() -> Iterator[list]:
+    with killed_at_the_end() as processes:
+        yield processes
+
+
+@pytest.fixture
+def start(processes: list, model: Path, tmp_path: Path, scheme: str) -> Callable[..., Executor]:
+    """Starts an executor at an endpoint of the test's `scheme`."""
+    listen = f"--listen=local://{tmp_path}/x.sock" if scheme == "local" else "--listen=tcp://127.0.0.1:0"
+
+    def run(*options: str) -> Executor:
+        # Everybody alone in the product, so that bits can be compared: company changes how a sum is rounded.
+        processes.append(Executor(model, listen, "--policy=immediate", *options, log=tmp_path / "executor.log"))
+        assert processes[-1].line, processes[-1].log.read_text()
+        return processes[-1]
+
+    return run
+
+
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Bit for bit."""
+    assert result["losses"] == expected["losses"]
+    assert result["adapter"].keys() == expected["adapter"].keys()
+    for name, value in expected["adapter"].items():
+        assert numpy.array_equal(result["adapter"][name], value), name
+
+
+# ---------------------------------------------------------------- the executor dies
+
+
+def train_while_the_executor_is_killed(
+    start: Callable[..., Executor], processes: list, steps: int, kills: int, seed: int
+) -> dict[str, Any]:
+    """A training during which the executor is killed `kills` times, each time at a random moment of another step."""
+    chance = random.Random(seed)
+    deadly = set(chance.sample(range(1, steps), kills))
+    executor = start()
+    trainer = Client(programs.train, executor.endpoint, steps)
+    processes.append(trainer)
+    for step in range(steps):
+        assert trainer.heard() == step
+        if step in deadly:
+            time.sleep(chance.uniform(0, STEP_S))
+            executor.kill()
+            executor = executor.again()
+            assert executor.line, executor.log.read_text()
+            processes.append(executor)
+    return trainer.result()
+
+
+@both_transports
+def test_training_survives_kills_of_the_executor(
+    start: Callable, processes: list, calm: dict[str, Any], scheme: str
+) -> None:
+    """The client reconnects by itself and sends again, and ends with the adapter of the undisturbed run."""
+    kills = 12
+    result = train_while_the_executor_is_killed(start, processes, STEPS, kills, seed=1)
+    assert_same(result, calm)
+    assert result["reconnects"] >= 10  # a kill in the client's last moments of a step may go unnoticed until the next
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@both_transports
+def test_training_survives_many_kills_of_the_executor(
+    start: Callable, processes: list, model: Path, scheme: str
+) -> None:
+    steps = 300
+    result = train_while_the_executor_is_killed(start, processes, steps, kills=200, seed=2)
+    assert_same(result, undisturbed(model, steps))
+    assert result["reconnects"] >= 190
+
+
+@both_transports
+def test_a_rolling_restart_loses_no_call(start: Callable, processes: list, calm: dict[str, Any], scheme: str) -> None:
+    """The old executor answers what has come and goes, while its successor starts at the same endpoint."""
+    executor = start()
+    trainer = Client(programs.train, executor.endpoint, STEPS)
+    processes.append(trainer)
+    with Bystander(executor.endpoint, tiny_llama()) as bystander:
+        for step in range(STEPS):
+            assert trainer.heard() == step
+            if step % 10 == 5:
+                executor.signal(signal.SIGTERM)
+                successor = executor.again()
+                assert executor.wait() == 0
+                assert successor.line, successor.log.read_text()
+                processes.append(successor)
+                executor = successor
+        assert_same(trainer.result(), calm)
+        calls = bystander.calls
+        until(lambda: bystander.calls > calls + 3 or bystander.problem)
+        assert bystander.problem is None
+        assert bystander.session.stats.reconnects >= 1
+
+
+@both_transports
+def test_a_frozen_executor_is_waited_for(start: Callable, processes: list, calm: dict[str, Any], scheme: str) -> None:
+    """Frozen for less than a call may take: work goes on where it was."""
+    executor = start()
+    trainer = Client(programs.train, executor.endpoint, STEPS)
+    processes.append(trainer)
+    with Bystander(executor.endpoint, tiny_llama()) as bystander:
+        for step in range(STEPS):
+            assert trainer.heard() == step
+            if step in (5, 15):
+                executor.signal(signal.SIGSTOP)
+                time.sleep(1.0)  # how long it is frozen, and no wait for anything
+                executor.signal(signal.SIGCONT)
+        result = trainer.result()
+        bystander.goes_on()
+        assert bystander.slowest_s > 0.9
+    assert_same(result, calm)
+    assert result["reconnects"] == 0
+
+
+@both_transports
+def test_a_call_for_which_there_is_no_memory_is_refused_and_the_next_served(start: Callable, scheme: str) -> None:
+    """The executor's address space is limited for real; a reply of 256 MB does not fit, and nothing but its call fails."""
+    import resource
+
+    executor = start("--serve=*")
+    session = Session(executor.endpoint)
+    number = layer_number(session, "model.embed_tokens")
+    session.close()
+    with Bystander(executor.endpoint, tiny_llama()) as bystander:
+        used = int(Path(f"/proc/{executor.pid}/statm").read_text().split()[0]) * 4096
+        resource.prlimit(executor.pid, resource.RLIMIT_AS, (used + (96 << 20),) * 2)
+        for _ in range(3):
+            connection = connect(executor.endpoint, Hello(client="greedy"), 10.0)
+            ids = torch.zeros(1 << 20, dtype=torch.int64)
+            with pytest.raises(CallError, match="memory") as error:
+                reply, text = connection.call(1, Call(Op.LOOKUP, number, "float32", tuple(ids.shape)), (ids,), 60.0)
+                raise CallError(reply.code, bytes(text.numpy()).decode())
+            assert error.value.code is Code.RESOURCE
+            connection.close()
+            bystander.goes_on()
+
+
+# ---------------------------------------------------------------- clients die
+
+
+def kill_clients(executor: Executor, processes: list, kills: int, rows: int, chance: random.Random) -> None:
+    """Clients that call for ever, each killed at a random moment of a call."""
+    for _ in range(kills):
+        client = Client(programs.call_for_ever, executor.endpoint, rows)
+        processes.append(client)
+        assert client.heard() == "calling"
+        time.sleep(chance.uniform(0, 0.03))
+        client.kill()
+
+
+def kills_of_clients_leave_nothing_behind(start: Callable[..., Executor], processes: list, kills: int) -> None:
+    rows = 1 << 15  # of 64 floats: 8 MiB there, 8 MiB back
+    executor = start("--heartbeat-s=0.5")
+    chance = random.Random(3)
+    with Bystander(executor.endpoint, tiny_llama()) as bystander:
+        kill_clients(executor, processes, 3, rows, chance)  # the allocator's first stock
+        until(lambda: sessions(executor) == 1, "leaving of the first clients")
+        memory, descriptors = executor.resident_bytes, executor.descriptors
+        kill_clients(executor, processes, kills, rows, chance)
+        until(lambda: sessions(executor) == 1, "leaving of the killed clients")
+        until(lambda: executor.descriptors <= descriptors, "closing of their descriptors")
+        assert executor.resident_bytes - memory < kills * (8 << 20) / 2  # half a payload for each that was killed
+        bystander.goes_on()
+    until(lambda: sessions(executor) == 0, "leaving of the bystander")
+
+
+def sessions(executor: Executor) -> int:
+    """How many clients the executor knows."""
+    return sum(not session.observer for session in snapshot(executor.endpoint).sessions)
+
+
+@both_transports
+def test_kills_of_clients_leave_nothing_behind(start: Callable, processes: list, scheme: str) -> None:
+    kills_of_clients_leave_nothing_behind(start, processes, kills=20)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@both_transports
+def test_many_kills_of_clients_leave_nothing_behind(start: Callable, processes: list, scheme: str) -> None:
+    kills_of_clients_leave_nothing_behind(start, processes, kills=200)
+
+
+@both_transports
+def test_a_hung_client_is_dropped_and_may_come_back(start: Callable, processes: list, scheme: str) -> None:
+    executor = start("--heartbeat-s=1")
+    client = Client(programs.call_when_told, executor.endpoint, 2.0)
+    processes.append(client)
+    with Bystander(executor.endpoint, tiny_llama()) as bystander:
+        client.heard()
+        client.signal(signal.SIGSTOP)
+        until(lambda: sessions(executor) == 1, "dropping the hung client")
+        assert snapshot(executor.endpoint).dropped == 1
+        client.signal(signal.SIGCONT)
+        assert client.result() == 1  # it found out, and joined again
+        bystander.goes_on()
+
+
+@both_transports
+def test_an_idle_client_that_lives_is_not_dropped(start: Callable, processes: list, scheme: str) -> None:
+    executor = start("--heartbeat-s=0.8")
+    client = Client(programs.call_when_told, executor.endpoint, 2.5)
+    processes.append(client)
+    assert client.result() == 0
+    assert snapshot(executor.endpoint).dropped == 0

@@ -1,0 +1,377 @@
+"""The three transports carry the same: every dtype, shape and size, for threads, forks, copies, and after a break."""
+
+import contextlib
+import os
+import pickle
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import symbiosis
+from symbiosis import transport
+from symbiosis.client.session import Session
+from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
+from symbiosis.protocol import DTYPES, Call, Hello, Op, Priority
+from symbiosis.transport.local import FIRST_SLAB
+from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.tensors import TORCH_DTYPE
+from symbiosis.transport.zeromq import COPY_BELOW
+from tests.conftest import tiny_llama
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def executor(url: str, serve: Callable) -> symbiosis.Executor:
+    return serve(tiny_llama(), listen=[url], policy="immediate")
+
+
+@pytest.fixture
+def session(executor: symbiosis.Executor) -> Iterator[Session]:
+    session = Session(executor.endpoint)
+    yield session
+    session.close()
+
+
+def anything(shape: tuple[int, ...], dtype: str = "float32") -> torch.Tensor:
+    """Random bytes as this dtype: NaNs of all kinds among them."""
+    kind = TORCH_DTYPE[dtype]
+    count = torch.Size(shape).numel() * kind.itemsize
+    raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    return raw.view(kind).view(shape)
+
+
+def echoed(session: Session, x: torch.Tensor) -> bool:
+    """Whether the very same bytes come back."""
+    y = session.call(Op.ECHO, 0, x)
+    same = torch.equal(y.reshape(-1).view(torch.uint8), x.reshape(-1).view(torch.uint8))
+    return y.dtype == x.dtype and y.shape == x.shape and same
+
+
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.002)
+
+
+# ---------------------------------------------------------------- what is carried
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_and_shape_arrives_bit_for_bit(session: Session, dtype: str) -> None:
+    for shape in ((1,), (7,), (3, 5), (2, 3, 5), (1, 1, 1), (0,), (0, 5), (4, 0)):
+        assert echoed(session, anything(shape, dtype)), shape
+
+
+@pytest.mark.parametrize(
+    "nbytes", [COPY_BELOW - 1, COPY_BELOW, COPY_BELOW + 1, FIRST_SLAB // 2, FIRST_SLAB, 3 * FIRST_SLAB + 1]
+)
+def test_every_size_arrives_bit_for_bit(session: Session, nbytes: int) -> None:
+    for _ in range(2):  # once with growing, once without
+        assert echoed(session, anything((nbytes,), "uint8"))
+        assert echoed(session, anything((3,), "uint8"))
+
+
+def test_a_reply_much_larger_than_its_call_arrives(url: str, serve: Callable) -> None:
+    model = tiny_llama()
+    executor = serve(model, listen=[url], serve=["*"])
+    session = Session(executor.endpoint)
+    number = next(n for n, layer in enumerate(session.manifest) if layer.name == "model.embed_tokens")
+    ids = torch.arange(50_000) % 100
+    assert torch.equal(session.call(Op.LOOKUP, number, ids, dtype=torch.float32), model.model.embed_tokens.weight[ids])
+    session.close()
+
+
+def test_rows_need_not_be_contiguous(session: Session) -> None:
+    x = anything((6, 4), "int32").t()
+    assert torch.equal(session.call(Op.ECHO, 0, x), x)
+    wide = anything((6, 8), "int32")[:, ::2]
+    assert torch.equal(session.call(Op.ECHO, 0, wide), wide)
+
+
+def test_ids_may_be_of_any_integer_type(url: str, serve: Callable) -> None:
+    model = tiny_llama()
+    split = symbiosis.wrap(tiny_llama(), serve(model, listen=[url], serve=["*"]).endpoint)
+    for dtype in (torch.int64, torch.int32):
+        ids = torch.tensor([[5, 7, 9]], dtype=dtype)
+        with torch.no_grad():
+            assert torch.equal(split(ids).logits, model(ids).logits)
+
+
+def test_weights_of_more_dimensions_are_read_whole(url: str, serve: Callable) -> None:
+    """A vision tower has convolutions: they are the client's own, and come from the executor like all that is."""
+    model = tiny_llama()
+    model.patches = torch.nn.Conv3d(3, 4, 2)
+    executor = serve(model, listen=[url])
+    session = Session(executor.endpoint)
+    number = next(n for n, layer in enumerate(session.manifest) if layer.name == "patches.weight")
+    assert torch.equal(session.call(Op.READ, number), model.patches.weight)
+    session.close()
+
+
+def test_the_figures_arrive(session: Session) -> None:
+    assert echoed(session, anything((3, 5)))
+    assert session.call(Op.STATS, 0, dtype=torch.uint8).numel() > 100
+    assert (session.stats.calls, session.stats.rows, session.stats.bytes_sent) == (2, 4, 60)
+
+
+# ---------------------------------------------------------------- who shares a session
+
+
+def test_threads_share_a_session(session: Session) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda n: echoed(session, anything((n % 60 + 1, 64))), range(400)))
+    assert session.stats.reconnects == 0
+
+
+def test_sessions_do_not_mix(executor: symbiosis.Executor) -> None:
+    """Each with rows and sizes of its own, all at once."""
+
+    def run(number: int) -> bool:
+        session = Session(executor.endpoint)
+        try:
+            return all(echoed(session, torch.full((number + n % 7, 64), float(number))) for n in range(100))
+        finally:
+            session.close()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(run, range(1, 9)))
+
+
+def test_a_pickled_session_joins_anew_and_only_once(url: str, session: Session) -> None:
+    if url.startswith("inproc"):
+        pytest.skip("its executor is in this process only")
+    one, other = pickle.loads(pickle.dumps((session, session)))
+    assert one is other is not session
+    assert pickle.loads(pickle.dumps(session)) is one
+    assert echoed(one, anything((3, 5))) and echoed(session, anything((3, 5)))
+    one.close()
+
+
+def test_a_forked_child_joins_anew(url: str, executor: symbiosis.Executor, session: Session) -> None:
+    """As data loaders fork; parent and child then call at the same time, each on a connection of its own."""
+    if url.startswith("inproc"):
+        pytest.skip("its executor is in this process only")
+    assert echoed(session, anything((3, 5)))
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        with contextlib.suppress(BaseException):
+            os.write(writer, b"yes" if all(echoed(session, anything((n + 1, 5))) for n in range(100)) else b"no")
+        os._exit(0)
+    os.close(writer)
+    assert all(echoed(session, anything((n + 1, 7))) for n in range(100))
+    assert os.read(reader, 3) == b"yes"
+    os.waitpid(child, 0)
+    os.close(reader)
+    assert session.stats.reconnects == 0
+
+
+def test_the_priority_is_that_of_the_session_if_it_has_one(executor: symbiosis.Executor) -> None:
+    session = Session(executor.endpoint, Priority.TRAIN)
+    number = session.welcome.session
+    assert executor.server.sessions[number].priority == Priority.TRAIN
+    session.close()
+
+
+# ---------------------------------------------------------------- joining, leaving, coming back
+
+
+def test_who_leaves_is_forgotten(executor: symbiosis.Executor) -> None:
+    for _ in range(3):
+        session = Session(executor.endpoint)
+        assert echoed(session, anything((3, 5)))
+        assert len(executor.server.sessions) == 1
+        session.close()
+        until(lambda: not executor.server.sessions)
+
+
+def test_a_closed_session_joins_again_when_it_is_used(session: Session) -> None:
+    assert echoed(session, anything((3, 5)))
+    session.close()
+    assert echoed(session, anything((3, 5)))
+    assert session.stats.reconnects == 1
+
+
+def test_a_session_that_nobody_keeps_leaves(executor: symbiosis.Executor) -> None:
+    session = Session(executor.endpoint)
+    assert echoed(session, anything((3, 5)))
+    del session
+    until(lambda: not executor.server.sessions)
+
+
+def test_joining_and_leaving_leaves_no_descriptors(executor: symbiosis.Executor) -> None:
+    def join_and_leave() -> None:
+        session = Session(executor.endpoint)
+        assert echoed(session, anything((FIRST_SLAB // 4,)))  # with growing
+        session.close()
+        until(lambda: not executor.server.sessions)
+
+    join_and_leave()
+    before = descriptors()
+    for _ in range(20):
+        join_and_leave()
+    until(lambda: descriptors() <= before)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_closed_executors_leave_no_descriptors(url: str, tmp_path: Path) -> None:
+    model = tiny_llama()
+
+    def run(number: int) -> None:
+        with symbiosis.Executor(model, listen=[url]) as executor:
+            session = Session(executor.endpoint)
+            assert echoed(session, anything((number + 1, 5)))
+            session.close()
+
+    run(0)
+    before = descriptors()
+    for number in range(10):
+        run(number)
+    until(lambda: descriptors() <= before)
+
+
+def test_a_session_goes_on_with_an_executor_that_was_restarted(url: str) -> None:
+    model = tiny_llama()
+    first = symbiosis.Executor(model, listen=[url])
+    session = Session(first.endpoint)
+    assert echoed(session, anything((3, 5)))
+    first.close()
+    results: list[bool] = []
+    waiting = threading.Thread(target=lambda: results.append(echoed(session, anything((3, 5)))))
+    waiting.start()
+    with symbiosis.Executor(model, listen=[first.endpoint]):
+        waiting.join(WAIT_S)
+        assert results == [True]
+        assert session.stats.reconnects == 1
+        session.close()
+
+
+def test_an_executor_that_stays_away_is_given_up_in_time(url: str) -> None:
+    executor = symbiosis.Executor(tiny_llama(), listen=[url])
+    session = Session(executor.endpoint, patience=0.3)
+    assert echoed(session, anything((3, 5)))
+    executor.close()
+    begun = time.monotonic()
+    with pytest.raises(ExecutorUnavailable, match=f"no executor at {executor.endpoint}.*Start one with"):
+        session.call(Op.ECHO, 0, anything((3, 5)))
+    assert 0.3 <= time.monotonic() - begun < WAIT_S
+    session.close()
+
+
+def test_a_client_that_is_idle_stays_joined(url: str, serve: Callable) -> None:
+    executor = serve(tiny_llama(), listen=[url], heartbeat_s=0.3)
+    session = Session(executor.endpoint)
+    assert echoed(session, anything((3, 5)))
+    time.sleep(1.2)  # idle for four heartbeats, and no wait for anything
+    assert executor.server.figures.dropped == 0
+    assert echoed(session, anything((3, 5)))
+    assert session.stats.reconnects == 0
+    session.close()
+
+
+def test_a_client_that_was_dropped_joins_again(url: str, serve: Callable) -> None:
+    """Its heartbeat stopped, as it does in a frozen process; the next call finds out."""
+    if url.startswith("inproc"):
+        pytest.skip("lives as long as its executor")
+    executor = serve(tiny_llama(), listen=[url], heartbeat_s=0.3)
+    session = Session(executor.endpoint)
+    with session._lock:
+        session._connected()  # and the lock is held, so that nothing beats
+        until(lambda: executor.server.figures.dropped == 1)
+    assert not executor.server.sessions
+    assert echoed(session, anything((3, 5)))
+    assert session.stats.reconnects == 1
+    session.close()
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def test_an_address_in_use_is_refused(executor: symbiosis.Executor) -> None:
+    with pytest.raises(ConfigError, match="already|cannot listen"):
+        symbiosis.Executor(tiny_llama(), listen=[executor.endpoint])
+
+
+def test_a_stale_socket_is_replaced_and_another_file_is_not(tmp_path: Path, serve: Callable) -> None:
+    path = tmp_path / "stale.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(str(path))
+    assert stat.S_ISSOCK(path.stat().st_mode)
+    executor = serve(tiny_llama(), listen=[f"local://{path}"])
+    session = Session(executor.endpoint)
+    assert echoed(session, anything((3, 5)))
+    session.close()
+    file = tmp_path / "file"
+    file.write_text("kept")
+    with pytest.raises(ConfigError, match="is no socket"):
+        symbiosis.Executor(tiny_llama(), listen=[f"local://{file}"])
+    assert file.read_text() == "kept"
+
+
+def test_an_executor_that_closes_leaves_a_successors_socket_alone(tmp_path: Path, serve: Callable) -> None:
+    path = tmp_path / "x.sock"
+    first = serve(tiny_llama(), listen=[f"local://{path}"])
+    path.unlink()
+    second = serve(tiny_llama(), listen=[f"local://{path}"])
+    first.close()
+    session = Session(second.endpoint)
+    assert echoed(session, anything((3, 5)))
+    session.close()
+
+
+def test_an_executor_answers_at_several_addresses(tmp_path: Path, serve: Callable) -> None:
+    urls = ["inproc://one", f"local://{tmp_path}/x.sock", "tcp://127.0.0.1:0"]
+    executor = serve(tiny_llama(), listen=urls)
+    assert executor.endpoints[:2] == urls[:2]
+    for endpoint in executor.endpoints:
+        session = Session(endpoint)
+        assert echoed(session, anything((3, 5)))
+        session.close()
+
+
+def test_connecting_to_nobody_is_a_lost_connection(url: str) -> None:
+    url = url.replace(":0", ":1")
+    with pytest.raises(ConnectionLost, match="no executor"):
+        transport.connect(url, Hello(), 1.0)
+
+
+# ---------------------------------------------------------------- the reactor
+
+
+def test_what_is_added_meanwhile_waits_for_the_next_turn() -> None:
+    """A callback that calls itself again must not keep the loop from anything else."""
+    reactor, turns = Reactor(), []
+
+    def again() -> None:
+        turns.append(len(turns))
+        reactor.call_soon(again)
+
+    reactor.call_soon(again)
+    for turn in range(1, 4):
+        reactor.poll(1.0)
+        assert len(turns) == turn
+    reactor.close()
+    reactor.wake()  # after the end: nobody sleeps any more, and nothing happens
+
+
+def test_a_call_that_takes_too_long_is_a_lost_connection(executor: symbiosis.Executor) -> None:
+    """The executor's thread is kept busy for longer than the caller waits."""
+    connection = transport.connect(executor.endpoint, Hello(), WAIT_S)
+    go_on = threading.Event()
+    executor.server.reactor.call_soon(lambda: go_on.wait(WAIT_S))
+    with pytest.raises(ConnectionLost, match=r"no answer from .* within 0\.2 s"):
+        connection.call(1, Call(Op.ECHO, 0, "float32", (3, 5)), (anything((3, 5)),), 0.2)
+    go_on.set()
+    connection.close()
