@@ -133,8 +133,8 @@ class Worker:
         """The process ends when it has answered."""
         self._pipe.close()
 
-    def end(self, deadline: float) -> None:
-        self._process.join(max(0.0, deadline - time.monotonic()))
+    def end(self, timeout: float) -> None:
+        self._process.join(timeout)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -170,7 +170,7 @@ def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> I
         for worker in started:
             worker.hang_up()
         for worker in started:
-            worker.end(time.monotonic() + STOP_S / len(started))
+            worker.end(STOP_S / len(started))
 
 
 def together(them: Sequence[Worker], method: str, *args: Any, meanwhile: Callable[[], Any] | None = None) -> list[Any]:

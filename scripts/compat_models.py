@@ -301,7 +301,7 @@ def generate(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     given = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     output = model.generate(
         **given, do_sample=False, num_beams=1, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS,
-        bos_token_id=1, pad_token_id=0, return_dict_in_generate=True, output_logits=True,
+        bos_token_id=1, return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
     return [output.sequences, *output.logits]
 
@@ -546,8 +546,11 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that work at the same time")
     parser.add_argument("--allow-read", action="store_true", help="allow reads of weights from the start")
     options = parser.parse_args()
+    groups = options.group or list(GROUPS)
+    if unknown := set(options.only) - {name for group in groups for name in architectures(group)}:
+        parser.error(f"no architecture is called {', '.join(sorted(unknown))}")
     report = Report("compat_models")
-    for group in options.group or GROUPS:
+    for group in groups:
         if outcomes := sweep(group, options.only, options.jobs, options.allow_read):
             summarise(group, outcomes, report)
     report.figure("listed_exceptions", {" ".join(key): cause for key, cause in EXCEPTIONS.items()})

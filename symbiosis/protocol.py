@@ -29,7 +29,7 @@ from symbiosis.errors import CallError, Code, ProtocolError
 VERSION = 1
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
-MAX_DIM = 3
+MAX_DIM = 5  # of a convolution over video, which a client may read
 LONGEST_TEXT = 1024  # bytes of the text that says why a call was refused
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
@@ -140,16 +140,16 @@ _ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT
 # magic, version, seq
 _HEAD = struct.Struct("<4sH2xQ")
 # op, flags, dtype, priority, dims, view dims | layer, groups | shape | view size, stride, offset
-_CALL = struct.Struct("<6B2x II 3Q 3Q3QQ")
+_CALL = struct.Struct(f"<6B2x II {MAX_DIM}Q {MAX_DIM}Q{MAX_DIM}QQ")
 # code, dims, dtype | batch | wait, compute | shape
-_REPLY = struct.Struct("<3BxI II 3Q")
+_REPLY = struct.Struct(f"<3BxI II {MAX_DIM}Q")
 HEAD_SIZE = _HEAD.size
 CALL_SIZE, REPLY_SIZE = _HEAD.size + _CALL.size, _HEAD.size + _REPLY.size
 _MAX = 2**63 - 1
 
 
 def _pad(dims: tuple[int, ...]) -> tuple[int, ...]:
-    return (*dims, 0, 0, 0)[:MAX_DIM]
+    return dims + (0,) * (MAX_DIM - len(dims))
 
 
 def encode_call(call: Call, seq: int) -> bytes:
@@ -183,16 +183,15 @@ def split_call(raw: bytes) -> tuple[int, bytes]:
 @lru_cache(maxsize=1 << 14)
 def parse_call_body(body: bytes) -> Call:
     """The call that `call_body` wrote."""
-    (op, flags, dtype, priority, dims, vdims, layer, groups,
-     d0, d1, d2, n0, n1, n2, s0, s1, s2, offset) = _CALL.unpack(body)  # fmt: skip
+    op, flags, dtype, priority, dims, vdims, layer, groups, *sizes, offset = _CALL.unpack(body)
     if op not in _OPS:
         raise ProtocolError(Code.UNKNOWN_OP, f"there is no op number {op}")
     if dtype >= len(DTYPES) or priority not in _PRIORITIES or flags > _ALL_FLAGS:
         raise ProtocolError(Code.BAD_FRAME, "a call header holds an unknown dtype, priority or flag")
-    if dims > MAX_DIM or vdims > MAX_DIM or max(d0, d1, d2, n0, n1, n2, s0, s1, s2, offset) > _MAX:
+    if dims > MAX_DIM or vdims > MAX_DIM or max(*sizes, offset) > _MAX:
         raise ProtocolError(Code.BAD_SHAPE, f"a shape has at most {MAX_DIM} dimensions of at most 2^63 - 1")
-    shape = (d0, d1, d2)[:dims]
-    view = View((n0, n1, n2)[:vdims], (s0, s1, s2)[:vdims], offset) if flags & _FLAG_VIEW else None
+    shape, size, stride = (tuple(sizes[at : at + n]) for at, n in ((0, dims), (MAX_DIM, vdims), (2 * MAX_DIM, vdims)))
+    view = View(size, stride, offset) if flags & _FLAG_VIEW else None
     bias, gradient = bool(flags & _FLAG_BIAS), bool(flags & _FLAG_GRADIENT)
     return Call(_OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient)
 
@@ -209,10 +208,10 @@ def decode_reply(raw: bytes) -> Reply:
     if len(raw) != REPLY_SIZE:
         raise ProtocolError(Code.BAD_FRAME, f"a reply header has {REPLY_SIZE} bytes, not {len(raw)}")
     seq = _number(raw, MAGIC_REPLY)
-    code, dims, dtype, batch, wait, compute, d0, d1, d2 = _REPLY.unpack_from(raw, HEAD_SIZE)
-    if code not in _CODES or dtype >= len(DTYPES) or dims > MAX_DIM or max(d0, d1, d2) > _MAX:
+    code, dims, dtype, batch, wait, compute, *shape = _REPLY.unpack_from(raw, HEAD_SIZE)
+    if code not in _CODES or dtype >= len(DTYPES) or dims > MAX_DIM or max(shape) > _MAX:
         raise ProtocolError(Code.BAD_FRAME, "a reply header holds an unknown code, dtype or shape")
-    return Reply(seq, _CODES[code], DTYPES[dtype], (d0, d1, d2)[:dims], batch, wait, compute)
+    return Reply(seq, _CODES[code], DTYPES[dtype], tuple(shape[:dims]), batch, wait, compute)
 
 
 def _number(raw: bytes, expected: bytes) -> int:

@@ -57,59 +57,14 @@ from symbiosis.transport.local import (
     reply_at,
 )
 from tests.conftest import tiny_llama
+from tests.processes import Bystander, Client, Say, killed_at_the_end, until
 
 WAIT_S = 10.0
-LAYER = "model.layers.0.mlp.up_proj"
 WIDTH = 64
 MODEL = tiny_llama()
-WEIGHT = MODEL.get_submodule(LAYER).weight
 LIMITS = {"max_rows": 40_000, "max_call_bytes": 16 << 20, "max_in_flight": 2, "max_sessions": 6, "heartbeat_s": 60.0}
 
 both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
-
-
-class Innocent:
-    """A client in a thread that multiplies the same rows again and again, and compares with the product it knows."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.session = Session(endpoint)
-        self.layer = number_of(self.session, LAYER)
-        self.calls, self.slowest_s = 0, 0.0
-        self.problem: object = None
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(7))
-        expected = x @ WEIGHT.detach().t()
-        while not self._stop.is_set() and self.problem is None:
-            begun = time.monotonic()
-            try:
-                if not torch.equal(self.session.call(Op.FORWARD, self.layer, x), expected):
-                    self.problem = "a wrong result"
-            except Exception as error:
-                self.problem = error
-            self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
-            self.calls += 1
-
-    def goes_on(self) -> None:
-        """Returns when it has made another few calls."""
-        target, deadline = self.calls + 3, time.monotonic() + WAIT_S
-        while self.calls < target and self.problem is None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert self.problem is None, self.problem
-        assert self.calls >= target, "the innocent client is stuck"
-        assert self.session.stats.reconnects == 0, "the innocent client lost its connection"
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(WAIT_S)
-        self.session.close()
-
-
-def number_of(session: Session, name: str) -> int:
-    return next(number for number, layer in enumerate(session.manifest) if layer.name == name)
 
 
 @pytest.fixture
@@ -137,13 +92,9 @@ def scheme() -> str:
 def executor(scheme: str, start: Callable) -> Iterator[symbiosis.Executor]:
     """An executor at an endpoint of the test's `scheme`, with an innocent client that must be unharmed at the end."""
     executor = start(scheme)
-    innocent = Innocent(executor.endpoint)
-    try:
-        innocent.goes_on()
+    with Bystander(executor.endpoint, MODEL) as innocent:
         yield executor
         innocent.goes_on()
-    finally:
-        innocent.stop()
 
 
 def ask(endpoint: str, call: Call, *payload: Tensor) -> tuple[Reply, bytes]:
@@ -271,13 +222,6 @@ def test_more_sessions_than_allowed_are_refused_until_one_leaves(executor: symbi
     sessions.append(transport.connect(executor.endpoint, Hello(), WAIT_S))
     for session in sessions:
         session.close()
-
-
-def until(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("endpoint", ["inproc://nobody", "local://{}/nobody.sock", "tcp://127.0.0.1:{}"])
@@ -433,49 +377,77 @@ def test_calls_beyond_those_in_flight_are_refused(executor: symbiosis.Executor, 
 def test_random_frames_harm_nobody(executor: symbiosis.Executor, dealer: zmq.Socket) -> None:
     """Mutants of good frames, by the thousand; every one is answered, and the executor lives on."""
     chance = random.Random(5)
-    good = [[header(), bytes(64)], [encode_control(Hello())], [header(Call(Op.FORWARD, 1, "float32", (1, 16))), bytes(64)]]
+    good = [
+        [header(), bytes(64)],
+        [encode_control(Hello())],
+        [header(Call(Op.FORWARD, 1, "float32", (1, 16))), bytes(64)],
+    ]
     joined(dealer)
-    sent = 0
-    for _ in range(4000):
+    for sent in range(4000):
         frames = [bytearray(frame) for frame in chance.choice(good)]
         victim = chance.choice(frames)
         for _ in range(chance.randrange(1, 4)):
             victim[chance.randrange(len(victim))] = chance.randrange(256)
         dealer.send_multipart(frames)
-        sent += 1
         if sent >= 32:  # fewer than the executor would queue
             dealer.recv_multipart()
-    for _ in range(31):
+    for _ in range(32):
         dealer.recv_multipart()
 
 
 FLOOD = """
-import sys, zmq
+import os, sys, time, zmq
 dealer = zmq.Context().socket(zmq.DEALER)
+dealer.setsockopt(zmq.SNDHWM, 10000)
 dealer.connect(sys.argv[1])
-for number in range(10**12):
-    dealer.send(b"garbage")
+for number in range(int(sys.argv[2])):
+    dealer.send(b"garbage" * 100)
     if number == 2000:
         print("flooding", flush=True)
+time.sleep(0.3)  # it dies with its last frames in the executor's queue
+os._exit(0)
 """
 
 
 @only_tcp
 def test_a_flood_of_garbage_does_not_stop_the_products(executor: symbiosis.Executor) -> None:
     """Connections that only send: the innocent client's calls still run in between."""
-    innocent = Innocent(executor.endpoint)
-    command = [sys.executable, "-c", FLOOD, executor.endpoint]
-    floods = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(2)]
+    floods = [flood(executor.endpoint, 10**12) for _ in range(2)]
     try:
-        for flood in floods:
-            assert flood.stdout and flood.stdout.readline() == b"flooding\n"
-        for _ in range(20):
-            innocent.goes_on()
+        with Bystander(executor.endpoint, MODEL) as innocent:
+            for _ in range(20):
+                innocent.goes_on()
     finally:
-        for flood in floods:
-            flood.kill()
-            flood.communicate()
-        innocent.stop()
+        for process in floods:
+            process.kill()
+            process.communicate()
+
+
+def flood(endpoint: str, frames: int) -> subprocess.Popen:
+    """A process that sends garbage; it has begun when this returns, and dies without closing anything."""
+    process = subprocess.Popen([sys.executable, "-c", FLOOD, endpoint, str(frames)], stdout=subprocess.PIPE)
+    assert process.stdout and process.stdout.readline() == b"flooding\n"
+    return process
+
+
+def busy_executor(say: Say) -> str:
+    """An executor whose thread is kept busy while its sockets are not."""
+    with symbiosis.Executor(tiny_llama(), listen=["tcp://127.0.0.1:0"]) as executor:
+        executor.server.reactor.call_soon(lambda: time.sleep(3.0))
+        say(executor.endpoint)
+        session = Session(executor.endpoint)
+        session.call(Op.ECHO, 0, rows(1))
+        session.close()
+    return "alive"
+
+
+def test_a_client_that_fills_the_queue_and_dies_harms_nobody() -> None:
+    """... while the executor computes. (ZeroMQ's own heartbeats on the executor's side would abort it here.)"""
+    with killed_at_the_end() as processes:
+        client = Client(busy_executor)
+        processes.append(client)
+        flood(client.heard(), 5000).communicate()
+        assert client.result() == "alive"
 
 
 @only_tcp
@@ -507,12 +479,12 @@ ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
 def test_bytes_that_are_not_even_zeromq_harm_nobody(executor: symbiosis.Executor, raw: bytes) -> None:
     host, _, port = executor.endpoint.removeprefix("tcp://").rpartition(":")
     for _ in range(5):
-        with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock:
-            with contextlib.suppress(OSError):  # it may hang up before we have said all
-                sock.sendall(raw)
-                sock.shutdown(socket.SHUT_WR)
-                while sock.recv(4096):
-                    pass
+        sock = socket.create_connection((host, int(port)), timeout=WAIT_S)
+        with sock, contextlib.suppress(OSError):  # it may hang up before we have said all
+            sock.sendall(raw)
+            sock.shutdown(socket.SHUT_WR)
+            while sock.recv(4096):
+                pass
 
 
 # ---------------------------------------------------------------- raw shared memory over local
@@ -548,7 +520,9 @@ class RawLocal:
         os.eventfd_write(self.bells[0], 1)
 
     def answer(self, text_at: int = PAYLOAD_AT) -> tuple[Reply, bytes]:
-        assert select.select([self.bells[1], self.socket], [], [], WAIT_S)[0] == [self.bells[1]], "no answer, or hung up"
+        assert select.select([self.bells[1], self.socket], [], [], WAIT_S)[0] == [self.bells[1]], (
+            "no answer, or hung up"
+        )
         os.eventfd_read(self.bells[1])
         reply = decode_reply(self.memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
         return reply, self.memory[text_at : text_at + reply.nbytes]

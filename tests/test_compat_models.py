@@ -2,7 +2,18 @@
 
 import pytest
 
-from scripts.compat_models import EXCEPTIONS, FOLDED, GROUPS, MOSTLY, STAGES, architectures, examine
+from scripts.compat_models import (
+    EXCEPTIONS,
+    FOLDED,
+    GROUPS,
+    MOSTLY,
+    STAGES,
+    Outcome,
+    architectures,
+    build,
+    compare,
+    examine,
+)
 
 SLICE = [
     ("causal", "llama"),
@@ -34,6 +45,14 @@ def test_weights_used_as_left_factors() -> None:
     assert outcome.equal == {"forward": True, "generate": True, "step": False}
     assert outcome.notes == [f"step: {FOLDED}"]
     assert EXCEPTIONS["mamba", "step"] == FOLDED
+
+
+def test_weights_used_as_left_factors_of_one() -> None:
+    """... and the same for a stack of one, which torch flattens, too."""
+    model, inputs = build("causal", "falcon_mamba")
+    outcome = Outcome("falcon_mamba")
+    compare(outcome, "forward", model, {"input_ids": inputs["input_ids"][:1]}, allow_read=False)
+    assert outcome.equal == {"forward": True}, outcome.notes
 
 
 def test_reads_are_marked() -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import torch
@@ -49,8 +50,11 @@ def test_method(name: str, order: str, references: dict[str, dict[str, Tensor]])
 
 
 def test_every_peft_method_has_a_case() -> None:
-    covered = {case.config().peft_type for case in CASES if case.name != "AdaMSS"}  # which needs scikit-learn to say it
-    assert covered | {PeftType.ADAMSS} == set(PeftType)
+    covered = {PeftType.ADAMSS}  # whose configuration needs scikit-learn to be made
+    for case in CASES:
+        with suppress(ImportError):
+            covered.add(case.config().peft_type)
+    assert covered == set(PeftType) and any(case.name == "AdaMSS" for case in CASES)
 
 
 # ---------------------------------------------------------------- DoRA

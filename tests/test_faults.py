@@ -21,7 +21,16 @@ from symbiosis.protocol import Call, Hello, Op
 from symbiosis.transport import connect
 from tests import programs
 from tests.conftest import tiny_llama
-from tests.processes import Bystander, Client, Executor, killed_at_the_end, layer_number, save_tiny_llama, snapshot, until
+from tests.processes import (
+    Bystander,
+    Client,
+    Executor,
+    killed_at_the_end,
+    layer_number,
+    save_tiny_llama,
+    snapshot,
+    until,
+)
 
 pytestmark = pytest.mark.fault
 STEPS = 30

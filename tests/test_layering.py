@@ -41,7 +41,9 @@ def imports(file: Path, *, late: bool = True) -> Iterator[str]:
 
 
 def of(part: str) -> list[Path]:
-    files = [f for f in SOURCES if part_of(".".join(("symbiosis", *f.relative_to(PACKAGE).with_suffix("").parts))) == part]
+    files = [
+        f for f in SOURCES if part_of(".".join(("symbiosis", *f.relative_to(PACKAGE).with_suffix("").parts))) == part
+    ]
     assert files, f"the package has no {part}"
     return files
 
@@ -68,7 +70,9 @@ def test_each_part_imports_only_what_it_may(part: str) -> None:
         assert ours(file) <= ALLOWED[part], file
 
 
-@pytest.mark.parametrize(("part", "packages"), [("kernels", {"torch", "triton"}), ("errors", set()), ("protocol", {"msgspec"})])
+@pytest.mark.parametrize(
+    ("part", "packages"), [("kernels", {"torch", "triton"}), ("errors", set()), ("protocol", {"msgspec"})]
+)
 def test_what_others_wrote_is_imported_where_it_belongs(part: str, packages: set[str]) -> None:
     for file in of(part):
         foreign = {part_of(name) for name in imports(file) if not name.startswith("symbiosis")}
@@ -86,7 +90,10 @@ def test_nobody_imports_through_the_links_at_the_root() -> None:
 
 def test_modules_do_not_import_in_circles() -> None:
     """By what is imported when a module is loaded."""
-    names = {".".join(("symbiosis", *f.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): f for f in SOURCES}
+    names = {
+        ".".join(("symbiosis", *f.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): f
+        for f in SOURCES
+    }
     graph = {name: {m for m in imports(file, late=False) if m in names and m != name} for name, file in names.items()}
     while leaves := {name for name, needed in graph.items() if not needed}:
         graph = {name: needed - leaves for name, needed in graph.items() if name not in leaves}

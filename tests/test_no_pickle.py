@@ -9,7 +9,9 @@ import pytest
 import symbiosis
 
 SOURCES = sorted(Path(symbiosis.__file__).parent.rglob("*.py"))
-MODULES = frozenset(("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "code", "codeop"))
+MODULES = frozenset(
+    ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "code", "codeop")
+)
 BUILTINS = frozenset(("eval", "exec", "compile", "__import__"))
 METHODS = frozenset(("recv_pyobj", "send_pyobj", "recv_serialized", "rebuild_cuda_tensor"))
 TORCH = frozenset(("torch.load", "torch.hub.load", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load"))

@@ -104,9 +104,7 @@ def test_ctrl_c_ends_it_as_sigterm_does(start: Callable, tmp_path: Path) -> None
     assert not (tmp_path / "x.sock").exists()
 
 
-def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(
-    start: Callable, tmp_path: Path
-) -> None:
+def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(start: Callable, tmp_path: Path) -> None:
     file = tmp_path / "executor.yaml"
     file.write_text(f"policy: lockstep\nmax-sessions: 7\nlisten: local://{tmp_path}/file.sock\n")
     executor = start(f"--config={file}", "--policy=immediate")
@@ -147,7 +145,9 @@ def test_wrong_options_end_the_command_with_a_message(
     assert "Traceback" not in log()
 
 
-def test_a_model_that_is_not_there_ends_the_command_with_a_message(start: Callable, log: Callable, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_ends_the_command_with_a_message(
+    start: Callable, log: Callable, tmp_path: Path
+) -> None:
     executor = start(listen_at("local", tmp_path), model=tmp_path)
     assert executor.wait() == 2
     assert f"cannot load '{tmp_path}'" in log() and "MODEL is a directory with config.json" in log()

@@ -77,7 +77,12 @@ views = st.integers(0, 3).flatmap(
     )
 )
 whole_views = st.sampled_from(
-    [View((8, 16), (1, 8), 0), View((16, 8), (8, 1), 0), View((3, 16, 8), (128, 8, 1), 0), View((3, 8, 16), (128, 1, 8), 0)]
+    [
+        View((8, 16), (1, 8), 0),
+        View((16, 8), (8, 1), 0),
+        View((3, 16, 8), (128, 8, 1), 0),
+        View((3, 8, 16), (128, 1, 8), 0),
+    ]
 )
 calls = st.builds(
     Call,
@@ -105,10 +110,31 @@ def test_what_passes_the_checks_is_computed(call: Call) -> None:
         return
     event("computed")
     reply, result = computed(call, payload, shape)
-    if call.op is Op.GROUPED and reply.code is Code.INTERNAL:  # torch wants strides of 16 bytes, also of an unsplit layer
+    if (
+        call.op is Op.GROUPED and reply.code is Code.INTERNAL
+    ):  # torch wants strides of 16 bytes, also of an unsplit layer
         assert b"stride" in bytes(result.numpy())
         return
     assert (reply.code, reply.shape, tuple(result.shape)) == (Code.OK, shape, shape)
+
+
+def test_slices_and_company_get_their_own_rows() -> None:
+    """The last rows of a divided call run together with another call, and touch nothing but themselves."""
+    x, other = torch.randn(10, 8), torch.randn(3, 8)
+    works = [
+        Work(
+            Peer(), 1, Call(Op.FORWARD, PLAIN, "float32", tuple(rows.shape)), (rows,), torch.full((len(rows), 16), 7.0)
+        )
+        for rows in (x, other)
+    ]
+    items = [Item(number, None, len(work.out), 0, 0.0, work) for number, work in enumerate(works)]
+    with torch.no_grad():
+        Engine(STORE, lambda *_: None).step(Batch(None, [Slice(items[0], 8, 10), Slice(items[1], 0, 3)], 0.0))
+    expected = torch.cat([x[8:], other]) @ STORE.weights[PLAIN].t()
+    assert torch.equal(works[0].out[8:], expected[:2]) and torch.equal(works[1].out, expected[2:])
+    assert (works[0].out[:8] == 7.0).all()
+    for work in works:
+        assert work.peer.replies.get_nowait()[0].code is Code.OK  # type: ignore[attr-defined, index]
 
 
 ROWS = (5, 8)

@@ -81,9 +81,9 @@ def _structure(session: Session, changes: dict[str, Any]) -> nn.Module:
 def _fill(model: nn.Module, session: Session, device: torch.device) -> None:
     """Real memory for everything that is the client's own."""
     for module in model.modules():
-        computed = [name for name, b in module._buffers.items() if b is not None and b.device.type == "meta"]
-        for name in computed:
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        computed = {name: b for name, b in module._buffers.items() if b is not None and b.device.type == "meta"}
+        for name, buffer in computed.items():
+            module._buffers[name] = torch.empty_like(buffer, device=device)
         if computed:
             _compute_buffers(model, module)
     numbers = {layer.name: index for index, layer in enumerate(session.manifest)}

@@ -408,7 +408,7 @@ def _lookup(weight: Any, ids: Any, *_: Any) -> Any:
     if weight.handle.layer.kind != "embedding" or not weight.is_whole or not ids.numel():
         return NotImplemented
     handle = weight.handle
-    rows = handle.session.call(Op.LOOKUP, handle.index, ids.reshape(-1), dtype=weight.dtype)
+    rows = handle.session.call(Op.LOOKUP, handle.index, ids.reshape(-1).to(torch.int64), dtype=weight.dtype)
     return rows.view(*ids.shape, -1)
 
 

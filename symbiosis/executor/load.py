@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -35,7 +36,7 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.M
         raise ConfigError(f"--device {device!r}: {str(error).partition(chr(10))[0]}") from None
 
 
-def model_class(config: transformers.PretrainedConfig) -> type:
+def model_class(config: transformers.PretrainedConfig) -> Any:
     """The transformers class that the checkpoint names, else the one that its kind of configuration has."""
     for name in config.architectures or ():
         if found := getattr(transformers, name, None):

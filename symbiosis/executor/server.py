@@ -80,6 +80,7 @@ class Server:
         finally:
             for listener in self.listeners:
                 listener.close()
+            self.reactor.close()
 
     def _step(self) -> None:
         """Run one batch, if one is ready."""

@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import lru_cache
+from typing import Any
 
 from torch import Tensor, nn
 
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.fingerprint import digest, model_fingerprint
-from symbiosis.protocol import Layer, Op, View
+from symbiosis.protocol import MAX_DIM, Layer, Op, View
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
@@ -24,7 +25,8 @@ class Store:
 
     def __init__(self, model: nn.Module, serve: Sequence[str] = ()) -> None:
         model.requires_grad_(False)
-        self.config_json: str = model.config.to_json_string(use_diff=False) if hasattr(model, "config") else "{}"
+        config: Any = getattr(model, "config", None)
+        self.config_json: str = config.to_json_string(use_diff=False) if config is not None else "{}"
         self.model_class = type(model).__name__
         self.weights: list[Tensor] = []
         self.biases: list[Tensor | None] = []
@@ -67,8 +69,8 @@ class Store:
 
 
 def _strided(weight: Tensor, view: View) -> Tensor:
-    if not 1 <= len(view.size) <= 3:
-        raise CallError(Code.BAD_VIEW, f"a view has 1 to 3 dimensions, not {len(view.size)}")
+    if not 1 <= len(view.size) <= MAX_DIM:
+        raise CallError(Code.BAD_VIEW, f"a view has 1 to {MAX_DIM} dimensions, not {len(view.size)}")
     last = view.offset + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True))
     if 0 in view.size or last >= weight.numel():
         raise CallError(Code.BAD_VIEW, f"view {tuple(view)} reaches beyond a weight of shape {tuple(weight.shape)}")
@@ -106,7 +108,7 @@ def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
     return "tensor" if tensor.dim() == 3 and "xpert" in type(module).__name__ else "client"
 
 
-def _head_names(model: nn.Module) -> set[str]:
+def _head_names(model: Any) -> set[str]:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {name for name, module in model.named_modules(remove_duplicate=False) if head is not None and module is head}
 

@@ -204,7 +204,7 @@ class Peer:
             self._call = Call(Op.STATS, 0, "uint8")  # of no payload: the text goes to the front
             self.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
             return
-        if call.groups or call.op is Op.LOOKUP:  # checked, then used as indices: the client must not change them in between
+        if call.groups or call.op is Op.LOOKUP:  # used as indices after the check: the client must not change them
             payload = (*payload[:-1], payload[-1].clone())
         self._call = call
         self._listener.inbox.arrived(self, seq, call, payload)

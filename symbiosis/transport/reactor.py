@@ -114,7 +114,7 @@ class Reactor:
         self.wake()
 
     def wake(self) -> None:
-        with suppress(OSError):  # closed: nobody sleeps any more
+        with suppress(OSError, ValueError):  # closed: nobody sleeps any more
             os.eventfd_write(self._bell, 1)
 
     def _run_soon(self) -> None:
@@ -123,6 +123,5 @@ class Reactor:
 
     def close(self) -> None:
         self._epoll.close()
-        os.close(self._bell)
-
-
+        bell, self._bell = self._bell, -1  # its number may soon be somebody else's
+        os.close(bell)

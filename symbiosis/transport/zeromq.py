@@ -208,7 +208,7 @@ class TcpConnection:
         try:
             self._socket.connect(self._url)
             self._socket.send(encode_control(hello))
-            answer = decode_control(self._receive(timeout)[0].buffer)
+            answer = decode_control(self._receive(monotonic() + timeout, timeout)[0].buffer)
         except zmq.ZMQError as error:
             self.close()
             raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
@@ -226,7 +226,7 @@ class TcpConnection:
         self._socket.send_multipart(frames, copy=call.nbytes < COPY_BELOW)
         deadline = monotonic() + timeout
         while True:
-            head, *rest = self._receive(max(0.0, deadline - monotonic()))
+            head, *rest = self._receive(deadline, timeout)
             if head.buffer[:4] != MAGIC_REPLY:
                 refusal = decode_control(head.buffer)
                 assert isinstance(refusal, Refusal)
@@ -242,8 +242,8 @@ class TcpConnection:
                     return reply, torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])
                 return reply, _tensor(rest[0], reply.dtype, reply.shape)
 
-    def _receive(self, timeout: float) -> list[zmq.Frame]:
-        ready = dict(self._poller.poll(timeout * 1000))
+    def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
+        ready = dict(self._poller.poll(max(0.0, deadline - monotonic()) * 1000))
         if self._socket in ready:
             return self._socket.recv_multipart(copy=False)
         if self._monitor in ready:
