@@ -263,6 +263,14 @@ def test_second_derivatives(llama: nn.Module, split: nn.Module) -> None:
     assert torch.equal(curvature(split.model.layers[0].mlp.up_proj), curvature(llama.model.layers[0].mlp.up_proj))
 
 
+def test_a_transposed_weight_in_a_square_layer_is_not_ignored(llama: nn.Module, split: nn.Module) -> None:
+    layers = [model.model.layers[0].self_attn.q_proj for model in (llama, split)]
+    for layer in layers:
+        layer.weight = nn.Parameter(layer.weight.detach().t(), requires_grad=False)
+    x = torch.linspace(-1, 1, 128).view(2, 64)
+    assert torch.equal(layers[1](x), layers[0](x))
+
+
 def test_forked_process_joins_anew(split: nn.Module, ids: Tensor, llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
     executor = serve(llama, listen=[f"local://{tmp_path}/x.sock"])
     model = symbiosis.wrap(copy.deepcopy(llama), executor.endpoint)

@@ -16,6 +16,7 @@ What happens to it:
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,8 @@ class RemoteWeight(Tensor):
         return _on_values(func, args, kwargs)
 
 
-def contiguous_stride(shape: Any) -> tuple[int, ...]:
+@cache
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride, step = [], 1
     for dim in reversed(shape):
         stride.append(step)

@@ -70,6 +70,18 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
 
 
+def is_as_served(weight: Tensor) -> bool:
+    """Whether a layer's weight is still what `wrap` put there; else it was tied, replaced, parametrized or written to."""
+    if not isinstance(weight, RemoteWeight) or weight.handle.private is not None:
+        return False
+    return torch.compiler.is_compiling() or weight.is_whole
+
+
+def local_value(weight: Tensor) -> Tensor:
+    """A private copy's values; any other weight is as good as its values, whether it is a remote view or a local tensor."""
+    return weight.value() if isinstance(weight, RemoteWeight) and weight.handle.private is not None else weight
+
+
 def _priority(layer: nn.Module, x: Tensor) -> Priority:
     if layer.training and torch.is_grad_enabled():
         return Priority.TRAIN
@@ -81,11 +93,9 @@ class VirtLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if not isinstance(weight, RemoteWeight):  # tied, replaced, or parametrized
-            return F.linear(x, weight, self.bias)
-        if weight.handle.private is not None:
-            return F.linear(x, weight.value(), self.bias)
-        return remote_product(self, x, weight, self.out_features)
+        if is_as_served(weight):
+            return remote_product(self, x, weight, self.out_features)
+        return F.linear(x, local_value(weight), self.bias)
 
 
 class VirtConv1D(Conv1D):
@@ -93,8 +103,7 @@ class VirtConv1D(Conv1D):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight
-        if not isinstance(weight, RemoteWeight) or weight.handle.private is not None:
-            value = weight.value() if isinstance(weight, RemoteWeight) else weight
-            y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), value)
-            return y.view(*x.shape[:-1], self.nf)
-        return remote_product(self, x, weight, self.nf)
+        if is_as_served(weight):
+            return remote_product(self, x, weight, self.nf)
+        y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), local_value(weight))
+        return y.view(*x.shape[:-1], self.nf)
