@@ -6,7 +6,7 @@ split model are compared with those of the unsplit one: float32, unbatched, read
 them is tried again with reads allowed, and marked. One whose unsplit form cannot be built small or run on plain tokens
 counts as not run, with the reason.
 
-Run from the repository root (a quarter of an hour on one core):
+Run from the repository root (five to ten minutes on one core):
     python scripts/compat_models.py
     python scripts/compat_models.py --group causal --only llama --only mixtral
 """
