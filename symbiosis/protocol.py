@@ -319,5 +319,5 @@ def decode_control(raw: bytes | memoryview) -> Control:
     """The control message in `raw`; `ProtocolError` if it is none."""
     try:
         return _decoder.decode(raw)
-    except (msgspec.DecodeError, RecursionError, ValueError, OverflowError) as error:
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ProtocolError(Code.BAD_FRAME, f"not a control message: {error}") from None

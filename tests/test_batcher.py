@@ -98,6 +98,7 @@ class Simulation:
                 _, _, what, session = heapq.heappop(self._events)
                 getattr(self, f"_{what}")(session, now)
             batch = self.batcher.next_batch(now)
+            assert self.batcher.idle == (len(self.batcher) == 0)
             if batch is None:
                 now = self._sleep(now)
             else:
@@ -190,7 +191,16 @@ clients = st.builds(
     window=st.integers(1, 4),
     patience=st.none() | st.integers(0, 12),
 )
-crowds = st.lists(clients, min_size=1, max_size=5)
+# Loops over layers, as models are: with a rhythm, so that they are waited for, and pauses, so that they do not come.
+loops = st.builds(
+    lambda think, pause, rounds: Client(
+        [Step(think + pause * (n % 7 == 6), "abc"[n % 3], 4) for n in range(3 * rounds)], joins=pause
+    ),
+    think=st.sampled_from((1e-5, 4e-5, 1e-4)),
+    pause=st.sampled_from((0.0, 5e-5, 5e-3)),
+    rounds=st.integers(3, 10),
+)
+crowds = st.lists(clients, min_size=1, max_size=5) | st.lists(loops, min_size=2, max_size=6)
 every_policy = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -284,32 +294,41 @@ def test_lockstep_waits_for_who_is_active_until_it_leaves() -> None:
     assert answered(batcher, 100.0) == [1]
 
 
-def two_in_rhythm(now: float) -> Batcher:
-    """Sessions 1 and 2 had their answers to "a" at `now`; 2 usually calls "b" a millisecond later."""
+def two_in_rhythm(now: float, period: float = 0.001, product_s: float = 10 * MAX_WAIT) -> Batcher:
+    """Sessions 1 and 2 had their answers to "a" at `now`; 2 usually calls "b" a period later, 1 has just done so."""
     batcher = Batcher("opportunistic", MAX_WAIT, MAX_ROWS)
     for session in (1, 2):
         batcher.join(session)
-    for begun, key in ((now - 0.002, "a"), (now - 0.001, "b"), (now, "a")):
+    for begun, key in ((now - 2 * period, "a"), (now - period, "b"), (now, "a")):
         for session in (1, 2):
             batcher.add(one_call(session, key, arrived=begun))
         batch = batcher.next_batch(begun)
         assert batch is not None and len(batch.slices) == 2
-        batcher.done(batch, 10 * MAX_WAIT, begun)
+        batcher.done(batch, product_s, begun)
     batcher.add(one_call(1, "b", arrived=now))
-    assert batcher.next_batch(now) is None  # 2 is due within the budget, and the product costs more than the wait
-    assert now < batcher.wake_at() <= now + MAX_WAIT
     return batcher
 
 
 def test_a_session_whose_next_call_is_due_is_waited_for() -> None:
     batcher = two_in_rhythm(now=1.0)
+    assert batcher.next_batch(1.0) is None  # 2 is due within the budget, and the product costs more than the wait
+    assert 1.0 < batcher.wake_at() <= 1.0 + MAX_WAIT
     batcher.add(one_call(2, "b", arrived=1.001))
     assert answered(batcher, 1.001) == [1, 2]
 
 
 def test_a_session_that_does_not_come_in_time_is_not_waited_for() -> None:
     batcher = two_in_rhythm(now=1.0)
+    assert answered(batcher, 1.0) == []
     assert answered(batcher, batcher.wake_at()) == [1]
+
+
+def test_a_session_that_is_due_beyond_the_budget_is_not_waited_for() -> None:
+    assert answered(two_in_rhythm(now=1.0, period=2 * MAX_WAIT), 1.0) == [1]
+
+
+def test_nobody_is_waited_for_longer_than_the_product_costs() -> None:
+    assert answered(two_in_rhythm(now=1.0, product_s=0.0005), 1.0) == [1]
 
 
 def test_a_session_that_calls_something_else_first_is_not_waited_for() -> None:
@@ -329,6 +348,17 @@ def test_who_waits_alone_is_served_at_once() -> None:
     """A budget is no delay: with nobody due, a call does not wait at all."""
     crowd = [Client([Step(3e-4, layer, 8) for layer in range(8)] * 4), Client([Step(0.0, "other", 8)])]
     assert all(sent.idled == 0 for sent in Simulation("opportunistic", crowd, max_wait=1.0).run().calls)
+
+
+def test_idleness_earns_no_credit() -> None:
+    """Who has long been idle does not go before others for as long, when it comes with a flood."""
+    late = Client([Step(0.2, "flood", 20 * MAX_ROWS)] * 8, window=8)
+    busy = Client([Step(0.0, "work", MAX_ROWS)] * 600)
+    done = Simulation("opportunistic", [late, busy]).run()
+    assert sum(sent.item.arrived > 0.2 for sent in done.of(1)) > 100
+    for sent in done.of(1):
+        first = next(n for n, (begun, _) in enumerate(done.batches) if sent.item.arrived <= begun)
+        assert sent.batches[0] - first <= 2  # what the other had not used yet, and the turn of who came first
 
 
 floods = st.lists(st.integers(1, 20 * MAX_ROWS), min_size=8, max_size=30)
@@ -383,6 +413,10 @@ def test_large_products_are_not_joined() -> None:
         batcher.add(one_call(session, rows=rows_))
     assert answered(batcher, 0.0) == [1]
     assert answered(batcher, 0.0) == [2, 3]
+    batcher.add(one_call(2, arrived=1.0))
+    batcher.add(one_call(1, rows=JOIN_BELOW, arrived=1.0))
+    assert answered(batcher, 1.0) in ([1], [2])
+    assert answered(batcher, 1.0) in ([1], [2])
 
 
 def sizes_of_memory(batcher: Batcher) -> int:
@@ -415,12 +449,13 @@ def test_memory_is_bounded_even_if_keys_never_repeat() -> None:
     assert sizes_of_memory(batcher) <= 3 * KEYS_KEPT + 1
 
 
-def test_a_session_that_leaves_while_its_batch_runs_is_forgotten() -> None:
+@pytest.mark.parametrize("rows_", [1, 2 * MAX_ROWS])
+def test_a_session_that_leaves_while_its_batch_runs_is_forgotten(rows_: int) -> None:
     batcher = Batcher("immediate", MAX_WAIT, MAX_ROWS)
     batcher.join(1)
-    batcher.add(one_call(1, rows=2 * MAX_ROWS))
+    batcher.add(one_call(1, rows=rows_))
     batch = batcher.next_batch(0.0)
-    assert batch is not None and [item.rows for item in batcher.leave(1)] == [2 * MAX_ROWS]
+    assert batch is not None and [item.rows for item in batcher.leave(1)] == [rows_]
     batcher.done(batch, BATCH_S, 1.0)
     assert batcher.next_batch(1.0) is None
     assert not len(batcher)

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis import protocol
-from symbiosis.errors import Code, ProtocolError
+from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import (
     CALL_SIZE,
     DTYPES,
+    HEAD_SIZE,
     ITEMSIZE,
     MAX_DIM,
     REPLY_SIZE,
@@ -104,7 +105,23 @@ def test_a_calls_size_is_that_of_its_rows_and_groups(call: Call) -> None:
         assert (call.nbytes - 4 * call.groups) % 8 == 0
     else:
         assert call.nbytes == rows
-    assert call.rows == (count if len(call.shape) < 2 else count // call.shape[-1] if call.shape[-1] else call.rows)
+    leading = 1
+    for dim in call.shape[:-1] or call.shape:
+        leading *= dim
+    assert call.rows == leading
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"), [((3, 64), True), ((4, 64), False), ((3, 65), False), ((2**62, 2**62), False)]
+)
+def test_limits_say_what_fits(shape: tuple[int, ...], fits: bool) -> None:
+    limits, call = Limits(max_call_bytes=3 * 64 * 4, max_rows=3), Call(Op.FORWARD, 0, "float32", shape)
+    if fits:
+        limits.check(call)
+        return
+    with pytest.raises(CallError, match="send smaller batches, or raise --max-rows / --max-call-bytes") as error:
+        limits.check(call)
+    assert error.value.code is Code.TOO_LARGE
 
 
 def test_a_promise_of_2_to_the_40_elements_is_a_number_and_no_memory() -> None:
@@ -146,6 +163,33 @@ def test_every_field_of_a_header_is_checked() -> None:
     expected = {Code.BAD_FRAME, Code.BAD_VERSION, Code.UNKNOWN_OP, Code.BAD_SHAPE}
     assert codes_of_every_byte(decode_call, CALL) == expected
     assert codes_of_every_byte(decode_reply, REPLY) == {Code.BAD_FRAME, Code.BAD_VERSION}
+
+
+OP, FLAGS, DTYPE, PRIORITY, DIMS, VIEW_DIMS = range(HEAD_SIZE, HEAD_SIZE + 6)
+
+
+@pytest.mark.parametrize(
+    ("decode", "frame", "at", "value", "code"),
+    [
+        (decode_call, CALL, OP, len(Op), Code.UNKNOWN_OP),
+        (decode_call, CALL, FLAGS, 8, Code.BAD_FRAME),
+        (decode_call, CALL, DTYPE, len(DTYPES), Code.BAD_FRAME),
+        (decode_call, CALL, PRIORITY, len(Priority), Code.BAD_FRAME),
+        (decode_call, CALL, DIMS, MAX_DIM + 1, Code.BAD_SHAPE),
+        (decode_call, CALL, VIEW_DIMS, MAX_DIM + 1, Code.BAD_SHAPE),
+        (decode_call, CALL, CALL_SIZE - 1, 128, Code.BAD_SHAPE),  # an offset of 2^63
+        (decode_reply, REPLY, HEAD_SIZE, len(Code), Code.BAD_FRAME),
+        (decode_reply, REPLY, HEAD_SIZE + 1, MAX_DIM + 1, Code.BAD_FRAME),
+        (decode_reply, REPLY, HEAD_SIZE + 2, len(DTYPES), Code.BAD_FRAME),
+        (decode_reply, REPLY, REPLY_SIZE - 1, 128, Code.BAD_FRAME),
+    ],
+)
+def test_the_first_value_beyond_what_a_field_may_be_is_refused(
+    decode: Callable, frame: bytes, at: int, value: int, code: Code
+) -> None:
+    with pytest.raises(ProtocolError) as error:
+        decode(frame[:at] + bytes([value]) + frame[at + 1 :])
+    assert error.value.code is code
 
 
 def mutated(frame: bytes, chance: random.Random) -> bytes:
@@ -195,7 +239,7 @@ def test_no_bytes_do_more_than_raise_protocol_error(kind: str) -> None:
         b"\xdf\xff\xff\xff\xff\xa4type\xa5hello",  # a map of 2^32 pairs
         b"\x83\xa4type\xa7welcome\xa7session\x01\xa8manifest\xdd\xff\xff\xff\xff",  # a list of 2^32 layers
         b"\x82\xa4type\xa5hello\xa6client\xdb\xff\xff\xff\xff",  # a string of 2^32 bytes
-        b"\x82\xa4type\xa5hello\xa6client" + b"\x91" * 100_000,  # a list in a list in a list ...
+        b"\x82\xa4type\xa5hello\xa5extra" + b"\x91" * 100_000,  # a list in a list in a list ...
         b"\x82\xa4type\xa5hello\xa6client\xa2\xff\xfe",  # no UTF-8
         b"\x81\xa4type\xa6pickle",
         msgspec.msgpack.encode({"type": "hello", "version": "one"}),

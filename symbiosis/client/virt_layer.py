@@ -3,10 +3,10 @@
 A frozen linear layer computes `y = x Wᵀ (+ b)`, and the gradient of its input is `dx = dy W`. Both need only W, which the
 executor has, so nothing is saved for the backward pass but the layer's number:
 
-    VirtLinear.forward(x)  ->  symbiosis::product(x, FORWARD)  ->  Session.call
-    backward(dy)           ->  symbiosis::product(dy, DGRAD)   ->  Session.call
+    VirtLinear.forward(x)  ->  product(x, FORWARD)  ->  Session.call
+    backward(dy)           ->  product(dy, DGRAD)   ->  Session.call
 
-The op takes integers besides the rows, so a compiled model keeps one graph; and the gradient of a DGRAD is a FORWARD, so
+`product` is an autograd function, and under torch.compile the custom op `symbiosis::product`. The op takes integers besides the rows, so a compiled model keeps one graph; and the gradient of a DGRAD is a FORWARD, so
 it can be differentiated any number of times. To everybody who looks, a VirtLinear is an `nn.Linear` and a VirtConv1D a
 transformers `Conv1D`: `wrap` changes the class of the layer in place and leaves hooks, name and mode as they are.
 """
@@ -28,12 +28,13 @@ _library = torch.library.Library("symbiosis", "DEF")
 _library.define("product(Tensor x, int session, int layer, int op, int width, bool bias, int priority) -> Tensor")
 
 
-def _product(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
+def _product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
     """The rows of `x` times the layer's weight, in the executor; `width` is that of the result."""
-    rows_TK = x.reshape(-1, x.shape[-1])
-    if not rows_TK.shape[0]:
+    if not x.numel():
         return x.new_zeros(*x.shape[:-1], width)
-    y_TN = Session.of(session).call(Op(op), layer, rows_TK, bias=bias, priority=Priority(priority))
+    y_TN = Session.of(session).call(op, layer, x.reshape(-1, x.shape[-1]), bias=bias, priority=priority)
+    if x.dim() == 2:
+        return y_TN
     shape = (*x.shape[:-1], width)
     return torch.ops.aten._unsafe_view(y_TN, shape)  # a view that autograd tracks could not be changed in place
 
@@ -42,21 +43,44 @@ def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, 
     return x.new_empty(*x.shape[:-1], width)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
     x, ctx.session, ctx.layer, op, _, _, _ = inputs
     ctx.inverse = Op.DGRAD if op == Op.FORWARD else Op.FORWARD
     ctx.width = x.shape[-1]
 
 
 def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx = product(dy, ctx.session, ctx.layer, int(ctx.inverse), ctx.width, False, int(Priority.TRAIN))
+    dx = product(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, False, Priority.TRAIN)
     return dx, None, None, None, None, None, None
 
 
-_library.impl("product", _product, "CompositeExplicitAutograd")
+class EagerProduct(torch.autograd.Function):
+    """The same op for code that is not compiled: a custom op's way through the dispatcher costs as much as a small call."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _remember(ctx, inputs, None)
+        return _product(*inputs)
+
+    backward = staticmethod(_gradient)
+
+
+def product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
+    """The differentiable product, in its compiled or its eager form."""
+    if torch.compiler.is_compiling():
+        return torch.ops.symbiosis.product(x, session, layer, int(op), width, bias, int(priority))
+    if x.requires_grad and torch.is_grad_enabled():
+        return EagerProduct.apply(x, session, layer, op, width, bias, priority)  # type: ignore[no-untyped-call]
+    return _product(x, session, layer, op, width, bias, priority)
+
+
+def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
+    return _product(x, session, layer, Op(op), width, bias, Priority(priority))
+
+
+_library.impl("product", _op, "CompositeExplicitAutograd")
 torch.library.register_fake("symbiosis::product", _shape_of_product)
 torch.library.register_autograd("symbiosis::product", _gradient, setup_context=_remember)
-product = torch.ops.symbiosis.product.default
 
 
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
@@ -66,7 +90,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     handle, bias = weight.handle, layer.bias
     compiling = torch.compiler.is_compiling()  # then a tensor's version is no number that could be compared
     own = bias is not None and not compiling and handle.is_own_bias(bias)  # type: ignore[arg-type]
-    y = product(x, handle.session.number, handle.index, int(Op.FORWARD), width, own, int(_priority(layer, x)))
+    y = product(x, handle.session.number, handle.index, Op.FORWARD, width, own, _priority(layer, x))
     return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
 
 
