@@ -12,7 +12,9 @@ print(symbiosis.report(model))
 model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "up_proj"], task_type="CAUSAL_LM"))
 
 tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-examples = [{"input_ids": ids, "labels": ids} for ids in blocks(shouting_text(), tokenizer, length=128, count=160, seed=0)]
+examples = [
+    {"input_ids": ids, "labels": ids} for ids in blocks(shouting_text(), tokenizer, length=128, count=160, seed=0)
+]
 arguments = TrainingArguments(
     "adapters/shouting", max_steps=20, learning_rate=1e-2, logging_steps=5, report_to=[], use_cpu=True
 )

@@ -271,7 +271,9 @@ def test_a_transposed_weight_in_a_square_layer_is_not_ignored(llama: nn.Module, 
     assert torch.equal(layers[1](x), layers[0](x))
 
 
-def test_forked_process_joins_anew(split: nn.Module, ids: Tensor, llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
+def test_forked_process_joins_anew(
+    split: nn.Module, ids: Tensor, llama: nn.Module, serve: Callable, tmp_path: Path
+) -> None:
     executor = serve(llama, listen=[f"local://{tmp_path}/x.sock"])
     model = symbiosis.wrap(copy.deepcopy(llama), executor.endpoint)
     expected = logits(model, ids)
@@ -291,7 +293,10 @@ def test_experts_are_served_and_trained(serve: Callable, ids: Tensor) -> None:
     served = sum(w.numel() for w in split.parameters() if isinstance(w, RemoteWeight))
     candidates = sum(p.numel() for n, p in model.named_parameters() if "proj" in n)
     assert served == candidates
-    assert_same(step(adapted(split, target_modules=["q_proj", "o_proj"]), ids), step(adapted(copy.deepcopy(model), target_modules=["q_proj", "o_proj"]), ids))
+    assert_same(
+        step(adapted(split, target_modules=["q_proj", "o_proj"]), ids),
+        step(adapted(copy.deepcopy(model), target_modules=["q_proj", "o_proj"]), ids),
+    )
 
 
 def test_stats_count_this_clients_calls(split: nn.Module, ids: Tensor) -> None:

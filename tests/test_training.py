@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-datasets = pytest.importorskip("datasets")  # comes with TRL
 from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, Trainer, TrainingArguments
@@ -16,6 +15,8 @@ from transformers import AutoTokenizer, ContinuousBatchingConfig, GenerationConf
 import symbiosis
 from symbiosis.executor.load import DEMO_MODEL, load_model
 from tests.conftest import tiny_gpt2, tiny_llama
+
+datasets = pytest.importorskip("datasets")  # comes with TRL
 
 
 @pytest.fixture
@@ -104,7 +105,11 @@ def trl_adapter(kind: str, model: nn.Module, tokenizer: Any, folder: Path) -> di
     if kind == "sft":
         data = datasets.Dataset.from_dict({"text": [f"{word} returns a value" for word in words]})
         trainer: Any = SFTTrainer(
-            model, SFTConfig(max_length=32, **common), train_dataset=data, processing_class=tokenizer, peft_config=lora()
+            model,
+            SFTConfig(max_length=32, **common),
+            train_dataset=data,
+            processing_class=tokenizer,
+            peft_config=lora(),
         )
     elif kind == "dpo":
         data = datasets.Dataset.from_dict({"prompt": words, "chosen": [" is good"] * 4, "rejected": [" is bad"] * 4})
@@ -200,7 +205,9 @@ def test_generate(pair: tuple[nn.Module, nn.Module], ids: Tensor, mode: str) -> 
 
 
 @pytest.mark.parametrize("split_draft", [False, True])
-def test_assisted_generation(pair: tuple[nn.Module, nn.Module], ids: Tensor, serve: Callable, split_draft: bool) -> None:
+def test_assisted_generation(
+    pair: tuple[nn.Module, nn.Module], ids: Tensor, serve: Callable, split_draft: bool
+) -> None:
     plain, split = pair
     draft = tiny_llama()
     draft.model.layers = draft.model.layers[:1]

@@ -117,7 +117,7 @@ class RemoteWeight(Tensor):
 
     def like_me(self, meta: Tensor) -> "RemoteWeight":
         """The remote weight with the geometry of `meta`."""
-        return RemoteWeight(self.handle, meta.shape, meta.stride(), meta.storage_offset(), self.dtype, self.device)
+        return RemoteWeight(self.handle, meta.shape, meta.stride(), int(meta.storage_offset()), self.dtype, self.device)
 
     def converted(self, dtype: torch.dtype | None, device: Any) -> "RemoteWeight":
         return RemoteWeight(self.handle.snapshot(), *self.view_of(), dtype or self.dtype, device or self.device)
@@ -191,7 +191,7 @@ class RemoteWeight(Tensor):
             )
         handle.private = value.detach().to(self.dtype).contiguous()
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RemoteWeight({self.handle.layer.name}, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteWeight":
@@ -214,7 +214,7 @@ class RemoteWeight(Tensor):
         return _unpickled, (*parts, self.view_of(), self.dtype, self.device, hasattr(self, "_is_param"))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if func in VIEWS:
             return _view(func, args, kwargs)
@@ -457,11 +457,11 @@ class RemoteSum(Tensor):
     def value(self) -> Tensor:
         return self.weight.value() + self.delta
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RemoteSum({self.weight!r} + delta)"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         sums = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteSum)]
         first = args[0]

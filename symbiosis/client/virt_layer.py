@@ -11,7 +11,7 @@ it can be differentiated any number of times. To everybody who looks, a VirtLine
 transformers `Conv1D`: `wrap` changes the class of the layer in place and leaves hooks, name and mode as they are.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +94,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
 
 
-def is_as_served(weight: Tensor) -> bool:
+def is_as_served(weight: Tensor) -> TypeGuard[RemoteWeight]:
     """Whether a layer's weight is still what `wrap` put there; else it was tied, replaced, parametrized or written to."""
     if not isinstance(weight, RemoteWeight) or weight.handle.private is not None:
         return False

@@ -58,12 +58,12 @@ class Reactor:
         self._epoll = select.epoll()
         self._bells: list[Bells] = []
         self._turns = 0
-        self._callbacks: dict[int, Callable[[], None]] = {}
+        self._callbacks: dict[int, Callable[[], object]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._soon: deque[Callable[[], None]] = deque()
         self.watch(self._bell, self._run_soon, on_change=True)
 
-    def watch(self, fd: int, callback: Callable[[], None], *, on_change: bool = False) -> None:
+    def watch(self, fd: int, callback: Callable[[], object], *, on_change: bool = False) -> None:
         """Call `callback` while `fd` is readable; `on_change`: once for every time it is written to."""
         self._callbacks[fd] = callback
         self._epoll.register(fd, select.EPOLLIN | (select.EPOLLET if on_change else 0))

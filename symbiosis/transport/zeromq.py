@@ -6,6 +6,7 @@ resend what was lost, so the session reconnects and resends instead.
 
 from contextlib import suppress
 from time import monotonic
+from typing import Any
 
 import torch
 import zmq
@@ -68,7 +69,7 @@ class Listener:
         self._reactor, self._inbox = reactor, inbox
         self._peers: dict[bytes, Peer] = {}
         self._due = False  # whether `_drain` will run by itself
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
         _harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
@@ -78,7 +79,7 @@ class Listener:
         except zmq.ZMQError as error:
             self._socket.close()
             raise ConfigError(f"cannot listen at tcp://{address}: {error}") from None
-        self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fd = int(self._socket.getsockopt(zmq.FD))  # type: ignore[arg-type]
         reactor.watch(self._fd, self._drain)
 
@@ -195,13 +196,13 @@ class TcpConnection:
 
     def __init__(self, address: str, hello: Hello, timeout: float) -> None:
         self._url = f"tcp://{address}"
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         _harden(self._socket)
         # Not on the executor's side: libzmq 4.3 aborts the process when a heartbeat meets a full queue and a client gone.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -243,7 +244,7 @@ class TcpConnection:
                 return reply, _tensor(rest[0], reply.dtype, reply.shape)
 
     def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
-        ready = dict(self._poller.poll(max(0.0, deadline - monotonic()) * 1000))
+        ready = dict(self._poller.poll(int(max(0.0, deadline - monotonic()) * 1000)))
         if self._socket in ready:
             return self._socket.recv_multipart(copy=False)
         if self._monitor in ready:
