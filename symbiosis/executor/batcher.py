@@ -6,10 +6,10 @@ queue is ready:
 * `immediate`      every call by itself, at once;
 * `lockstep`       when every active session waits for an answer;
 * `opportunistic`  when waiting longer would not pay. It pays to wait for a session whose rhythm says that its next call
-                   is this one and due within the budget; the budget is the provider's, and never more than the product
-                   itself costs, because that is all that joining can save.
+                   is this one and due within the budget; the budget is the provider's, and never more than what the
+                   expected calls would cost as products of their own, because that is all that joining can save.
 
-Among ready queues, priority goes first, but waiting raises it (`AGING_S`), and within one priority the session that has
+Among ready queues, priority goes first, but not being served raises it (`AGING_S`), and within one priority the session that has
 used the least of the executor goes first. So a session can delay another by one slice of `max_rows`, never starve it.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from symbiosis.config import Policy
 
-AGING_S = 0.05  # a waiting call gains one step of priority per this time
+AGING_S = 0.05  # a call gains one step of priority per this time in which its session is not served
 JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining two gains nothing and costs copies
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
 PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
@@ -77,6 +77,7 @@ class Rhythm:
     """What is known of a session: what it has used, what it waits for, what it tends to call next and when."""
 
     used: float = 0.0
+    served: float = -inf
     pending: list[Item] = field(default_factory=list)
     last_key: Hashable = None
     replied: float = 0.0
@@ -184,13 +185,12 @@ class Batcher:
             return True
         if sum(item.left for item in queue) >= JOIN_BELOW:
             return True
-        deadline = queue[0].arrived + min(self.max_wait, self._cost.get(key, 0.0))
-        if now >= deadline:
-            return True
         here = {item.session for item in queue}
         due = [r.due_at(key, self._cost, now) for session, r in self._sessions.items() if session not in here]
-        coming = [at for at in due if now < at <= deadline]
-        if not coming:
+        expected = [at for at in due if now < at < inf]
+        deadline = queue[0].arrived + min(self.max_wait, self._cost.get(key, 0.0) * len(expected))
+        coming = [at for at in expected if at <= deadline]
+        if now >= deadline or not coming:
             return True
         self._wake = min(self._wake, max(coming))
         return False
@@ -201,8 +201,9 @@ class Batcher:
         return min((item for queue in queues for item in queue), key=lambda item: self._rank(item, now))
 
     def _rank(self, item: Item, now: float) -> tuple[int, float, float]:
-        waited = int((now - item.arrived) / AGING_S)
-        return max(0, item.priority - waited), self._sessions[item.session].used, item.arrived
+        rhythm = self._sessions[item.session]
+        waited = int((now - max(item.arrived, rhythm.served)) / AGING_S)
+        return max(0, item.priority - waited), rhythm.used, item.arrived
 
     def _take(self, head: Item, now: float) -> Batch:
         """`head`, and of its queue what may join it."""
@@ -220,6 +221,8 @@ class Batcher:
         for piece in pieces:
             if piece.last:
                 self._remove(piece.item)
+        for piece in pieces:
+            self._sessions[piece.item.session].served = now
         self._least_used = max(self._least_used, self._sessions[head.session].used)
         return Batch(head.key, pieces, now)
 
