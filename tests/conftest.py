@@ -1,11 +1,15 @@
 """Fixtures: small models built from configurations, and executors that serve them."""
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: products of one thread round alike in every thread
+
+import torch  # noqa: E402
 from hypothesis import settings
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig

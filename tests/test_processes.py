@@ -261,9 +261,9 @@ def test_a_frozen_client_holds_up_nobody_for_longer_than_its_heartbeat(
     executor = start(listen_at(scheme, tmp_path), f"--policy={policy}", f"--heartbeat-s={heartbeat_s}")
     client = start(programs.call_when_told, executor.endpoint, 0.0)
     with Bystander(executor.endpoint, tiny_llama()) as bystander:
+        assert client.result() == 0  # an earlier one has come and gone
         frozen = start(programs.call_when_told, executor.endpoint, 3600.0)
         session = frozen.heard()
-        assert client.result() == 0  # an earlier one has come and gone
         frozen.signal(signal.SIGSTOP)
         begun = time.monotonic()
         until(
