@@ -118,9 +118,7 @@ def test_training_survives_kills_of_the_executor(
     kills = 12
     result = train_while_the_executor_is_killed(start, processes, STEPS, kills, seed=1)
     assert_same(result, calm)
-    assert (
-        result["reconnects"] >= kills // 3
-    )  # the client may sleep through a kill while it still looks for the last one's successor
+    assert result["reconnects"] >= kills // 3  # it may sleep through a kill while it looks for the last one's successor
 
 
 @pytest.mark.soak

@@ -147,8 +147,11 @@ def test_the_histogram_counts_calls_per_product(llama: nn.Module, serve: Callabl
     clients = [Session(executor.endpoint) for _ in range(3)]
     layer = next(index for index, entry in enumerate(clients[0].manifest) if entry.name == LAYER)
 
+    together = threading.Barrier(3)
+
     def run(client: Session) -> None:
-        for _ in range(10):
+        together.wait(60)
+        for _ in range(100):  # so many that none is through before the others have begun
             client.call(Op.FORWARD, layer, torch.ones(2, 64))
         client.close()
 
@@ -163,8 +166,8 @@ def test_the_histogram_counts_calls_per_product(llama: nn.Module, serve: Callabl
     products = {1: up_to["1"], 2: up_to["2"] - up_to["1"], 3: up_to["4"] - up_to["2"]}
     assert products[2] + products[3] > 0
     assert up_to["+Inf"] == up_to["64"] == up_to["4"]
-    assert sum(size * count for size, count in products.items()) == 30
-    assert [sample.value for sample in samples if sample.name.endswith("_sum")] == [30]
+    assert sum(size * count for size, count in products.items()) == 300
+    assert [sample.value for sample in samples if sample.name.endswith("_sum")] == [300]
     assert sum(size**2 * count for size, count in products.items()) == sum(c.stats.batched_calls for c in clients)
 
 
