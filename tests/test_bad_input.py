@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,11 @@ from torch import Tensor
 import symbiosis
 from symbiosis import transport
 from symbiosis.client.session import Session
+from symbiosis.config import Options
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.executor.load import load_model
+from symbiosis.executor.server import Server
+from symbiosis.executor.store import Store
 from symbiosis.protocol import (
     CALL_SIZE,
     LONGEST_TEXT,
@@ -56,6 +60,7 @@ from symbiosis.transport.local import (
     REPLY_AT,
     reply_at,
 )
+from symbiosis.transport.zeromq import AT_ONCE
 from tests.conftest import tiny_llama
 from tests.processes import Bystander, Client, Say, killed_at_the_end, until
 
@@ -159,8 +164,8 @@ def test_a_wrong_call_is_refused_and_the_session_goes_on(executor: symbiosis.Exe
 @both_transports
 def test_a_session_checks_the_limits_before_it_sends(executor: symbiosis.Executor) -> None:
     """Over tcp a frame beyond the limit would end in silence."""
-    session = Session(executor.endpoint)
-    for x in (rows(40_001), torch.zeros((LIMITS["max_call_bytes"] >> 2) + 1)):
+    session = Session(executor.endpoint, patience=1.0)
+    for x in (rows(40_001), torch.zeros(1, (LIMITS["max_call_bytes"] >> 2) + 2000)):
         with pytest.raises(CallError, match="send smaller batches, or raise --max-rows / --max-call-bytes") as error:
             session.call(Op.ECHO, 0, x)
         assert error.value.code is Code.TOO_LARGE
@@ -428,6 +433,30 @@ def flood(endpoint: str, frames: int) -> subprocess.Popen:
     process = subprocess.Popen([sys.executable, "-c", FLOOD, endpoint, str(frames)], stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline() == b"flooding\n"
     return process
+
+
+def test_messages_that_never_end_are_taken_by_turns() -> None:
+    """Between two turns the executor computes, however fast the next message is there."""
+    server = Server(Store(tiny_llama()), Options())
+    server.listen(("tcp://127.0.0.1:0",))
+    listener: Any = server.listeners[0]
+    handle, handled = listener._handle, []
+
+    def handle_until_there_is_more(frames: list[zmq.Frame]) -> None:
+        assert len(handled) < 10 * AT_ONCE, "this turn does not end"
+        handle(frames)
+        handled.append(len(frames))
+        assert listener._socket.poll(WAIT_S * 1000), "the flood ran dry"
+
+    listener._handle = handle_until_there_is_more
+    process = flood(listener.url, 10**12)
+    try:
+        listener._drain()
+        assert len(handled) == AT_ONCE
+    finally:
+        process.kill()
+        process.communicate()
+        listener.close()
 
 
 def busy_executor(say: Say) -> str:

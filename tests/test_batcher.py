@@ -419,6 +419,16 @@ def test_large_products_are_not_joined() -> None:
     assert answered(batcher, 1.0) in ([1], [2])
 
 
+def test_a_call_that_may_join_waits_for_an_earlier_one_of_its_session_that_may_not() -> None:
+    batcher = Batcher("opportunistic", MAX_WAIT, MAX_ROWS)
+    batcher.join(1)
+    batcher.join(2)
+    for number, item in enumerate((one_call(1), one_call(2, rows=JOIN_BELOW), one_call(2))):
+        item.arrived = number / 1000
+        batcher.add(item)
+    assert [answered(batcher, 1.0) for _ in range(3)] == [[1], [2], [2]]
+
+
 def sizes_of_memory(batcher: Batcher) -> int:
     """Entries in all that a batcher remembers."""
     tables = [table for table in vars(batcher).values() if isinstance(table, dict)]
