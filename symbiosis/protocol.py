@@ -26,10 +26,11 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
-VERSION = 1
+VERSION = 2
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 5  # of a convolution over video, which a client may read
+MAX_GROUP = 8  # layers that one call may name
 LONGEST_TEXT = 1024  # bytes of the text that says why a call was refused
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
@@ -53,6 +54,9 @@ class Op(IntEnum):
     STATS = 9  # a snapshot of the executor's figures, as msgpack
 
 
+BY_ROWS = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT))  # every row of the payload makes one of the reply
+
+
 class Priority(IntEnum):
     """Lower runs first."""
 
@@ -70,7 +74,12 @@ class View(NamedTuple):
 
 
 class Call(msgspec.Struct, frozen=True, cache_hash=True):
-    """One op on one layer for the rows of one session. The number that ties a reply to it travels beside it."""
+    """One op on one layer, or on a group of layers, for the rows of one session. Its number travels beside it.
+
+    A group's members take the same rows. What each of them makes of T rows is T rows of its own width, and in memory these lie
+    one member after another: that is the reply to a FORWARD and the payload of a DGRAD, of shape (T, all widths). The reply to
+    a DGRAD is the sum of the members' gradients, the last member's first, as autograd adds them.
+    """
 
     op: Op
     layer: int
@@ -81,6 +90,11 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
     view: View | None = None
     groups: int = 0
     gradient: bool = False  # made by a backward pass, where infinities are no mistake (loss scaling)
+    also: tuple[int, ...] = ()  # the other layers of a group
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        return self.layer, *self.also
 
     @property
     def payload_dtype(self) -> str:
@@ -139,8 +153,8 @@ _FLAG_BIAS, _FLAG_VIEW, _FLAG_GRADIENT = 1, 2, 4
 _ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT
 # magic, version, seq
 _HEAD = struct.Struct("<4sH2xQ")
-# op, flags, dtype, priority, dims, view dims | layer, groups | shape | view size, stride, offset
-_CALL = struct.Struct(f"<6B2x II {MAX_DIM}Q {MAX_DIM}Q{MAX_DIM}QQ")
+# op, flags, dtype, priority, dims, view dims, other layers | layer, groups, other layers | shape | view size, stride, offset
+_CALL = struct.Struct(f"<7Bx II {MAX_GROUP - 1}I {MAX_DIM}Q {MAX_DIM}Q{MAX_DIM}QQ")
 # code, dims, dtype | batch | wait, compute | shape
 _REPLY = struct.Struct(f"<3BxI II {MAX_DIM}Q")
 HEAD_SIZE = _HEAD.size
@@ -148,8 +162,8 @@ CALL_SIZE, REPLY_SIZE = _HEAD.size + _CALL.size, _HEAD.size + _REPLY.size
 _MAX = 2**63 - 1
 
 
-def _pad(dims: tuple[int, ...]) -> tuple[int, ...]:
-    return dims + (0,) * (MAX_DIM - len(dims))
+def _pad(numbers: tuple[int, ...], length: int = MAX_DIM) -> tuple[int, ...]:
+    return numbers + (0,) * (length - len(numbers))
 
 
 def encode_call(call: Call, seq: int) -> bytes:
@@ -162,8 +176,8 @@ def call_body(call: Call) -> bytes:
     size, stride, offset = call.view if call.view is not None else ((), (), 0)
     flags = call.bias * _FLAG_BIAS | (call.view is not None) * _FLAG_VIEW | call.gradient * _FLAG_GRADIENT
     return _CALL.pack(
-        call.op, flags, _DTYPE_CODE[call.dtype], call.priority, len(call.shape), len(size),
-        call.layer, call.groups, *_pad(call.shape), *_pad(size), *_pad(stride), offset,
+        call.op, flags, _DTYPE_CODE[call.dtype], call.priority, len(call.shape), len(size), len(call.also),
+        call.layer, call.groups, *_pad(call.also, MAX_GROUP - 1), *_pad(call.shape), *_pad(size), *_pad(stride), offset,
     )  # fmt: skip
 
 
@@ -183,17 +197,20 @@ def split_call(raw: bytes) -> tuple[int, bytes]:
 @lru_cache(maxsize=1 << 14)
 def parse_call_body(body: bytes) -> Call:
     """The call that `call_body` wrote."""
-    op, flags, dtype, priority, dims, vdims, layer, groups, *sizes, offset = _CALL.unpack(body)
+    op, flags, dtype, priority, dims, vdims, others, layer, groups, *numbers, offset = _CALL.unpack(body)
+    also, sizes = tuple(numbers[:others]), numbers[MAX_GROUP - 1 :]
     if op not in _OPS:
         raise ProtocolError(Code.UNKNOWN_OP, f"there is no op number {op}")
     if dtype >= len(DTYPES) or priority not in _PRIORITIES or flags > _ALL_FLAGS:
         raise ProtocolError(Code.BAD_FRAME, "a call header holds an unknown dtype, priority or flag")
+    if others >= MAX_GROUP:
+        raise ProtocolError(Code.BAD_FRAME, f"a call names at most {MAX_GROUP} layers")
     if dims > MAX_DIM or vdims > MAX_DIM or max(*sizes, offset) > _MAX:
         raise ProtocolError(Code.BAD_SHAPE, f"a shape has at most {MAX_DIM} dimensions of at most 2^63 - 1")
     shape, size, stride = (tuple(sizes[at : at + n]) for at, n in ((0, dims), (MAX_DIM, vdims), (2 * MAX_DIM, vdims)))
     view = View(size, stride, offset) if flags & _FLAG_VIEW else None
     bias, gradient = bool(flags & _FLAG_BIAS), bool(flags & _FLAG_GRADIENT)
-    return Call(_OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient)
+    return Call(_OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient, also)
 
 
 def encode_reply(reply: Reply) -> bytes:

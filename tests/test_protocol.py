@@ -18,6 +18,7 @@ from symbiosis.protocol import (
     HEAD_SIZE,
     ITEMSIZE,
     MAX_DIM,
+    MAX_GROUP,
     REPLY_SIZE,
     VERSION,
     Beat,
@@ -53,7 +54,7 @@ views = st.integers(0, MAX_DIM).flatmap(
 )
 calls = st.builds(
     Call, st.sampled_from(Op), u32, st.sampled_from(DTYPES), shapes, st.booleans(), st.sampled_from(Priority),
-    st.none() | views, u32, st.booleans(),
+    st.none() | views, u32, st.booleans(), st.lists(u32, max_size=MAX_GROUP - 1).map(tuple),
 )  # fmt: skip
 replies = st.builds(Reply, u64, st.sampled_from(Code), st.sampled_from(DTYPES), shapes, u32, u32, u32)
 i64, text, flag = st.integers(-(2**63), 2**63 - 1), st.text(max_size=20), st.booleans()
@@ -210,7 +211,14 @@ WELCOME = Welcome(
     "LlamaForCausalLM", Limits(), False, 5.0, "host:1",
 )  # fmt: skip
 SEEDS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
-    "call": (decode_call, [CALL, encode_call(Call(Op.GROUPED, 1, "bfloat16", (5, 8), groups=4), 2**64 - 1)]),
+    "call": (
+        decode_call,
+        [
+            CALL,
+            encode_call(Call(Op.DGRAD, 1, "float32", (2, 96), also=(2, 3)), 9),
+            encode_call(Call(Op.GROUPED, 1, "bfloat16", (5, 8), groups=4), 2**64 - 1),
+        ],
+    ),
     "reply": (decode_reply, [REPLY, encode_reply(Reply(1, Code.TOO_LARGE, shape=(40,)))]),
     "control": (
         decode_control,

@@ -27,12 +27,13 @@ def from_executor(
     device: torch.device | str = "cpu",
     layers: Sequence[str] | str | None = None,
     priority: str | None = None,
+    exact: bool = True,
     **config: Any,
 ) -> nn.Module:
     """A wrapped model of the executor's kind; no checkpoint, and no base weights in this process's memory.
 
     Args:
-        endpoint, layers, priority: as for `wrap`.
+        endpoint, layers, priority, exact: as for `wrap`.
         dtype: What the client computes in; default: what the executor holds.
         device: Where the client's own tensors live.
         config: Changes to the model's configuration, such as `attn_implementation="eager"`.
@@ -43,7 +44,7 @@ def from_executor(
     ...     str(symbiosis.report(model)).startswith("wrapped")
     True
     """
-    session = Session(endpoint or default_endpoint(), _priority(priority))
+    session = Session(endpoint or default_endpoint(), _priority(priority), exact=exact)
     try:
         model = _structure(session, config)
         attach(model, session, [layers] if isinstance(layers, str) else layers, torch.device(device))

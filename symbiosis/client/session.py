@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from symbiosis import transport
+from symbiosis.client.groups import Groups
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import DTYPE_NAME
@@ -75,13 +76,15 @@ class Session:
         fingerprint: str | None = None,
         observer: bool = False,
         patience: float = PATIENCE_S,
+        exact: bool = True,
     ) -> None:
         self.endpoint, self.priority, self.patience = endpoint, priority, patience
-        self.fingerprint, self.observer = fingerprint, observer
+        self.fingerprint, self.observer, self.exact = fingerprint, observer, exact
         self.stats = Stats()
         self.number = next(_numbers)
         self._key = f"{os.getpid()}-{self.number}-{time.time_ns()}"
         self._seq = itertools.count(1)
+        self._local = threading.local()
         self._lock = threading.Lock()
         self._connection: transport.Connection | None = None
         self._welcome: Welcome | None = None
@@ -104,6 +107,14 @@ class Session:
     def manifest(self) -> list[Layer]:
         return self.welcome.manifest
 
+    @property
+    def groups(self) -> Groups:
+        """What this thread's calls have shown."""
+        groups = self._local.__dict__.get("groups")
+        if groups is None:
+            groups = self._local.groups = Groups()
+        return groups
+
     def call(
         self,
         op: Op,
@@ -116,13 +127,14 @@ class Session:
         ends: Tensor | None = None,
         priority: Priority = Priority.PREFILL,
         gradient: bool = False,
+        also: tuple[int, ...] = (),
     ) -> Tensor:
         """The result of `op` on `layer` for the rows of `x`, on x's device; sent again until an executor answers."""
         if x is None:
-            return self._answer(_call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient), ())
+            return self._answer(_call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ()), ())
         payload = (_on_host(x),) if ends is None else (_on_host(x), _on_host(ends))
         groups = 0 if ends is None else ends.numel()
-        call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient)
+        call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
         result = self._answer(call, payload)
         return result if x.is_cpu else result.to(x.device)
 
@@ -228,7 +240,7 @@ class Session:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self._key, self.endpoint, self.priority, self.fingerprint, self.patience)
+        return _restore, (self._key, self.endpoint, self.priority, self.fingerprint, self.patience, self.exact)
 
 
 def _on_host(tensor: Tensor) -> Tensor:
@@ -248,19 +260,22 @@ def _call(
     view: View | None,
     groups: int,
     gradient: bool,
+    also: tuple[int, ...],
 ) -> Call:
     """The call of these words, looked up rather than built anew."""
     name = DTYPE_NAME.get(dtype)
     if name is None:
         raise CallError(Code.BAD_DTYPE, f"layer {layer}: {dtype} does not travel. Use one of {', '.join(DTYPES)}")
-    return Call(op, layer, name, shape, bias, priority, view, groups, gradient)
+    return Call(op, layer, name, shape, bias, priority, view, groups, gradient, also)
 
 
-def _restore(key: str, endpoint: str, priority: Priority | None, fingerprint: str | None, patience: float) -> Session:
+def _restore(
+    key: str, endpoint: str, priority: Priority | None, fingerprint: str | None, patience: float, exact: bool
+) -> Session:
     """An unpickled session: one per pickled original and process, joined at its first call."""
     session = _restored.get(key)
     if session is None:
-        session = _restored[key] = Session(endpoint, priority, fingerprint, patience=patience)
+        session = _restored[key] = Session(endpoint, priority, fingerprint, patience=patience, exact=exact)
     return session
 
 

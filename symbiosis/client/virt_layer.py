@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.client.groups import Member
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op, Priority
+from symbiosis.transport.tensors import members
 
 DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 
@@ -33,10 +35,12 @@ def _product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool
     if not x.numel():
         return x.new_zeros(*x.shape[:-1], width)
     y_TN = Session.of(session).call(op, layer, x.reshape(-1, x.shape[-1]), bias=bias, priority=priority)
-    if x.dim() == 2:
-        return y_TN
-    shape = (*x.shape[:-1], width)
-    return torch.ops.aten._unsafe_view(y_TN, shape)  # a view that autograd tracks could not be changed in place
+    return y_TN if x.dim() == 2 else _own(y_TN, (*x.shape[:-1], width))
+
+
+def _own(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`y` in another shape, and no view to autograd, which would not let it be changed in place."""
+    return torch.ops.aten._unsafe_view(y, shape)
 
 
 def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
@@ -44,7 +48,7 @@ def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, 
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
-    x, ctx.session, ctx.layer, op, _, _, _ = inputs
+    x, ctx.session, ctx.layer, op, *_ = inputs
     ctx.inverse = Op.DGRAD if op == Op.FORWARD else Op.FORWARD
     ctx.width = x.shape[-1]
 
@@ -59,19 +63,77 @@ class EagerProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
+        *inputs, made = inputs  # type: ignore[assignment]
         _remember(ctx, inputs, None)
-        return _product(*inputs)
+        return _product(*inputs) if made is None else made[0]
 
-    backward = staticmethod(_gradient)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_gradient(ctx, dy), None
 
 
-def product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
-    """The differentiable product, in its compiled or its eager form."""
+def product(
+    x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority, made: Tensor | None = None
+) -> Tensor:
+    """The differentiable product, in its compiled or its eager form. `made`: its result, if that is already here."""
     if torch.compiler.is_compiling():
         return torch.ops.symbiosis.product(x, session, layer, int(op), width, bias, int(priority))
     if x.requires_grad and torch.is_grad_enabled():
-        return EagerProduct.apply(x, session, layer, op, width, bias, priority)  # type: ignore[no-untyped-call]
-    return _product(x, session, layer, op, width, bias, priority)
+        wrapped = None if made is None else (made,)  # a tensor among the arguments would be taken for an input
+        return EagerProduct.apply(x, session, layer, op, width, bias, priority, wrapped)  # type: ignore[no-untyped-call]
+    return _product(x, session, layer, op, width, bias, priority) if made is None else made
+
+
+class GroupProduct(torch.autograd.Function):
+    """The products of a group of layers: one call, and one for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, session: int, group: tuple[Member, ...], priority: Priority) -> tuple[Tensor, ...]:
+        ctx.session, ctx.group, ctx.shape = session, group, x.shape
+        ctx.set_materialize_grads(False)
+        return tuple(_products(x, session, group, priority))
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError("gradients of gradients need wrap(..., exact=True)")
+        given = [(member, dy) for member, dy in zip(ctx.group, dys, strict=True) if dy is not None]
+        if not given:
+            return None, None, None, None
+        first, *others = (member.layer for member, _ in given)
+        rows = [dy.reshape(-1, dy.shape[-1]) for _, dy in given]
+        one = rows[0] if not others else torch.cat([dy.reshape(-1) for dy in rows]).view(rows[0].shape[0], -1)
+        call = Session.of(ctx.session).call
+        dx = call(Op.DGRAD, first, one, priority=Priority.TRAIN, also=tuple(others))
+        return dx.view(ctx.shape), None, None, None
+
+
+def _products(x: Tensor, session: int, group: tuple[Member, ...], priority: Priority) -> list[Tensor]:
+    """What each of `group` makes of `x`, in one call."""
+    first, *others = group
+    call = Session.of(session).call
+    also = tuple(member.layer for member in others)
+    y = call(Op.FORWARD, first.layer, x.reshape(-1, x.shape[-1]), bias=first.bias, priority=priority, also=also)
+    parts = members(y, [member.width for member in group])
+    return [_own(part, (*x.shape[:-1], part.shape[-1])) for part in parts]
+
+
+def grouped_product(given: Tensor, x: Tensor, session: Session, member: Member, priority: Priority) -> Tensor:
+    """The product, asked for together with those that other layers will want of the same tensor. `given` is what the layer was
+    given, `x` the same as it is to be multiplied."""
+    groups, number, exact = session.groups, session.number, session.exact
+    made = groups.fetch(given, x.dtype, member)
+    tracked = x.requires_grad and torch.is_grad_enabled()
+    if made is None:
+        group = groups.begin(given, x.dtype, member)
+        if len(group) > 1 and x.numel():
+            if tracked and not exact:
+                return groups.keep(group, list(GroupProduct.apply(x, number, group, priority)))  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                made = groups.keep(group, _products(x, number, group, priority))
+    if made is not None and made.requires_grad:
+        return made
+    return product(x, number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
 
 
 def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
@@ -85,12 +147,15 @@ torch.library.register_autograd("symbiosis::product", _gradient, setup_context=_
 
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
     """What `layer` computes, by the executor; a bias that is no longer the base's own is added here."""
+    given = x
     if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    handle, bias = weight.handle, layer.bias
-    compiling = torch.compiler.is_compiling()  # then a tensor's version is no number that could be compared
-    own = bias is not None and not compiling and handle.is_own_bias(bias)  # type: ignore[arg-type]
-    y = product(x, handle.session.number, handle.index, Op.FORWARD, width, own, _priority(layer, x))
+    handle, bias, priority = weight.handle, layer.bias, _priority(layer, x)
+    if torch.compiler.is_compiling():  # then a tensor's version is no number that could be compared, nor its identity
+        y, own = product(x, handle.session.number, handle.index, Op.FORWARD, width, False, priority), False
+    else:
+        own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
+        y = grouped_product(given, x, handle.session, Member(handle.index, width, own), priority)
     return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
 
 

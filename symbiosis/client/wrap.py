@@ -65,6 +65,7 @@ def wrap(
     *,
     layers: Sequence[str] | str | None = None,
     priority: str | None = None,
+    exact: bool = True,
 ) -> Model:
     """Let an executor compute the frozen layers of `model`. In place; before or after `get_peft_model`.
 
@@ -72,6 +73,8 @@ def wrap(
         endpoint: The executor's URL; else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
         layers: Patterns of layer names (`"model.layers.*"`); default: every layer that the executor serves.
         priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.
+        exact: Whether gradients are to be the unsplit model's, bit for bit. Without it the gradients of layers that share
+            their input (q/k/v, gate/up) are one call instead of several, and are added in another order.
 
     >>> from transformers import AutoModelForCausalLM
     >>> import symbiosis
@@ -82,7 +85,7 @@ def wrap(
     ...     symbiosis.stats(model).calls
     0
     """
-    session = Session(endpoint or default_endpoint(), _priority(priority))
+    session = Session(endpoint or default_endpoint(), _priority(priority), exact=exact)
     try:
         report = attach(model, session, [layers] if isinstance(layers, str) else layers)
     except BaseException:

@@ -3,7 +3,7 @@
 Shapes: T rows of all sessions, K what goes in, N what comes out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -15,9 +15,9 @@ from symbiosis.executor.batcher import Batch, Slice
 from symbiosis.executor.store import Store
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.product import product
-from symbiosis.protocol import LONGEST_TEXT, Call, Op, Reply
+from symbiosis.protocol import BY_ROWS, LONGEST_TEXT, Call, Op, Reply
 from symbiosis.transport.base import Peer
-from symbiosis.transport.tensors import TORCH_DTYPE
+from symbiosis.transport.tensors import TORCH_DTYPE, members
 
 
 @dataclass(slots=True)
@@ -29,6 +29,7 @@ class Work:
     call: Call
     payload: tuple[Tensor, ...]
     out: Tensor
+    widths: tuple[int, ...] = ()  # of what each member of a group makes
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
 
 
@@ -61,47 +62,79 @@ class Engine:
 
     def _compute(self, slices: list[Slice]) -> None:
         first: Work = slices[0].item.work
+        by_rows = first.call.op in BY_ROWS and len(first.call.shape) == 2
         if len(slices) > 1:
-            self._together(first.call, slices)
-        elif first.call.op is Op.GROUPED:
-            x_TK, ends = self._local(first.payload)
-            first.out.copy_(grouped(x_TK, self._operand(first.call), ends))
-        elif first.call.op in (Op.FORWARD, Op.DGRAD, Op.PRODUCT):
-            self._alone(first, slices[0])
+            (self._rows_together if by_rows else self._together)(first.call, slices)
+        elif by_rows:
+            self._rows_alone(first.call, slices[0])
         else:
             first.out.copy_(self._whole(first))
 
-    def _alone(self, work: Work, piece: Slice) -> None:
-        """Straight from the session's memory into the session's memory."""
-        call = work.call
-        whole = call.shape[:-1] if len(call.shape) == 3 else None
-        x_TK = work.payload[0] if whole else work.payload[0][piece.start : piece.stop]
-        out_TN = work.out if whole else work.out[piece.start : piece.stop]
-        if self._device.type == "cpu":
-            product(x_TK, self._operand(call), self._bias(call), out_TN)
+    def _rows_alone(self, call: Call, piece: Slice) -> None:
+        """Straight from the session's memory into the session's memory, where that is the device's."""
+        x, out = self._inputs(piece), self._outputs(piece)
+        if out[0].device == self._device:
+            self._multiply(call, x, out)
         else:
-            out_TN.copy_(product(x_TK.to(self._device), self._operand(call), self._bias(call)))
+            y = self._multiply(call, [x_TK.to(self._device) for x_TK in x])
+            for out_TN, y_TN in zip(out, y, strict=True):
+                out_TN.copy_(y_TN)
+
+    def _rows_together(self, call: Call, slices: list[Slice]) -> None:
+        """Gather the rows of all, one product (or one for each layer of a group), scatter."""
+        rows = [piece.stop - piece.start for piece in slices]
+        x = [torch.cat(parts).to(self._device) for parts in zip(*map(self._inputs, slices), strict=True)]
+        for y_TN, outs in zip(self._multiply(call, x), zip(*map(self._outputs, slices), strict=True), strict=True):
+            for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
+                out_TN.copy_(part_TN)
+
+    def _inputs(self, piece: Slice) -> list[Tensor]:
+        """The slice's rows: for a group's DGRAD those of each member."""
+        work: Work = piece.item.work
+        parts = members(work.payload[0], work.widths) if work.call.op is Op.DGRAD and work.widths else [work.payload[0]]
+        return [part[piece.start : piece.stop] for part in parts]
+
+    def _outputs(self, piece: Slice) -> list[Tensor]:
+        """Where the slice's results go: for a group's FORWARD those of each member."""
+        work: Work = piece.item.work
+        parts = members(work.out, work.widths) if work.call.op is Op.FORWARD and work.widths else [work.out]
+        return [part[piece.start : piece.stop] for part in parts]
+
+    def _multiply(self, call: Call, x: list[Tensor], out: list[Tensor] | None = None) -> list[Tensor]:
+        """One product for each layer, so that every one rounds as it would alone; gradients are added, the last one's first."""
+        matrices = [self._store.operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
+        if call.op is not Op.DGRAD:
+            biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
+            outs: Sequence[Tensor | None] = out or [None] * len(matrices)
+            return [product(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
+        *others, (dy_TN, matrix) = zip(x, matrices, strict=True)
+        dx_TK = product(dy_TN, matrix, None, out[0] if out else None)
+        for dy_TN, matrix in reversed(others):
+            dx_TK += product(dy_TN, matrix, None)
+        return [dx_TK]
 
     def _together(self, call: Call, slices: list[Slice]) -> None:
-        """Gather the rows of all, one product, scatter."""
+        """The same for calls whose rows belong to groups of matrices, and for lookups."""
         works: list[Work] = [piece.item.work for piece in slices]
-        parts = [piece.item.work.payload[0][piece.start : piece.stop] for piece in slices]
-        rows = [len(part) for part in parts]
-        x_TK = torch.cat(parts).to(self._device)
-        if call.op is Op.GROUPED:
+        rows = [len(work.payload[0]) for work in works]
+        x_TK = torch.cat([work.payload[0] for work in works]).to(self._device)
+        if call.op is Op.LOOKUP:
+            y_TN = self._operand(call)[x_TK]
+        else:
             order, ends = self._local(merge([work.payload[1] for work in works], rows))
             sorted_TN = grouped(x_TK[order], self._operand(call), ends)
             y_TN = torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
-        elif call.op is Op.LOOKUP:
-            y_TN = self._operand(call)[x_TK]
-        else:
-            y_TN = product(x_TK, self._operand(call), self._bias(call))
-        for piece, part_TN in zip(slices, y_TN.split(rows), strict=True):
-            piece.item.work.out[piece.start : piece.stop].copy_(part_TN)
+        for work, part_TN in zip(works, y_TN.split(rows), strict=True):
+            work.out.copy_(part_TN)
 
     def _whole(self, work: Work) -> Tensor:
-        """Ops that take no part in batches."""
+        """Ops that are not cut into slices, by themselves."""
         call = work.call
+        if call.op in BY_ROWS:
+            return product(work.payload[0].to(self._device), self._operand(call), None)
+        if call.op is Op.GROUPED:
+            x_TK, ends = self._local(work.payload)
+            return grouped(x_TK, self._operand(call), ends)
         if call.op is Op.LOOKUP:
             return self._operand(call)[work.payload[0].to(self._device)]
         if call.op is Op.LEFT:
@@ -117,9 +150,6 @@ class Engine:
 
     def _operand(self, call: Call) -> Tensor:
         return self._store.operand(call.layer, call.op, call.view, call.dtype)
-
-    def _bias(self, call: Call) -> Tensor | None:
-        return self._store.bias(call.layer, call.dtype) if call.bias else None
 
     def _local(self, payload: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(tensor.to(self._device) for tensor in payload)

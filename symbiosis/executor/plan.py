@@ -5,15 +5,13 @@ import msgspec
 from symbiosis.config import Options
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import reply_shape
-from symbiosis.protocol import Call, Op, View
-
-_BY_ROWS = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT))
+from symbiosis.protocol import BY_ROWS, Call, Op, View
 
 
 class Key(msgspec.Struct, frozen=True, cache_hash=True):
     """Calls of one key can run as one product."""
 
-    layer: int
+    layers: tuple[int, ...]
     op: Op
     dtype: str
     bias: bool
@@ -27,18 +25,21 @@ class Plan(msgspec.Struct, frozen=True):
     rows: int
     nbytes: int
     shape: tuple[int, ...]
+    widths: tuple[int, ...]
     divisible: bool
     joinable: bool
 
 
 def make_plan(call: Call, store: Store, options: Options) -> Plan:
     """The plan of `call`; `CallError` if the call is wrong, whatever its values are."""
-    divisible = call.op in _BY_ROWS and len(call.shape) == 2
+    shape = reply_shape(call, store, options)
+    divisible = call.op in BY_ROWS and len(call.shape) == 2
     return Plan(
-        key=Key(call.layer, call.op, call.dtype, call.bias, call.view),
+        key=Key(call.layers, call.op, call.dtype, call.bias, call.view),
         rows=max(1, call.rows),
         nbytes=call.nbytes,
-        shape=reply_shape(call, store, options),
+        shape=shape,
+        widths=tuple(store.width(layer) for layer in call.layers) if call.also else (),
         divisible=divisible,
         joinable=divisible or call.op in (Op.GROUPED, Op.LOOKUP),
     )

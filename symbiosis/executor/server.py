@@ -203,7 +203,7 @@ class Server:
             out = torch.empty(plan.shape, dtype=TORCH_DTYPE[call.dtype])
         session.bytes += plan.nbytes
         priority = call.priority if session.priority is None else session.priority
-        work = Work(peer, seq, call, payload, out)
+        work = Work(peer, seq, call, payload, out, plan.widths)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:

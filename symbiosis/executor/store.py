@@ -59,6 +59,10 @@ class Store:
         transposed = (op is Op.FORWARD) == (self.manifest[layer].kind != "conv1d")
         return weight.t() if transposed and op in (Op.FORWARD, Op.DGRAD) else weight
 
+    def width(self, layer: int) -> int:
+        """Values in a row that a linear layer makes."""
+        return int(self.matrix(layer, Op.FORWARD, None).shape[-1])
+
     def operand(self, layer: int, op: Op, view: View | None, dtype: str) -> Tensor:
         """`matrix`, cast to the dtype of the call as autocast would; the cast lives for one product."""
         return self.matrix(layer, op, view).to(TORCH_DTYPE[dtype])

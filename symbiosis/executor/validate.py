@@ -2,6 +2,7 @@
 
 from math import isfinite, prod
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis.config import Options
@@ -15,10 +16,36 @@ _CHECKED = frozenset((Op.FORWARD, Op.PRODUCT, Op.LEFT, Op.GROUPED))
 def reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
     """The shape of the reply to `call`; `CallError` with what to change if the call is wrong."""
     options.limits.check(call)
-    shape = call.shape if call.op is Op.ECHO else _layer_reply_shape(call, store, options)
+    if call.also:
+        shape = _group_reply_shape(call, store, options)
+    else:
+        shape = call.shape if call.op is Op.ECHO else _layer_reply_shape(call, store, options)
     if prod(shape) * ITEMSIZE[call.dtype] > options.max_call_bytes:
         raise CallError(Code.TOO_LARGE, f"the reply {shape} exceeds {options.max_call_bytes} bytes: send fewer rows")
     return shape
+
+
+def _group_reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
+    """That of each member, as if it were called alone, put together."""
+    if call.op not in (Op.FORWARD, Op.DGRAD) or len(call.shape) != 2:
+        raise CallError(Code.UNKNOWN_OP, f"a group of layers takes FORWARD and DGRAD of rows, not {call.op.name}")
+    for layer in call.layers:
+        if layer >= len(store.manifest) or store.manifest[layer].kind not in ("linear", "conv1d"):
+            raise CallError(Code.UNKNOWN_LAYER, f"number {layer} is no linear layer that is served: not in a group")
+    rows, widths = call.shape[0], [store.width(layer) for layer in call.layers]
+    taken = widths if call.op is Op.DGRAD else [call.shape[1]] * len(widths)
+    alone = [
+        replace(call, layer=layer, also=(), shape=(rows, width))
+        for layer, width in zip(call.layers, taken, strict=True)
+    ]  # fmt: skip
+    shapes = [_layer_reply_shape(one, store, options) for one in alone]
+    if call.op is Op.FORWARD:
+        return rows, sum(widths)
+    if sum(widths) != call.shape[1] or len(set(shapes)) != 1:
+        raise CallError(
+            Code.BAD_SHAPE, f"rows {call.shape} are no gradients of layers {call.layers}, one after another"
+        )
+    return shapes[0]
 
 
 def _layer_reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Tensors over raw memory, and the names their dtypes have on the wire."""
 
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -24,6 +25,13 @@ def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) ->
     if not count and prod(max(1, dim) for dim in shape) >= _MOST:  # nothing to hold, yet torch cannot count it
         raise ProtocolError(Code.BAD_SHAPE, f"the shape {shape} is larger than any memory")
     return memory[start : start + count * target.itemsize].view(target).view(shape)
+
+
+def members(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
+    """What each member of a group has in `rows`, where they lie one after another, each contiguous."""
+    count = rows.shape[0]
+    parts = rows.reshape(-1).split([count * width for width in widths])
+    return [part.view(count, width) for part, width in zip(parts, widths, strict=True)]
 
 
 def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,89 @@
+"""Layers that receive the same input tensor (q/k/v, gate/up): found at run time, then asked for in one call.
+
+No knowledge of the model is needed. A thread that calls several layers in a row with the very same tensor has shown a
+*group*. When the first of them is called again, all are asked for at once, and what the others made waits for them. It is only
+handed out for the tensor it was made of, in the state it was then in; whoever comes with another one makes a call of
+its own. So a model whose flow changes loses some speed and no correctness; and what is not fetched again and again is no longer
+asked for.
+"""
+
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from symbiosis.protocol import MAX_GROUP
+
+MISSES_ALLOWED = 3  # so often may members of a group not be fetched, until it is asked for no more
+
+
+class Member(NamedTuple):
+    """One layer as it is asked for: its number, the width of what it makes, and whether its bias is added in the executor."""
+
+    layer: int
+    width: int
+    bias: bool
+
+
+@dataclass(slots=True)
+class Run:
+    """Calls in a row with the same tensor: who made them, and what was made for members that have not yet come."""
+
+    x: "weakref.ref[Tensor] | None" = None
+    version: int = -1
+    dtype: torch.dtype | None = None
+    called: tuple[Member, ...] = ()
+    ready: dict[Member, Tensor] | None = None
+
+    def is_of(self, x: Tensor, version: int, dtype: torch.dtype) -> bool:
+        return self.x is not None and self.x() is x and self.version == version and self.dtype == dtype
+
+
+class Groups:
+    """What one thread's calls to one executor have shown."""
+
+    def __init__(self) -> None:
+        self._run = Run()
+        self._known: dict[Member, tuple[Member, ...]] = {}
+        self._misses: dict[Member, int] = {}
+
+    def fetch(self, x: Tensor, dtype: torch.dtype, member: Member) -> Tensor | None:
+        """What `member` makes of `x` (as `dtype`), if it was made already."""
+        run = self._run
+        if x.is_inference() or not run.is_of(x, x._version, dtype):
+            return None
+        return run.ready.pop(member, None) if run.ready else None
+
+    def begin(self, x: Tensor, dtype: torch.dtype, member: Member) -> tuple[Member, ...]:
+        """Who is to be asked for together with `member`, which makes a call now: it first, perhaps alone."""
+        if x.is_inference():  # nobody could tell whether it was changed in between
+            return (member,)
+        run = self._run
+        if run.is_of(x, x._version, dtype):
+            run.called = (*run.called, member)
+            return (member,)
+        self._learn(run)
+        self._run = Run(weakref.ref(x), x._version, dtype, (member,))
+        return self._known.get(member) or (member,)
+
+    def keep(self, group: tuple[Member, ...], made: list[Tensor]) -> Tensor:
+        """The first one's result; the others wait."""
+        self._run.called = group
+        self._run.ready = dict(zip(group[1:], made[1:], strict=True))
+        return made[0]
+
+    def _learn(self, run: Run) -> None:
+        """The run is over."""
+        leader = run.called[0] if run.called else None
+        if leader is None:
+            return
+        if run.ready:
+            self._misses[leader] = self._misses.get(leader, 0) + 1
+            if self._misses[leader] >= MISSES_ALLOWED:
+                self._known[leader] = (leader,)
+        elif leader not in self._known and 1 < len(run.called) <= MAX_GROUP:
+            distinct = len(set(run.called)) == len(run.called)
+            if distinct and all(member.bias == leader.bias for member in run.called):
+                self._known[leader] = run.called
