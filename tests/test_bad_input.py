@@ -51,11 +51,11 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.transport.local import (
+from symbiosis.transport.local import FIRST_SLAB
+from symbiosis.transport.slab import (
     CALL_AT,
     CALL_BELL_AT,
     CLIENT_SLEEPS_AT,
-    FIRST_SLAB,
     PAYLOAD_AT,
     REPLY_AT,
     reply_at,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import symbiosis
 from scripts.compat_peft import CASES, ORDERS, batch, build, perturb, run_case, unsplit
-from symbiosis.client.remote_weight import RemoteSum, RemoteWeight
+from symbiosis.client.remote_sum import RemoteSum
+from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.errors import WeightRead, WeightWrite
 
 EXPECTED = {  # outcome of W>P, of P>W

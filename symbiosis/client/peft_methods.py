@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from symbiosis.client.remote_weight import Handle, RemoteWeight
+from symbiosis.client.remote_view import Handle
+from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.virt_layer import VirtLinear
 from symbiosis.protocol import Op, Priority
 

@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.peft_methods import support_peft_methods
-from symbiosis.client.remote_weight import Handle, RemoteWeight
+from symbiosis.client.remote_view import Handle
+from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session, Stats
 from symbiosis.client.virt_layer import VirtConv1D, VirtLinear
 from symbiosis.config import default_endpoint

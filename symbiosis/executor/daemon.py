@@ -1,21 +1,16 @@
 """The `symbiosis-executor` process: loads a model, serves it, drains on SIGTERM."""
 
 import gc
-import json
 import logging
 import signal
-import sys
-import time
-from typing import Any
 
 from symbiosis.config import Options, default_endpoint
 from symbiosis.errors import ConfigError
 from symbiosis.executor.load import load_model
+from symbiosis.executor.log import log, set_up_logging
 from symbiosis.executor.metrics import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.executor.store import Store
-
-logger = logging.getLogger("symbiosis.executor")
 
 
 def serve(model_name: str, options: Options) -> None:
@@ -36,7 +31,7 @@ def serve(model_name: str, options: Options) -> None:
         flush=True,
     )
     server.run()
-    logger.info("stopped", extra={"fields": {"calls": sum(line.calls for line in server.figures.lines.values())}})
+    log(logging.INFO, "stopped", calls=sum(line.calls for line in server.figures.lines.values()))
 
 
 def serve_metrics(server: Server, port: int) -> None:
@@ -49,34 +44,3 @@ def serve_metrics(server: Server, port: int) -> None:
         start_http_server(port, addr="127.0.0.1", registry=registry)
     except OSError as error:
         raise ConfigError(f"cannot serve metrics at 127.0.0.1:{port}: {error}") from None
-
-
-def set_up_logging(log_format: str) -> None:
-    """Lines on stderr: for people, or one JSON object each. Sizes, names and codes; never contents."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
-    root = logging.getLogger("symbiosis")
-    root.handlers[:] = [handler]
-    root.setLevel(logging.INFO)
-    root.propagate = False
-
-
-class TextFormatter(logging.Formatter):
-    """`12:00:01 INFO session joined session=1 client="pid 7"`; quoted, because a client's name may hold anything."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{key}={json.dumps(value)}" for key, value in _fields(record).items())
-        line = f"{time.strftime('%H:%M:%S')} {record.levelname} {record.getMessage()}"
-        return f"{line} {fields}" if fields else line
-
-
-class JsonFormatter(logging.Formatter):
-    """One object per line, for log collectors."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        head = {"time": record.created, "level": record.levelname.lower(), "event": record.getMessage()}
-        return json.dumps({**head, **_fields(record)})
-
-
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    return getattr(record, "fields", {})

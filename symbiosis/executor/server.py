@@ -7,7 +7,6 @@ import platform
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batcher import Batcher, Item
 from symbiosis.executor.engine import Engine, Work, bytes_tensor, call_error, refuse
+from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures
 from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store
@@ -26,9 +26,6 @@ from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 TICK_S = 0.5
 LONGEST_NAME = 64  # characters of what a client calls itself
-
-logger = logging.getLogger("symbiosis.executor")
-logger.addHandler(logging.NullHandler())  # an executor inside a program logs where the program says, or nowhere
 
 
 @dataclass(slots=True)
@@ -106,7 +103,7 @@ class Server:
         for session in list(self.sessions.values()):
             if not session.in_flight and now - session.heard > self.options.heartbeat_s:
                 self.figures.dropped += 1
-                _log(logging.WARNING, "session dropped", session=session.number, silent_s=round(now - session.heard, 1))
+                log(logging.WARNING, "session dropped", session=session.number, silent_s=round(now - session.heard, 1))
                 session.peer.close()
 
     def drain(self) -> None:
@@ -133,15 +130,15 @@ class Server:
             self._admit(hello)
         except CallError as error:
             self.figures.refused(error.code)
-            if _worth_logging(self.figures.errors[error.code.name]):
-                _log(logging.WARNING, "join refused", client=client, transport=peer.transport, code=error.code.name)
+            if worth_logging(self.figures.errors[error.code.name]):
+                log(logging.WARNING, "join refused", client=client, transport=peer.transport, code=error.code.name)
             raise
         number = next(self._numbers)
         peer.session = Session(number, peer, client, hello.priority, hello.observer, monotonic())
         self.sessions[number] = peer.session
         if not hello.observer:
             self.batcher.join(number)
-        _log(
+        log(
             logging.INFO, "session joined", session=number, client=client, transport=peer.transport,
             observer=hello.observer,
         )  # fmt: skip
@@ -230,7 +227,7 @@ class Server:
             self.batcher.leave(session.number)
             self.sessions.pop(session.number, None)
             peer.session = None
-            _log(
+            log(
                 logging.INFO, "session left", session=session.number, calls=session.calls, rows=session.rows,
                 bytes=session.bytes, refused=session.refused, seconds=round(monotonic() - session.joined, 1),
             )  # fmt: skip
@@ -246,19 +243,9 @@ class Server:
 
     def _log_refusal(self, session: Session, call: Call, code: Code) -> None:
         session.refused += 1
-        if _worth_logging(session.refused):
+        if worth_logging(session.refused):
             layer = self.store.manifest[call.layer].name if call.layer < len(self.store.manifest) else call.layer
-            _log(
+            log(
                 logging.WARNING, "call refused", session=session.number, code=code.name, op=call.op.name, layer=layer,
                 shape=call.shape, dtype=call.dtype, refused=session.refused,
             )  # fmt: skip
-
-
-def _worth_logging(count: int) -> bool:
-    """The 1st, 2nd, 4th, 8th, ... time: no client can fill the log."""
-    return count & (count - 1) == 0
-
-
-def _log(level: int, event: str, **fields: Any) -> None:
-    """Names, sizes and codes; never what a call holds."""
-    logger.log(level, event, extra={"fields": fields})

@@ -10,30 +10,38 @@ __all__ = ["Connection", "Inbox", "Listener", "Peer", "Reactor", "connect", "lis
 
 def connect(url: str, hello: Hello, timeout: float) -> Connection:
     """Join the executor at `url`; `ConnectionLost` if nobody answers in `timeout` seconds."""
-    return _module(url).connect(_address(url), hello, timeout)
+    scheme, address = _parts(url)
+    if scheme == "inproc":
+        from symbiosis.transport import inproc
+
+        return inproc.connect(address, hello, timeout)
+    if scheme == "local":
+        from symbiosis.transport.local_client import LocalConnection
+
+        return LocalConnection(address, hello, timeout)
+    from symbiosis.transport.zeromq import TcpConnection
+
+    return TcpConnection(address, hello, timeout)
 
 
 def listen(url: str, reactor: Reactor, inbox: Inbox) -> Listener:
     """Answer at `url`: events on its descriptors run in `reactor`, messages go to `inbox`."""
-    return _module(url).Listener(_address(url), reactor, inbox)
-
-
-def _address(url: str) -> str:
-    return url.partition("://")[2]
-
-
-def _module(url: str):  # type: ignore[no-untyped-def]
-    scheme, separator, address = url.partition("://")
-    if not separator or not address or scheme not in ("inproc", "local", "tcp"):
-        raise ConfigError(f"{url!r} is no endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp://HOST:PORT")
+    scheme, address = _parts(url)
     if scheme == "inproc":
         from symbiosis.transport import inproc
 
-        return inproc
+        return inproc.Listener(address, reactor, inbox)
     if scheme == "local":
         from symbiosis.transport import local
 
-        return local
+        return local.Listener(address, reactor, inbox)
     from symbiosis.transport import zeromq
 
-    return zeromq
+    return zeromq.Listener(address, reactor, inbox)
+
+
+def _parts(url: str) -> tuple[str, str]:
+    scheme, separator, address = url.partition("://")
+    if not separator or not address or scheme not in ("inproc", "local", "tcp"):
+        raise ConfigError(f"{url!r} is no endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp://HOST:PORT")
+    return scheme, address

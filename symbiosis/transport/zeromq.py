@@ -262,7 +262,3 @@ class TcpConnection:
             self._socket.disable_monitor()
             self._monitor.close()
             self._socket.close(linger=200)
-
-
-def connect(address: str, hello: Hello, timeout: float) -> TcpConnection:
-    return TcpConnection(address, hello, timeout)

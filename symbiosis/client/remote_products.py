@@ -1,0 +1,125 @@
+"""Products with a remote weight, in whatever spelling: each is a call to the executor.
+
+Below autograd, torch's own formulas apply: the gradient of `x @ V` is `dy @ V.t()`, another call with another view, and
+nothing is saved for it. What is no product that the executor knows comes back as `NotImplemented`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.client.remote_view import RemoteView, contiguous_stride
+from symbiosis.protocol import Op, Priority, View
+
+aten = torch.ops.aten
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _call(op: Op, weight: RemoteView, x: Tensor, view: View | None, ends: Tensor | None = None) -> Tensor:
+    handle, gradient = weight.handle, _in_backward()
+    training = gradient or torch.is_grad_enabled()
+    priority = Priority.TRAIN if training else Priority.DECODE if x.shape[0] <= 16 else Priority.PREFILL
+    call = handle.session.call
+    return call(op, handle.index, x, view=view, ends=ends, priority=priority, gradient=gradient)
+
+
+def _rows_times(x: Tensor, weight: RemoteView) -> Tensor:
+    """`x @ V`. If V is the whole weight it is FORWARD or DGRAD, which other clients' calls can join."""
+    if x.numel() == 0:
+        return x.new_zeros(*x.shape[:-1], weight.shape[-1])
+    x = x.to(weight.dtype)
+    kind, base = weight.handle.layer.kind, weight.handle.layer.shape
+    if kind != "tensor" and weight.dim() == 2:
+        stride = contiguous_stride(base)
+        if tuple(weight.shape) == base and weight.stride() == stride:
+            return _call(Op.FORWARD if kind == "conv1d" else Op.DGRAD, weight, x, None)
+        if tuple(weight.shape) == base[::-1] and weight.stride() == stride[::-1]:
+            return _call(Op.DGRAD if kind == "conv1d" else Op.FORWARD, weight, x, None)
+    return _call(Op.PRODUCT, weight, x, weight.view_of())
+
+
+def _is_repeated(weight: RemoteView) -> bool:
+    """Whether a stack of matrices is one matrix, again and again: then all rows that it multiplies make one call."""
+    return weight.dim() == 3 > len(weight.handle.layer.shape) and (weight.stride(0) == 0 or weight.shape[0] == 1)
+
+
+def times(x: Any, weight: Any) -> Any:
+    """The product of two matrices or stacks of matrices, one of which is remote."""
+    if isinstance(x, RemoteView):
+        if isinstance(weight, RemoteView):
+            return NotImplemented
+        if weight.numel() == 0:
+            return weight.new_zeros(*x.shape[:-1], weight.shape[-1])
+        if _is_repeated(x):
+            return times(weight.transpose(1, 2), x.transpose(1, 2)).transpose(1, 2)
+        return _call(Op.LEFT, x, weight.to(x.dtype), x.view_of())
+    if _is_repeated(weight):
+        return _rows_times(x.reshape(-1, x.shape[-1]), weight[0]).view(*x.shape[:-1], weight.shape[-1])
+    return _rows_times(x, weight)
+
+
+def _plus(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    """`beta * bias + alpha * x @ V`; the base's own bias is added inside the executor's product, so that it rounds once."""
+    if isinstance(bias, RemoteView):
+        return NotImplemented
+    own = isinstance(weight, RemoteView) and beta == alpha == 1 and weight.handle.is_own_bias(bias)
+    if own and weight.dim() == 2 and x.numel():
+        handle = weight.handle
+        return handle.session.call(Op.FORWARD, handle.index, x, bias=True, gradient=_in_backward())
+    y = times(x, weight)
+    return NotImplemented if y is NotImplemented else beta * bias + alpha * y
+
+
+def _plus_in_place(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    if isinstance(bias, RemoteView):
+        return NotImplemented
+    y = times(x, weight)
+    return NotImplemented if y is NotImplemented else bias.mul_(beta).add_(y, alpha=alpha)
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if isinstance(x, RemoteView):
+        return NotImplemented
+    rows = x.reshape(-1, x.shape[-1])
+    y = times(rows, weight.t()) if bias is None else _plus(bias, rows, weight.t())
+    return y.view(*x.shape[:-1], -1)
+
+
+def _matrix_vector(weight: Any, x: Any) -> Any:
+    if isinstance(x, RemoteView):
+        return NotImplemented
+    return times(weight, x.unsqueeze(-1)).squeeze(-1)
+
+
+def _grouped(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    if isinstance(x, RemoteView) or offs is None or bias is not None or x.dim() != 2:
+        return NotImplemented
+    if x.numel() == 0:
+        return x.new_zeros(x.shape[0], weight.shape[-1])
+    return _call(Op.GROUPED, weight, x.to(weight.dtype), weight.view_of(), offs.to(torch.int32))
+
+
+def _lookup(weight: Any, ids: Any, *_: Any) -> Any:
+    if weight.handle.layer.kind != "embedding" or not weight.is_whole or not ids.numel():
+        return NotImplemented
+    handle = weight.handle
+    rows = handle.session.call(Op.LOOKUP, handle.index, ids.reshape(-1).to(torch.int64), dtype=weight.dtype)
+    return rows.view(*ids.shape, -1)
+
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    aten.mm.default: times,
+    aten.bmm.default: times,
+    aten.mv.default: _matrix_vector,
+    aten.addmm.default: _plus,
+    aten.baddbmm.default: _plus,
+    aten.addmm_.default: _plus_in_place,
+    aten.linear.default: _linear,
+    aten._grouped_mm.default: _grouped,
+    aten.embedding.default: _lookup,
+}

@@ -1,0 +1,168 @@
+"""Where a remote tensor lies: a view (size, stride, storage offset) into a tensor that the executor holds.
+
+So every view of it is another one, and whatever strides a matrix product wants travel with the call.
+"""
+
+import traceback
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from symbiosis.client.session import Session
+from symbiosis.protocol import MAX_DIM, Layer, Op, View
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    (
+        aten.t.default, aten.transpose.int, aten.permute.default, aten.select.int, aten.slice.Tensor,
+        aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
+        aten.squeeze.default, aten.squeeze.dim, aten.expand.default, aten.unbind.int, aten.split.Tensor,
+        aten.split_with_sizes.default, aten.as_strided.default, aten.chunk.default, aten.narrow.default,
+    )
+)  # fmt: skip
+LIKE = frozenset(
+    (
+        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
+        aten.new_ones.default, aten.new_full.default, aten.new_empty_strided.default,
+    )
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Handle:
+    """One remote parameter: which layer of which session, and the private copy that a permitted write made."""
+
+    session: Session
+    index: int
+    layer: Layer
+    private: Tensor | None = None
+    own_bias: tuple[nn.Parameter, int] | None = None  # the base's own bias, and its version when it was taken over
+
+    def is_own_bias(self, bias: Tensor | None) -> bool:
+        """Whether `bias` is still what the executor adds, too."""
+        own = self.own_bias
+        if own is None or bias is not own[0] or bias._version != own[1]:
+            return False
+        return not (bias.requires_grad and torch.is_grad_enabled())
+
+    def snapshot(self) -> "Handle":
+        """The executor's tensor as it is, for what is a copy to the caller: writes to the one do not show in the other."""
+        assert self.private is None
+        return Handle(self.session, self.index, self.layer, own_bias=self.own_bias)
+
+    def is_same_tensor(self, other: "Handle") -> bool:
+        if self is other:
+            return True
+        shared = self.private is None and other.private is None
+        return shared and self.session is other.session and self.index == other.index
+
+    def copy(self, memo: dict[int, Any]) -> "Handle":
+        if id(self) not in memo:
+            private = None if self.private is None else self.private.clone()
+            memo[id(self)] = Handle(self.session, self.index, self.layer, private)
+        return memo[id(self)]
+
+
+class RemoteView(Tensor):
+    """A tensor with shape, dtype and device, and no storage. `RemoteWeight` says what torch's operations make of it."""
+
+    handle: Handle
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, handle: Handle, size: Any, stride: Any, offset: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        weight = torch.Tensor._make_wrapper_subclass(
+            cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device, requires_grad=False
+        )
+        weight.handle = handle
+        return weight
+
+    @classmethod
+    def whole(cls, handle: Handle, dtype: torch.dtype, device: torch.device) -> Self:
+        shape = handle.layer.shape
+        return cls(handle, shape, contiguous_stride(shape), 0, dtype, device)
+
+    @property
+    def is_whole(self) -> bool:
+        shape = self.handle.layer.shape
+        return tuple(self.shape) == tuple(shape) and self.stride() == contiguous_stride(shape)
+
+    def view_of(self) -> View:
+        return View(tuple(self.shape), tuple(self.stride()), int(self.storage_offset()))
+
+    def is_same_view(self, other: "RemoteView") -> bool:
+        return self.handle.is_same_tensor(other.handle) and self.view_of() == other.view_of()
+
+    def like_me(self, meta: Tensor) -> Self:
+        """The remote tensor with the geometry of `meta`."""
+        return type(self)(self.handle, meta.shape, meta.stride(), int(meta.storage_offset()), self.dtype, self.device)
+
+    def converted(self, dtype: torch.dtype | None, device: Any) -> Self:
+        return type(self)(self.handle.snapshot(), *self.view_of(), dtype or self.dtype, device or self.device)
+
+    def meta(self) -> Tensor:
+        """A tensor of the same geometry without memory, on which views can be tried."""
+        base = torch.empty(prod(self.handle.layer.shape), dtype=self.dtype, device="meta")
+        return base.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    def value(self) -> Tensor:
+        """The values: the private copy's, or read from the executor (which refuses if it was not told to allow it)."""
+        handle = self.handle
+        if handle.private is not None:
+            base = handle.private.to(self.device, self.dtype)
+            return base.as_strided(self.shape, self.stride(), self.storage_offset())
+        if self.is_whole:
+            return handle.session.call(Op.READ, handle.index, dtype=self.dtype).to(self.device)
+        size, stride, offset = self.view_of()  # kept as they lie in memory, because strides decide roundings
+        if len(size) > MAX_DIM:
+            return self.whole(handle, self.dtype, self.device).value().as_strided(size, stride, offset)
+        order = sorted(range(self.dim()), key=lambda dim: -stride[dim])
+        view = View(tuple(size[dim] for dim in order), tuple(stride[dim] for dim in order), offset)
+        read = handle.session.call(Op.READ, handle.index, dtype=self.dtype, view=view)
+        return read.to(self.device).permute(*(order.index(dim) for dim in range(self.dim())))
+
+
+@cache
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for dim in reversed(shape):
+        stride.append(step)
+        step *= max(1, dim)
+    return tuple(reversed(stride))
+
+
+_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+
+
+def call_site() -> str:
+    """The line of the caller's code, outside torch and this package."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_INTERNAL):
+            return f"{frame.filename}:{frame.lineno}"
+    return "?"
+
+
+def stand_in(weight: Tensor) -> Tensor:
+    """A real tensor of the same shape, dtype and device that takes no memory."""
+    if not isinstance(weight, RemoteView):
+        return weight
+    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What `func` would change, lists of tensors (`_foreach_...`) included."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return tree_leaves(written)

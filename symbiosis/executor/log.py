@@ -1,0 +1,50 @@
+"""The executor's log: names, sizes and codes, never what a call holds; for people, or one JSON object a line."""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+logger = logging.getLogger("symbiosis.executor")
+logger.addHandler(logging.NullHandler())  # an executor inside a program logs where the program says, or nowhere
+
+
+def log(level: int, event: str, **fields: Any) -> None:
+    logger.log(level, event, extra={"fields": fields})
+
+
+def worth_logging(count: int) -> bool:
+    """The 1st, 2nd, 4th, 8th, ... time: no client can fill the log."""
+    return count & (count - 1) == 0
+
+
+def set_up_logging(log_format: str) -> None:
+    """Lines on stderr: for people, or one JSON object each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    root = logging.getLogger("symbiosis")
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+    root.propagate = False
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:01 INFO session joined session=1 client="pid 7"`; quoted, because a client's name may hold anything."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{key}={json.dumps(value)}" for key, value in _fields(record).items())
+        line = f"{time.strftime('%H:%M:%S')} {record.levelname} {record.getMessage()}"
+        return f"{line} {fields}" if fields else line
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line, for log collectors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = {"time": record.created, "level": record.levelname.lower(), "event": record.getMessage()}
+        return json.dumps({**head, **_fields(record)})
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})

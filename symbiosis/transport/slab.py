@@ -1,0 +1,71 @@
+"""The shared memory segment of one `local://` session, as both ends see it.
+
+A call is written once into it and never serialised:
+
+    0      the client's beat, a counter
+    8      1 while the executor sleeps and must be woken by an eventfd; 16 likewise the client
+    24     the number of the newest call; 32 of the newest reply: written last, they are the doorbells
+    64     call header
+    256    reply header
+    4096   payload of the call, and behind it (64-byte aligned) that of the reply
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from symbiosis.protocol import Call
+from symbiosis.transport.tensors import tensor_at
+
+EXECUTOR_SLEEPS_AT, CLIENT_SLEEPS_AT, CALL_BELL_AT, REPLY_BELL_AT = 8, 16, 24, 32
+CALL_AT, REPLY_AT, PAYLOAD_AT = 64, 256, 4096
+MAX_CONTROL = 4096  # bytes of a message on the socket beside it
+WORD = struct.Struct("<Q")
+VIEWS_KEPT = 512
+
+
+class Slab:
+    """A shared memory segment, seen from either side. Tensors over it are cached by place, dtype and shape."""
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self.fd, self.nbytes = fd, nbytes
+        self.memory = mmap.mmap(fd, nbytes)
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
+        self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
+
+    @classmethod
+    def create(cls, nbytes: int) -> "Slab":
+        fd = os.memfd_create("symbiosis", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return cls(fd, nbytes)
+
+    def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        key = (start, dtype, shape)
+        view = self._views.get(key)
+        if view is None:
+            if len(self._views) >= VIEWS_KEPT:
+                self._views.clear()
+            view = self._views[key] = tensor_at(self._bytes, start, dtype, shape)
+        return view
+
+    def close(self) -> None:
+        """Drop our handle; the mapping goes when the last tensor over it does."""
+        self._views.clear()
+        os.close(self.fd)
+
+
+def ring(memory: mmap.mmap, at: int, number: int) -> None:
+    """In one store: the other side looks all the time, and `pack_into` writes zeros first, then byte by byte."""
+    memory[at : at + WORD.size] = WORD.pack(number)
+
+
+@lru_cache(maxsize=1 << 14)
+def reply_at(call: Call) -> int:
+    """Where the payload of the reply begins: behind that of the call, on a cache line."""
+    return PAYLOAD_AT + -(-call.nbytes // 64) * 64
