@@ -10,15 +10,27 @@ _WHERE = {
     "stats": "symbiosis.client.wrap",
     "report": "symbiosis.client.wrap",
     "from_executor": "symbiosis.client.build",
+    "capture": "symbiosis.client.capture",
     "SymbiosisCallback": "symbiosis.client.callback",
     "Executor": "symbiosis.executor.embedded",
     "SymbiosisError": "symbiosis.errors",
 }
-__all__ = ["Executor", "SymbiosisCallback", "SymbiosisError", "from_executor", "report", "stats", "unwrap", "wrap"]
+__all__ = [
+    "Executor",
+    "SymbiosisCallback",
+    "SymbiosisError",
+    "capture",
+    "from_executor",
+    "report",
+    "stats",
+    "unwrap",
+    "wrap",
+]
 
 if TYPE_CHECKING:
     from symbiosis.client.build import from_executor
     from symbiosis.client.callback import SymbiosisCallback
+    from symbiosis.client.capture import capture
     from symbiosis.client.wrap import report, stats, unwrap, wrap
     from symbiosis.errors import SymbiosisError
     from symbiosis.executor.embedded import Executor

@@ -8,6 +8,7 @@ SymbiosisError
 │   └── WeightWrite             ... to change it
 ├── ConnectionLost              the connection broke; the session reconnects and resends by itself
 │   └── ExecutorUnavailable     ... and no executor answered within the patience
+├── CaptureError                something in a step cannot be part of a CUDA graph
 └── CallError                   the executor refused a call; `code` says why
     └── ProtocolError           a frame or header that is not one of ours
 """
@@ -52,6 +53,10 @@ class WrapError(SymbiosisError, ValueError):
 
 class RemoteWeightError(SymbiosisError, RuntimeError):
     """Client code touched a weight that lives in the executor."""
+
+
+class CaptureError(SymbiosisError, RuntimeError):
+    """Something in a step cannot be part of a CUDA graph."""
 
 
 class WeightRead(RemoteWeightError):

@@ -272,13 +272,15 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back."""
+    """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back; `device` the GPU (its
+    number as the client counts) whose stream will make the calls."""
 
     version: int = VERSION
     client: str = ""
     priority: int | None = None
     fingerprint: str | None = None
     observer: bool = False
+    device: str | None = None
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -315,6 +317,35 @@ class Grown(msgspec.Struct, frozen=True, tag="grown"):
     nbytes: int
 
 
+class Segment(msgspec.Struct, frozen=True, tag="segment"):
+    """A client hands over device memory of this size, by descriptor. Segments are counted from 0."""
+
+    nbytes: int
+
+
+class Register(msgspec.Struct, frozen=True, tag="register"):
+    """From now on the doorbell `number` is this call (a header without its number), with its payload at `start` of a segment."""
+
+    number: int
+    call: bytes
+    segment: int
+    start: int
+
+
+class Registered(msgspec.Struct, frozen=True, tag="registered"):
+    """... whose reply has this shape, and lies behind the payload."""
+
+    shape: tuple[int, ...]
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """All is registered: look at the doorbell from now on."""
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """What was asked for is done."""
+
+
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
     """The client lives."""
 
@@ -323,7 +354,7 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """The client leaves."""
 
 
-Control = Hello | Welcome | Refusal | Grow | Grown | Beat | Bye
+Control = Hello | Welcome | Refusal | Grow | Grown | Segment | Register | Registered | Resume | Done | Beat | Bye
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)
 

@@ -204,8 +204,8 @@ def test_groups_of_several_clients_run_together(op: Op, serve: Callable) -> None
     rows = [torch.randn(n, 8 if op is Op.FORWARD else 14) for n in (2, 3, 4)]
 
     def call(session: Session, x: Tensor) -> Tensor:
-        for _ in range(4):
-            together.wait(10)
+        together.wait(10)
+        for _ in range(50):
             y = session.call(op, layers["a"], x, also=also)
         session.close()  # nobody shall wait for it
         return y

@@ -10,19 +10,23 @@ import sys
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from symbiosis import transport
 from symbiosis.client.groups import Groups
-from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable
+from symbiosis.errors import CallError, CaptureError, Code, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import DTYPE_NAME
 
+if TYPE_CHECKING:
+    from symbiosis.transport.cuda_client import DeviceLine
+
+BY_DEVICE = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT, Op.LEFT, Op.GROUPED))  # whose payload no CPU must have seen
 PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a lost executor may be away
 JOIN_S = 10.0  # how long a join may take
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take
@@ -31,6 +35,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 _numbers = itertools.count(1)
 _sessions: "weakref.WeakValueDictionary[int, Session]" = weakref.WeakValueDictionary()
 _restored: "weakref.WeakValueDictionary[str, Session]" = weakref.WeakValueDictionary()
+
+
+def sessions() -> "list[Session]":
+    """Those of this process."""
+    return list(_sessions.values())
 
 
 @dataclass
@@ -54,16 +63,41 @@ class Stats:
         return self.batched_calls / self.calls if self.calls else 0.0
 
     def count(self, call: Call, reply: Reply, seconds: float) -> None:
-        self.calls += 1
-        self.rows += call.rows
-        self.bytes_sent += call.nbytes
+        self.enqueue(call)
         self.bytes_received += reply.nbytes
         self.wait_s += reply.wait_us * 1e-6
         self.compute_s += reply.compute_us * 1e-6
         self.round_trip_s += seconds
         self.batched_calls += reply.batch
+
+    def enqueue(self, call: Call) -> None:
+        """Of a call that a GPU makes no more is known than that."""
+        self.calls += 1
+        self.rows += call.rows
+        self.bytes_sent += call.nbytes
         op = call.op.name
         self.by_op[op] = self.by_op.get(op, 0) + 1
+
+    def add(self, other: "Stats") -> None:
+        """Count what `other` counted, once more."""
+        for name, value in vars(other).items():
+            if name == "by_op":
+                for op, calls in other.by_op.items():
+                    self.by_op[op] = self.by_op.get(op, 0) + calls
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
+    def copy(self) -> "Stats":
+        return replace(self, by_op=dict(self.by_op))
+
+    def taken_back(self, old: "Stats") -> "Stats":
+        """What was counted since `old`; it is not counted any more."""
+        made = replace(
+            self, **{name: getattr(self, name) - value for name, value in vars(old).items() if name != "by_op"}
+        )
+        made.by_op = {op: calls - old.by_op.get(op, 0) for op, calls in self.by_op.items()}
+        vars(self).update(vars(old))
+        return made
 
 
 class Session:
@@ -87,6 +121,7 @@ class Session:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._connection: transport.Connection | None = None
+        self._lines: dict[torch.device, DeviceLine | None] = {}  # for the calls of GPUs
         self._welcome: Welcome | None = None
         _sessions[self.number] = self
 
@@ -132,11 +167,44 @@ class Session:
         """The result of `op` on `layer` for the rows of `x`, on x's device; sent again until an executor answers."""
         if x is None:
             return self._answer(_call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ()), ())
-        payload = (_on_host(x),) if ends is None else (_on_host(x), _on_host(ends))
+        payload = (x.detach(),) if ends is None else (x.detach(), ends)
         groups = 0 if ends is None else ends.numel()
         call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
-        result = self._answer(call, payload)
+        if x.is_cuda and op in BY_DEVICE and (line := self._line(x.device)):
+            self.stats.enqueue(call)
+            return line.call(call, payload)
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"{op.name} of {self.name(layer)} goes through the host, which a CUDA graph cannot capture"
+            )
+        result = self._answer(call, tuple(map(_on_host, payload)))
         return result if x.is_cpu else result.to(x.device)
+
+    def _line(self, device: torch.device) -> "DeviceLine | None":
+        """The way of this GPU's calls; None if they must go through the host."""
+        if device not in self._lines:
+            with self._lock:
+                if device not in self._lines:
+                    self._connected()
+                    self._lines[device] = self._open_line(device)
+        return self._lines[device]
+
+    def _open_line(self, device: torch.device) -> "DeviceLine | None":
+        name = str(torch.cuda.get_device_properties(device).uuid)
+        line = transport.open_line(self.endpoint, lambda: self._hello(name), device, self.patience)
+        if line is not None:
+            self._disconnect()  # a session of its own; should a call go through the host again, it joins again
+        return line
+
+    def replayed(self, made: Stats) -> None:
+        """A CUDA graph is about to make these calls on the current stream."""
+        self.stats.add(made)
+        for line in self.lines:
+            line.replay(made.calls)
+
+    @property
+    def lines(self) -> "list[DeviceLine]":
+        return [line for line in self._lines.values() if line is not None]
 
     def _answer(self, call: Call, payload: tuple[Tensor, ...]) -> Tensor:
         with self._lock:
@@ -180,21 +248,24 @@ class Session:
 
     def _connected(self) -> transport.Connection:
         if self._connection is None:
-            priority = None if self.priority is None else int(self.priority)
-            hello = Hello(
-                client=f"pid {os.getpid()}", priority=priority, fingerprint=self.fingerprint, observer=self.observer
-            )
             try:
-                self._connection = transport.connect(self.endpoint, hello, JOIN_S)
+                self._connection = transport.connect(self.endpoint, self._hello(), JOIN_S)
             except ConnectionLost as error:
                 if self._welcome is None:
                     raise self._unavailable(error) from None
                 raise
-            self.stats.reconnects += self._welcome is not None
+            self.stats.reconnects += self._welcome is not None and not self.lines
             self._welcome = self._connection.welcome
             self.fingerprint = self._welcome.fingerprint
             _beat_from_now_on(self, self._welcome.heartbeat_s / 4)
         return self._connection
+
+    def _hello(self, device: str | None = None) -> Hello:
+        priority = None if self.priority is None else int(self.priority)
+        client = f"pid {os.getpid()}"
+        return Hello(
+            client=client, priority=priority, fingerprint=self.fingerprint, observer=self.observer, device=device
+        )
 
     def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
         return ExecutorUnavailable(
@@ -217,6 +288,9 @@ class Session:
 
     def close(self) -> None:
         """Leave the executor. A later call joins again."""
+        lines, self._lines = self.lines, {}
+        for line in lines:
+            line.close()
         if self._lock.acquire(timeout=1):  # else another thread is in a call, and the process is ending
             try:
                 self._disconnect()
@@ -224,8 +298,13 @@ class Session:
                 self._lock.release()
 
     def __del__(self) -> None:
-        if getattr(self, "_connection", None) is not None and not sys.is_finalizing():
+        if sys.is_finalizing():
+            return
+        if getattr(self, "_connection", None) is not None:
             self._disconnect()
+        for line in getattr(self, "_lines", {}).values():
+            if line is not None:
+                line.close()
 
     def name(self, layer: int) -> str:
         known = self._welcome.manifest if self._welcome else []
@@ -235,6 +314,7 @@ class Session:
         """In a forked child: the connection is the parent's."""
         self._lock = threading.Lock()
         self._connection = None
+        self._lines = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
         return self
@@ -244,8 +324,6 @@ class Session:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad:
-        tensor = tensor.detach()
     return (tensor if tensor.is_cpu else tensor.cpu()).contiguous()
 
 

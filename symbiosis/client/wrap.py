@@ -330,7 +330,10 @@ def stats(model: nn.Module) -> Stats:
     weight = next(remote_weights(model), None)
     if weight is None:
         raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
-    return weight.handle.session.stats
+    session = weight.handle.session
+    for line in session.lines:  # the executor counts for the GPU
+        session.stats.batched_calls, session.stats.reconnects = line.batched, line.reconnects
+    return session.stats
 
 
 def report(model: nn.Module) -> Report:

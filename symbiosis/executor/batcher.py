@@ -122,6 +122,11 @@ class Batcher:
         """Whether no call waits."""
         return not self._queues
 
+    @property
+    def alone(self) -> bool:
+        """Whether the next call can meet no other."""
+        return not self._queues and (len(self._sessions) == 1 or self.policy == "immediate")
+
     def join(self, session: int) -> None:
         self._sessions[session] = Rhythm(used=self._least_used)
 

@@ -3,9 +3,11 @@
 Shapes: T rows of all sessions, K what goes in, N what comes out.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,15 +26,20 @@ from symbiosis.transport.tensors import TORCH_DTYPE, members
 class Work:
     """One call as the engine sees it: the server fills it, `Engine.step` answers it."""
 
-    peer: Peer
+    peer: Any  # a Peer, or what a GPU client has instead
     seq: int
     call: Call
     payload: tuple[Tensor, ...]
     out: Tensor
     widths: tuple[int, ...] = ()  # of what each member of a group makes
+    plan: Any = None
+    prepared: bool = False  # a GPU makes it, again and again from the same places
+    launches: int = 0  # so often did it run from the same places
+    graph: "torch.cuda.CUDAGraph | None" = None  # of all that the stream does for it, reply included
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
 
 
+GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 Finished = Callable[[Work, Reply], None]
 
 
@@ -41,11 +48,28 @@ class Engine:
 
     def __init__(self, store: Store, on_done: Finished) -> None:
         self._store, self._on_done = store, on_done
-        self._device = store.weights[0].device if store.weights else torch.device("cpu")
+        self.device = store.weights[0].device if store.weights else torch.device("cpu")
+        self.stream = 0
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device, priority=-1)
+            self._pool = torch.cuda.graph_pool_handle()
+            self.stream = self._stream.cuda_stream
+
+    def use_stream(self) -> None:
+        """From now on this thread's products run on the engine's stream."""
+        if self.stream:
+            torch.cuda.set_device(self.device)
+            torch.empty(1, device=self.device)  # makes the device's context this thread's
+            torch.cuda.synchronize(self.device)  # the weights are there
+            torch.cuda.set_stream(self._stream)
 
     def step(self, batch: Batch) -> float:
         """Compute and reply. Returns the seconds that took. A failure in company is retried alone: it must hit its own call only."""
         begun = perf_counter()
+        piece = batch.slices[0]
+        if piece.item.work.prepared and len(batch.slices) == 1 and piece.start == 0 and piece.last:
+            self.launch(piece.item.work)
+            return perf_counter() - begun
         try:
             self._compute(batch.slices)
         except Exception as error:  # whatever it is: the executor has other clients
@@ -60,6 +84,50 @@ class Engine:
                 self._reply(piece, batch, seconds)
         return seconds
 
+    def launch(self, work: Work) -> None:
+        """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again."""
+        try:
+            if work.graph is None:
+                self._launch_first(work)
+            else:
+                work.graph.replay()
+                work.peer.count(1)
+            self._on_done(work, Reply(0, Code.OK, work.call.dtype))
+        except Exception as error:  # whatever it is: the executor has other clients
+            self._fail(work, error)
+
+    def _launch_first(self, work: Work) -> None:
+        work.launches += 1
+        if work.launches <= GRAPH_AFTER:
+            self._run(work)
+            work.peer.reply(Reply(0, Code.OK, work.call.dtype), work.out)
+            return
+        try:
+            work.graph = self._captured(work)
+        except RuntimeError:  # grouped products of some dtypes ask the GPU for sizes
+            work.launches = -sys.maxsize
+            self._launch_first(work)
+        else:
+            work.graph.replay()
+            work.peer.count(1)
+
+    def _captured(self, work: Work) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(self._pool, capture_error_mode="thread_local")
+        try:
+            self._run(work)
+            work.peer.enqueue_reply()
+        finally:
+            graph.capture_end()
+        return graph
+
+    def _run(self, work: Work) -> None:
+        """The product of one call as a whole."""
+        if work.call.op in BY_ROWS and len(work.call.shape) == 2:
+            self._multiply(work.call, self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD))
+        else:
+            work.out.copy_(self._whole(work))
+
     def _compute(self, slices: list[Slice]) -> None:
         first: Work = slices[0].item.work
         by_rows = first.call.op in BY_ROWS and len(first.call.shape) == 2
@@ -73,32 +141,33 @@ class Engine:
     def _rows_alone(self, call: Call, piece: Slice) -> None:
         """Straight from the session's memory into the session's memory, where that is the device's."""
         x, out = self._inputs(piece), self._outputs(piece)
-        if out[0].device == self._device:
+        if out[0].device == self.device:
             self._multiply(call, x, out)
         else:
-            y = self._multiply(call, [x_TK.to(self._device) for x_TK in x])
+            y = self._multiply(call, [x_TK.to(self.device) for x_TK in x])
             for out_TN, y_TN in zip(out, y, strict=True):
                 out_TN.copy_(y_TN)
 
     def _rows_together(self, call: Call, slices: list[Slice]) -> None:
         """Gather the rows of all, one product (or one for each layer of a group), scatter."""
         rows = [piece.stop - piece.start for piece in slices]
-        x = [torch.cat(parts).to(self._device) for parts in zip(*map(self._inputs, slices), strict=True)]
+        x = [torch.cat(parts).to(self.device) for parts in zip(*map(self._inputs, slices), strict=True)]
         for y_TN, outs in zip(self._multiply(call, x), zip(*map(self._outputs, slices), strict=True), strict=True):
             for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
                 out_TN.copy_(part_TN)
 
     def _inputs(self, piece: Slice) -> list[Tensor]:
         """The slice's rows: for a group's DGRAD those of each member."""
-        work: Work = piece.item.work
-        parts = members(work.payload[0], work.widths) if work.call.op is Op.DGRAD and work.widths else [work.payload[0]]
-        return [part[piece.start : piece.stop] for part in parts]
+        return [part[piece.start : piece.stop] for part in self._parts(piece.item.work, Op.DGRAD)]
 
     def _outputs(self, piece: Slice) -> list[Tensor]:
         """Where the slice's results go: for a group's FORWARD those of each member."""
-        work: Work = piece.item.work
-        parts = members(work.out, work.widths) if work.call.op is Op.FORWARD and work.widths else [work.out]
-        return [part[piece.start : piece.stop] for part in parts]
+        return [part[piece.start : piece.stop] for part in self._parts(piece.item.work, Op.FORWARD)]
+
+    def _parts(self, work: Work, op: Op) -> list[Tensor]:
+        """What goes in (DGRAD) or comes out (FORWARD), by member where it is of several."""
+        rows = work.payload[0] if op is Op.DGRAD else work.out
+        return members(rows, work.widths) if work.widths and work.call.op is op else [rows]
 
     def _multiply(self, call: Call, x: list[Tensor], out: list[Tensor] | None = None) -> list[Tensor]:
         """One product for each layer, so that every one rounds as it would alone; gradients are added, the last one's first."""
@@ -117,7 +186,7 @@ class Engine:
         """The same for calls whose rows belong to groups of matrices, and for lookups."""
         works: list[Work] = [piece.item.work for piece in slices]
         rows = [len(work.payload[0]) for work in works]
-        x_TK = torch.cat([work.payload[0] for work in works]).to(self._device)
+        x_TK = torch.cat([work.payload[0] for work in works]).to(self.device)
         if call.op is Op.LOOKUP:
             y_TN = self._operand(call)[x_TK]
         else:
@@ -131,14 +200,16 @@ class Engine:
         """Ops that are not cut into slices, by themselves."""
         call = work.call
         if call.op in BY_ROWS:
-            return product(work.payload[0].to(self._device), self._operand(call), None)
+            return product(work.payload[0].to(self.device), self._operand(call), None)
         if call.op is Op.GROUPED:
             x_TK, ends = self._local(work.payload)
+            if work.prepared:  # values that no CPU has checked
+                ends = ends.clamp(0, len(x_TK)).cummax(0).values.to(torch.int32)
             return grouped(x_TK, self._operand(call), ends)
         if call.op is Op.LOOKUP:
-            return self._operand(call)[work.payload[0].to(self._device)]
+            return self._operand(call)[work.payload[0].to(self.device)]
         if call.op is Op.LEFT:
-            return torch.matmul(self._operand(call), work.payload[0].to(self._device))
+            return torch.matmul(self._operand(call), work.payload[0].to(self.device))
         if call.op is Op.NORMS:
             weight = self._store.matrix(call.layer, Op.NORMS, None)
             rows = weight if self._store.manifest[call.layer].kind == "linear" else weight.t()
@@ -152,7 +223,7 @@ class Engine:
         return self._store.operand(call.layer, call.op, call.view, call.dtype)
 
     def _local(self, payload: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(tensor.to(self._device) for tensor in payload)
+        return tuple(tensor.to(self.device) for tensor in payload)
 
     def _reply(self, piece: Slice, batch: Batch, seconds: float) -> None:
         work: Work = piece.item.work

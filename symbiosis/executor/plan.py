@@ -41,5 +41,5 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
         shape=shape,
         widths=tuple(store.width(layer) for layer in call.layers) if call.also else (),
         divisible=divisible,
-        joinable=divisible or call.op in (Op.GROUPED, Op.LOOKUP),
+        joinable=divisible or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),
     )

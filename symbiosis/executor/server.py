@@ -55,6 +55,7 @@ class Server:
         self.sessions: dict[int, Session] = {}
         self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens)
         self.engine = Engine(store, self._answered)
+        self.device, self.stream = self.engine.device, self.engine.stream
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
         self._numbers = itertools.count(1)
@@ -70,6 +71,7 @@ class Server:
     def run(self) -> None:
         """Serve until `stop`, or until `drain` has answered everything."""
         torch.set_grad_enabled(False)  # of this thread
+        self.engine.use_stream()
         try:
             while not self._stopped and not (self._draining and self.batcher.idle):
                 self.reactor.poll(self._patience())
@@ -184,6 +186,33 @@ class Server:
         session.rows += item.rows
         self.batcher.add(item)
 
+    def shape(self, call: Call) -> tuple[int, ...]:
+        try:
+            return self._plan(call).shape
+        except CallError as error:
+            self.figures.refused(error.code)
+            raise
+
+    def prepare(self, peer: Peer, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
+        plan = self._plan(call)
+        return Work(peer, 0, call, payload, out, plan.widths, plan, prepared=True)
+
+    def rang(self, work: Work) -> bool:
+        """On a GPU; what nobody can join is launched at once."""
+        session: Session = work.peer.session
+        plan = work.plan
+        session.heard = now = monotonic()
+        session.calls += 1
+        session.rows += plan.rows
+        session.bytes += plan.nbytes
+        session.in_flight += 1
+        if self.batcher.alone:
+            self.engine.launch(work)
+            return False
+        priority = work.call.priority if session.priority is None else session.priority
+        self.batcher.add(Item(session.number, plan.key, plan.rows, priority, now, work, plan.divisible, plan.joinable))
+        return True
+
     def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
         peer = session.peer
         if call.op is Op.STATS or session.observer:
@@ -200,7 +229,7 @@ class Server:
             out = torch.empty(plan.shape, dtype=TORCH_DTYPE[call.dtype])
         session.bytes += plan.nbytes
         priority = call.priority if session.priority is None else session.priority
-        work = Work(peer, seq, call, payload, out, plan.widths)
+        work = Work(peer, seq, call, payload, out, plan.widths, plan)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:

@@ -40,6 +40,7 @@ class Store:
             self._add(name, kind, weight, bias if kind in ("linear", "conv1d") else None, sha)
         self.fingerprint = model_fingerprint(self.config_json, self.manifest)
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
+        self.on_gpu = any(weight.is_cuda for weight in self.weights)
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
 
     def _add(self, name: str, kind: str, weight: Tensor, bias: Tensor | None, sha: str) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor
 def grouped(x_TK: Tensor, v_GKN: Tensor, ends_G: Tensor) -> Tensor:
     """Rows `ends[g-1]:ends[g]` of x times `V[g]`. Rows behind the last end belong to no group: they come back as zeros."""
     y_TN = torch._grouped_mm(x_TK, v_GKN, offs=ends_G)
-    y_TN[int(ends_G[-1]) :] = 0
-    return y_TN
+    rows_T = torch.arange(len(y_TN), device=y_TN.device)
+    return y_TN.masked_fill_((rows_T >= ends_G[-1]).unsqueeze(1), 0)  # on a GPU, too, without asking it for the number
 
 
 def grouped_reference(x_TK: Tensor, v_GKN: Tensor, ends_G: Tensor) -> Tensor:

@@ -1,11 +1,21 @@
 """Ways between client and executor. `connect` and `listen` choose one by its URL; nobody else knows which it is."""
 
-from symbiosis.errors import ConfigError
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from symbiosis.errors import CallError, ConfigError, ConnectionLost
 from symbiosis.protocol import Hello
 from symbiosis.transport.base import Connection, Inbox, Listener, Peer
 from symbiosis.transport.reactor import Reactor
 
-__all__ = ["Connection", "Inbox", "Listener", "Peer", "Reactor", "connect", "listen"]
+if TYPE_CHECKING:
+    from symbiosis.transport.cuda_client import DeviceLine
+
+__all__ = ["Connection", "Inbox", "Listener", "Peer", "Reactor", "connect", "listen", "open_line"]
+logger = logging.getLogger("symbiosis")
 
 
 def connect(url: str, hello: Hello, timeout: float) -> Connection:
@@ -22,6 +32,23 @@ def connect(url: str, hello: Hello, timeout: float) -> Connection:
     from symbiosis.transport.zeromq import TcpConnection
 
     return TcpConnection(address, hello, timeout)
+
+
+def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patience: float) -> "DeviceLine | None":
+    """A way for the calls of a GPU that no CPU waits for; None where calls must go through the host's memory, and why is logged."""
+    scheme, address = _parts(url)
+    if scheme != "local" or device.type != "cuda":
+        return None
+    from symbiosis.transport.cuda_client import DeviceLine
+    from symbiosis.transport.cuda_driver import CudaError
+
+    try:
+        return DeviceLine(address, hello, device, patience)
+    except (CallError, CudaError) as error:
+        logger.warning("%s: calls of %s go through the host's memory, which is slow: %s", url, device, error)
+        return None
+    except OSError as error:
+        raise ConnectionLost(f"no executor answers at {url}: {error}") from None
 
 
 def listen(url: str, reactor: Reactor, inbox: Inbox) -> Listener:

@@ -2,6 +2,7 @@
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from symbiosis.protocol import Call, Hello, Limits, Reply, Welcome
@@ -42,12 +43,26 @@ class Inbox(Protocol):
     """What a listener calls, always in the server's thread."""
 
     limits: Limits
+    device: torch.device
+    stream: int  # the device's stream that products run on; 0 where there is none
 
     def joined(self, peer: Peer, hello: Hello) -> Welcome:
         """A client asks to join; raises `CallError` to refuse it."""
         ...
 
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None: ...
+
+    def shape(self, call: Call) -> tuple[int, ...]:
+        """The shape of the reply to `call`; raises `CallError` if it is wrong."""
+        ...
+
+    def prepare(self, peer: Peer, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:
+        """A call that will come again and again, with payload and reply always in the same places."""
+        ...
+
+    def rang(self, prepared: Any) -> bool:
+        """A prepared call has come. Whether it must wait: else it is answered by now."""
+        ...
 
     def heard(self, peer: Peer) -> None:
         """The client gave a sign of life."""

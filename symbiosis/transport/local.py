@@ -10,7 +10,7 @@ import socket
 import stat
 import struct
 from contextlib import suppress
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from time import monotonic
 
@@ -38,6 +38,7 @@ from symbiosis.protocol import (
     split_call,
 )
 from symbiosis.transport.base import Inbox
+from symbiosis.transport.cuda import DevicePeer
 from symbiosis.transport.reactor import CAN_SPIN, Reactor, fence
 from symbiosis.transport.slab import (
     CALL_AT,
@@ -64,6 +65,7 @@ class Peer:
     """The executor's end of one connection."""
 
     transport = "local"
+    busy, nap = False, inf  # it rings a descriptor when we sleep
 
     def __init__(self, listener: "Listener", sock: socket.socket) -> None:
         self.session = None
@@ -79,9 +81,11 @@ class Peer:
     def control(self) -> None:
         """The socket is readable: a control message, or the client is gone."""
         try:
-            raw = self._socket.recv(MAX_CONTROL)
+            raw, fds, _, _ = socket.recv_fds(self._socket, MAX_CONTROL, 1)
             message = decode_control(raw) if raw else Bye()
-            if isinstance(message, Hello) and not self._slab:
+            if isinstance(message, Hello) and message.device is not None and not self._slab:
+                self._listener.hand_over(self, self._socket, message, fds)
+            elif isinstance(message, Hello) and not self._slab:
                 self._join(message)
             elif isinstance(message, Grow) and self._slab:
                 self._grow(message.nbytes)
@@ -223,7 +227,7 @@ class Listener:
         self.url = f"local://{address}"
         self.reactor, self.inbox = reactor, inbox
         self._path = Path(address)
-        self._peers: set[Peer] = set()
+        self._peers: set[Peer | DevicePeer] = set()
         self._socket = bind(self._path)
         self._inode = self._path.stat().st_ino
         reactor.watch(self._socket.fileno(), self._accept)
@@ -244,17 +248,31 @@ class Listener:
         self._peers.add(peer)
         self.reactor.watch(sock.fileno(), peer.control)
 
+    def hand_over(self, stranger: Peer, sock: socket.socket, hello: Hello, fds: list[int]) -> None:
+        """The client's calls will come from a GPU: that is for a peer of another kind."""
+        peer = DevicePeer(self, sock, hello, fds)
+        self._peers.discard(stranger)
+        self._peers.add(peer)
+        self.reactor.forget(sock.fileno())
+        self.reactor.watch(sock.fileno(), peer.control)
+
     def scan(self) -> bool:
         found = False
-        for peer in self._peers.copy():
+        for peer in tuple(self._peers):
             found |= peer.look()
         return found
+
+    def busy(self) -> bool:
+        return any(peer.busy for peer in self._peers)
+
+    def nap(self) -> float:
+        return min((peer.nap for peer in self._peers), default=inf)
 
     def sleeping(self, flag: bool) -> None:
         for peer in self._peers:
             peer.sleeping(flag)
 
-    def drop(self, peer: Peer) -> None:
+    def drop(self, peer: Peer | DevicePeer) -> None:
         if peer in self._peers:
             self._peers.discard(peer)
             self.inbox.left(peer)

@@ -54,6 +54,14 @@ class Bells(Protocol):
         """From now on ringing needs (or does not need) a descriptor."""
         ...
 
+    def busy(self) -> bool:
+        """Whether one is about to ring."""
+        ...
+
+    def nap(self) -> float:
+        """How long to sleep at most, because there are bells that ring no descriptor."""
+        ...
+
 
 class Reactor:
     """A thin epoll. `wake` may be called from any thread or signal handler."""
@@ -62,6 +70,7 @@ class Reactor:
         self._epoll = select.epoll()
         self._bells: list[Bells] = []
         self._turns = 0
+        self._quiet = False  # nothing happened during the last sleep
         self._callbacks: dict[int, Callable[[], object]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._soon: deque[Callable[[], None]] = deque()
@@ -83,11 +92,12 @@ class Reactor:
         """Wait up to `timeout` seconds for something to happen, and handle it."""
         self._turns += 1
         if self._bells and CAN_SPIN:
-            found = self._scan() if timeout <= 0 else spin(self._scan)
-            if found and self._turns % DESCRIPTORS_EVERY:
-                return
-            if not found and timeout > 0:
+            found = self._scan() if timeout <= 0 or self._quiet else spin(self._scan)
+            if not found and timeout > 0 and not any(bells.busy() for bells in self._bells):
                 self._sleep(timeout)
+                return
+            self._quiet = False
+            if found and self._turns % DESCRIPTORS_EVERY:
                 return
             timeout = 0.0
         self._handle(self._epoll.poll(timeout))
@@ -95,10 +105,13 @@ class Reactor:
     def _sleep(self, timeout: float) -> None:
         for bells in self._bells:
             bells.sleeping(True)
+            timeout = min(timeout, bells.nap())
         fence()
-        events = self._epoll.poll(0.0 if self._scan() else timeout)
+        found = self._scan()
+        events = self._epoll.poll(0.0 if found else timeout)
         for bells in self._bells:
             bells.sleeping(False)
+        self._quiet = not found and not events
         self._handle(events)
 
     def _scan(self) -> bool:

@@ -1,0 +1,102 @@
+"""A whole step of a client as one CUDA graph: its own kernels, and its calls to the executor among them."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from symbiosis.client.session import Session, Stats, sessions
+from symbiosis.errors import CaptureError
+
+WARM_UP = 2  # calls of new shapes that run as they are, so that all is allocated and registered before a graph is made
+
+
+@dataclass
+class Graph:
+    """One captured step: where its arguments must lie, what it returns, and the calls it makes of each session."""
+
+    graph: torch.cuda.CUDAGraph
+    arguments: Any
+    result: Any
+    made: list[tuple[Session, Stats]]
+
+    def replay(self, arguments: Any) -> Any:
+        for mine, given in zip(tree_leaves(self.arguments), tree_leaves(arguments), strict=True):
+            if isinstance(mine, Tensor):
+                mine.copy_(given)
+        for session, stats in self.made:
+            session.replayed(stats)
+        self.graph.replay()
+        return self.result
+
+
+class Captured:
+    """What `capture` returns: call it as the function."""
+
+    def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
+        self._function, self._max_graphs = function, max_graphs
+        self._graphs: OrderedDict[Any, Graph] = OrderedDict()
+        self._warm: dict[Any, int] = {}
+        self._stream = torch.cuda.Stream()
+
+    def __call__(self, *arguments: Any) -> Any:
+        key = tuple(map(_kind, tree_leaves(arguments)))
+        graph = self._graphs.get(key)
+        if graph is None and self._warm.get(key, 0) < WARM_UP:
+            self._warm[key] = self._warm.get(key, 0) + 1
+            return self._aside(lambda: self._function(*arguments))
+        if graph is None:
+            graph = self._graphs[key] = self._capture(arguments)
+            if len(self._graphs) > self._max_graphs:
+                self._graphs.popitem(last=False)
+        self._graphs.move_to_end(key)
+        return graph.replay(arguments)
+
+    def _aside(self, run: Callable[[], Any]) -> Any:
+        """On the stream that graphs are captured on, because autograd remembers where it ran first."""
+        current = torch.cuda.current_stream()
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = run()
+        current.wait_stream(self._stream)
+        return result
+
+    def _capture(self, arguments: Any) -> Graph:
+        mine = tree_map(lambda a: a.clone() if isinstance(a, Tensor) else a, arguments)
+        before = [(session, session.stats.copy()) for session in sessions()]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                result = self._function(*mine)
+        except CaptureError:
+            raise
+        except RuntimeError as error:
+            raise CaptureError(
+                f"this step cannot be captured as a CUDA graph: {error}. Look for what needs the values of tensors on the "
+                "CPU (.item(), .cpu(), printing, branches on them), or for shapes that change within the step"
+            ) from error
+        finally:
+            made = [(session, session.stats.taken_back(old)) for session, old in before]
+        return Graph(graph, mine, result, [(session, stats) for session, stats in made if stats.calls])
+
+
+def _kind(argument: Any) -> Any:
+    return (argument.shape, argument.dtype, argument.device) if isinstance(argument, Tensor) else argument
+
+
+def capture(function: Callable[..., Any], *, max_graphs: int = 8) -> Captured:
+    """`function` as a CUDA graph for each combination of shapes that it is called with: no Python between its kernels.
+
+    Works for split and for unsplit models. The first two calls with new shapes run as they are, the third captures; every call has
+    the effects of exactly one. Tensors among the arguments are copied into the graph's own; what is returned is the graph's own,
+    too, and valid until the next call. At most `max_graphs` graphs are kept, the least recently used one goes first.
+
+        step = symbiosis.capture(train_step)   # forward, backward, optimizer.step(), optimizer.zero_grad(set_to_none=False)
+        for ids in batches:
+            loss = step(ids)
+    """
+    return Captured(function, max_graphs)

@@ -1,0 +1,277 @@
+"""`local://` for clients on a GPU, the executor's end: doorbells in host words, payload in device memory, no CPU that waits."""
+
+import os
+import socket
+import struct
+from contextlib import suppress
+from math import prod
+from time import monotonic
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code
+from symbiosis.protocol import (
+    ITEMSIZE,
+    Bye,
+    Call,
+    Control,
+    Done,
+    Hello,
+    Refusal,
+    Register,
+    Registered,
+    Reply,
+    Resume,
+    Segment,
+    Welcome,
+    decode_control,
+    encode_control,
+    parse_call_body,
+)
+from symbiosis.transport.cuda_driver import WRITE_32, CudaError, DeviceMemory, MemOp, MemOps, Words, copy, why_not
+from symbiosis.transport.line import (
+    ANSWERED,
+    BATCHED,
+    BEAT,
+    BELL,
+    CURRENT,
+    ENQUEUED,
+    ERROR,
+    ERROR_LENGTH,
+    ERROR_TEXT,
+    LONGEST_ERROR,
+    MAX_CALLS,
+    REPLY,
+    SLEEPS,
+    aligned,
+)
+from symbiosis.transport.slab import MAX_CONTROL
+
+if TYPE_CHECKING:
+    from symbiosis.transport.local import Listener
+
+
+class Remote:
+    """Where a call's payload and reply lie on another GPU, and how they come here and go back."""
+
+    def __init__(self, memory: DeviceMemory, start: int, payload: tuple[Tensor, ...], out: Tensor, out_at: int) -> None:
+        self._payload, self._out = payload, out
+        self._sources = []
+        for tensor in payload:
+            self._sources.append(memory.address + start)
+            start += aligned(tensor.nbytes)
+        self._target = memory.address + out_at
+
+    def fetch(self, stream: int) -> None:
+        for source, tensor in zip(self._sources, self._payload, strict=True):
+            copy(tensor.data_ptr(), source, tensor.nbytes, stream)
+
+    def deliver(self, stream: int) -> None:
+        copy(self._target, self._out.data_ptr(), self._out.nbytes, stream)
+
+
+class DevicePeer:
+    """The executor's end of one connection whose calls a GPU makes."""
+
+    transport = "cuda"
+    nap = 1e-3  # a replayed graph rings without its CPU: then nobody would wake us
+
+    def __init__(self, listener: "Listener", sock: socket.socket, hello: Hello, fds: list[int]) -> None:
+        self.session: Any = None
+        self.opened = monotonic()
+        self._listener, self._inbox, self._socket = listener, listener.inbox, sock
+        if len(fds) != 1:
+            raise CallError(Code.BAD_FRAME, "a client on a GPU passes one page of words")
+        reason = self._why_not(sock)
+        if reason is not None:
+            os.close(fds[0])
+            raise CallError(Code.UNKNOWN_OP, f"this executor takes no calls of GPUs: {reason}")
+        self._elsewhere = hello.device != device_name(self._inbox.device)
+        try:
+            self._words = Words(fds[0])
+            welcome = self._inbox.joined(self, hello)
+        except CudaError as error:
+            raise CallError(Code.RESOURCE, f"the executor cannot use the client's words: {error}") from None
+        finally:
+            os.close(fds[0])
+        self.words = self._words.words
+        self._segments: list[DeviceMemory] = []
+        self._calls: dict[int, Any] = {}
+        self._remote: dict[int, Remote] = {}
+        self._reply = MemOps([MemOp(WRITE_32, self._words.at(REPLY), 1)])
+        self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._looking = False
+        self._beats = 0
+        self._welcome(welcome)
+        listener.reactor.watch(self._awake, self.look, on_change=True)
+
+    def _why_not(self, sock: socket.socket) -> str | None:
+        if self._inbox.device.type != "cuda":
+            return "it computes on the CPU"
+        pid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        if pid == os.getpid():  # CUDA may load a kernel only when all that its context has queued is over
+            return "it lives in the client's own process, where neither may wait for the other"
+        return why_not(self._inbox.device)
+
+    def _welcome(self, welcome: Welcome) -> None:
+        letter = os.memfd_create("symbiosis-welcome", os.MFD_CLOEXEC)
+        try:
+            with os.fdopen(os.dup(letter), "wb") as file:
+                file.write(encode_control(welcome))
+            socket.send_fds(self._socket, [encode_control(Done())], [letter, self._awake])
+        finally:
+            os.close(letter)
+
+    def control(self) -> None:
+        """The socket is readable: a control message, or the client is gone."""
+        try:
+            raw, fds, _, _ = socket.recv_fds(self._socket, MAX_CONTROL, 1)
+            message = decode_control(raw) if raw else Bye()
+            try:
+                answer = self._control(message, fds)
+            finally:
+                for fd in fds:
+                    os.close(fd)
+            if answer is None:
+                self._listener.drop(self)
+            else:
+                self._socket.send(encode_control(answer))
+        except BlockingIOError:
+            pass
+        except (CallError, CudaError, OSError) as error:
+            code = error.code if isinstance(error, CallError) else Code.RESOURCE
+            with suppress(OSError):
+                self._socket.send(encode_control(Refusal(code, getattr(error, "message", str(error)))))
+
+    def _control(self, message: Control, fds: list[int]) -> Control | None:
+        if isinstance(message, Segment) and len(fds) == 1:
+            limit = 4 * self._inbox.limits.max_call_bytes
+            if message.nbytes + sum(memory.nbytes for memory in self._segments) > limit:
+                raise CallError(Code.TOO_LARGE, f"a session's device memory grows to at most {limit} bytes")
+            self._segments.append(DeviceMemory.of_fd(fds[0], message.nbytes, self._inbox.device))
+            return Done()
+        if isinstance(message, Register):
+            return Registered(self._register(message))
+        if isinstance(message, Resume):
+            self._resume()
+            return Done()
+        return None
+
+    def _register(self, message: Register) -> tuple[int, ...]:
+        call = parse_call_body(message.call)
+        shape = self._inbox.shape(call)
+        if not 0 < message.number <= MAX_CALLS:
+            raise CallError(Code.LIMIT, f"a client registers at most {MAX_CALLS} calls: use fewer different shapes")
+        if not 0 <= message.segment < len(self._segments) or message.start < 0 or message.start % aligned(1):
+            raise CallError(Code.BAD_FRAME, "there is no such place in the client's device memory")
+        memory = self._segments[message.segment]
+        out_at = message.start + sum(map(aligned, call.parts))
+        end = out_at + prod(shape) * ITEMSIZE[call.dtype]
+        if end > memory.nbytes:
+            raise CallError(Code.GROW, str(end - message.start))
+        payload, out = self._places(memory, message.start, out_at, call, shape)
+        if self._elsewhere:
+            self._remote[message.number] = Remote(memory, message.start, payload, out, out_at)
+        self._calls[message.number] = self._inbox.prepare(self, call, payload, out)
+        return shape
+
+    def _places(
+        self, memory: DeviceMemory, start: int, out_at: int, call: Call, shape: tuple[int, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        kinds = [(start, call.payload_dtype, call.shape)]
+        if call.groups:
+            kinds.append((start + aligned(call.parts[0]), "int32", (call.groups,)))
+        if not self._elsewhere:
+            return tuple(memory.tensor(*kind) for kind in kinds), memory.tensor(out_at, call.dtype, shape)
+        empty = [torch.empty(s, dtype=getattr(torch, d), device=self._inbox.device) for _, d, s in kinds]
+        return tuple(empty), torch.empty(shape, dtype=getattr(torch, call.dtype), device=self._inbox.device)
+
+    def _resume(self) -> None:
+        """Look at the bell from now on; a call that an executor before us did not answer has come again."""
+        self._looking = True
+        if self.words[CURRENT] and not self.words[REPLY] and not self.words[BELL]:
+            self.words[BELL] = self.words[CURRENT]
+
+    def look(self) -> bool:
+        """Whether the bell rang and the call waits in a queue now; it may also have been answered at once."""
+        words = self.words
+        number = words[BELL]
+        if not number or not self._looking:
+            return False
+        words[CURRENT] = number
+        words[BELL] = 0
+        prepared = self._calls.get(number)
+        if prepared is None:
+            self._listener.drop(self)
+            return True
+        if self._elsewhere:
+            self._remote[number].fetch(self._inbox.stream)
+        return self._inbox.rang(prepared)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the client has enqueued calls that have not yet come."""
+        ahead = (self.words[ENQUEUED] - self.words[ANSWERED]) & 0xFFFFFFFF
+        return 0 < ahead < 1 << 31
+
+    def sleeping(self, flag: bool) -> None:
+        self.words[SLEEPS] = flag
+
+    def out(self, call: Call, shape: tuple[int, ...]) -> None:
+        return None
+
+    def reply(self, reply: Reply, result: Tensor) -> None:
+        """Behind the product on our stream. After a refusal the client's stream goes on, too, and its CPU is told."""
+        self.count(reply.batch)
+        if reply.code is Code.OK:
+            self.enqueue_reply()
+        else:
+            self._refuse(reply, result)
+            self._reply.enqueue(self._inbox.stream)
+
+    def enqueue_reply(self) -> None:
+        """What the stream does when the product is there."""
+        if self._elsewhere:
+            self._remote[self.words[CURRENT]].deliver(self._inbox.stream)
+        self._reply.enqueue(self._inbox.stream)
+
+    def count(self, batch: int) -> None:
+        """One more call is answered, in a batch of so many."""
+        words = self.words
+        words[ANSWERED] = (words[ANSWERED] + 1) & 0xFFFFFFFF
+        words[BATCHED] = (words[BATCHED] + batch) & 0xFFFFFFFF
+
+    def _refuse(self, reply: Reply, text: Tensor) -> None:
+        raw = bytes(text.cpu().numpy())[:LONGEST_ERROR]
+        self._words.memory[4 * ERROR_TEXT : 4 * ERROR_TEXT + len(raw)] = raw
+        self.words[ERROR_LENGTH] = len(raw)
+        self.words[ERROR] = int(reply.code)
+
+    def beat_seen(self) -> bool:
+        beats = self.words[BEAT]
+        moved, self._beats = beats != self._beats, beats
+        return moved
+
+    def close(self) -> None:
+        self._listener.drop(self)
+
+    def release(self) -> None:
+        """What we launched for this client is short and waits for nobody: let it end, then let its memory go."""
+        reactor = self._listener.reactor
+        reactor.forget(self._socket.fileno())
+        reactor.forget(self._awake)
+        self._socket.close()
+        os.close(self._awake)
+        torch.cuda.ExternalStream(self._inbox.stream, self._inbox.device).synchronize()
+        self._calls.clear()
+        self._remote.clear()
+        for memory in self._segments:
+            memory.close()
+        self._words.close()
+
+
+def device_name(device: torch.device) -> str:
+    """The same for every process that sees the device."""
+    return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,0 +1,224 @@
+"""What torch does not offer of the CUDA driver: memory that other processes can map, host words that a GPU reads and writes,
+and stream memory operations on them. Through ctypes, so that importing this touches no CUDA and needs no other package.
+
+Device memory is made by `cuMemCreate` and passed as a file descriptor, like the host's memfd: the allocation lives until the
+last process that maps it is gone, whoever made it.
+"""
+
+import ctypes
+import ctypes.util
+import mmap
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+_POSIX_FD, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
+_PORTABLE_MAPPED = 3
+_CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD = 122, 103
+WAIT_32, WRITE_32, WRITE_64 = 1, 2, 5
+
+
+class CudaError(RuntimeError):
+    """The driver refused."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Allocation(ctypes.Structure):
+    """CUmemAllocationProp"""
+
+    _fields_ = [
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location), ("meta", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]  # fmt: skip
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc"""
+
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class _MemOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams, as far as waiting and writing use it."""
+
+    _fields_ = [
+        ("operation", ctypes.c_int), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64), ("rest", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class MemOp(NamedTuple):
+    """Wait until the word at `address` is at least `value`, or write `value` there."""
+
+    kind: int
+    address: int
+    value: int
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def check(code: int, what: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise CudaError(f"{what}: {(name.value or b'error').decode()} ({code})")
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why `device` cannot take part in calls that no CPU waits for; None if it can."""
+    try:
+        torch.cuda.init()
+        number = _device(device)
+        for attribute, what in (
+            (_CAN_USE_STREAM_MEM_OPS, "has no stream memory operations"),
+            (_CAN_SHARE_BY_FD, "cannot share memory by file descriptors"),
+        ):
+            value = ctypes.c_int()
+            check(_driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, number), "cuDeviceGetAttribute")
+            if not value.value:
+                return f"{device} {what}"
+    except (OSError, RuntimeError, AttributeError) as error:
+        return f"{device} cannot be used: {error}"
+    return None
+
+
+def _device(device: torch.device) -> int:
+    """The driver's number of a device: torch's, since both honour CUDA_VISIBLE_DEVICES."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+# ---------------------------------------------------------------- device memory
+
+
+class DeviceMemory:
+    """An allocation of its own on one device, mapped for the use of another one (or the same)."""
+
+    def __init__(self, handle: int, nbytes: int, user: torch.device) -> None:
+        self._handle, self.nbytes, self.user = ctypes.c_uint64(handle), nbytes, user
+        address = ctypes.c_uint64()
+        check(_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_ulonglong(0)), "cuMemAddressReserve")  # fmt: skip
+        self.address: int = address.value
+        check(_driver().cuMemMap(address, ctypes.c_size_t(nbytes), ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0)), "cuMemMap")  # fmt: skip
+        access = _Access(_Location(_ON_DEVICE, _device(user)), _READ_WRITE)
+        check(_driver().cuMemSetAccess(address, ctypes.c_size_t(nbytes), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")  # fmt: skip
+
+    @classmethod
+    def create(cls, nbytes: int, device: torch.device) -> "DeviceMemory":
+        properties = _Allocation(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, _device(device)))
+        size = ctypes.c_size_t()
+        check(_driver().cuMemGetAllocationGranularity(ctypes.byref(size), ctypes.byref(properties), 0), "cuMemGetAllocationGranularity")  # fmt: skip
+        nbytes = -(-nbytes // size.value) * size.value
+        handle = ctypes.c_uint64()
+        check(_driver().cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(properties), ctypes.c_ulonglong(0)), "cuMemCreate")  # fmt: skip
+        return cls(handle.value, nbytes, device)
+
+    @classmethod
+    def of_fd(cls, fd: int, nbytes: int, user: torch.device) -> "DeviceMemory":
+        """What another process made, for the use of our device."""
+        handle = ctypes.c_uint64()
+        check(_driver().cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_FD), "cuMemImportFromShareableHandle")  # fmt: skip
+        return cls(handle.value, nbytes, user)
+
+    def fd(self) -> int:
+        """A descriptor for others to map it by; the caller closes it."""
+        fd = ctypes.c_int(-1)
+        check(_driver().cuMemExportToShareableHandle(ctypes.byref(fd), self._handle, _POSIX_FD, ctypes.c_ulonglong(0)), "cuMemExportToShareableHandle")  # fmt: skip
+        return fd.value
+
+    def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor that lies at byte `start`."""
+        kind = TORCH_DTYPE[dtype]
+        nbytes = prod(shape) * kind.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=kind, device=self.user)
+        assert start + nbytes <= self.nbytes
+        array = _Array(self, self.address + start, nbytes)
+        return torch.as_tensor(array, device=self.user).view(kind).view(shape)
+
+    def close(self) -> None:
+        """Nothing may use it any more."""
+        if self.address:
+            _driver().cuMemUnmap(ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
+            _driver().cuMemAddressFree(ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
+            _driver().cuMemRelease(self._handle)
+            self.address = 0
+
+
+class _Array:
+    """Bytes at an address, as torch takes them over; keeps their owner alive."""
+
+    def __init__(self, owner: DeviceMemory, address: int, nbytes: int) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+# ---------------------------------------------------------------- host words
+
+
+class Words:
+    """A page of host memory that processes and GPUs share: 32-bit words by index."""
+
+    nbytes = 4096
+
+    def __init__(self, fd: int) -> None:
+        self.memory = mmap.mmap(fd, self.nbytes)
+        self.words = memoryview(self.memory).cast("I")
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        self._host = ctypes.c_void_p(start)
+        check(_driver().cuMemHostRegister_v2(self._host, ctypes.c_size_t(self.nbytes), _PORTABLE_MAPPED), "cuMemHostRegister")  # fmt: skip
+        address = ctypes.c_uint64()
+        check(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(address), self._host, 0), "cuMemHostGetDevicePointer")
+        self.address: int = address.value
+
+    def at(self, index: int) -> int:
+        """The address by which a GPU knows the word."""
+        return self.address + 4 * index
+
+    def close(self) -> None:
+        """No stream may use it any more."""
+        if self.address:
+            _driver().cuMemHostUnregister(self._host)
+            self.address = 0
+
+
+# ---------------------------------------------------------------- streams
+
+
+class MemOps:
+    """Stream memory operations that are enqueued together, again and again."""
+
+    def __init__(self, ops: Sequence[MemOp]) -> None:
+        self._ops = (_MemOp * len(ops))(*(_MemOp(op.kind, op.address, op.value) for op in ops))
+        self._count = ctypes.c_uint(len(ops))
+        self._none = ctypes.c_uint(0)
+        self._enqueue = _driver().cuStreamBatchMemOp_v2
+
+    def enqueue(self, stream: int) -> None:
+        """Behind what is on `stream` (a `cudaStream_t`)."""
+        code = self._enqueue(ctypes.c_void_p(stream), self._count, self._ops, self._none)
+        if code:
+            check(code, "cuStreamBatchMemOp")
+
+
+def fill(memory: DeviceMemory, value: int, stream: int) -> None:
+    """Every byte of the memory."""
+    check(_driver().cuMemsetD8Async(ctypes.c_uint64(memory.address), ctypes.c_ubyte(value), ctypes.c_size_t(memory.nbytes), ctypes.c_void_p(stream)), "cuMemsetD8Async")  # fmt: skip
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Between any two addresses of the unified address space."""
+    check(_driver().cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)), "cuMemcpyAsync")  # fmt: skip

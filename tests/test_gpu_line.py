@@ -1,0 +1,343 @@
+"""Clients on a GPU whose calls no CPU waits for: eager, captured, several at once, and over the death of either side."""
+
+import copy
+import gc
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import StaticCache
+
+import symbiosis
+from symbiosis.client.wrap import remote_weights
+from symbiosis.errors import CallError
+from symbiosis.protocol import Op
+from tests.conftest import tiny_llama, tiny_mixtral
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+WAIT_S = 60
+
+
+def line_of(model: nn.Module) -> Any:
+    return next(remote_weights(model)).handle.session.lines[0]
+
+
+def lora(model: nn.Module, seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1)).cuda()
+
+
+def trainer(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A whole training step on a LoRA adapter."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-3, capturable=True)
+
+    def step(ids: Tensor) -> Tensor:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    return step
+
+
+# ---------------------------------------------------------------- processes
+
+
+MODELS = {"llama": tiny_llama, "mixtral": tiny_mixtral}
+
+
+def serve_forever(
+    path: str, ready: Any, policy: str = "opportunistic", name: str = "llama", dtype: torch.dtype = torch.float32
+) -> None:
+    model = MODELS[name]().to("cuda", dtype)
+    with symbiosis.Executor(model, listen=[f"local://{path}"], policy=policy, heartbeat_s=2.0) as executor:
+        ready.put(executor.endpoint)
+        while os.getppid() != 1:
+            time.sleep(0.1)
+
+
+def train_forever(endpoint: str, said: Any, steps: int, captured: bool) -> None:
+    step = trainer(lora(symbiosis.wrap(tiny_llama().cuda(), endpoint)))
+    run = symbiosis.capture(step) if captured else step
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1)).cuda()
+    for turn in range(steps):
+        loss = run((ids + turn) % 100)
+        if turn % 10 == 9 or turn < 4:
+            said.put((turn, loss.item()))
+    said.put("done")
+
+
+class Processes:
+    """Children that are killed at the end."""
+
+    def __init__(self) -> None:
+        self.context = multiprocessing.get_context("spawn")
+        self.started: list[Any] = []
+
+    def start(self, function: Callable, *args: Any) -> tuple[Any, Any]:
+        queue = self.context.Queue()
+        process = self.context.Process(target=function, args=(args[0], queue, *args[1:]), daemon=True)
+        process.start()
+        self.started.append(process)
+        return process, queue
+
+    def end(self) -> None:
+        for process in self.started:
+            if process.is_alive():
+                process.kill()
+            process.join(10)
+
+
+@pytest.fixture
+def processes() -> Any:
+    started = Processes()
+    yield started
+    started.end()
+
+
+@pytest.fixture(scope="module")
+def executor_of_all(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    started = Processes()
+    _, ready = started.start(serve_forever, f"{tmp_path_factory.mktemp('executor')}/executor.sock")
+    yield ready.get(timeout=WAIT_S)
+    started.end()
+
+
+@pytest.fixture
+def endpoint(executor_of_all: str) -> str:
+    return executor_of_all
+
+
+def test_calls_go_over_the_line(endpoint: str, ids: Tensor) -> None:
+    model = tiny_llama().cuda()
+    split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+    with torch.no_grad():
+        for _ in range(6):  # singles, groups, and what the executor makes graphs of
+            assert torch.equal(split(ids).logits, model(ids).logits)
+    assert line_of(split).recorded == 0
+    assert symbiosis.stats(split).batched_calls == symbiosis.stats(split).calls
+
+
+def test_growing(endpoint: str) -> None:
+    session = symbiosis.client.session.Session(endpoint)
+    weight = tiny_llama().cuda().model.layers[0].mlp.up_proj.weight
+    number = next(n for n, layer in enumerate(session.manifest) if layer.name == "model.layers.0.mlp.up_proj")
+    for rows in (1, 100, 300_000, 7):
+        x = torch.randn(rows, 64, device="cuda")
+        assert torch.equal(session.call(Op.FORWARD, number, x), x @ weight.t())
+
+
+def test_a_wrong_call_is_refused(endpoint: str) -> None:
+    session = symbiosis.client.session.Session(endpoint)
+    with pytest.raises(CallError, match="takes rows of 64"):
+        session.call(Op.FORWARD, 3, torch.ones(2, 63, device="cuda"))
+    number = next(n for n, layer in enumerate(session.manifest) if layer.kind == "linear")
+    assert session.call(Op.FORWARD, number, torch.ones(2, 64, device="cuda")).shape[0] == 2
+
+
+def test_captured_training(endpoint: str, ids: Tensor) -> None:
+    steps = [trainer(lora(tiny_llama().cuda())), trainer(lora(symbiosis.wrap(tiny_llama().cuda(), endpoint)))]
+    captured = symbiosis.capture(steps[1])
+    for turn in range(8):
+        batch = (ids + turn) % 100
+        expected, got = steps[0](batch), captured(batch)
+        assert torch.equal(expected, got), turn
+
+
+def test_captured_decoding(endpoint: str, ids: Tensor) -> None:
+    def tokens(model: nn.Module, wrap: Callable[[Callable], Callable]) -> list[list[int]]:
+        cache = StaticCache(config=model.config, max_cache_len=64)
+        position = torch.full((1,), ids.shape[1], device="cuda")
+        with torch.no_grad():
+            logits = model(ids, past_key_values=cache, use_cache=True).logits
+            token = logits[:, -1:].argmax(-1)
+
+            def step() -> Tensor:
+                with torch.no_grad():
+                    out = model(token, past_key_values=cache, use_cache=True, position_ids=position[None].expand(2, 1))
+                token.copy_(out.logits[:, -1:].argmax(-1))
+                position.add_(1)
+                return token
+
+            run = wrap(step)
+            return [run().flatten().tolist() for _ in range(10)]
+
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    expected = tokens(tiny_llama().cuda(), lambda step: step)
+    assert tokens(split, symbiosis.capture) == expected
+    assert line_of(split).recorded > 0
+
+
+def test_new_shapes_are_captured_anew(endpoint: str, ids: Tensor) -> None:
+    model = tiny_llama().cuda()
+    split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+
+    def forward(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        return symbiosis.capture(torch.no_grad()(lambda ids: model(ids).logits), max_graphs=2)
+
+    captured, reference = forward(split), forward(model)  # while capturing, attention may choose another kernel
+    for length in (3, 5, 7, 3, 5, 7) * 3:
+        assert torch.equal(captured(ids[:, :length]), reference(ids[:, :length]))
+    assert len(captured._graphs) == 2
+
+
+def test_what_cannot_be_captured_says_so(endpoint: str, ids: Tensor) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+
+    @torch.no_grad()
+    def forward(ids: Tensor) -> float:
+        return split(ids).logits.sum().item()
+
+    captured = symbiosis.capture(forward)
+    captured(ids), captured(ids)
+    with pytest.raises(symbiosis.SymbiosisError, match="cannot be captured"):
+        captured(ids)
+    with torch.no_grad():  # and nothing is broken
+        assert torch.equal(split(ids).logits, tiny_llama().cuda()(ids).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_experts(dtype: torch.dtype, processes: Any, tmp_path: Path, ids: Tensor) -> None:
+    model = tiny_mixtral().to("cuda", dtype)
+    _, ready = processes.start(serve_forever, f"{tmp_path}/e.sock", "opportunistic", "mixtral", dtype)
+    split = symbiosis.wrap(copy.deepcopy(model), ready.get(timeout=WAIT_S))
+    with torch.no_grad():
+        for _ in range(5):
+            assert torch.equal(split(ids).logits, model(ids).logits)
+
+
+def test_streams_take_turns(endpoint: str, ids: Tensor) -> None:
+    model = tiny_llama().cuda()
+    split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    with torch.no_grad():
+        expected = model(ids).logits
+        torch.cuda.synchronize()
+        results = []
+        for turn in range(12):
+            with torch.cuda.stream(streams[turn % 3]):
+                results.append(split(ids).logits)
+        torch.cuda.synchronize()
+        assert all(torch.equal(result, expected) for result in results)
+
+
+# ---------------------------------------------------------------- faults
+
+
+def losses(queue: Any) -> dict[int, float]:
+    found = {}
+    while (said := queue.get(timeout=WAIT_S)) != "done":
+        found[said[0]] = said[1]
+    return found
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_the_executor_is_killed_and_the_stream_goes_on(captured: bool, processes: Any, tmp_path: Path) -> None:
+    """Not a loss differs from the undisturbed run's, whenever the executor dies."""
+    path = f"{tmp_path}/executor.sock"
+    executor, ready = processes.start(serve_forever, path)
+    endpoint = ready.get(timeout=WAIT_S)
+    _, queue = processes.start(train_forever, endpoint, 400, captured)
+    assert queue.get(timeout=WAIT_S)[0] == 0
+    for pause in (0.3, 0.4, 0.1):
+        time.sleep(pause)
+        executor.kill()
+        executor.join()
+        executor, ready = processes.start(serve_forever, path)
+        ready.get(timeout=WAIT_S)
+    disturbed = losses(queue)
+    _, queue = processes.start(train_forever, endpoint, 400, captured)
+    undisturbed = losses(queue)
+    disturbed.setdefault(0, undisturbed[0])
+    assert disturbed == undisturbed
+
+
+@pytest.mark.fault
+def test_clients_are_killed_and_leave_nothing(processes: Any, tmp_path: Path) -> None:
+    """With calls in flight, again and again: the executor's memory and the bystander's results are as before."""
+    times = int(os.environ.get("SYMBIOSIS_KILLS", "4"))
+    executor, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock")
+    endpoint = ready.get(timeout=WAIT_S)
+    bystander = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    ids = torch.randint(3, 100, (2, 9)).cuda()
+    free = []
+    with torch.no_grad():
+        expected = bystander(ids).logits
+        for _ in range(times):
+            clients = [processes.start(train_forever, endpoint, 10**6, captured) for captured in (False, True)]
+            for _, queue in clients:
+                queue.get(timeout=WAIT_S)
+            time.sleep(0.2)
+            for process, _ in clients:
+                os.kill(process.pid, signal.SIGKILL)
+                process.join(10)
+            for _ in range(3):
+                assert torch.equal(bystander(ids).logits, expected)
+            time.sleep(0.3)
+            gc.collect()
+            torch.cuda.empty_cache()
+            free.append(torch.cuda.mem_get_info()[0])
+    assert executor.is_alive()
+    assert free[0] - free[-1] < 64 << 20, free
+
+
+@pytest.mark.fault
+def test_without_an_executor_the_stream_is_let_go(
+    processes: Any, tmp_path: Path, ids: Tensor, monkeypatch: Any
+) -> None:
+    executor, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock")
+    endpoint = ready.get(timeout=WAIT_S)
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    next(remote_weights(split)).handle.session.patience = 1.0
+    with torch.no_grad():
+        for _ in range(3):  # all calls are known by then
+            split(ids)
+        executor.kill()
+        executor.join()
+        logits = split(ids).logits
+        torch.cuda.synchronize()
+        assert logits.isnan().all()
+        with pytest.raises(symbiosis.SymbiosisError, match="no executor"):
+            split(ids)
+
+
+def decode_forever(endpoint: str, said: Any, seed: int, steps: int) -> None:
+    torch.manual_seed(seed)
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    reference = tiny_llama().cuda()
+    worst = 0.0
+    with torch.no_grad():
+        for turn in range(steps):
+            ids = torch.randint(3, 100, (1 + turn % 3, 5)).cuda()
+            worst = max(worst, (split(ids).logits - reference(ids).logits).abs().max().item())
+    said.put((worst, symbiosis.stats(split).mean_batch))
+
+
+@pytest.mark.parametrize("policy", ["immediate", "opportunistic", "lockstep"])
+def test_several_clients_at_once(policy: str, processes: Any, tmp_path: Path) -> None:
+    _, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", policy)
+    endpoint = ready.get(timeout=WAIT_S)
+    queues = [processes.start(decode_forever, endpoint, seed, 60)[1] for seed in range(4)]
+    results = [queue.get(timeout=WAIT_S) for queue in queues]
+    assert max(worst for worst, _ in results) < 1e-5, results  # one product's rounding, in float32
+    if policy == "lockstep":
+        assert max(batch for _, batch in results) > 1.5, results
