@@ -20,6 +20,7 @@ def executor(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`.")],
     listen: Annotated[list[str] | None, typer.Option(help="Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = None,
     device: Annotated[str | None, typer.Option(help="Where the weights live. Default: cpu.")] = None,
+    mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
     policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,
     max_wait_us: Annotated[int | None, typer.Option(help="Longest that a call waits for company. Default: 2000.")] = None,

@@ -22,6 +22,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     listen: tuple[str, ...] = ()
     device: str = "cpu"
+    mps: bool = False
     dtype: str | None = None
     policy: Policy = "opportunistic"
     max_wait_us: int = 2000
@@ -43,6 +44,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
         if self.max_wait_us < 0:
             raise ConfigError(f"max-wait-us must not be negative, but is {self.max_wait_us}")
+        if self.mps and not self.on_gpu:
+            raise ConfigError(f"mps shares a GPU, but device is {self.device}: add --device cuda, or leave out --mps")
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.partition(":")[0] == "cuda"
 
     @property
     def limits(self) -> Limits:

@@ -14,6 +14,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
+from symbiosis import mps
 from symbiosis.config import default_endpoint
 from symbiosis.reporting import versions
 
@@ -105,30 +106,26 @@ def check_mps() -> Check:
     """CUDA MPS lets clients and executor share a GPU at the same time; without it their kernels take turns."""
     if shutil.which("nvidia-smi") is None:
         return Check("ok", "CUDA MPS", "not needed without a GPU")
-    if shutil.which("nvidia-cuda-mps-control") is None:
+    first, *others = mps.places()
+    found = mps.state(first)
+    if found is mps.State.SERVES:
+        return Check("ok", "CUDA MPS", f"running, pipes in {first}")
+    if found is mps.State.SILENT:
         return Check(
-            "warn", "CUDA MPS", "not installed", "It comes with the NVIDIA driver (package nvidia-compute-utils)"
-        )
-    directory = os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")
-    running = any(_command(entry).startswith("nvidia-cuda-mps") for entry in Path("/proc").glob("[0-9]*"))
-    if not running:
-        return Check(
-            "warn", "CUDA MPS", "not running: processes on one GPU take turns",
-            "Start it with: nvidia-cuda-mps-control -d",
+            "FAIL", "CUDA MPS", f"the daemon with pipes in {first} does not answer",
+            f"Programs that use CUDA may hang: end the process whose number is in {first / mps.CONTROL}.pid",
         )  # fmt: skip
-    if not (Path(directory) / "control").exists():
-        return Check(
-            "warn", "CUDA MPS", f"running, but its pipe is not in {directory}",
-            "Set CUDA_MPS_PIPE_DIRECTORY as its daemon has it, for the executor and all clients",
-        )  # fmt: skip
-    return Check("ok", "CUDA MPS", f"running, pipe in {directory}")
-
-
-def _command(process: Path) -> str:
-    try:
-        return (process / "comm").read_text()
-    except OSError:  # it ended, or is another user's
-        return ""
+    for pipes in others:
+        if mps.state(pipes) is mps.State.SERVES:
+            return Check(
+                "warn", "CUDA MPS", "running, but not where CUDA looks", f"Start clients with {mps.PIPES}={pipes}"
+            )
+    if shutil.which(mps.CONTROL) is None:
+        return Check("warn", "CUDA MPS", "not installed", mps.INSTALL)
+    return Check(
+        "warn", "CUDA MPS", f"none with pipes in {first}: processes on one GPU take turns",
+        f"Start the executor with --mps, or a daemon with: {mps.CONTROL} -d; or set {mps.PIPES} as a running one has it",
+    )  # fmt: skip
 
 
 def check_shared_memory() -> Check:

@@ -2,7 +2,10 @@
 
 import copy
 import os
+import shutil
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,3 +85,24 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         "local": f"local://{tmp_path}/executor.sock",
         "tcp": "tcp://127.0.0.1:0",
     }[request.param]
+
+
+@pytest.fixture
+def fake_mps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A stand-in for nvidia-cuda-mps-control on the PATH, with directories of the test's own; where CUDA would look first."""
+    from symbiosis import mps
+
+    tool = tmp_path / "bin" / mps.CONTROL
+    tool.parent.mkdir()
+    shutil.copy(Path(__file__).with_name("fake_mps.sh"), tool)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for name in (mps.PIPES, mps.LOGS, "FAKE_MPS"):  # the code under test sets the first two: take them back at the end
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(mps, "DEFAULT_PIPES", tmp_path / "default")
+    yield mps.DEFAULT_PIPES
+    for pid in tmp_path.rglob(f"{mps.CONTROL}.pid"):
+        with suppress(ProcessLookupError):
+            os.kill(int(pid.read_text()), signal.SIGKILL)

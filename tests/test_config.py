@@ -13,8 +13,8 @@ from symbiosis.errors import ConfigError
 from symbiosis.protocol import Limits
 
 EVERYTHING: dict[str, Any] = {
-    "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cpu", "dtype": "bfloat16", "policy": "lockstep",
-    "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9,
+    "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True, "dtype": "bfloat16",
+    "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9,
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13,
 }  # fmt: skip
@@ -65,6 +65,7 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("max-sessions: 0", "max-sessions must be positive, not 0"),
         ("max-wait-us: -1", "max-wait-us must not be negative, but is -1"),
         ("heartbeat-s: -0.5", "heartbeat-s must be positive"),
+        ("mps: true", "mps shares a GPU, but device is cpu: add --device cuda"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
@@ -83,6 +84,8 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_an_embedded_executor_refuses_options_that_do_not_exist() -> None:
     with pytest.raises(ConfigError, match="polcy"):
         symbiosis.Executor("demo", polcy="lockstep")
+    with pytest.raises(ConfigError, match="mps is for symbiosis-executor"):
+        symbiosis.Executor("demo", device="cuda", mps=True)
 
 
 def test_the_endpoint_comes_from_the_environment_else_from_this_users_directory(

@@ -3,7 +3,6 @@
 import os
 import re
 import resource
-import shutil
 import socket
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from symbiosis import doctor
+from symbiosis import doctor, mps
 
 DOCTOR = [sys.executable, "-c", "from symbiosis.cli import main; main()", "doctor"]
 
@@ -96,7 +95,6 @@ def test_too_little_memory_for_segments() -> None:
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
     """Puts a command of the NVIDIA driver first on the PATH: a machine without a GPU has none."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "pipe"))
 
     def add(name: str, script: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -112,21 +110,36 @@ def test_gpus_are_those_that_the_driver_lists(driver: Callable) -> None:
     assert doctor.check_gpus().state == "FAIL"
 
 
-def test_mps(driver: Callable, tmp_path: Path) -> None:
+def test_mps(driver: Callable, fake_mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver("nvidia-smi", "")
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        assert "not installed" in doctor.check_mps().text
-    shutil.copy(shutil.which("sleep") or "", tmp_path / "nvidia-cuda-mps-control")
-    if not doctor.check_mps().text.startswith("not running"):
-        pytest.skip("a real MPS daemon runs on this machine")
-    with subprocess.Popen([tmp_path / "nvidia-cuda-mps-control", "60"]) as daemon:
-        try:
-            assert doctor.check_mps().state == "warn" and "CUDA_MPS_PIPE_DIRECTORY" in doctor.check_mps().remedy
-            (tmp_path / "pipe").mkdir()
-            (tmp_path / "pipe" / "control").touch()
-            assert doctor.check_mps().state == "ok"
-        finally:
-            daemon.kill()
+    check = doctor.check_mps()
+    assert check.state == "warn" and f"none with pipes in {fake_mps}" in check.text and "--mps" in check.remedy
+    with mps.running():
+        monkeypatch.delenv(mps.PIPES)
+        assert (doctor.check_mps().state, doctor.check_mps().text) == ("ok", f"running, pipes in {fake_mps}")
+        monkeypatch.setenv("FAKE_MPS", "hang")
+        monkeypatch.setattr(mps, "ANSWER_S", 0.3)
+        assert doctor.check_mps().state == "FAIL" and "does not answer" in doctor.check_mps().text
+        monkeypatch.delenv("FAKE_MPS")
+        monkeypatch.setattr(mps, "ANSWER_S", 5.0)
+
+
+def test_mps_where_cuda_does_not_look(driver: Callable, fake_mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver("nvidia-smi", "")
+    fake_mps.write_text("not a directory, so that our own is taken")
+    with mps.running() as pipes:
+        monkeypatch.delenv(mps.PIPES)
+        assert doctor.check_mps().state == "warn" and f"{mps.PIPES}={pipes}" in doctor.check_mps().remedy
+
+
+def test_mps_that_is_not_needed_or_not_installed(
+    driver: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(mps.PIPES, str(tmp_path / "pipes"))
+    assert "not needed" in doctor.check_mps().text
+    driver("nvidia-smi", "")
+    assert doctor.check_mps().text == "not installed" and "nvidia-compute-utils" in doctor.check_mps().remedy
 
 
 def test_help_imports_no_torch() -> None:

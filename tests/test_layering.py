@@ -58,9 +58,10 @@ ALLOWED = {
     "protocol": {"errors"},
     "config": {"errors", "protocol"},
     "fingerprint": {"protocol"},
+    "mps": {"config", "errors"},
     "transport": {"errors", "protocol", "transport"},
     "client": {"client", "config", "errors", "fingerprint", "protocol", "transport"},
-    "executor": {"config", "errors", "executor", "fingerprint", "kernels", "protocol", "transport"},
+    "executor": {"config", "errors", "executor", "fingerprint", "kernels", "mps", "protocol", "transport"},
 }
 
 
@@ -71,7 +72,8 @@ def test_each_part_imports_only_what_it_may(part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "packages"), [("kernels", {"torch", "triton"}), ("errors", set()), ("protocol", {"msgspec"})]
+    ("part", "packages"),
+    [("kernels", {"torch", "triton"}), ("errors", set()), ("mps", set()), ("protocol", {"msgspec"})],
 )
 def test_what_others_wrote_is_imported_where_it_belongs(part: str, packages: set[str]) -> None:
     for file in of(part):
@@ -117,7 +119,7 @@ def loaded_by(code: str) -> set[str]:
     "code",
     [
         "import symbiosis",
-        "import symbiosis.protocol, symbiosis.config, symbiosis.errors",
+        "import symbiosis.protocol, symbiosis.config, symbiosis.errors, symbiosis.mps, symbiosis.doctor",
         "import sys; sys.argv = ['symbiosis-executor', '--help']; from symbiosis.cli import executor_main; executor_main()",
         "import sys; sys.argv = ['symbiosis', '--help']; from symbiosis.cli import main; main()",
         "import sys; sys.argv = ['symbiosis', 'version']; from symbiosis.cli import main; main()",

@@ -3,7 +3,11 @@
 import gc
 import logging
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from symbiosis import mps
 from symbiosis.config import Options, default_endpoint
 from symbiosis.errors import ConfigError
 from symbiosis.executor.load import load_model
@@ -12,10 +16,35 @@ from symbiosis.executor.metrics import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.executor.store import Store
 
+WITHOUT_MPS = (
+    "CUDA MPS does not serve this executor: it and the clients on its GPU run by turns. A small call then took about 300 us "
+    "in our measurements, and 40 to 60 with MPS. Start the executor with --mps"
+)
+
 
 def serve(model_name: str, options: Options) -> None:
     """Serve until SIGTERM or SIGINT; what has come by then is still answered."""
     set_up_logging(options.log_format)
+    with shared_gpu(options):
+        load_and_serve(model_name, options)
+
+
+@contextmanager
+def shared_gpu(options: Options) -> Iterator[None]:
+    """CUDA MPS while the executor runs, if that is wanted; a warning if a GPU has to do without."""
+    if options.mps:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # while loading, too: stop MPS
+        with mps.running() as pipes:
+            log(logging.INFO, mps.how_to_join(pipes))
+            yield
+        return
+    if options.on_gpu and mps.state(mps.places()[0]) is not mps.State.SERVES:
+        log(logging.WARNING, WITHOUT_MPS)
+    yield
+
+
+def load_and_serve(model_name: str, options: Options) -> None:
+    """Prints one line when it is ready."""
     store = Store(load_model(model_name, options.dtype, options.device), options.serve)
     gc.collect()
     server = Server(store, options)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from symbiosis.config import Options, load_options
+from symbiosis.errors import ConfigError
 from symbiosis.executor.load import load_model
 from symbiosis.executor.server import Server
 from symbiosis.executor.store import Store
@@ -28,6 +29,8 @@ class Executor:
 
     def __init__(self, model: nn.Module | str, **options: Any) -> None:
         chosen: Options = load_options(options)
+        if chosen.mps:
+            raise ConfigError("mps is for symbiosis-executor: a program must join MPS before it initialises CUDA")
         if isinstance(model, str):
             model = load_model(model, chosen.dtype, chosen.device)
         self.server = Server(Store(model, chosen.serve), chosen)
