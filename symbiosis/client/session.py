@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from symbiosis import transport
-from symbiosis.client.groups import Groups
+from symbiosis.client.groups import Groups, Member
 from symbiosis.errors import CallError, CaptureError, Code, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
-from symbiosis.transport.tensors import DTYPE_NAME
+from symbiosis.transport.tensors import DTYPE_NAME, members
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
@@ -180,6 +180,20 @@ class Session:
         result = self._answer(call, tuple(map(_on_host, payload)))
         return result if x.is_cpu else result.to(x.device)
 
+    def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
+        """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
+        if x.is_cuda and (line := self._line(x.device)):
+            call, widths = _rows_call(op, group, x.dtype, x.shape, priority)
+            self.stats.enqueue(call)
+            return line.rows(call, x, widths)
+        first, *others = group
+        also = tuple(member.layer for member in others)
+        y = self.call(op, first.layer, x.reshape(-1, x.shape[-1]), bias=first.bias, priority=priority, also=also)
+        if not others and x.dim() == 2:
+            return [y]
+        parts = members(y, [member.width for member in group]) if others else [y]
+        return [_own(part, (*x.shape[:-1], part.shape[-1])) for part in parts]
+
     def _line(self, device: torch.device) -> "DeviceLine | None":
         """The way of this GPU's calls; None if they must go through the host."""
         if device not in self._lines:
@@ -323,6 +337,11 @@ class Session:
         return _restore, (self._key, self.endpoint, self.priority, self.fingerprint, self.patience, self.exact)
 
 
+def _own(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """`y` in another shape, and no view to autograd, which would not let it be changed in place."""
+    return torch.ops.aten._unsafe_view(y, shape)
+
+
 def _on_host(tensor: Tensor) -> Tensor:
     return (tensor if tensor.is_cpu else tensor.cpu()).contiguous()
 
@@ -345,6 +364,17 @@ def _call(
     if name is None:
         raise CallError(Code.BAD_DTYPE, f"layer {layer}: {dtype} does not travel. Use one of {', '.join(DTYPES)}")
     return Call(op, layer, name, shape, bias, priority, view, groups, gradient, also)
+
+
+@lru_cache(maxsize=1 << 14)
+def _rows_call(
+    op: Op, group: tuple[Member, ...], dtype: torch.dtype, shape: torch.Size, priority: Priority
+) -> tuple[Call, tuple[int, ...]]:
+    """The call for the rows of a tensor of this shape, and the widths of its results."""
+    first, *others = group
+    also, rows = tuple(member.layer for member in others), (shape[:-1].numel(), shape[-1])
+    call = _call(op, first.layer, dtype, rows, first.bias, priority, None, 0, False, also)
+    return call, tuple(member.width for member in group)
 
 
 def _restore(

@@ -22,7 +22,6 @@ from symbiosis.client.groups import Member
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op, Priority
-from symbiosis.transport.tensors import members
 
 DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 
@@ -34,13 +33,7 @@ def _product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool
     """The rows of `x` times the layer's weight, in the executor; `width` is that of the result."""
     if not x.numel():
         return x.new_zeros(*x.shape[:-1], width)
-    y_TN = Session.of(session).call(op, layer, x.reshape(-1, x.shape[-1]), bias=bias, priority=priority)
-    return y_TN if x.dim() == 2 else _own(y_TN, (*x.shape[:-1], width))
-
-
-def _own(y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`y` in another shape, and no view to autograd, which would not let it be changed in place."""
-    return torch.ops.aten._unsafe_view(y, shape)
+    return Session.of(session).rows(op, (Member(layer, width, bias),), x, priority)[0]
 
 
 def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
@@ -91,7 +84,7 @@ class GroupProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, session: int, group: tuple[Member, ...], priority: Priority) -> tuple[Tensor, ...]:
         ctx.session, ctx.group, ctx.shape = session, group, x.shape
         ctx.set_materialize_grads(False)
-        return tuple(_products(x, session, group, priority))
+        return tuple(Session.of(session).rows(Op.FORWARD, group, x, priority))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -108,16 +101,6 @@ class GroupProduct(torch.autograd.Function):
         return dx.view(ctx.shape), None, None, None
 
 
-def _products(x: Tensor, session: int, group: tuple[Member, ...], priority: Priority) -> list[Tensor]:
-    """What each of `group` makes of `x`, in one call."""
-    first, *others = group
-    call = Session.of(session).call
-    also = tuple(member.layer for member in others)
-    y = call(Op.FORWARD, first.layer, x.reshape(-1, x.shape[-1]), bias=first.bias, priority=priority, also=also)
-    parts = members(y, [member.width for member in group])
-    return [_own(part, (*x.shape[:-1], part.shape[-1])) for part in parts]
-
-
 def grouped_product(given: Tensor, x: Tensor, session: Session, member: Member, priority: Priority) -> Tensor:
     """The product, asked for together with those that other layers will want of the same tensor. `given` is what the layer was
     given, `x` the same as it is to be multiplied."""
@@ -130,7 +113,7 @@ def grouped_product(given: Tensor, x: Tensor, session: Session, member: Member, 
             if tracked and not exact:
                 return groups.keep(group, list(GroupProduct.apply(x, number, group, priority)))  # type: ignore[no-untyped-call]
             with torch.no_grad():
-                made = groups.keep(group, _products(x, number, group, priority))
+                made = groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
     if made is not None and made.requires_grad:
         return made
     return product(x, number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)

@@ -39,6 +39,7 @@ class Work:
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
 
 
+_LAUNCHED = Reply(0)
 GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 Finished = Callable[[Work, Reply], None]
 
@@ -68,7 +69,7 @@ class Engine:
         begun = perf_counter()
         piece = batch.slices[0]
         if piece.item.work.prepared and len(batch.slices) == 1 and piece.start == 0 and piece.last:
-            self.launch(piece.item.work)
+            self._on_done(piece.item.work, self.launch(piece.item.work))
             return perf_counter() - begun
         try:
             self._compute(batch.slices)
@@ -84,7 +85,7 @@ class Engine:
                 self._reply(piece, batch, seconds)
         return seconds
 
-    def launch(self, work: Work) -> None:
+    def launch(self, work: Work) -> Reply:
         """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again."""
         try:
             if work.graph is None:
@@ -92,9 +93,9 @@ class Engine:
             else:
                 work.graph.replay()
                 work.peer.count(1)
-            self._on_done(work, Reply(0, Code.OK, work.call.dtype))
         except Exception as error:  # whatever it is: the executor has other clients
-            self._fail(work, error)
+            return refuse(work.peer, work.seq, call_error(error))
+        return _LAUNCHED
 
     def _launch_first(self, work: Work) -> None:
         work.launches += 1

@@ -111,6 +111,16 @@ class Figures:
         line.compute_s += seconds
         self.batch_sizes[len(batch.slices)] += 1
 
+    def launched(self, call: Call, reply: Reply) -> None:
+        """A call of a GPU was answered alone; how long it took no CPU knows."""
+        line = self._line(call)
+        line.calls += 1
+        line.rows += call.rows
+        line.batches += 1
+        self.batch_sizes[1] += 1
+        if reply.code is not Code.OK:
+            self.refused(reply.code)
+
     def answered(self, call: Call, reply: Reply, transport: str) -> None:
         line = self._line(call)
         line.calls += 1

@@ -199,16 +199,18 @@ class Server:
 
     def rang(self, work: Work) -> bool:
         """On a GPU; what nobody can join is launched at once."""
+        alone = self.batcher.alone
+        reply = self.engine.launch(work) if alone else None
         session: Session = work.peer.session
         plan = work.plan
         session.heard = now = monotonic()
         session.calls += 1
         session.rows += plan.rows
         session.bytes += plan.nbytes
-        session.in_flight += 1
-        if self.batcher.alone:
-            self.engine.launch(work)
+        if reply is not None:
+            self.figures.launched(work.call, reply)
             return False
+        session.in_flight += 1
         priority = work.call.priority if session.priority is None else session.priority
         self.batcher.add(Item(session.number, plan.key, plan.rows, priority, now, work, plan.divisible, plan.joinable))
         return True

@@ -43,7 +43,6 @@ from symbiosis.transport.line import (
     ERROR_TEXT,
     LONGEST_ERROR,
     MAX_CALLS,
-    REPLY,
     SLEEPS,
     aligned,
 )
@@ -100,7 +99,7 @@ class DevicePeer:
         self._segments: list[DeviceMemory] = []
         self._calls: dict[int, Any] = {}
         self._remote: dict[int, Remote] = {}
-        self._reply = MemOps([MemOp(WRITE_32, self._words.at(REPLY), 1)])
+        self._replies: dict[int, MemOps] = {}
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looking = False
         self._beats = 0
@@ -154,7 +153,7 @@ class DevicePeer:
             return Done()
         if isinstance(message, Register):
             return Registered(self._register(message))
-        if isinstance(message, Resume):
+        if isinstance(message, Resume) and self._segments:
             self._resume()
             return Done()
         return None
@@ -190,9 +189,11 @@ class DevicePeer:
 
     def _resume(self) -> None:
         """Look at the bell from now on; a call that an executor before us did not answer has come again."""
-        self._looking = True
-        if self.words[CURRENT] and not self.words[REPLY] and not self.words[BELL]:
+        reply = torch.empty(1, dtype=torch.int32, device=self._inbox.device)
+        copy(reply.data_ptr(), self._segments[0].address, reply.nbytes, self._inbox.stream)
+        if self.words[CURRENT] and not self.words[BELL] and reply.item() != self.words[CURRENT]:
             self.words[BELL] = self.words[CURRENT]
+        self._looking = True
 
     def look(self) -> bool:
         """Whether the bell rang and the call waits in a queue now; it may also have been answered at once."""
@@ -229,13 +230,20 @@ class DevicePeer:
             self.enqueue_reply()
         else:
             self._refuse(reply, result)
-            self._reply.enqueue(self._inbox.stream)
+            self._ring()
 
     def enqueue_reply(self) -> None:
         """What the stream does when the product is there."""
         if self._elsewhere:
             self._remote[self.words[CURRENT]].deliver(self._inbox.stream)
-        self._reply.enqueue(self._inbox.stream)
+        self._ring()
+
+    def _ring(self) -> None:
+        number = self.words[CURRENT]
+        reply = self._replies.get(number)
+        if reply is None:
+            reply = self._replies[number] = MemOps([MemOp(WRITE_32, self._segments[0].address, number)])
+        reply.enqueue(self._inbox.stream)
 
     def count(self, batch: int) -> None:
         """One more call is answered, in a batch of so many."""

@@ -37,9 +37,8 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.transport.cuda_driver import (
-    WAIT_32,
+    WAIT_EQUAL,
     WRITE_32,
-    WRITE_64,
     CudaError,
     DeviceMemory,
     MemOp,
@@ -49,18 +48,20 @@ from symbiosis.transport.cuda_driver import (
     why_not,
 )
 from symbiosis.transport.line import (
+    ALIGNED,
     BATCHED,
     BEAT,
     BELL,
+    CURRENT,
     ENQUEUED,
     ERROR,
     ERROR_LENGTH,
     ERROR_TEXT,
-    REPLY,
     SLEEPS,
     aligned,
 )
 from symbiosis.transport.slab import MAX_CONTROL
+from symbiosis.transport.tensors import members
 
 FIRST_SEGMENT = 64 << 20
 PAUSE_S = 0.05  # between two attempts to find an executor again
@@ -73,6 +74,15 @@ class Prepared:
     register: Register
     payload: tuple[Tensor, ...]
     out: Tensor
+    ring: MemOps
+
+
+@dataclass(slots=True)
+class Shaped:
+    """A prepared call whose rows have the shape in which the model has them."""
+
+    x: Tensor
+    outs: list[Tensor]
     ring: MemOps
 
 
@@ -92,12 +102,17 @@ class DeviceLine:
         self.words = self._words.words
         self._segments: list[DeviceMemory] = []
         self._prepared: dict[Call, Prepared] = {}
+        self._shaped: dict[tuple[Call, torch.Size], Shaped] = {}
         self._failed: SymbiosisError | None = None
         self._closed = False
         self._calls, self._control = threading.Lock(), threading.RLock()
         self._rescue = torch.cuda.Stream(device)
         self._stream = 0  # that made the last call
         self._index = torch.cuda.current_device() if device.index is None else device.index
+        first = DeviceMemory.create(ALIGNED, device)
+        fill(first, 0, self._rescue.cuda_stream)  # CUDA loads what that takes now; while a stream waits, it could not
+        self._rescue.synchronize()
+        self._segments.append(first)
         self._socket, self._awake = self._join(10.0)
         self._watcher = threading.Thread(target=self._watch, name="symbiosis-line", daemon=True)
         self._watcher.start()
@@ -121,6 +136,30 @@ class DeviceLine:
             else:
                 self.announce(1)
             return prepared.out.clone()
+
+    def rows(self, call: Call, x: Tensor, widths: tuple[int, ...]) -> list[Tensor]:
+        """What each layer of `call` makes of the rows of `x`, in the shape of `x` but for the width."""
+        with self._calls:
+            shaped = self._shaped.get((call, x.shape)) or self._shape(call, x, widths)
+            if self._failed or self.words[ERROR]:
+                self._raise()
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            if stream != self._stream:
+                self._follow(stream)
+            shaped.x.copy_(x)
+            shaped.ring.enqueue(stream)
+            if torch._C._cuda_isCurrentStreamCapturing():
+                self.recorded += 1
+            else:
+                self.announce(1)
+            return [out.clone() for out in shaped.outs]
+
+    def _shape(self, call: Call, x: Tensor, widths: tuple[int, ...]) -> "Shaped":
+        prepared = self._prepared.get(call) or self._prepare(call)
+        outs = members(prepared.out, widths) if len(widths) > 1 else [prepared.out]
+        shaped = [out.view(*x.shape[:-1], -1) for out in outs]
+        result = self._shaped[call, x.shape] = Shaped(prepared.payload[0].view(x.shape), shaped, prepared.ring)
+        return result
 
     def announce(self, calls: int) -> None:
         """Tell the executor's CPU that the stream is going to make so many calls."""
@@ -161,9 +200,8 @@ class DeviceLine:
     # ------------------------------------------------------------------ what is agreed with the executor
 
     def _prepare(self, call: Call) -> Prepared:
-        nbytes = sum(map(aligned, call.parts))
-        if not self._segments:
-            self._grow(max(FIRST_SEGMENT, 4 * nbytes))
+        if len(self._segments) == 1:
+            self._grow(max(FIRST_SEGMENT, 4 * sum(map(aligned, call.parts))))
         while True:
             register = Register(len(self._prepared) + 1, call_body(call), len(self._segments) - 1, 0)
             try:
@@ -185,19 +223,16 @@ class DeviceLine:
             payload.append(memory.tensor(start + aligned(call.parts[0]), "int32", (call.groups,)))
         out = memory.tensor(start + sum(map(aligned, call.parts)), call.dtype, shape)
         assert prod(shape) * ITEMSIZE[call.dtype] == out.nbytes
-        at = self._words.at
+        reply, words = self._segments[0].address, self._words
         ring = [
-            MemOp(WRITE_32, at(BELL), register.number), MemOp(WAIT_32, at(REPLY), 1), MemOp(WRITE_64, at(REPLY), 0)
+            MemOp(WRITE_32, reply, 0), MemOp(WRITE_32, words.at(BELL), register.number),
+            MemOp(WAIT_EQUAL, reply, register.number),
         ]  # fmt: skip
         return Prepared(register, tuple(payload), out, MemOps(ring))
 
     def _grow(self, nbytes: int) -> None:
         """One more segment, for the calls that are registered from now on; the others stay where they are."""
         memory = DeviceMemory.create(nbytes, self.device)
-        fill(
-            memory, 0xFF, self._rescue.cuda_stream
-        )  # CUDA loads what that takes now; while a stream waits, it could not
-        self._rescue.synchronize()
         self._ask_with(memory)
         self._segments.append(memory)
 
@@ -297,15 +332,17 @@ class DeviceLine:
         """Let the stream go, with answers that nobody can mistake for results."""
         self._failed = error
         with torch.cuda.device(self.device):
-            for memory in self._segments:
+            for memory in self._segments[1:]:
                 fill(memory, 0xFF, self._rescue.cuda_stream)  # NaN in every float
             self._rescue.synchronize()
         threading.Thread(target=self._release, name="symbiosis-release", daemon=True).start()
 
     def _release(self) -> None:
-        while not self._closed:
-            self.words[REPLY] = 1
-            time.sleep(20e-6)
+        with torch.cuda.device(self.device):
+            while not self._closed:
+                waited_for = self.words[BELL] or self.words[CURRENT]
+                MemOps([MemOp(WRITE_32, self._segments[0].address, waited_for)]).enqueue(self._rescue.cuda_stream)
+                time.sleep(50e-6)
 
     def close(self) -> None:
         """Leave. Calls that are enqueued are still answered."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from symbiosis.transport.tensors import TORCH_DTYPE
 
 _POSIX_FD, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
-_PORTABLE_MAPPED = 3
+_PORTABLE_MAPPED, _EQUAL = 3, 1
 _CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD = 122, 103
-WAIT_32, WRITE_32, WRITE_64 = 1, 2, 5
+WAIT_EQUAL, WRITE_32 = 1, 2
 
 
 class CudaError(RuntimeError):
@@ -57,7 +57,7 @@ class _MemOp(ctypes.Structure):
 
 
 class MemOp(NamedTuple):
-    """Wait until the word at `address` is at least `value`, or write `value` there."""
+    """Wait until the 32-bit word at `address` is `value`, or write `value` there."""
 
     kind: int
     address: int
@@ -202,7 +202,9 @@ class MemOps:
     """Stream memory operations that are enqueued together, again and again."""
 
     def __init__(self, ops: Sequence[MemOp]) -> None:
-        self._ops = (_MemOp * len(ops))(*(_MemOp(op.kind, op.address, op.value) for op in ops))
+        self._ops = (_MemOp * len(ops))(
+            *(_MemOp(op.kind, op.address, op.value, _EQUAL if op.kind == WAIT_EQUAL else 0) for op in ops)
+        )
         self._count = ctypes.c_uint(len(ops))
         self._none = ctypes.c_uint(0)
         self._enqueue = _driver().cuStreamBatchMemOp_v2

@@ -1,15 +1,15 @@
 """The page of host words through which a GPU client and the executor tell each other of calls, as both ends see it.
 
-The client's stream writes the number of a registered call to `BELL` when its input lies in device memory, and waits until
-`REPLY` is not 0. The executor's CPU sees the bell, moves the number to `CURRENT`, and launches product and answer; its
-stream writes `REPLY`. The client's stream then clears `REPLY` and `CURRENT`, which lie side by side, and goes on. So at
-any moment the words say whether a call is unanswered, and if the executor dies, the next one finds it here and answers it:
-the client's stream has waited, and notices nothing but the time.
+When its input lies in device memory, the client's stream clears the reply word, writes the number of a registered call to
+`BELL`, and waits until the reply word is that number. The executor's CPU sees the bell, moves the number to `CURRENT`, and
+launches product and answer; its stream writes the reply word. So at any moment the words say whether a call is unanswered, and
+if the executor dies, the next one finds it here and answers it: the client's stream has waited, and notices nothing but the time.
 
-The memory is the client's, words and slabs: they outlive the executor.
+The reply word is the first of the client's first segment of device memory, where its GPU polls it fastest. All memory is the
+client's: it outlives the executor.
 """
 
-BELL, REPLY, CURRENT = 0, 16, 17  # indices of 32-bit words; what different sides write lies on lines of its own
+BELL, CURRENT = 0, 16  # indices of 32-bit words; what different sides write lies on lines of its own
 ENQUEUED, ANSWERED, BATCHED = (
     32,
     48,

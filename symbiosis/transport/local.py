@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from math import inf, prod
 from pathlib import Path
@@ -228,6 +229,7 @@ class Listener:
         self.reactor, self.inbox = reactor, inbox
         self._path = Path(address)
         self._peers: set[Peer | DevicePeer] = set()
+        self._looks: tuple[Callable[[], bool], ...] = ()
         self._socket = bind(self._path)
         self._inode = self._path.stat().st_ino
         reactor.watch(self._socket.fileno(), self._accept)
@@ -246,6 +248,7 @@ class Listener:
             return
         peer = Peer(self, sock)
         self._peers.add(peer)
+        self._peers_changed()
         self.reactor.watch(sock.fileno(), peer.control)
 
     def hand_over(self, stranger: Peer, sock: socket.socket, hello: Hello, fds: list[int]) -> None:
@@ -253,14 +256,18 @@ class Listener:
         peer = DevicePeer(self, sock, hello, fds)
         self._peers.discard(stranger)
         self._peers.add(peer)
+        self._peers_changed()
         self.reactor.forget(sock.fileno())
         self.reactor.watch(sock.fileno(), peer.control)
 
     def scan(self) -> bool:
         found = False
-        for peer in tuple(self._peers):
-            found |= peer.look()
+        for look in self._looks:
+            found |= look()
         return found
+
+    def _peers_changed(self) -> None:
+        self._looks = tuple(peer.look for peer in self._peers)
 
     def busy(self) -> bool:
         return any(peer.busy for peer in self._peers)
@@ -275,6 +282,7 @@ class Listener:
     def drop(self, peer: Peer | DevicePeer) -> None:
         if peer in self._peers:
             self._peers.discard(peer)
+            self._peers_changed()
             self.inbox.left(peer)
             peer.release()
 

@@ -16,6 +16,7 @@ from time import perf_counter
 from typing import Protocol
 
 SPIN_S = 2e-3
+LOOKS = 8  # between two times of giving way
 CONTENDED_S = 30e-6  # giving way took so long: somebody else has use for the core
 # Looking instead of sleeping needs stores to become visible in order, which x86 guarantees.
 CAN_SPIN = platform.machine() in ("x86_64", "AMD64")
@@ -32,15 +33,16 @@ def fence() -> None:
 
 def spin(look: Callable[[], bool]) -> bool:
     """Whether `look` succeeds within a moment, and while nobody else needs the core."""
-    now = perf_counter()
-    end = now + SPIN_S
-    while not look():
-        before = now
+    end = perf_counter() + SPIN_S
+    while True:
+        for _ in range(LOOKS):
+            if look():
+                return True
+        before = perf_counter()
         os.sched_yield()
         now = perf_counter()
         if now > end or now - before > CONTENDED_S:
             return look()
-    return True
 
 
 class Bells(Protocol):
