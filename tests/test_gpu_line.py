@@ -341,3 +341,22 @@ def test_several_clients_at_once(policy: str, processes: Any, tmp_path: Path) ->
     assert max(worst for worst, _ in results) < 1e-5, results  # one product's rounding, in float32
     if policy == "lockstep":
         assert max(batch for _, batch in results) > 1.5, results
+
+
+@pytest.mark.fault
+def test_a_client_that_does_something_else_than_expected(processes: Any, tmp_path: Path, ids: Tensor) -> None:
+    """Alone, the executor's stream waits for the next call; other flows, shapes and clients must not notice."""
+    _, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock")
+    endpoint = ready.get(timeout=WAIT_S)
+    model = tiny_llama().cuda()
+    split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+    inputs = [ids, ids[:1], ids[:, :4], ids[:, :1]]
+    with torch.no_grad():
+        expected = [model(x).logits for x in inputs]
+        for turn in range(60):
+            which = 0 if turn % 7 else turn % 4
+            assert torch.equal(split(inputs[which]).logits, expected[which]), turn
+            if turn % 10 == 9:  # somebody else comes, computes, and goes
+                other = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+                assert torch.equal(other(inputs[1]).logits, expected[1])
+                next(remote_weights(other)).handle.session.close()
