@@ -136,6 +136,17 @@ def test_calls_go_over_the_line(endpoint: str, ids: Tensor) -> None:
     assert symbiosis.stats(split).batched_calls == symbiosis.stats(split).calls
 
 
+def test_leaving_and_joining_again(endpoint: str, ids: Tensor) -> None:
+    model = tiny_llama().cuda()
+    for _ in range(5):
+        split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+        with torch.no_grad():
+            assert torch.equal(split(ids).logits, model(ids).logits)
+        assert line_of(split)
+        next(remote_weights(split)).handle.session.close()
+        gc.collect()
+
+
 def test_growing(endpoint: str) -> None:
     session = symbiosis.client.session.Session(endpoint)
     weight = tiny_llama().cuda().model.layers[0].mlp.up_proj.weight

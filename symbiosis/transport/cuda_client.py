@@ -377,6 +377,7 @@ class DeviceLine:
         if self._failed is None:
             for memory in self._segments:
                 memory.close()
+            self._words.close()
         os.close(self._fd)
 
 

@@ -191,7 +191,7 @@ class Words:
     def close(self) -> None:
         """No stream may use it any more."""
         if self.address:
-            _driver().cuMemHostUnregister(self._host)
+            check(_driver().cuMemHostUnregister(self._host), "cuMemHostUnregister")
             self.address = 0
 
 
