@@ -36,14 +36,10 @@ class Work:
     prepared: bool = False  # a GPU makes it, again and again from the same places
     launches: int = 0  # so often did it run from the same places
     graph: "torch.cuda.CUDAGraph | None" = None  # of all that the stream does for it, reply included
-    armed: "torch.cuda.CUDAGraph | None" = None  # the same, beginning when the client's stream makes the call
-    next: "Work | None" = None  # the call that came behind this one when nobody else was there
-    sure: int = 0  # how often in a row that was so
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
 
 
 _LAUNCHED = Reply(0)
-SURE = 3  # so often must one call have come behind another until it is expected
 GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 Finished = Callable[[Work, Reply], None]
 
@@ -54,12 +50,9 @@ class Engine:
     def __init__(self, store: Store, on_done: Finished) -> None:
         self._store, self._on_done = store, on_done
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
-        self.stream, self.aside = 0, None
-        self._armed: Work | None = None  # what the stream waits for, behind its answer to call number `_before`
-        self._before = 0
+        self.stream = 0
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=-1)
-            self.aside = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
             self.stream = self._stream.cuda_stream
 
@@ -78,7 +71,6 @@ class Engine:
         if piece.item.work.prepared and len(batch.slices) == 1 and piece.start == 0 and piece.last:
             self._on_done(piece.item.work, self.launch(piece.item.work))
             return perf_counter() - begun
-        self.disarm()
         try:
             self._compute(batch.slices)
         except Exception as error:  # whatever it is: the executor has other clients
@@ -96,59 +88,36 @@ class Engine:
     def launch(self, work: Work) -> Reply:
         """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again."""
         try:
-            if self._armed is work:  # the stream knows
-                self._armed = None
-            elif work.graph is None:
-                self.disarm(work)
+            if work.graph is None:
                 self._launch_first(work)
             else:
-                self.disarm(work)
                 work.graph.replay()
+                work.peer.count(1)
         except Exception as error:  # whatever it is: the executor has other clients
             return refuse(work.peer, work.seq, call_error(error))
-        work.peer.count(1)
         return _LAUNCHED
-
-    def expect(self, last: Work) -> None:
-        """Let the stream wait for the call that came behind `last` whenever it came so far."""
-        work = last.next
-        if work is None or last.sure < SURE or work.graph is None or not work.peer.can_be_armed or _overlap(last, work):
-            return
-        if work.armed is None:
-            work.peer.set_armed_reply(work.seq)
-            work.armed = self._captured(
-                lambda: work.peer.enqueue_wait(work.seq),
-                lambda: self._run(work),
-                lambda: work.peer.enqueue_armed_reply(work.seq),
-            )
-        work.armed.replay()
-        self._armed, self._before = work, last.seq
-
-    def disarm(self, came: Work | None = None) -> None:
-        """The stream must not wait for a call: something else is to run, perhaps what `came` from the same client."""
-        if self._armed is not None:
-            work, self._armed = self._armed, None
-            work.peer.call_off(work.seq, self._before, waits=came is not None and came.peer is work.peer)
 
     def _launch_first(self, work: Work) -> None:
         work.launches += 1
-        if work.launches > GRAPH_AFTER:
-            try:
-                work.graph = self._captured(lambda: self._run(work), work.peer.enqueue_reply)
-            except RuntimeError:  # grouped products of some dtypes ask the GPU for sizes
-                work.launches = -sys.maxsize
-        if work.graph is not None:
-            work.graph.replay()
+        if work.launches <= GRAPH_AFTER:
+            self._run(work)
+            work.peer.reply(Reply(0, Code.OK, work.call.dtype), work.out)
             return
-        self._run(work)
-        work.peer.enqueue_reply()
+        try:
+            work.graph = self._captured(work)
+        except RuntimeError:  # grouped products of some dtypes ask the GPU for sizes
+            work.launches = -sys.maxsize
+            self._launch_first(work)
+        else:
+            work.graph.replay()
+            work.peer.count(1)
 
-    def _captured(self, *steps: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _captured(self, work: Work) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
-            for step in steps:
-                step()
+            self._run(work)
+            work.peer.enqueue_reply()
         finally:
             graph.capture_end()
         return graph
@@ -272,12 +241,6 @@ class Engine:
 
     def _fail(self, work: Work, error: Exception) -> None:
         self._on_done(work, refuse(work.peer, work.seq, call_error(error)))
-
-
-def _overlap(one: Work, other: Work) -> bool:
-    """Whether two replies lie in the same place."""
-    a, b = one.out, other.out
-    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 def call_error(error: Exception) -> CallError:

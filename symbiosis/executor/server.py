@@ -7,7 +7,6 @@ import platform
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,14 +55,12 @@ class Server:
         self.sessions: dict[int, Session] = {}
         self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens)
         self.engine = Engine(store, self._answered)
-        self.device, self.stream, self.aside = self.engine.device, self.engine.stream, self.engine.aside
-        self.disarm = self.engine.disarm
+        self.device, self.stream = self.engine.device, self.engine.stream
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
         self._numbers = itertools.count(1)
         self._more = self._draining = self._stopped = False
         self._next_tick = 0.0
-        self._last: Work | None = None  # of a GPU that is alone
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
 
     def listen(self, urls: tuple[str, ...]) -> None:
@@ -196,16 +193,14 @@ class Server:
             self.figures.refused(error.code)
             raise
 
-    def prepare(self, peer: Any, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
+    def prepare(self, peer: Peer, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
         plan = self._plan(call)
-        return Work(peer, number, call, payload, out, plan.widths, plan, prepared=True)
+        return Work(peer, 0, call, payload, out, plan.widths, plan, prepared=True)
 
     def rang(self, work: Work) -> bool:
         """On a GPU; what nobody can join is launched at once."""
         alone = self.batcher.alone
         reply = self.engine.launch(work) if alone else None
-        if alone:
-            self._expect(work)
         session: Session = work.peer.session
         plan = work.plan
         session.heard = now = monotonic()
@@ -219,15 +214,6 @@ class Server:
         priority = work.call.priority if session.priority is None else session.priority
         self.batcher.add(Item(session.number, plan.key, plan.rows, priority, now, work, plan.divisible, plan.joinable))
         return True
-
-    def _expect(self, work: Work) -> None:
-        """Learn what follows what while one client is alone, and be ready for it."""
-        last, self._last = self._last, work
-        if last is not None and last.peer is work.peer:
-            last.sure = last.sure + 1 if last.next is work else 0
-            last.next = work
-        if len(self.sessions) == 1:
-            self.engine.expect(work)
 
     def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
         peer = session.peer
@@ -268,8 +254,6 @@ class Server:
 
     def left(self, peer: Peer) -> None:
         session: Session | None = peer.session
-        self.engine.disarm()
-        self._last = None
         if session is not None:
             self.batcher.leave(session.number)
             self.sessions.pop(session.number, None)

@@ -45,7 +45,6 @@ class Inbox(Protocol):
     limits: Limits
     device: torch.device
     stream: int  # the device's stream that products run on; 0 where there is none
-    aside: Any  # a stream for words that must not wait for the products
 
     def joined(self, peer: Peer, hello: Hello) -> Welcome:
         """A client asks to join; raises `CallError` to refuse it."""
@@ -57,16 +56,12 @@ class Inbox(Protocol):
         """The shape of the reply to `call`; raises `CallError` if it is wrong."""
         ...
 
-    def prepare(self, peer: Any, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:
+    def prepare(self, peer: Peer, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:
         """A call that will come again and again, with payload and reply always in the same places."""
         ...
 
     def rang(self, prepared: Any) -> bool:
         """A prepared call has come. Whether it must wait: else it is answered by now."""
-        ...
-
-    def disarm(self) -> None:
-        """Let the stream wait for no client."""
         ...
 
     def heard(self, peer: Peer) -> None:

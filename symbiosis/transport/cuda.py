@@ -30,32 +30,19 @@ from symbiosis.protocol import (
     encode_control,
     parse_call_body,
 )
-from symbiosis.transport.cuda_driver import (
-    WAIT_EQUAL,
-    WRITE_32,
-    CudaError,
-    DeviceMemory,
-    MemOp,
-    MemOps,
-    Words,
-    copy,
-    why_not,
-)
+from symbiosis.transport.cuda_driver import WRITE_32, CudaError, DeviceMemory, MemOp, MemOps, Words, copy, why_not
 from symbiosis.transport.line import (
     ANSWERED,
-    ARMED_AT,
     BATCHED,
     BEAT,
     BELL,
     CURRENT,
-    DEVICE_BELL_AT,
     ENQUEUED,
     ERROR,
     ERROR_LENGTH,
     ERROR_TEXT,
     LONGEST_ERROR,
     MAX_CALLS,
-    REPLY_AT,
     SLEEPS,
     aligned,
 )
@@ -63,11 +50,6 @@ from symbiosis.transport.slab import MAX_CONTROL
 
 if TYPE_CHECKING:
     from symbiosis.transport.local import Listener
-
-
-LONGEST_PRODUCT_S = 10.0
-CONSUMED_S = 200e-6  # a reply that was written so long ago has been seen by the stream that waits for it
-BUSY_S = 0.05  # what was enqueued may take so long to come; then bells are looked at less often
 
 
 class Remote:
@@ -101,7 +83,6 @@ class DevicePeer:
         self._listener, self._inbox, self._socket = listener, listener.inbox, sock
         if len(fds) != 1:
             raise CallError(Code.BAD_FRAME, "a client on a GPU passes one page of words")
-        self._inbox.disarm()
         reason = self._why_not(sock)
         if reason is not None:
             os.close(fds[0])
@@ -120,9 +101,8 @@ class DevicePeer:
         self._remote: dict[int, Remote] = {}
         self._replies: dict[int, MemOps] = {}
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._aside = self._inbox.aside
         self._looking = False
-        self._beats, self._rang = 0, 0.0
+        self._beats = 0
         self._welcome(welcome)
         listener.reactor.watch(self._awake, self.look, on_change=True)
 
@@ -145,7 +125,6 @@ class DevicePeer:
 
     def control(self) -> None:
         """The socket is readable: a control message, or the client is gone."""
-        self._inbox.disarm()  # mapping memory and loading kernels may wait for all that is enqueued
         try:
             raw, fds, _, _ = socket.recv_fds(self._socket, MAX_CONTROL, 1)
             message = decode_control(raw) if raw else Bye()
@@ -194,7 +173,7 @@ class DevicePeer:
         payload, out = self._places(memory, message.start, out_at, call, shape)
         if self._elsewhere:
             self._remote[message.number] = Remote(memory, message.start, payload, out, out_at)
-        self._calls[message.number] = self._inbox.prepare(self, message.number, call, payload, out)
+        self._calls[message.number] = self._inbox.prepare(self, call, payload, out)
         return shape
 
     def _places(
@@ -210,66 +189,11 @@ class DevicePeer:
 
     def _resume(self) -> None:
         """Look at the bell from now on; a call that an executor before us did not answer has come again."""
-        words = self.words
-        number = words[BELL] or words[CURRENT]
-        words[CURRENT] = number
-        words[BELL] = number if number != self._reply_word() else 0
-        self._set(DEVICE_BELL_AT, 0)
+        reply = torch.empty(1, dtype=torch.int32, device=self._inbox.device)
+        copy(reply.data_ptr(), self._segments[0].address, reply.nbytes, self._inbox.stream)
+        if self.words[CURRENT] and not self.words[BELL] and reply.item() != self.words[CURRENT]:
+            self.words[BELL] = self.words[CURRENT]
         self._looking = True
-
-    # ------------------------------------------------------------------ armed answers
-
-    @property
-    def can_be_armed(self) -> bool:
-        return not self._elsewhere
-
-    def enqueue_wait(self, number: int) -> None:
-        """The stream goes on when the client's stream makes this call."""
-        bell = self._segments[0].address + DEVICE_BELL_AT
-        MemOps([MemOp(WAIT_EQUAL, bell, number), MemOp(WRITE_32, bell, 0)]).enqueue(self._inbox.stream)
-
-    def enqueue_armed_reply(self, number: int) -> None:
-        """The reply, unless the answer was called off."""
-        first = self._segments[0].address
-        copy(first + REPLY_AT, first + ARMED_AT + 4 * number, 4, self._inbox.stream)
-
-    def set_armed_reply(self, number: int) -> None:
-        self._set(ARMED_AT + 4 * number, number)
-
-    def call_off(self, number: int, before: int, waits: bool) -> None:
-        """Let the stream pass an armed answer to no effect. `waits`: the client waits for another one now; else the answer
-        `before` this one must have reached it first, and it may make the armed call after all."""
-        if not waits and self._made_it_yet(number, before):
-            self.words[CURRENT], self.words[BELL] = number, 0
-            self.count(1)
-            return
-        self._set(ARMED_AT + 4 * number, 0)
-        self._set(DEVICE_BELL_AT, number)
-        torch.cuda.ExternalStream(self._inbox.stream, self._inbox.device).synchronize()
-        self._set(ARMED_AT + 4 * number, number)
-        self._set(DEVICE_BELL_AT, 0)
-
-    def _made_it_yet(self, number: int, before: int) -> bool:
-        """Whether the client made this call while it had time to see the reply to the one before."""
-        seen, give_up = 0.0, monotonic() + LONGEST_PRODUCT_S
-        while not self.words[BELL] and monotonic() < give_up:
-            if seen and monotonic() > seen + CONSUMED_S:
-                return False
-            if not seen and self._reply_word() == before:
-                seen = monotonic()
-        return self.words[BELL] == number
-
-    def _reply_word(self) -> int:
-        word = torch.empty(1, dtype=torch.int32, pin_memory=True)
-        copy(word.data_ptr(), self._segments[0].address + REPLY_AT, 4, self._aside.cuda_stream)
-        self._aside.synchronize()
-        return int(word[0])
-
-    def _set(self, at: int, value: int) -> None:
-        MemOps([MemOp(WRITE_32, self._segments[0].address + at, value)]).enqueue(self._aside.cuda_stream)
-        self._aside.synchronize()
-
-    # ------------------------------------------------------------------ calls
 
     def look(self) -> bool:
         """Whether the bell rang and the call waits in a queue now; it may also have been answered at once."""
@@ -279,7 +203,6 @@ class DevicePeer:
             return False
         words[CURRENT] = number
         words[BELL] = 0
-        self._rang = monotonic()
         prepared = self._calls.get(number)
         if prepared is None:
             self._listener.drop(self)
@@ -292,7 +215,7 @@ class DevicePeer:
     def busy(self) -> bool:
         """Whether the client has enqueued calls that have not yet come."""
         ahead = (self.words[ENQUEUED] - self.words[ANSWERED]) & 0xFFFFFFFF
-        return 0 < ahead < 1 << 31 and monotonic() < self._rang + BUSY_S
+        return 0 < ahead < 1 << 31
 
     def sleeping(self, flag: bool) -> None:
         self.words[SLEEPS] = flag
@@ -319,10 +242,7 @@ class DevicePeer:
         number = self.words[CURRENT]
         reply = self._replies.get(number)
         if reply is None:
-            first = self._segments[0].address
-            reply = self._replies[number] = MemOps(
-                [MemOp(WRITE_32, first + DEVICE_BELL_AT, 0), MemOp(WRITE_32, first + REPLY_AT, number)]
-            )
+            reply = self._replies[number] = MemOps([MemOp(WRITE_32, self._segments[0].address, number)])
         reply.enqueue(self._inbox.stream)
 
     def count(self, batch: int) -> None:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, SymbiosisError
@@ -54,13 +53,10 @@ from symbiosis.transport.line import (
     BEAT,
     BELL,
     CURRENT,
-    DEVICE_BELL_AT,
     ENQUEUED,
     ERROR,
     ERROR_LENGTH,
     ERROR_TEXT,
-    FIRST_BYTES,
-    REPLY_AT,
     SLEEPS,
     aligned,
 )
@@ -110,10 +106,10 @@ class DeviceLine:
         self._failed: SymbiosisError | None = None
         self._closed = False
         self._calls, self._control = threading.Lock(), threading.RLock()
-        self._rescue = torch.cuda.Stream(device, priority=-1)
+        self._rescue = torch.cuda.Stream(device)
         self._stream = 0  # that made the last call
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        first = DeviceMemory.create(FIRST_BYTES, device)
+        first = DeviceMemory.create(ALIGNED, device)
         fill(first, 0, self._rescue.cuda_stream)  # CUDA loads what that takes now; while a stream waits, it could not
         self._rescue.synchronize()
         self._segments.append(first)
@@ -206,34 +202,19 @@ class DeviceLine:
     def _prepare(self, call: Call) -> Prepared:
         if len(self._segments) == 1:
             self._grow(max(FIRST_SEGMENT, 4 * sum(map(aligned, call.parts))))
-        number = len(self._prepared) + 1
         while True:
-            register = Register(number, call_body(call), len(self._segments) - 1, 0)
+            register = Register(len(self._prepared) + 1, call_body(call), len(self._segments) - 1, 0)
             try:
-                shape = self._register(register)
+                answer = self._ask(register)
             except CallError as error:
                 if error.code is not Code.GROW:
                     raise
                 self._grow(2 * int(error.message))
-                continue
-            needed = sum(map(aligned, call.parts)) + prod(shape) * ITEMSIZE[call.dtype]
-            area = next((a for a in self._areas() if needed <= a), 0)
-            if area:
+            else:
                 break
-            self._grow(2 * needed)
-        register = replace(register, start=number * area % (self._segments[-1].nbytes // area * area))
-        self._register(register)
-        prepared = self._prepared[call] = self._place(call, register, shape)
-        return prepared
-
-    def _areas(self) -> list[int]:
-        """Into how large parts the newest segment may be cut: calls that follow each other had better not lie in the same."""
-        return [self._segments[-1].nbytes // parts // ALIGNED * ALIGNED for parts in (8, 2)]
-
-    def _register(self, register: Register) -> tuple[int, ...]:
-        answer = self._ask(register)
         assert isinstance(answer, Registered)
-        return tuple(answer.shape)
+        prepared = self._prepared[call] = self._place(call, register, tuple(answer.shape))
+        return prepared
 
     def _place(self, call: Call, register: Register, shape: tuple[int, ...]) -> Prepared:
         memory, start = self._segments[register.segment], register.start
@@ -242,10 +223,10 @@ class DeviceLine:
             payload.append(memory.tensor(start + aligned(call.parts[0]), "int32", (call.groups,)))
         out = memory.tensor(start + sum(map(aligned, call.parts)), call.dtype, shape)
         assert prod(shape) * ITEMSIZE[call.dtype] == out.nbytes
-        first, number = self._segments[0].address, register.number
+        reply, words = self._segments[0].address, self._words
         ring = [
-            MemOp(WRITE_32, first + REPLY_AT, 0), MemOp(WRITE_32, first + DEVICE_BELL_AT, number),
-            MemOp(WRITE_32, self._words.at(BELL), number), MemOp(WAIT_EQUAL, first + REPLY_AT, number),
+            MemOp(WRITE_32, reply, 0), MemOp(WRITE_32, words.at(BELL), register.number),
+            MemOp(WAIT_EQUAL, reply, register.number),
         ]  # fmt: skip
         return Prepared(register, tuple(payload), out, MemOps(ring))
 
@@ -360,9 +341,7 @@ class DeviceLine:
         with torch.cuda.device(self.device):
             while not self._closed:
                 waited_for = self.words[BELL] or self.words[CURRENT]
-                MemOps([MemOp(WRITE_32, self._segments[0].address + REPLY_AT, waited_for)]).enqueue(
-                    self._rescue.cuda_stream
-                )
+                MemOps([MemOp(WRITE_32, self._segments[0].address, waited_for)]).enqueue(self._rescue.cuda_stream)
                 time.sleep(50e-6)
 
     def close(self) -> None:
