@@ -41,9 +41,13 @@ class Captured:
         self._function, self._max_graphs = function, max_graphs
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()
         self._warm: dict[Any, int] = {}
-        self._stream = torch.cuda.Stream()
+        self._stream: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
+        if self._stream is None:
+            if not torch.cuda.is_available():
+                raise CaptureError("capture makes CUDA graphs, and there is no CUDA device: call the function itself")
+            self._stream = torch.cuda.Stream()
         key = tuple(map(_kind, tree_leaves(arguments)))
         graph = self._graphs.get(key)
         if graph is None and self._warm.get(key, 0) < WARM_UP:
@@ -95,8 +99,13 @@ def capture(function: Callable[..., Any], *, max_graphs: int = 8) -> Captured:
     the effects of exactly one. Tensors among the arguments are copied into the graph's own; what is returned is the graph's own,
     too, and valid until the next call. At most `max_graphs` graphs are kept, the least recently used one goes first.
 
-        step = symbiosis.capture(train_step)   # forward, backward, optimizer.step(), optimizer.zero_grad(set_to_none=False)
-        for ids in batches:
-            loss = step(ids)
+    >>> import symbiosis
+    >>> def train_step(ids):
+    ...     loss = model(input_ids=ids, labels=ids).loss
+    ...     loss.backward()
+    ...     optimizer.step()  # torch.optim.AdamW(..., capturable=True)
+    ...     optimizer.zero_grad(set_to_none=False)
+    ...     return loss.detach()
+    >>> step = symbiosis.capture(train_step)  # from now on: loss = step(ids)
     """
     return Captured(function, max_graphs)
