@@ -589,7 +589,7 @@ def raw_times(raw: RawLocal) -> tuple[int, int]:
     [
         (bytes(CALL_SIZE), Code.BAD_FRAME, b"no message of Symbiosis"),
         (b"\xff" * CALL_SIZE, Code.BAD_FRAME, b"no message of Symbiosis"),
-        (header(at=4, put=struct.pack("<H", 9)), Code.BAD_VERSION, b"version 9, this side 1"),
+        (header(at=4, put=struct.pack("<H", 9)), Code.BAD_VERSION, b"version 9, this side %d" % VERSION),
         (header(Call(Op.ECHO, 0, "float32", (2**40,))), Code.TOO_LARGE, b"do not fit the session's segment"),
         (header(Call(Op.ECHO, 0, "uint8", (FIRST_SLAB - PAYLOAD_AT,))), Code.TOO_LARGE, b"do not fit"),
     ],
