@@ -451,6 +451,7 @@ def test_messages_that_never_end_are_taken_by_turns() -> None:
     listener._handle = handle_until_there_is_more
     process = flood(listener.url, 10**12)
     try:
+        assert listener._socket.poll(WAIT_S * 1000), "the flood did not begin"
         listener._drain()
         assert len(handled) == AT_ONCE
     finally:
