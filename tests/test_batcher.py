@@ -470,3 +470,22 @@ def test_a_session_that_leaves_while_its_batch_runs_is_forgotten(rows_: int) -> 
     assert batcher.next_batch(1.0) is None
     assert not len(batcher)
     assert batcher.leave(1) == []
+
+
+def test_sessions_that_go_the_same_round_come_together() -> None:
+    """They begin anywhere in it, and nobody is due when another calls: who is behind is served first until it is not."""
+    layers = 16
+    crowd = [
+        Client([Step(2e-5, (first + n) % layers, 1) for n in range(40 * layers)], joins=first * 1e-4)
+        for first in (0, 3, 7, 12)
+    ]
+    done = Simulation("opportunistic", crowd).run()
+    half = done.batches[len(done.batches) // 2 :]
+    assert sum(len(batch.slices) for _, batch in half) / len(half) > 2
+    alone = Simulation("immediate", crowd_of(done)).run()
+    assert done.batches[-1][0] < 0.6 * alone.batches[-1][0]
+
+
+def crowd_of(done: Simulation) -> list[Client]:
+    """The same clients, before they did anything."""
+    return [Client(client.steps, client.joins) for client in done.clients]

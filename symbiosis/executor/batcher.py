@@ -5,12 +5,14 @@ queue is ready:
 
 * `immediate`      every call by itself, at once;
 * `lockstep`       when every active session waits for an answer;
-* `opportunistic`  when waiting longer would not pay. It pays to wait for a session whose rhythm says that its next call
-                   is this one and due within the budget; the budget is the provider's, and never more than what the
-                   expected calls would cost as products of their own, because that is all that joining can save.
+* `opportunistic`  when waiting longer would not pay. It pays to wait for sessions whose rhythm says that their next call is
+                   this one, as long as the products that joining saves outweigh the time until they come, and within the
+                   provider's budget.
 
-Among ready queues, priority goes first, but not being served raises it (`AGING_S`), and within one priority the session that has
-used the least of the executor goes first. So a session can delay another by one slice of `max_rows`, never starve it.
+Among ready queues, priority goes first, but not being served raises it (`AGING_S`), and within one priority the sessions that
+have used the least of the executor, in steps of `SLACK_S`. So a session can delay another by one slice of `max_rows`, never
+starve it. Among equals, `opportunistic` serves those first who are furthest behind in the round of calls that models make
+again and again: so they catch up with the others, and go on together with them.
 """
 
 from collections import deque
@@ -23,7 +25,9 @@ from symbiosis.config import Policy
 
 AGING_S = 0.05  # a call gains one step of priority per this time in which its session is not served
 JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining two gains nothing and costs copies
+SLACK_S = 0.05  # of use more than others that a session may have before it must let them go first
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
+WORTH = 0.5  # of what joining saves: that much waiting is spent on it, for some wait in vain
 PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 
@@ -72,6 +76,13 @@ class Batch:
         return sum(piece.stop - piece.start for piece in self.slices)
 
 
+class Due(NamedTuple):
+    """When a call is expected, and from when no longer."""
+
+    expected: float
+    latest: float
+
+
 @dataclass(slots=True)
 class Rhythm:
     """What is known of a session: what it has used, what it waits for, what it tends to call next and when."""
@@ -83,17 +94,28 @@ class Rhythm:
     replied: float = 0.0
     follows: dict[Hashable, Hashable] = field(default_factory=dict)
     gap: dict[Hashable, float] = field(default_factory=dict)
+    age: int = 0  # calls since the ring was looked at
+    _ring: dict[Hashable, int] = field(default_factory=dict)
 
-    def due_at(self, key: Hashable, cost: dict[Hashable, float], now: float) -> float:
-        """When this session's call of `key` is expected; infinity if it is not the next (or next but one) it makes."""
-        if self.pending:
-            before = self.pending[0].key
-            if self.follows.get(before) != key:
-                return inf
-            return now + cost.get(before, 0.0) + self.gap.get(before, inf) * PATIENCE
-        if self.last_key is None or self.follows.get(self.last_key) != key:
-            return inf
-        return self.replied + self.gap.get(self.last_key, inf) * PATIENCE
+    @property
+    def at(self) -> Hashable:
+        """The call that this session waits for, or the last one that it made."""
+        return self.pending[0].key if self.pending else self.last_key
+
+    def due(self, cost: dict[Hashable, float], now: float) -> Due:
+        """When this session's next call is expected (or, while it waits for an answer, its next but one)."""
+        begun = now + cost.get(self.at, 0.0) if self.pending else self.replied
+        gap = self.gap.get(self.at, inf)
+        return Due(begun + gap, begun + gap * PATIENCE)
+
+    def ring(self) -> dict[Hashable, int]:
+        """Where each call comes in the round that this session makes again and again, as it was when last looked at."""
+        if self.age > len(self._ring):
+            self.age, self._ring, key = 0, {}, self.at
+            while key is not None and key not in self._ring:
+                self._ring[key] = len(self._ring)
+                key = self.follows.get(key)
+        return self._ring
 
 
 class Batcher:
@@ -150,16 +172,22 @@ class Batcher:
 
     def _learn(self, rhythm: Rhythm, item: Item) -> None:
         before = rhythm.last_key
+        rhythm.age += 1
         _note(rhythm.follows, before, item.key)
         _note(rhythm.gap, before, _smooth(rhythm.gap.get(before), item.arrived - rhythm.replied))
 
     def next_batch(self, now: float) -> Batch | None:
         """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
         self._wake = inf
-        ready = [queue for key, queue in self._queues.items() if self._ready(key, queue, now)]
-        if not ready:
+        queues, room = list(self._queues.values()), {}
+        if self.policy == "lockstep" and not self._all_wait():
             return None
-        return self._take(self._first(ready, now), now)
+        if self.policy == "opportunistic" and len(self._sessions) > 1 and queues:
+            due = self._due(now)
+            queues = [queue for queue in queues if self._is_ready(queue, due.get(queue[0].key), now)]
+            room = self._room_behind(queues[0][0]) if queues else {}
+            queues = self._without_leaders(queues, room, now)
+        return self._take(self._first(queues, room, now), now) if queues else None
 
     def wake_at(self) -> float:
         """When the last `next_batch` wants to be asked again; infinity if only an arrival can change its answer."""
@@ -178,37 +206,68 @@ class Batcher:
                 rhythm.pending.remove(item)
                 rhythm.last_key, rhythm.replied = item.key, now
 
-    def _ready(self, key: Hashable, queue: deque[Item], now: float) -> bool:
-        if self.policy == "immediate":
-            return True
-        if self.policy == "lockstep":
-            return all(rhythm.pending for rhythm in self._sessions.values() if rhythm.last_key is not None)
-        return self._wait_is_over(key, queue, now)
+    def _all_wait(self) -> bool:
+        return all(rhythm.pending for rhythm in self._sessions.values() if rhythm.last_key is not None)
 
-    def _wait_is_over(self, key: Hashable, queue: deque[Item], now: float) -> bool:
-        if len(queue) >= len(self._sessions) or not queue[0].joinable:
-            return True
-        if sum(item.left for item in queue) >= JOIN_BELOW:
-            return True
-        here = {item.session for item in queue}
-        due = [r.due_at(key, self._cost, now) for session, r in self._sessions.items() if session not in here]
-        expected = [at for at in due if now < at < inf]
-        deadline = queue[0].arrived + min(self.max_wait, self._cost.get(key, 0.0) * len(expected))
-        coming = [at for at in expected if at <= deadline]
-        if now >= deadline or not coming:
-            return True
-        self._wake = min(self._wake, max(coming))
-        return False
+    def _due(self, now: float) -> dict[Hashable, list[Due]]:
+        """By key: the sessions whose next call (or next but one) it is."""
+        table: dict[Hashable, list[Due]] = {}
+        for rhythm in self._sessions.values():
+            key = rhythm.follows.get(rhythm.at)
+            if key is not None and key != rhythm.at and now < (due := rhythm.due(self._cost, now)).latest:
+                table.setdefault(key, []).append(due)
+        return table
 
-    def _first(self, queues: list[deque[Item]], now: float) -> Item:
+    def _is_ready(self, queue: deque[Item], coming: list[Due] | None, now: float) -> bool:
+        """Whether no call that is `coming` to the queue is worth waiting for."""
+        head = queue[0]
+        deadline = head.arrived + self.max_wait
+        if not coming or now >= deadline or not head.joinable or sum(item.left for item in queue) >= JOIN_BELOW:
+            return True
+        wake = _worth_waiting(sorted(coming), self._cost.get(head.key, 0.0), now, deadline)
+        self._wake = min(self._wake, wake or inf)
+        return wake is None
+
+    def _room_behind(self, item: Item) -> dict[Hashable, int]:
+        """Of each call that a session is at: how many calls lie between it and the next session behind, in the round of `item`'s."""
+        ring = self._sessions[item.session].ring()
+        taken = sorted({(ring[rhythm.at], rhythm.at) for rhythm in self._sessions.values() if rhythm.at in ring})
+        return {key: (place - taken[i - 1][0]) % len(ring) for i, (place, key) in enumerate(taken)}
+
+    def _without_leaders(self, queues: list[deque[Item]], room: dict[Hashable, int], now: float) -> list[deque[Item]]:
+        """While the session that is furthest behind thinks, but for less than a product takes, the others do not run away."""
+        last = max(room, key=lambda key: room[key], default=None)
+        if last is None or last in self._queues:
+            return queues
+        behind = [rhythm for rhythm in self._sessions.values() if rhythm.at == last]
+        expected, latest = min(rhythm.due(self._cost, now) for rhythm in behind)
+        if now >= latest:
+            return queues
+        ready = []
+        for queue in queues:
+            head = queue[0]
+            deadline = head.arrived + self.max_wait
+            if (
+                head.key in room
+                and head.joinable
+                and now < deadline
+                and expected - now < WORTH * self._cost.get(head.key, 0.0)
+            ):
+                self._wake = min(self._wake, latest, deadline)
+            else:
+                ready.append(queue)
+        return ready
+
+    def _first(self, queues: list[deque[Item]], room: dict[Hashable, int], now: float) -> Item:
         if len(queues) == 1 and len(queues[0]) == 1:
             return queues[0][0]
-        return min((item for queue in queues for item in queue), key=lambda item: self._rank(item, now))
+        return min((item for queue in queues for item in queue), key=lambda item: self._rank(item, room, now))
 
-    def _rank(self, item: Item, now: float) -> tuple[int, float, float]:
+    def _rank(self, item: Item, room: dict[Hashable, int], now: float) -> tuple[int, int, int, float, float]:
         rhythm = self._sessions[item.session]
         waited = int((now - max(item.arrived, rhythm.served)) / AGING_S)
-        return max(0, item.priority - waited), rhythm.used, item.arrived
+        last = room.get(item.key, 0) * len(self._queues[item.key])
+        return max(0, item.priority - waited), int(rhythm.used / SLACK_S), -last, rhythm.used, item.arrived
 
     def _take(self, head: Item, now: float) -> Batch:
         """`head`, and of its queue what may join it."""
@@ -244,6 +303,19 @@ class Batcher:
             queue.remove(item)
             if not queue:
                 del self._queues[item.key]
+
+
+def _worth_waiting(coming: list[Due], cost: float, now: float, deadline: float) -> float | None:
+    """Until when to wait for calls, the earliest first, so that the products saved outweigh the time by most; None: not at all."""
+    best, until, wake = 0.0, now, None
+    for number, (expected, latest) in enumerate(coming, 1):
+        if expected > deadline:
+            break
+        until = max(until, latest)
+        gain = WORTH * number * cost - max(0.0, expected - now)
+        if gain > best:
+            best, wake = gain, min(until, deadline)
+    return wake
 
 
 def _note(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
