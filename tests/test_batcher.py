@@ -156,7 +156,8 @@ class Simulation:
 
     def _answer(self, sent: Sent, now: float) -> None:
         sent.answered = now
-        self.active.add(sent.session)
+        if sent.item.joinable:
+            self.active.add(sent.session)
         self.clients[sent.session].unanswered -= 1
         self._go_on(sent.session, now)
 
@@ -292,6 +293,28 @@ def test_lockstep_waits_for_who_is_active_until_it_leaves() -> None:
     assert batcher.wake_at() == inf
     batcher.leave(2)
     assert answered(batcher, 100.0) == [1]
+
+
+def test_lockstep_waits_for_nobody_who_is_idle() -> None:
+    batcher = Batcher("lockstep", MAX_WAIT, MAX_ROWS, idle_s=2.0)
+    for session in (1, 2):
+        batcher.join(session)
+        batcher.add(one_call(session))
+    assert answered(batcher, 0.0) == [1, 2]
+    batcher.add(one_call(1))
+    assert answered(batcher, 1.0) == []
+    assert batcher.wake_at() == 2.0
+    assert answered(batcher, 2.0) == [1]
+
+
+def test_lockstep_waits_for_nobody_who_only_read_something() -> None:
+    batcher = Batcher("lockstep", MAX_WAIT, MAX_ROWS)
+    for session in (1, 2):
+        batcher.join(session)
+    batcher.add(Item(1, "read", 1, 1, 0.0, None, divisible=False, joinable=False))
+    assert answered(batcher, 0.0) == [1]
+    batcher.add(one_call(2))
+    assert answered(batcher, 0.0) == [2]
 
 
 def two_in_rhythm(now: float, period: float = 0.001, product_s: float = 10 * MAX_WAIT) -> Batcher:

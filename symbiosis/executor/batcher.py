@@ -4,7 +4,7 @@ Calls wait in one queue per key (layer, op, dtype, ...); those of one key may ru
 queue is ready:
 
 * `immediate`      every call by itself, at once;
-* `lockstep`       when every active session waits for an answer;
+* `lockstep`       when every active session waits for an answer: one that had an answer within the last `idle_s`;
 * `opportunistic`  when waiting longer would not pay. It pays to wait for sessions whose rhythm says that their next call is
                    this one, as long as the products that joining saves outweigh the time until they come, and within the
                    provider's budget.
@@ -98,6 +98,10 @@ class Rhythm:
     _ring: dict[Hashable, int] = field(default_factory=dict)
 
     @property
+    def active(self) -> bool:
+        return self.last_key is not None
+
+    @property
     def at(self) -> Hashable:
         """The call that this session waits for, or the last one that it made."""
         return self.pending[0].key if self.pending else self.last_key
@@ -128,8 +132,8 @@ class Batcher:
     [3]
     """
 
-    def __init__(self, policy: Policy, max_wait: float = 0.0, max_rows: int = 4096) -> None:
-        self.policy, self.max_wait, self.max_rows = policy, max_wait, max_rows
+    def __init__(self, policy: Policy, max_wait: float = 0.0, max_rows: int = 4096, idle_s: float = inf) -> None:
+        self.policy, self.max_wait, self.max_rows, self.idle_s = policy, max_wait, max_rows, idle_s
         self._queues: dict[Hashable, deque[Item]] = {}
         self._sessions: dict[int, Rhythm] = {}
         self._cost: dict[Hashable, float] = {}
@@ -165,7 +169,7 @@ class Batcher:
         rhythm = self._sessions[item.session]
         if not rhythm.pending:
             rhythm.used = max(rhythm.used, self._least_used)  # idleness earns no credit
-            if rhythm.last_key is not None:
+            if rhythm.active and item.joinable:
                 self._learn(rhythm, item)
         rhythm.pending.append(item)
         self._queues.setdefault(item.key, deque()).append(item)
@@ -180,7 +184,7 @@ class Batcher:
         """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
         self._wake = inf
         queues, room = list(self._queues.values()), {}
-        if self.policy == "lockstep" and not self._all_wait():
+        if self.policy == "lockstep" and queues and not self._all_wait(now):
             return None
         if self.policy == "opportunistic" and len(self._sessions) > 1 and queues:
             due = self._due(now)
@@ -204,10 +208,17 @@ class Batcher:
             rhythm.used += share * (stop - start)
             if stop == item.rows:
                 rhythm.pending.remove(item)
-                rhythm.last_key, rhythm.replied = item.key, now
+                if item.joinable:  # what is only asked now and then has no rhythm, and keeps nobody active
+                    rhythm.last_key, rhythm.replied = item.key, now
 
-    def _all_wait(self) -> bool:
-        return all(rhythm.pending for rhythm in self._sessions.values() if rhythm.last_key is not None)
+    def _all_wait(self, now: float) -> bool:
+        """Whether every session waits for an answer but those that have long been idle."""
+        idle_at = [
+            rhythm.replied + self.idle_s for rhythm in self._sessions.values() if rhythm.active and not rhythm.pending
+        ]
+        waited_for = [at for at in idle_at if now < at]
+        self._wake = max(waited_for, default=inf)
+        return not waited_for
 
     def _due(self, now: float) -> dict[Hashable, list[Due]]:
         """By key: the sessions whose next call (or next but one) it is."""

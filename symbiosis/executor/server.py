@@ -53,7 +53,7 @@ class Server:
         self.store, self.options, self.limits = store, options, options.limits
         self.figures = Figures(store)
         self.sessions: dict[int, Session] = {}
-        self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens)
+        self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens, options.heartbeat_s)
         self.engine = Engine(store, self._answered)
         self.device, self.stream = self.engine.device, self.engine.stream
         self.reactor = Reactor()

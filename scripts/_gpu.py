@@ -1,0 +1,253 @@
+"""Programs of the GPU benchmarks: an executor and LoRA clients on a random Llama, each in a process of its own."""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from _processes import Pace, wait_for
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+
+import symbiosis
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+TOKENS = 128  # that a decoder makes from one prompt, then it begins again
+WARM_UP = 4  # steps before anything is measured; captured ones are recorded in the third
+
+
+class Shape(NamedTuple):
+    """Sizes of the model; the default is Llama-2-7B."""
+
+    layers: int = 32
+    hidden: int = 4096
+    inner: int = 11008
+    heads: int = 32
+    vocabulary: int = 32000
+
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            hidden_size=self.hidden, intermediate_size=self.inner, num_hidden_layers=self.layers,
+            num_attention_heads=self.heads, num_key_value_heads=self.heads, vocab_size=self.vocabulary,
+            max_position_embeddings=4096,
+        )  # fmt: skip
+
+    def build(self, device: str) -> nn.Module:
+        """The model in bfloat16, with random weights."""
+        torch.manual_seed(0)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            with torch.device(device):
+                return LlamaForCausalLM(self.config()).eval()
+        finally:
+            torch.set_default_dtype(before)
+
+
+class Job(NamedTuple):
+    """What a program does again and again. `length`: tokens of each sequence, or of the prompt."""
+
+    kind: str
+    batch: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        """... that one step makes or learns from."""
+        return self.batch * (self.length if self.kind == "train" else 1)
+
+
+class Lora(NamedTuple):
+    """An adapter."""
+
+    rank: int = 8
+    targets: tuple[str, ...] = ATTENTION
+
+
+DEFAULT_LORA = Lora()
+
+
+class Serving:
+    """An executor."""
+
+    def __init__(self, shape: Shape, device: str, endpoint: str, options: dict[str, Any]) -> None:
+        self._executor = symbiosis.Executor(shape.build(device), listen=[endpoint], **options)
+
+    def endpoints(self) -> list[str]:
+        return self._executor.endpoints
+
+
+class Program:
+    """A client of the executor at `endpoint`, or without one a program with a model of its own."""
+
+    def __init__(
+        self, endpoint: str | None, shape: Shape, device: str, lora: Lora = DEFAULT_LORA, exact: bool = True
+    ) -> None:
+        self._shape, self._device = shape, device
+        model = (
+            shape.build(device) if endpoint is None else symbiosis.from_executor(endpoint, device=device, exact=exact)
+        )
+        torch.manual_seed(5)
+        config = LoraConfig(r=lora.rank, target_modules=list(lora.targets), init_lora_weights="gaussian")
+        self._model = get_peft_model(model, config)
+        self._steps: dict[tuple[Job, bool], Callable[[], Any]] = {}
+        self._rewind: dict[tuple[Job, bool], Callable[[], Any]] = {}
+
+    def prepare(self, job: Job, captured: bool) -> None:
+        """Everything is allocated, recorded and learned."""
+        key = job, captured
+        step, self._rewind[key] = (self._trainer if job.kind == "train" else self._decoder)(job)
+        self._steps[key] = symbiosis.capture(step) if captured else step
+        for _ in range(WARM_UP):
+            self._steps[key]()
+        self._synchronize()
+
+    def _trainer(self, job: Job) -> tuple[Callable[[], Any], Callable[[], None]]:
+        model, trained = self._model, [p for p in self._model.parameters() if p.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.zeros_like(parameter)
+        cuda = self._device != "cpu"
+        optimizer = torch.optim.AdamW(trained, lr=1e-4, capturable=cuda, foreach=cuda)
+        ids = self._ids(job)
+
+        def step() -> Tensor:
+            model.train()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            return loss
+
+        return step, lambda: None
+
+    @torch.no_grad()
+    def _decoder(self, job: Job) -> tuple[Callable[[], Any], Callable[[], None]]:
+        model, ids = self._model, self._ids(job)
+        model.eval()
+        cache = StaticCache(config=self._shape.config(), max_cache_len=job.length + TOKENS + 2 * WARM_UP)
+        token = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+        position = torch.full((1, 1), job.length, device=self._device)
+        lengths = [layer.cumulative_length for layer in cache.layers]
+
+        @torch.no_grad()
+        def step() -> Tensor:
+            model.eval()
+            logits = model(input_ids=token, past_key_values=cache, use_cache=True, position_ids=position).logits
+            token.copy_(logits[:, -1:].argmax(-1))
+            position.add_(1)
+            return token
+
+        def rewind() -> None:
+            position.fill_(job.length)
+            for length in lengths:
+                length.fill_(job.length)
+
+        return step, rewind
+
+    def _ids(self, job: Job) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(3, self._shape.vocabulary, (job.batch, job.length), generator=generator).to(self._device)
+
+    def run(self, start: float, seconds: float, job: Job, captured: bool, steps: int = 1) -> Pace:
+        """At least so many steps from `start` on, until `seconds` are over; each is waited for, as who streams tokens does."""
+        step, rewind = self._steps[job, captured], self._rewind[job, captured]
+        wait_for(start)
+        took: list[float] = []
+        begun = now = time.perf_counter()
+        while now - begun < seconds or len(took) < steps:
+            if len(took) % TOKENS == 0:
+                rewind()
+            step()
+            self._synchronize()
+            before, now = now, time.perf_counter()
+            took.append(now - before)
+        return Pace(took, now - begun)
+
+    def _synchronize(self) -> None:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+
+    def peak_bytes(self) -> int:
+        """The most device memory that torch had in use."""
+        return torch.cuda.max_memory_allocated() if self._device != "cpu" else 0
+
+    def forget(self) -> None:
+        """Let go of all jobs."""
+        self._steps.clear()
+        self._rewind.clear()
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+
+    def mean_batch(self) -> float:
+        return symbiosis.stats(self._model).mean_batch
+
+
+class Gauge:
+    """How much memory of the device is in use, by whomever."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def used_bytes(self) -> int:
+        if self._device == "cpu":
+            return 0
+        free, total = torch.cuda.mem_get_info()
+        return total - free
+
+
+class OneLayer:
+    """Calls of a single layer of `width` × `width`, one after another."""
+
+    CHAIN = 64
+
+    def __init__(self, endpoint: str | None, width: int, device: str) -> None:
+        self._device, self._width = device, width
+        self._layer = square(width, device)
+        if endpoint is not None:
+            symbiosis.wrap(self._layer, endpoint)
+
+    @torch.no_grad()
+    def call_us(self, rows: int, captured: bool, rounds: int) -> float:
+        """The median over the rounds of what a call of a chain takes."""
+        x = torch.randn(rows, self._width, dtype=torch.bfloat16, device=self._device)
+
+        def chain() -> Tensor:
+            y = x
+            with torch.no_grad():
+                for _ in range(self.CHAIN):
+                    y = self._layer(y)
+            return y
+
+        run = symbiosis.capture(chain) if captured else chain
+        for _ in range(WARM_UP):
+            run()
+        times = []
+        for _ in range(rounds):
+            self._wait()
+            begun = time.perf_counter()
+            run()
+            self._wait()
+            times.append((time.perf_counter() - begun) / self.CHAIN)
+        return statistics.median(times) * 1e6
+
+    def _wait(self) -> None:
+        if self._device != "cpu":
+            torch.cuda.synchronize()
+
+
+class ServingOneLayer:
+    """An executor of that layer."""
+
+    def __init__(self, width: int, device: str, endpoints: list[str]) -> None:
+        self._executor = symbiosis.Executor(square(width, device), listen=endpoints)
+
+    def endpoints(self) -> list[str]:
+        return self._executor.endpoints
+
+
+def square(width: int, device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    layer = nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
+    return nn.Sequential(layer)

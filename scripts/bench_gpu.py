@@ -1,0 +1,363 @@
+"""Split against unsplit on a GPU, eager and captured, alone and in company: Llama-2-7B shapes with random bfloat16 weights.
+
+* `step`      a LoRA training step at 2 × 512 and 2 × 64 tokens, and
+* `decode`    a token, of one program: the sides take turns.
+* `many`      1 to 8 programs at once, captured, against as many unsplit ones: decoders, trainers, trainers with long sequences.
+* `mixed`     8 decoders, then 6 decoders beside 2 trainers.
+* `policies`  8 generators of different batch sizes and adapters under each batching policy.
+* `call`      a call of one layer by each way there is to the executor.
+
+The processes share the GPU by CUDA MPS, which is started if it does not run.
+
+    python scripts/bench_gpu.py step decode
+    python scripts/bench_gpu.py many --layers 16
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from _gpu import ATTENTION, MLP, Gauge, Job, Lora, OneLayer, Program, Serving, ServingOneLayer, Shape
+from _processes import Pace, Worker, prepare, progress, together, workers
+
+from symbiosis import mps
+from symbiosis.reporting import Report, print_table
+
+LONGEST_S = 120.0  # that a measurement may take
+POLICY_STEPS = 300  # the same for all: `lockstep` waits for who has ended
+DECODE = Job("decode", 1, 128)
+SHORT, LONG = Job("train", 2, 64), Job("train", 2, 512)
+GENERATORS = (
+    (1, Lora(8, ("q_proj", "v_proj"))),
+    (2, Lora(16, ATTENTION)),
+    (1, Lora(4, ATTENTION + MLP)),
+    (3, Lora(8, ("q_proj", "v_proj"))),
+    (4, Lora(32, ATTENTION)),
+    (2, Lora(8, MLP)),
+    (1, Lora(64, ("q_proj",))),
+    (4, Lora(16, ATTENTION + MLP)),
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is run, and on what."""
+
+    shape: Shape
+    device: str
+    seconds: float
+    rounds: int
+    programs: int
+    folder: Path
+    report: Report
+    judged: bool
+
+    @property
+    def captured(self) -> bool:
+        return self.device != "cpu"
+
+    @contextmanager
+    def executor(self, **options: Any) -> Iterator[str]:
+        """The endpoint of a new one."""
+        endpoint = f"local://{self.folder}/executor.sock"
+        with workers(Serving, [(self.shape, self.device, endpoint, options)]):
+            yield endpoint
+
+    def bar(self, name: str, value: float, relation: Any, bar: float) -> None:
+        if self.judged:
+            self.report.bar(name, value, relation, bar)
+        else:
+            self.report.figure(name, value)
+
+
+def tokens_per_s(paces: Sequence[Pace], jobs: Sequence[Job]) -> float:
+    return sum(len(pace.steps) * job.tokens / pace.elapsed for pace, job in zip(paces, jobs, strict=True))
+
+
+def median_ms(pace: Pace) -> float:
+    return statistics.median(pace.steps) * 1e3
+
+
+# ---------------------------------------------------------------- one program
+
+
+BARS = {  # eager split / eager unsplit; captured split / eager unsplit; captured split / captured unsplit
+    LONG: (1.10, 0.70, 1.10),
+    SHORT: (1.15, 0.26, 1.10),
+    DECODE: (1.10, 0.30, 1.15),
+}
+
+
+def alone(setting: Setting, jobs: Sequence[Job]) -> None:
+    """One split and one unsplit program, taking turns."""
+    rows = []
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(setting.executor())
+        sides = dict(
+            zip(
+                ("split", "split, grads grouped", "unsplit"),
+                stack.enter_context(
+                    workers(
+                        Program,
+                        [
+                            (endpoint, setting.shape, setting.device),
+                            (endpoint, setting.shape, setting.device, Lora(), False),
+                            (None, setting.shape, setting.device),
+                        ],
+                    )
+                ),
+                strict=True,
+            )
+        )
+        for job in jobs:
+            times: dict[tuple[str, bool], float] = {}
+            for captured in (False, True) if setting.captured else (False,):
+                progress(f"{name_of(job)}, {'captured' if captured else 'eager'}")
+                measured: dict[str, list[float]] = {side: [] for side in sides}
+                for worker in sides.values():
+                    worker.call("prepare", job, captured)
+                for _ in range(setting.rounds):
+                    for side, worker in sides.items():
+                        measured[side].append(median_ms(together([worker], "run", setting.seconds, job, captured)[0]))
+                for side in sides:
+                    times[side, captured] = statistics.median(measured[side])
+            peaks = {side: worker.call("peak_bytes") / 2**30 for side, worker in sides.items()}
+            for side, worker in sides.items():
+                rows.append(row_of(job, side, times, peaks[side]))
+                worker.call("forget")
+            judge(setting, job, times, peaks)
+    print_table(("one program", "eager ms", "captured ms", "eager / eager", "captured / captured", "peak GiB"), rows)
+
+
+def row_of(job: Job, side: str, times: dict[tuple[str, bool], float], peak: float) -> tuple[str, ...]:
+    cells = [f"{times[side, captured]:.2f}" if (side, captured) in times else "-" for captured in (False, True)]
+    ratios = [
+        f"{times[side, captured] / times['unsplit', captured]:.3f}" if (side, captured) in times else "-"
+        for captured in (False, True)
+    ]
+    return f"{name_of(job)}, {side}", *cells, *ratios, f"{peak:.2f}"
+
+
+def judge(setting: Setting, job: Job, times: dict[tuple[str, bool], float], peaks: dict[str, float]) -> None:
+    name = name_of(job).replace(" ", "_")
+    for side, peak in peaks.items():
+        setting.report.figure(f"{name}_peak_gib_{side}", peak)
+    for (side, captured), value in times.items():
+        setting.report.figure(f"{name}_{'captured' if captured else 'eager'}_ms_{side}", value)
+    bars = BARS.get(job, (1.15, 1.0, 1.15))
+    eager = times["unsplit", False]
+    setting.bar(f"{name}_eager_over_eager", times["split", False] / eager, "<=", bars[0])
+    if ("split", True) in times:
+        setting.bar(f"{name}_captured_over_eager", times["split", True] / eager, "<=", bars[1])
+        setting.bar(f"{name}_captured_over_captured", times["split", True] / times["unsplit", True], "<=", bars[2])
+
+
+def name_of(job: Job) -> str:
+    return "decode" if job.kind == "decode" else f"train {job.batch}x{job.length}"
+
+
+# ---------------------------------------------------------------- many programs
+
+
+def many(setting: Setting, jobs: Sequence[Job]) -> None:
+    """1, 2, 4, ... programs that do the same, captured; split, then unsplit."""
+    counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= setting.programs]
+    rates: dict[tuple[Job, int, str], float] = {}
+    memory: dict[tuple[Job, str], int] = {}
+    batch: dict[tuple[Job, int], float] = {}
+    for side in ("split", "unsplit"):
+        with ExitStack() as stack:
+            gauge = stack.enter_context(workers(Gauge, [(setting.device,)]))[0]
+            before = gauge.call("used_bytes")
+            endpoint = stack.enter_context(setting.executor()) if side == "split" else None
+            arguments = (endpoint, setting.shape, setting.device)
+            crowd = stack.enter_context(workers(Program, [arguments] * counts[-1]))
+            for job in jobs:
+                for worker in crowd:  # one after the other: each finds its products by itself
+                    worker.call("prepare", job, setting.captured)
+                for count in counts:
+                    progress(f"{count} {side} programs, {name_of(job)}")
+                    some = crowd[:count]
+                    paces = together(some, "run", setting.seconds, job, setting.captured)
+                    rates[job, count, side] = tokens_per_s(paces, [job] * count)
+                    if side == "split":
+                        batch[job, count] = statistics.mean(worker.call("mean_batch") for worker in some)
+                memory[job, side] = gauge.call("used_bytes") - before
+                for worker in crowd:
+                    worker.call("forget")
+    show_many(setting, jobs, counts, rates, memory, batch)
+
+
+MANY = {DECODE: 2.0, SHORT: 1.4, LONG: 1.0}
+
+
+def show_many(setting: Setting, jobs: Sequence[Job], counts: list[int], rates: Any, memory: Any, batch: Any) -> None:
+    rows = []
+    for job in jobs:
+        name = name_of(job).replace(" ", "_")
+        for count in counts:
+            split, unsplit = rates[job, count, "split"], rates[job, count, "unsplit"]
+            rows.append((f"{count} × {name_of(job)}", f"{split:.1f}", f"{unsplit:.1f}", f"{split / unsplit:.2f}", f"{batch[job, count]:.2f}"))  # fmt: skip
+            setting.report.figure(f"{name}_{count}_tokens_per_s_split", split)
+            setting.report.figure(f"{name}_{count}_tokens_per_s_unsplit", unsplit)
+        last = counts[-1]
+        setting.bar(f"{name}_{last}_ratio", rates[job, last, "split"] / rates[job, last, "unsplit"], ">=", MANY.get(job, 1.0))  # fmt: skip
+        for side in ("split", "unsplit"):
+            setting.report.figure(f"{name}_{last}_gib_{side}", memory[job, side] / 2**30)
+        if memory[job, "unsplit"]:
+            setting.bar(f"{name}_{last}_memory_ratio", memory[job, "split"] / memory[job, "unsplit"], "<=", 0.35)
+    print_table(("programs", "split tokens/s", "unsplit", "ratio", "calls per product so far"), rows)
+
+
+def mixed(setting: Setting, trainer: Job) -> None:
+    """Decoders only, then two of them replaced by trainers."""
+    count = setting.programs
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(setting.executor())
+        crowd = stack.enter_context(workers(Program, [(endpoint, setting.shape, setting.device)] * count))
+        for number, worker in enumerate(crowd):
+            worker.call("prepare", DECODE, setting.captured)
+            if number >= count - 2:
+                worker.call("prepare", trainer, setting.captured)
+        progress(f"{count} decoders")
+        before = run_jobs(setting, crowd, [DECODE] * count)
+        progress(f"{count - 2} decoders, 2 trainers")
+        jobs = [DECODE] * (count - 2) + [trainer] * 2
+        after = run_jobs(setting, crowd, jobs)
+    percentiles = [percentiles_ms(paces[: count - 2]) for paces in (before, after)]
+    totals = [tokens_per_s(before, [DECODE] * count), tokens_per_s(after, jobs)]
+    rows = [
+        (name, f"{total:.1f}", f"{p50:.2f}", f"{p99:.2f}")
+        for name, total, (p50, p99) in zip((f"{count} decoders", f"{count - 2} + 2 trainers"), totals, percentiles, strict=True)
+    ]  # fmt: skip
+    print_table(("mixed", "tokens/s", "p50 ms of decoders", "p99"), rows)
+    for name, total, (p50, p99) in zip(("before", "after"), totals, percentiles, strict=True):
+        for what, value in (("tokens_per_s", total), ("p50_ms", p50), ("p99_ms", p99)):
+            setting.report.figure(f"mixed_{name}_{what}", value)
+    setting.bar("mixed_tokens_ratio", totals[1] / totals[0], ">=", 2.0)
+    setting.bar("mixed_p50_ratio", percentiles[1][0] / percentiles[0][0], "<=", 1.15)
+    setting.bar("mixed_p99_ratio", percentiles[1][1] / percentiles[0][1], "<=", 1.5)
+
+
+def together_do(crowd: Sequence[Worker], method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """At once in all: a policy that waits for everybody must not wait for one that is not asked yet."""
+    for worker, args in zip(crowd, arguments, strict=True):
+        worker.send(method, *args)
+    return [worker.result(LONGEST_S) for worker in crowd]
+
+
+def run_jobs(setting: Setting, crowd: Sequence[Worker], jobs: Sequence[Job], steps: int | None = None) -> list[Pace]:
+    """Each worker does its job, for the setting's time or for a number of steps."""
+    start = time.monotonic() + 0.3
+    seconds = setting.seconds if steps is None else 0.0
+    return together_do(crowd, "run", [(start, seconds, job, setting.captured, steps or 1) for job in jobs])
+
+
+def percentiles_ms(paces: Sequence[Pace]) -> tuple[float, float]:
+    p50, p99 = np.percentile(np.concatenate([pace.steps for pace in paces]), (50, 99)) * 1e3
+    return float(p50), float(p99)
+
+
+def policies(setting: Setting) -> None:
+    """Generators of different batch sizes and adapters, for each policy on an executor of its own."""
+    found: dict[str, tuple[float, float, float]] = {}
+    generators = GENERATORS[: setting.programs]
+    jobs = [Job("decode", batch, DECODE.length) for batch, _ in generators]
+    for policy in ("immediate", "lockstep", "opportunistic"):
+        progress(policy)
+        with ExitStack() as stack:
+            endpoint = stack.enter_context(setting.executor(policy=policy))
+            arguments = [(endpoint, setting.shape, setting.device, lora) for _, lora in generators]
+            crowd = stack.enter_context(workers(Program, arguments))
+            together_do(crowd, "prepare", [(job, setting.captured) for job in jobs])
+            paces = run_jobs(setting, crowd, jobs, POLICY_STEPS if setting.captured else 5)
+            batch = statistics.mean(worker.call("mean_batch") for worker in crowd)
+        latency = statistics.mean(statistics.mean(pace.steps) for pace in paces) * 1e3
+        tokens = sum(len(pace.steps) * job.tokens for pace, job in zip(paces, jobs, strict=True))
+        found[policy] = tokens / max(pace.elapsed for pace in paces), latency, batch
+    rows = [(policy, f"{rate:.1f}", f"{ms:.2f}", f"{batch:.2f}") for policy, (rate, ms, batch) in found.items()]
+    print_table(("policy", "tokens/s", "mean ms/token", "calls per product so far"), rows)
+    for policy, (rate, ms, _) in found.items():
+        setting.report.figure(f"{policy}_tokens_per_s", rate)
+        setting.report.figure(f"{policy}_ms_per_token", ms)
+    mine = found.pop("opportunistic")
+    setting.bar("policies_throughput_ratio", mine[0] / max(rate for rate, _, _ in found.values()), ">=", 1.0)
+    setting.bar("policies_latency_ratio", mine[1] / min(ms for _, ms, _ in found.values()), "<=", 1.0)
+
+
+# ---------------------------------------------------------------- one call
+
+
+def call(setting: Setting) -> None:
+    width, rounds = setting.shape.hidden, 30
+    urls = [f"local://{setting.folder}/call.sock", "tcp://127.0.0.1:0"]
+    rows = []
+    with ExitStack() as stack:
+        server = stack.enter_context(workers(ServingOneLayer, [(width, setting.device, urls)]))[0]
+        local, tcp = server.call("endpoints")
+        ways = {"no executor": None, "local": local, "tcp": tcp}
+        for way, endpoint in ways.items():
+            worker = stack.enter_context(workers(OneLayer, [(endpoint, width, setting.device)]))[0]
+            for count in (1, 1024):
+                for captured in (False, True) if setting.captured and way != "tcp" else (False,):
+                    progress(f"{way}, {count} rows, {'captured' if captured else 'eager'}")
+                    took = worker.call("call_us", count, captured, rounds)
+                    name = f"call_{way.replace(' ', '_')}_{count}_{'captured' if captured else 'eager'}_us"
+                    setting.report.figure(name, took)
+                    rows.append((way, str(count), "captured" if captured else "eager", f"{took:.1f}"))
+    print_table(("way", "rows", "", "µs"), rows, title=f"a call of {width} × {width}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "suites", nargs="*", choices=(*SUITES, []), help=f"of {', '.join(SUITES)}; all if none is named"
+    )
+    parser.add_argument("--layers", type=int, default=32, help="of the model")
+    parser.add_argument("--programs", type=int, default=8, help="at most at once")
+    parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement takes")
+    parser.add_argument("--rounds", type=int, default=3, help="of each measurement of one program")
+    parser.add_argument("--no-mps", action="store_true", help="let the processes take turns on the GPU")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether all runs, not how fast")
+    return parser.parse_args()
+
+
+SUITES: dict[str, Callable[[Setting], None]] = {
+    "step": lambda setting: alone(setting, [LONG, SHORT]),
+    "decode": lambda setting: alone(setting, [DECODE]),
+    "many": lambda setting: many(setting, [DECODE, SHORT, LONG]),
+    "mixed": lambda setting: mixed(setting, LONG),
+    "policies": policies,
+    "call": call,
+}
+
+
+def main() -> int:
+    args = arguments()
+    prepare(threads=2)
+    report = Report("bench_gpu")
+    with ExitStack() as stack:
+        stack.enter_context(nullcontext() if args.no_mps or args.tiny else mps.running())
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        if args.tiny:
+            shape, device, seconds, rounds = Shape(2, 128, 256, 4, 512), "cpu", 0.2, 1
+        else:
+            shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
+        setting = Setting(shape, device, seconds, rounds, args.programs, folder, report, not args.tiny)
+        report.figure("layers", shape.layers)
+        report.figure("mps", not args.no_mps)
+        for suite in args.suites or SUITES:
+            SUITES[suite](setting)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
