@@ -27,6 +27,7 @@ AGING_S = 0.05  # a call gains one step of priority per this time in which its s
 JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining two gains nothing and costs copies
 SLACK_S = 0.05  # of use more than others that a session may have before it must let them go first
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
+ALONE_S = 0.1  # after this time in which nobody else called, a session is alone
 WORTH = 0.5  # of what joining saves: that much waiting is spent on it, for some wait in vain
 PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
@@ -139,6 +140,8 @@ class Batcher:
         self._cost: dict[Hashable, float] = {}
         self._least_used = 0.0
         self._wake = inf
+        self._caller, self._since = 0, 0.0  # who called last, and since when nobody else
+        self._patience = idle_s if policy == "lockstep" else 0.0
 
     def __len__(self) -> int:
         return sum(map(len, list(self._queues.values())))  # a copy: other threads ask, too
@@ -148,10 +151,14 @@ class Batcher:
         """Whether no call waits."""
         return not self._queues
 
-    @property
-    def alone(self) -> bool:
-        """Whether the next call can meet no other."""
-        return not self._queues and (len(self._sessions) == 1 or self.policy == "immediate")
+    def alone(self, session: int, now: float) -> bool:
+        """Whether a call of this session, which need not be added then, can meet no other: nobody else called lately."""
+        if session != self._caller:
+            self._caller, self._since = session, now
+        if self._queues or (self.policy != "immediate" and now - self._since < max(ALONE_S, self._patience)):
+            return False
+        self._sessions[session].last_key = None  # its rhythm is not seen
+        return True
 
     def join(self, session: int) -> None:
         self._sessions[session] = Rhythm(used=self._least_used)

@@ -3,6 +3,7 @@
 Shapes: T rows of all sessions, K what goes in, N what comes out.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batcher import Batch, Slice
+from symbiosis.executor.log import log
 from symbiosis.executor.store import Store
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.product import product
@@ -36,6 +38,7 @@ class Work:
     prepared: bool = False  # a GPU makes it, again and again from the same places
     launches: int = 0  # so often did it run from the same places
     graph: "torch.cuda.CUDAGraph | None" = None  # of all that the stream does for it, reply included
+    places: Any = None  # where its rows lie and go, as `joined` knows them; made by a GPU only
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
 
 
@@ -51,6 +54,7 @@ class Engine:
         self._store, self._on_done = store, on_done
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
         self.stream = 0
+        self._joined: Any = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
@@ -63,6 +67,7 @@ class Engine:
             torch.empty(1, device=self.device)  # makes the device's context this thread's
             torch.cuda.synchronize(self.device)  # the weights are there
             torch.cuda.set_stream(self._stream)
+            self._joined = _joined(self._multiply, self._pool)
 
     def step(self, batch: Batch) -> float:
         """Compute and reply. Returns the seconds that took. A failure in company is retried alone: it must hit its own call only."""
@@ -72,6 +77,10 @@ class Engine:
             self._on_done(piece.item.work, self.launch(piece.item.work))
             return perf_counter() - begun
         try:
+            if self._joined is not None and len(batch.slices) > 1 and self._joined.takes(batch):
+                self._joined.run(batch)
+                self._answered(batch)
+                return perf_counter() - begun
             self._compute(batch.slices)
         except Exception as error:  # whatever it is: the executor has other clients
             if len(batch.slices) > 1:
@@ -122,6 +131,22 @@ class Engine:
             graph.capture_end()
         return graph
 
+    def _answered(self, batch: Batch) -> None:
+        """The GPU has been told to answer the clients."""
+        together = len(batch.slices)
+        for piece in batch.slices:
+            work: Work = piece.item.work
+            work.peer.count(together)
+            self._on_done(work, Reply(0, batch=together))
+
+    def place(self, work: Work) -> None:
+        """Note where the rows of a call lie that a GPU makes again and again."""
+        if self._joined is not None and work.call.op in BY_ROWS and len(work.call.shape) == 2:
+            from symbiosis.executor.joined import Places
+
+            parts = self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD)
+            work.places = Places(*([(part.data_ptr(), part.stride(0) * part.itemsize) for part in p] for p in parts))
+
     def _run(self, work: Work) -> None:
         """The product of one call as a whole."""
         if work.call.op in BY_ROWS and len(work.call.shape) == 2:
@@ -152,7 +177,10 @@ class Engine:
     def _rows_together(self, call: Call, slices: list[Slice]) -> None:
         """Gather the rows of all, one product (or one for each layer of a group), scatter."""
         rows = [piece.stop - piece.start for piece in slices]
-        x = [torch.cat(parts).to(self.device) for parts in zip(*map(self._inputs, slices), strict=True)]
+        x = [
+            torch.cat([part.to(self.device) for part in parts])
+            for parts in zip(*map(self._inputs, slices), strict=True)
+        ]
         for y_TN, outs in zip(self._multiply(call, x), zip(*map(self._outputs, slices), strict=True), strict=True):
             for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
                 out_TN.copy_(part_TN)
@@ -241,6 +269,16 @@ class Engine:
 
     def _fail(self, work: Work, error: Exception) -> None:
         self._on_done(work, refuse(work.peer, work.seq, call_error(error)))
+
+
+def _joined(multiply: Any, pool: Any) -> Any:
+    """For GPUs, and only there: it needs Triton."""
+    try:
+        from symbiosis.executor.joined import Joined
+    except ImportError:
+        log(logging.WARNING, "no Triton here: calls of several clients are joined copy by copy, which is slower")
+        return None
+    return Joined(multiply, pool)
 
 
 def call_error(error: Exception) -> CallError:

@@ -195,15 +195,17 @@ class Server:
 
     def prepare(self, peer: Peer, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
         plan = self._plan(call)
-        return Work(peer, 0, call, payload, out, plan.widths, plan, prepared=True)
+        work = Work(peer, 0, call, payload, out, plan.widths, plan, prepared=True)
+        self.engine.place(work)
+        return work
 
     def rang(self, work: Work) -> bool:
         """On a GPU; what nobody can join is launched at once."""
-        alone = self.batcher.alone
-        reply = self.engine.launch(work) if alone else None
         session: Session = work.peer.session
         plan = work.plan
         session.heard = now = monotonic()
+        alone = self.batcher.alone(session.number, now)
+        reply = self.engine.launch(work) if alone else None
         session.calls += 1
         session.rows += plan.rows
         session.bytes += plan.nbytes

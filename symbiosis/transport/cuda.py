@@ -238,6 +238,15 @@ class DevicePeer:
             self._remote[self.words[CURRENT]].deliver(self._inbox.stream)
         self._ring()
 
+    @property
+    def here(self) -> bool:
+        """Whether the client's memory is on the executor's own GPU."""
+        return not self._elsewhere
+
+    def answer(self) -> tuple[int, int]:
+        """The word that tells the client of its answer, and what it must become."""
+        return self._segments[0].address, self.words[CURRENT]
+
     def _ring(self) -> None:
         number = self.words[CURRENT]
         reply = self._replies.get(number)

@@ -1,0 +1,74 @@
+"""Rows of many places brought together and taken apart again, by one kernel each, from a table that the CPU fills in.
+
+The table lies in pinned host memory, one page for each of the next `PAGES` times, so that what the kernels do can change from
+time to time while their launch, part of a CUDA graph, does not. A page holds, as 64-bit words:
+
+    0                  address and value of each 32-bit word to write at the end; address 0: none
+    IN                 (source, target, count) of each copy to be made first; count: of 8-byte words, 0: nothing
+    OUT                the same for the copies to be made after the product
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PAGES = 128
+PLACES = 32  # sessions in one product
+PARTS = 8  # parts of the input, or of the result, of each
+IN = 2 * PLACES
+OUT = IN + 3 * PLACES * PARTS
+WORDS = OUT + 3 * PLACES * PARTS
+BLOCK = 512  # of 8-byte words
+
+
+@triton.jit
+def _copy(table, turn, first, PAGES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = table + (tl.load(turn) % PAGES) * WORDS + first + 3 * tl.program_id(0)
+    source = tl.load(at).to(tl.pointer_type(tl.int64))
+    target = tl.load(at + 1).to(tl.pointer_type(tl.int64))
+    count = tl.load(at + 2).to(tl.int32)
+    for start in range(tl.program_id(1) * BLOCK, count, tl.num_programs(1) * BLOCK):
+        where = start + tl.arange(0, BLOCK)
+        tl.store(target + where, tl.load(source + where, mask=where < count), mask=where < count)
+
+
+@triton.jit
+def _answer(table, turn, PAGES: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
+    now = tl.load(turn)
+    at = table + (now % PAGES) * WORDS + 2 * tl.arange(0, PLACES)
+    address, value = tl.load(at), tl.load(at + 1)
+    tl.store(address.to(tl.pointer_type(tl.int32)), value.to(tl.int32), mask=address != 0)
+    tl.debug_barrier()
+    tl.store(turn, now + 1)
+
+
+def copy_in(table: Tensor, turn: Tensor, copies: int, nbytes: int) -> None:
+    """The first `copies` of the page's copies to be made first; `nbytes` in all, about."""
+    _copy[_grid(copies, nbytes)](table, turn, IN, PAGES, WORDS, BLOCK)
+
+
+def copy_out(table: Tensor, turn: Tensor, copies: int, nbytes: int) -> None:
+    """The same of those to be made last."""
+    _copy[_grid(copies, nbytes)](table, turn, OUT, PAGES, WORDS, BLOCK)
+
+
+def answer(table: Tensor, turn: Tensor) -> None:
+    """Write the page's words, behind all copies, and turn the page."""
+    _answer[(1,)](table, turn, PAGES, WORDS, PLACES, num_warps=1)
+
+
+def _grid(copies: int, nbytes: int) -> tuple[int, int]:
+    return copies, min(64, max(1, nbytes // copies // (8 * BLOCK)))
+
+
+def reference(page: Tensor, first: int, copies: int, memory: Tensor) -> None:
+    """What a copying kernel does, on `memory` (of 8-byte words) whose addresses count from 0, as bytes."""
+    for source, target, count in page[first : first + 3 * copies].view(-1, 3).tolist():
+        memory[target // 8 : target // 8 + count] = memory[source // 8 : source // 8 + count].clone()
+
+
+def new_table() -> tuple[Tensor, Tensor]:
+    """An empty table, and the number of the page that comes next, on the GPU."""
+    table = torch.zeros(PAGES, WORDS, dtype=torch.int64, pin_memory=True)
+    return table, torch.zeros(1, dtype=torch.int64, device="cuda")
