@@ -95,6 +95,12 @@ class Rhythm:
     replied: float = 0.0
     follows: dict[Hashable, Hashable] = field(default_factory=dict)
     gap: dict[Hashable, float] = field(default_factory=dict)
+    at: Hashable = None  # the call that this session waits for, or the last one that it made
+    next: Hashable = (
+        None  # ... and what follows on it, as far as is known: so long after the answer, which takes so long
+    )
+    pause: float = inf
+    answer_s: float = 0.0
     age: int = 0  # calls since the ring was looked at
     _ring: dict[Hashable, int] = field(default_factory=dict)
 
@@ -102,16 +108,16 @@ class Rhythm:
     def active(self) -> bool:
         return self.last_key is not None
 
-    @property
-    def at(self) -> Hashable:
-        """The call that this session waits for, or the last one that it made."""
-        return self.pending[0].key if self.pending else self.last_key
+    def arrive_at(self, key: Hashable, cost: float) -> None:
+        self.at, self.next, self.answer_s = key, self.follows.get(key), cost
+        self.pause = self.gap.get(key, inf)
+        if self.next == key:
+            self.next = None
 
-    def due(self, cost: dict[Hashable, float], now: float) -> Due:
+    def due(self, now: float) -> Due:
         """When this session's next call is expected (or, while it waits for an answer, its next but one)."""
-        begun = now + cost.get(self.at, 0.0) if self.pending else self.replied
-        gap = self.gap.get(self.at, inf)
-        return Due(begun + gap, begun + gap * PATIENCE)
+        begun = now + self.answer_s if self.pending else self.replied
+        return Due(begun + self.pause, begun + self.pause * PATIENCE)
 
     def ring(self) -> dict[Hashable, int]:
         """Where each call comes in the round that this session makes again and again, as it was when last looked at."""
@@ -135,8 +141,10 @@ class Batcher:
 
     def __init__(self, policy: Policy, max_wait: float = 0.0, max_rows: int = 4096, idle_s: float = inf) -> None:
         self.policy, self.max_wait, self.max_rows, self.idle_s = policy, max_wait, max_rows, idle_s
+        self.join_below = JOIN_BELOW
         self._queues: dict[Hashable, deque[Item]] = {}
         self._sessions: dict[int, Rhythm] = {}
+        self._live: dict[int, Rhythm] = {}  # those that have made calls which others can join
         self._cost: dict[Hashable, float] = {}
         self._least_used = 0.0
         self._wake = inf
@@ -166,6 +174,7 @@ class Batcher:
     def leave(self, session: int) -> list[Item]:
         """Forget a session; what it still waited for is dropped and returned."""
         rhythm = self._sessions.pop(session, None)
+        self._live.pop(session, None)
         if rhythm is None:
             return []
         for item in rhythm.pending:
@@ -176,28 +185,33 @@ class Batcher:
         rhythm = self._sessions[item.session]
         if not rhythm.pending:
             rhythm.used = max(rhythm.used, self._least_used)  # idleness earns no credit
-            if rhythm.active and item.joinable:
+            if item.joinable:
                 self._learn(rhythm, item)
         rhythm.pending.append(item)
         self._queues.setdefault(item.key, deque()).append(item)
 
     def _learn(self, rhythm: Rhythm, item: Item) -> None:
         before = rhythm.last_key
-        rhythm.age += 1
-        _note(rhythm.follows, before, item.key)
-        _note(rhythm.gap, before, _smooth(rhythm.gap.get(before), item.arrived - rhythm.replied))
+        if before is not None:
+            rhythm.age += 1
+            _note(rhythm.follows, before, item.key)
+            _note(rhythm.gap, before, _smooth(rhythm.gap.get(before), item.arrived - rhythm.replied))
+        rhythm.arrive_at(item.key, self._cost.get(item.key, 0.0))
+        self._live[item.session] = rhythm
 
     def next_batch(self, now: float) -> Batch | None:
         """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
         self._wake = inf
-        queues, room = list(self._queues.values()), {}
+        queues = list(self._queues.values())
+        room: dict[Hashable, int] = {}
         if self.policy == "lockstep" and queues and not self._all_wait(now):
             return None
-        if self.policy == "opportunistic" and len(self._sessions) > 1 and queues:
+        if self.policy == "opportunistic" and queues and not self._all_here(queues):
             due = self._due(now)
             queues = [queue for queue in queues if self._is_ready(queue, due.get(queue[0].key), now)]
-            room = self._room_behind(queues[0][0]) if queues else {}
-            queues = self._without_leaders(queues, room, now)
+            if queues:
+                room = self._room_behind(queues[0][0])
+                queues = self._without_leaders(queues, room, now)
         return self._take(self._first(queues, room, now), now) if queues else None
 
     def wake_at(self) -> float:
@@ -217,6 +231,8 @@ class Batcher:
                 rhythm.pending.remove(item)
                 if item.joinable:  # what is only asked now and then has no rhythm, and keeps nobody active
                     rhythm.last_key, rhythm.replied = item.key, now
+                    coming = rhythm.pending[0].key if rhythm.pending else item.key
+                    rhythm.arrive_at(coming, self._cost.get(coming, 0.0))
 
     def _all_wait(self, now: float) -> bool:
         """Whether every session waits for an answer but those that have long been idle."""
@@ -227,20 +243,23 @@ class Batcher:
         self._wake = max(waited_for, default=inf)
         return not waited_for
 
+    def _all_here(self, queues: list[deque[Item]]) -> bool:
+        """Whether there is nobody else to wait for."""
+        return len(queues) == 1 and len(queues[0]) >= len(self._live)
+
     def _due(self, now: float) -> dict[Hashable, list[Due]]:
         """By key: the sessions whose next call (or next but one) it is."""
         table: dict[Hashable, list[Due]] = {}
-        for rhythm in self._sessions.values():
-            key = rhythm.follows.get(rhythm.at)
-            if key is not None and key != rhythm.at and now < (due := rhythm.due(self._cost, now)).latest:
-                table.setdefault(key, []).append(due)
+        for rhythm in self._live.values():
+            if rhythm.next is not None and now < (due := rhythm.due(now)).latest:
+                table.setdefault(rhythm.next, []).append(due)
         return table
 
     def _is_ready(self, queue: deque[Item], coming: list[Due] | None, now: float) -> bool:
         """Whether no call that is `coming` to the queue is worth waiting for."""
         head = queue[0]
         deadline = head.arrived + self.max_wait
-        if not coming or now >= deadline or not head.joinable or sum(item.left for item in queue) >= JOIN_BELOW:
+        if not coming or now >= deadline or not head.joinable or sum(item.left for item in queue) >= self.join_below:
             return True
         wake = _worth_waiting(sorted(coming), self._cost.get(head.key, 0.0), now, deadline)
         self._wake = min(self._wake, wake or inf)
@@ -249,7 +268,7 @@ class Batcher:
     def _room_behind(self, item: Item) -> dict[Hashable, int]:
         """Of each call that a session is at: how many calls lie between it and the next session behind, in the round of `item`'s."""
         ring = self._sessions[item.session].ring()
-        taken = sorted({(ring[rhythm.at], rhythm.at) for rhythm in self._sessions.values() if rhythm.at in ring})
+        taken = sorted({(ring[rhythm.at], rhythm.at) for rhythm in self._live.values() if rhythm.at in ring})
         return {key: (place - taken[i - 1][0]) % len(ring) for i, (place, key) in enumerate(taken)}
 
     def _without_leaders(self, queues: list[deque[Item]], room: dict[Hashable, int], now: float) -> list[deque[Item]]:
@@ -257,8 +276,8 @@ class Batcher:
         last = max(room, key=lambda key: room[key], default=None)
         if last is None or last in self._queues:
             return queues
-        behind = [rhythm for rhythm in self._sessions.values() if rhythm.at == last]
-        expected, latest = min(rhythm.due(self._cost, now) for rhythm in behind)
+        behind = [rhythm for rhythm in self._live.values() if rhythm.at == last]
+        expected, latest = min(rhythm.due(now) for rhythm in behind)
         if now >= latest:
             return queues
         ready = []
@@ -277,9 +296,18 @@ class Batcher:
         return ready
 
     def _first(self, queues: list[deque[Item]], room: dict[Hashable, int], now: float) -> Item:
-        if len(queues) == 1 and len(queues[0]) == 1:
+        """The call to run; of a queue that runs as a whole, the one that is most urgent."""
+        if len(queues) == 1 and (len(queues[0]) == 1 or self._joins(queues[0])):
             return queues[0][0]
-        return min((item for queue in queues for item in queue), key=lambda item: self._rank(item, room, now))
+        heads = [[min(queue, key=_urgency)] if self._joins(queue) else queue for queue in queues]
+        return min((item for items in heads for item in items), key=lambda item: self._rank(item, room, now))
+
+    def _joins(self, queue: deque[Item]) -> bool:
+        """Whether the whole queue can run as one product."""
+        if self.policy == "immediate":
+            return False
+        small = all(item.joinable and not item.start and item.rows < self.join_below for item in queue)
+        return small and sum(item.rows for item in queue) <= self.max_rows
 
     def _rank(self, item: Item, room: dict[Hashable, int], now: float) -> tuple[int, int, int, float, float]:
         rhythm = self._sessions[item.session]
@@ -289,12 +317,20 @@ class Batcher:
 
     def _take(self, head: Item, now: float) -> Batch:
         """`head`, and of its queue what may join it."""
+        queue = self._queues[head.key]
+        if self._joins(queue):
+            return self._take_all(queue, now)
         pieces = [self._slice(head)]
-        rows, queue = pieces[0].stop - pieces[0].start, self._queues[head.key]
-        if len(queue) > 1 and self.policy != "immediate" and head.joinable and rows < JOIN_BELOW:
+        rows = pieces[0].stop - pieces[0].start
+        if len(queue) > 1 and self.policy != "immediate" and head.joinable and rows < self.join_below:
             passed: set[int] = set()  # no call of a session overtakes an earlier one
             for item in [item for item in queue if item is not head]:
-                fits = item.joinable and item.left < JOIN_BELOW and not item.start and rows + item.left <= self.max_rows
+                fits = (
+                    item.joinable
+                    and item.left < self.join_below
+                    and not item.start
+                    and rows + item.left <= self.max_rows
+                )
                 if fits and item.session not in passed:
                     pieces.append(self._slice(item))
                     rows += item.rows
@@ -307,6 +343,17 @@ class Batcher:
             self._sessions[piece.item.session].served = now
         self._least_used = max(self._least_used, self._sessions[head.session].used)
         return Batch(head.key, pieces, now)
+
+    def _take_all(self, queue: deque[Item], now: float) -> Batch:
+        del self._queues[queue[0].key]
+        least = inf
+        for item in queue:
+            item.start = item.rows
+            rhythm = self._sessions[item.session]
+            rhythm.served = now
+            least = min(least, rhythm.used)
+        self._least_used = max(self._least_used, least)
+        return Batch(queue[0].key, [Slice(item, 0, item.rows) for item in queue], now)
 
     def _slice(self, item: Item) -> Slice:
         start, stop = item.start, item.rows
@@ -321,6 +368,10 @@ class Batcher:
             queue.remove(item)
             if not queue:
                 del self._queues[item.key]
+
+
+def _urgency(item: Item) -> tuple[int, float]:
+    return item.priority, item.arrived
 
 
 def _worth_waiting(coming: list[Due], cost: float, now: float, deadline: float) -> float | None:

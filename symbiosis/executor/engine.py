@@ -4,7 +4,9 @@ Shapes: T rows of all sessions, K what goes in, N what comes out.
 """
 
 import logging
+import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.batcher import Batch, Slice
+from symbiosis.executor.batcher import JOIN_BELOW, Batch, Slice
 from symbiosis.executor.log import log
 from symbiosis.executor.store import Store
 from symbiosis.kernels.grouped import grouped, merge
@@ -35,7 +37,7 @@ class Work:
     out: Tensor
     widths: tuple[int, ...] = ()  # of what each member of a group makes
     plan: Any = None
-    prepared: bool = False  # a GPU makes it, again and again from the same places
+    number: int = 0  # of a call that a GPU makes, again and again from the same places
     launches: int = 0  # so often did it run from the same places
     graph: "torch.cuda.CUDAGraph | None" = None  # of all that the stream does for it, reply included
     places: Any = None  # where its rows lie and go, as `joined` knows them; made by a GPU only
@@ -43,18 +45,22 @@ class Work:
 
 
 _LAUNCHED = Reply(0)
+ROWS_TRIED = (64, 128, 256, 512, 1024, 2048, 4096)
+TIMES_TRIED = 8
+NEARLY = 0.85
 GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 Finished = Callable[[Work, Reply], None]
 
 
 class Engine:
-    """Answers batches. `on_done` hears of every reply, for the figures."""
+    """Answers batches. `on_done` hears of every reply, for the figures; `on_joined` of all that a GPU gives at once."""
 
-    def __init__(self, store: Store, on_done: Finished) -> None:
-        self._store, self._on_done = store, on_done
+    def __init__(self, store: Store, on_done: Finished, on_joined: Callable[[Batch], None]) -> None:
+        self._store, self._on_done, self._on_joined = store, on_done, on_joined
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
         self.stream = 0
         self._joined: Any = None
+        self.join_below = JOIN_BELOW
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
@@ -68,18 +74,19 @@ class Engine:
             torch.cuda.synchronize(self.device)  # the weights are there
             torch.cuda.set_stream(self._stream)
             self._joined = _joined(self._multiply, self._pool)
+            self.join_below = _join_below(self._store.weights)
 
     def step(self, batch: Batch) -> float:
         """Compute and reply. Returns the seconds that took. A failure in company is retried alone: it must hit its own call only."""
         begun = perf_counter()
         piece = batch.slices[0]
-        if piece.item.work.prepared and len(batch.slices) == 1 and piece.start == 0 and piece.last:
+        if piece.item.work.number and len(batch.slices) == 1 and piece.start == 0 and piece.last:
             self._on_done(piece.item.work, self.launch(piece.item.work))
             return perf_counter() - begun
         try:
             if self._joined is not None and len(batch.slices) > 1 and self._joined.takes(batch):
                 self._joined.run(batch)
-                self._answered(batch)
+                self._on_joined(batch)
                 return perf_counter() - begun
             self._compute(batch.slices)
         except Exception as error:  # whatever it is: the executor has other clients
@@ -131,21 +138,13 @@ class Engine:
             graph.capture_end()
         return graph
 
-    def _answered(self, batch: Batch) -> None:
-        """The GPU has been told to answer the clients."""
-        together = len(batch.slices)
-        for piece in batch.slices:
-            work: Work = piece.item.work
-            work.peer.count(together)
-            self._on_done(work, Reply(0, batch=together))
-
     def place(self, work: Work) -> None:
-        """Note where the rows of a call lie that a GPU makes again and again."""
-        if self._joined is not None and work.call.op in BY_ROWS and len(work.call.shape) == 2:
+        """Note where the rows of a call lie that a GPU makes again and again, if others can join it."""
+        if self._joined is not None and work.call.op in BY_ROWS and len(work.call.shape) == 2 and work.peer.here:
             from symbiosis.executor.joined import Places
 
-            parts = self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD)
-            work.places = Places(*([(part.data_ptr(), part.stride(0) * part.itemsize) for part in p] for p in parts))
+            places = Places(self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD), work.peer.answer(work.number))
+            work.places = places if places.aligned else None
 
     def _run(self, work: Work) -> None:
         """The product of one call as a whole."""
@@ -232,7 +231,7 @@ class Engine:
             return product(work.payload[0].to(self.device), self._operand(call), None)
         if call.op is Op.GROUPED:
             x_TK, ends = self._local(work.payload)
-            if work.prepared:  # values that no CPU has checked
+            if work.number:  # values that no CPU has checked
                 ends = ends.clamp(0, len(x_TK)).cummax(0).values.to(torch.int32)
             return grouped(x_TK, self._operand(call), ends)
         if call.op is Op.LOOKUP:
@@ -279,6 +278,34 @@ def _joined(multiply: Any, pool: Any) -> Any:
         log(logging.WARNING, "no Triton here: calls of several clients are joined copy by copy, which is slower")
         return None
     return Joined(multiply, pool)
+
+
+def _join_below(weights: Sequence[Tensor]) -> int:
+    """Rows from which on a product takes twice as long with twice the rows, or nearly: measured with the commonest matrix."""
+    shapes = Counter(weight.shape for weight in weights if weight.dim() == 2)
+    if not shapes:
+        return JOIN_BELOW
+    matrix = next(weight for weight in weights if weight.shape == shapes.most_common(1)[0][0])
+    seconds = {rows: _seconds(matrix, rows) for rows in ROWS_TRIED}
+    for rows, double in zip(ROWS_TRIED, ROWS_TRIED[1:], strict=False):
+        if seconds[double] > NEARLY * 2 * seconds[rows]:
+            return rows
+    return ROWS_TRIED[-1]
+
+
+def _seconds(matrix: Tensor, rows: int) -> float:
+    """What a product takes, the best of some."""
+    x_TK = torch.zeros(rows, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = math.inf
+    for _ in range(TIMES_TRIED):
+        begin.record()
+        for _ in range(TIMES_TRIED):
+            product(x_TK, matrix.t(), None)
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3 / TIMES_TRIED)
+    return best
 
 
 def call_error(error: Exception) -> CallError:

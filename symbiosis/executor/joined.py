@@ -1,14 +1,15 @@
 """Calls of several GPU clients as one product: their rows are gathered, multiplied, scattered and answered by one CUDA graph.
 
 There is one graph for each key, number of rows and number of sessions, these two rounded up; where the rows lie and which words
-answer the sessions stands in a table (`kernels.rows`) that is filled in before each launch. Rows beyond those of the sessions
-hold what was left there, and what they make goes nowhere.
+answer the sessions stands in a table (`kernels.rows`), of which a page is filled in before each launch. Rows beyond those of
+the sessions hold what was left there, and what they make goes nowhere.
 """
 
+import itertools
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from struct import Struct
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,23 +17,28 @@ from torch import Tensor
 
 from symbiosis.executor.batcher import Batch
 from symbiosis.kernels import rows
-from symbiosis.protocol import BY_ROWS, Call
+from symbiosis.protocol import Call
 
 if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
 
 GRAPHS_KEPT = 4096
+PAGES_KEPT = 1 << 14
 ALIGNED = 16  # bytes of a row, so that copies are of whole words
 FINE = 128  # from twice as many rows on, they are rounded up to a multiple of this, below to a power of two
 Multiply = Callable[[Call, list[Tensor], list[Tensor]], object]
+_numbers = itertools.count()
 
 
-@dataclass(slots=True)
 class Places:
-    """Where one call's rows lie and its results go: addresses, and the bytes of a row there."""
+    """Where one call's rows lie and its results go (addresses, and the bytes of a row there), and the word that answers it."""
 
-    inputs: list[tuple[int, int]]
-    outputs: list[tuple[int, int]]
+    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], answer: tuple[int, int]) -> None:
+        self.number = next(_numbers)
+        self.rows, self.answer = len(inputs[0]), answer
+        self.inputs, self.outputs = (
+            [(part.data_ptr(), part[0].nbytes) for part in parts] for parts in (inputs, outputs)
+        )
 
     @property
     def aligned(self) -> bool:
@@ -51,31 +57,44 @@ class Recipe:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+@dataclass(slots=True)
+class Page:
+    """What the table must hold when certain calls meet, in three pieces, and what runs then."""
+
+    recipe: Recipe
+    answers: bytes
+    copies_in: bytes
+    copies_out: bytes
+
+
 class Joined:
     """On one GPU and stream."""
 
     def __init__(self, multiply: Multiply, pool: Any) -> None:
         self._multiply, self._pool = multiply, pool
         self._table, self._turn = rows.new_table()
-        self._pages = [memoryview(page.numpy()).cast("B") for page in self._table]
+        self._memory = [memoryview(page.numpy()).cast("B") for page in self._table]
         self._turns = 0
         self._recipes: OrderedDict[Hashable, Recipe] = OrderedDict()
+        self._pages: OrderedDict[tuple[int, ...], Page] = OrderedDict()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self._turn.device)
 
     def takes(self, batch: Batch) -> bool:
-        """Whether all of it comes from this GPU, and lies where copies can be made word by word."""
-        works: list[Work] = [piece.item.work for piece in batch.slices]
-        first = works[0].call
-        if len(works) > rows.PLACES or first.op not in BY_ROWS or len(first.shape) != 2:
+        """Whether all of it are whole calls of this GPU that can be copied word by word."""
+        if len(batch.slices) > rows.PLACES:
             return False
-        whole = all(piece.start == 0 and piece.last for piece in batch.slices)
-        return whole and all(work.prepared and work.peer.here and work.places.aligned for work in works)
+        return all(
+            item.work.places is not None and start == 0 and stop == item.rows for item, start, stop in batch.slices
+        )
 
     def run(self, batch: Batch) -> None:
-        works: list[Work] = [piece.item.work for piece in batch.slices]
-        counts = [work.call.shape[0] for work in works]
-        recipe = self._recipe(batch.key, works[0], _rounded(sum(counts)), _power_of_two(len(works)))
-        self._write(self._pages[self._turns % rows.PAGES], recipe, works, counts)
+        works = sorted((piece.item.work for piece in batch.slices), key=_number)
+        numbers = tuple(map(_number, works))
+        page = self._pages.get(numbers) or self._new_page(numbers, batch.key, works)
+        recipe, memory = page.recipe, self._memory[self._turns % rows.PAGES]
+        memory[: len(page.answers)] = page.answers
+        memory[8 * rows.IN : 8 * rows.IN + len(page.copies_in)] = page.copies_in
+        memory[8 * rows.OUT : 8 * rows.OUT + len(page.copies_out)] = page.copies_out
         if recipe.graph is None and recipe.runs:
             recipe.graph = self._captured(recipe)
         if recipe.graph is None:
@@ -85,25 +104,30 @@ class Joined:
         recipe.runs += 1
         self._turns += 1
 
-    def _write(self, page: memoryview, recipe: Recipe, works: "Sequence[Work]", counts: Sequence[int]) -> None:
-        """This time's page of the table."""
+    def _new_page(self, numbers: tuple[int, ...], key: Hashable, works: "Sequence[Work]") -> Page:
+        """One after the other, the sessions' rows in each part of the recipe's input and result."""
+        places: list[Places] = [work.places for work in works]
+        recipe = self._recipe(key, works[0], _rounded(sum(place.rows for place in places)), _power_of_two(len(works)))
+        x, y = ([part.data_ptr() for part in parts] for parts in (recipe.x, recipe.y))
         answers: list[int] = []
         copies_in: list[int] = []
         copies_out: list[int] = []
-        x = [part.data_ptr() for part in recipe.x]
-        y = [part.data_ptr() for part in recipe.y]
-        for work, count in zip(works, counts, strict=True):
-            answers += work.peer.answer()
-            for part, (address, nbytes) in enumerate(work.places.inputs):
-                copies_in += address, x[part], count * nbytes >> 3
-                x[part] += count * nbytes
-            for part, (address, nbytes) in enumerate(work.places.outputs):
-                copies_out += y[part], address, count * nbytes >> 3
-                y[part] += count * nbytes
+        for place in places:
+            answers += place.answer
+            for part, (address, nbytes) in enumerate(place.inputs):
+                copies_in += address, x[part], place.rows * nbytes // 8
+                x[part] += place.rows * nbytes
+            for part, (address, nbytes) in enumerate(place.outputs):
+                copies_out += y[part], address, place.rows * nbytes // 8
+                y[part] += place.rows * nbytes
         missing = recipe.sessions - len(works)
-        _put(page, 0, answers, 2 * (rows.PLACES - len(works)))
-        _put(page, rows.IN, copies_in, 3 * missing * len(x))
-        _put(page, rows.OUT, copies_out, 3 * missing * len(y))
+        page = self._pages[numbers] = Page(
+            recipe, _words(answers, 2 * (rows.PLACES - len(works))), _words(copies_in, 3 * missing * len(x)),
+            _words(copies_out, 3 * missing * len(y)),
+        )  # fmt: skip
+        if len(self._pages) > PAGES_KEPT:
+            self._pages.popitem(last=False)
+        return page
 
     def _enqueue(self, recipe: Recipe) -> None:
         nbytes_in, nbytes_out = (sum(part.nbytes for part in parts) for parts in (recipe.x, recipe.y))
@@ -143,9 +167,12 @@ class Joined:
         return Recipe(work.call, parts[:inputs], parts[inputs:], sessions)
 
 
-def _put(page: memoryview, at: int, words: list[int], zeros: int) -> None:
-    words += [0] * zeros
-    Struct(f"{len(words)}q").pack_into(page, 8 * at, *words)
+def _words(words: list[int], zeros: int) -> bytes:
+    return struct.pack(f"{len(words) + zeros}q", *words, *[0] * zeros)
+
+
+def _number(work: "Work") -> int:
+    return work.places.number  # type: ignore[no-any-return]
 
 
 def _page(nbytes: int) -> int:

@@ -121,6 +121,14 @@ class Figures:
         if reply.code is not Code.OK:
             self.refused(reply.code)
 
+    def joined(self, batch: Batch) -> None:
+        """Calls of GPUs were answered together."""
+        call: Call = batch.slices[0].item.work.call
+        line = self._line(call)
+        line.calls += len(batch.slices)
+        line.rows += batch.rows
+        line.wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
+
     def answered(self, call: Call, reply: Reply, transport: str) -> None:
         line = self._line(call)
         line.calls += 1

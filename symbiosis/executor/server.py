@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.batcher import Batcher, Item
+from symbiosis.executor.batcher import Batch, Batcher, Item
 from symbiosis.executor.engine import Engine, Work, bytes_tensor, call_error, refuse
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures
@@ -54,7 +54,7 @@ class Server:
         self.figures = Figures(store)
         self.sessions: dict[int, Session] = {}
         self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens, options.heartbeat_s)
-        self.engine = Engine(store, self._answered)
+        self.engine = Engine(store, self._answered, self._joined)
         self.device, self.stream = self.engine.device, self.engine.stream
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
@@ -72,6 +72,7 @@ class Server:
         """Serve until `stop`, or until `drain` has answered everything."""
         torch.set_grad_enabled(False)  # of this thread
         self.engine.use_stream()
+        self.batcher.join_below = self.engine.join_below
         try:
             while not self._stopped and not (self._draining and self.batcher.idle):
                 self.reactor.poll(self._patience())
@@ -193,9 +194,9 @@ class Server:
             self.figures.refused(error.code)
             raise
 
-    def prepare(self, peer: Peer, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
+    def prepare(self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
         plan = self._plan(call)
-        work = Work(peer, 0, call, payload, out, plan.widths, plan, prepared=True)
+        work = Work(peer, 0, call, payload, out, plan.widths, plan, number)
         self.engine.place(work)
         return work
 
@@ -273,6 +274,18 @@ class Server:
             session.heard = monotonic()
             if reply.code is not Code.OK:
                 self._log_refusal(session, work.call, reply.code)
+
+    def _joined(self, batch: Batch) -> None:
+        """Calls of GPUs were answered together."""
+        together, now = len(batch.slices), monotonic()
+        for item, _, _ in batch.slices:
+            peer = item.work.peer
+            peer.count(together)
+            session: Session | None = peer.session
+            if session is not None:
+                session.in_flight -= 1
+                session.heard = now
+        self.figures.joined(batch)
 
     def _log_refusal(self, session: Session, call: Call, code: Code) -> None:
         session.refused += 1

@@ -56,8 +56,8 @@ class Inbox(Protocol):
         """The shape of the reply to `call`; raises `CallError` if it is wrong."""
         ...
 
-    def prepare(self, peer: Peer, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:
-        """A call that will come again and again, with payload and reply always in the same places."""
+    def prepare(self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:
+        """A call that will come again and again, by this number, with payload and reply always in the same places."""
         ...
 
     def rang(self, prepared: Any) -> bool:

@@ -173,7 +173,7 @@ class DevicePeer:
         payload, out = self._places(memory, message.start, out_at, call, shape)
         if self._elsewhere:
             self._remote[message.number] = Remote(memory, message.start, payload, out, out_at)
-        self._calls[message.number] = self._inbox.prepare(self, call, payload, out)
+        self._calls[message.number] = self._inbox.prepare(self, message.number, call, payload, out)
         return shape
 
     def _places(
@@ -243,9 +243,9 @@ class DevicePeer:
         """Whether the client's memory is on the executor's own GPU."""
         return not self._elsewhere
 
-    def answer(self) -> tuple[int, int]:
-        """The word that tells the client of its answer, and what it must become."""
-        return self._segments[0].address, self.words[CURRENT]
+    def answer(self, number: int) -> tuple[int, int]:
+        """The word that tells the client of the answer to a call, and what it must become."""
+        return self._segments[0].address, number
 
     def _ring(self) -> None:
         number = self.words[CURRENT]

@@ -17,6 +17,7 @@ from typing import Protocol
 
 SPIN_S = 2e-3
 LOOKS = 8  # between two times of giving way
+SHORTEST_SLEEP_S = 1e-3  # epoll counts in milliseconds: a shorter wait is one of giving way
 CONTENDED_S = 30e-6  # giving way took so long: somebody else has use for the core
 # Looking instead of sleeping needs stores to become visible in order, which x86 guarantees.
 CAN_SPIN = platform.machine() in ("x86_64", "AMD64")
@@ -31,9 +32,9 @@ def fence() -> None:
         pass
 
 
-def spin(look: Callable[[], bool]) -> bool:
-    """Whether `look` succeeds within a moment, and while nobody else needs the core."""
-    end = perf_counter() + SPIN_S
+def spin(look: Callable[[], bool], limit: float = SPIN_S) -> bool:
+    """Whether `look` succeeds within a moment (at most `limit`), and while nobody else needs the core."""
+    end = perf_counter() + min(limit, SPIN_S)
     while True:
         for _ in range(LOOKS):
             if look():
@@ -41,7 +42,7 @@ def spin(look: Callable[[], bool]) -> bool:
         before = perf_counter()
         os.sched_yield()
         now = perf_counter()
-        if now > end or now - before > CONTENDED_S:
+        if now > end or (now - before > CONTENDED_S and limit > SHORTEST_SLEEP_S):
             return look()
 
 
@@ -94,8 +95,9 @@ class Reactor:
         """Wait up to `timeout` seconds for something to happen, and handle it."""
         self._turns += 1
         if self._bells and CAN_SPIN:
-            found = self._scan() if timeout <= 0 or self._quiet else spin(self._scan)
-            if not found and timeout > 0 and not any(bells.busy() for bells in self._bells):
+            short = timeout <= SHORTEST_SLEEP_S
+            found = self._scan() if timeout <= 0 or (self._quiet and not short) else spin(self._scan, timeout)
+            if not found and not short and not any(bells.busy() for bells in self._bells):
                 self._sleep(timeout)
                 return
             self._quiet = False
