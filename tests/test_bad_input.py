@@ -294,6 +294,7 @@ def dealer(executor: symbiosis.Executor) -> Iterator[zmq.Socket]:
 only_tcp = pytest.mark.parametrize("scheme", ["tcp"])
 only_local = pytest.mark.parametrize("scheme", ["local"])
 ECHO = Call(Op.ECHO, 0, "float32", (2, 8))
+FORWARD = Call(Op.FORWARD, 1, "float32", (1, WIDTH))
 
 
 def joined(dealer: zmq.Socket) -> zmq.Socket:
@@ -610,7 +611,7 @@ def test_a_wrong_header_in_shared_memory_is_refused(
 def test_random_headers_in_shared_memory_harm_nobody(executor: symbiosis.Executor, raw: RawLocal) -> None:
     chance = random.Random(6)
     for _ in range(3000):
-        head = bytearray(encode_call(chance.choice((ECHO, Call(Op.FORWARD, 1, "float32", (1, WIDTH)))), 1))
+        head = bytearray(encode_call(chance.choice((ECHO, FORWARD)), 1))
         for _ in range(chance.randrange(1, 4)):
             head[chance.randrange(len(head))] = chance.randrange(256)
         raw.ring(bytes(head))
@@ -658,8 +659,8 @@ def test_a_call_before_the_reply_to_the_last_ends_that_connection_only(scheme: s
     executor = start(scheme, policy="lockstep")
     first = RawLocal(executor.endpoint).join()
     other = RawLocal(executor.endpoint).join()
-    other.ring(encode_call(ECHO, 1), bytes(64))
-    other.answer()
+    other.ring(encode_call(FORWARD, 1), bytes(4 * WIDTH))
+    other.answer(reply_at(FORWARD))
     first.ring(encode_call(ECHO, 1), bytes(64))  # waits: the other is active and has not called
     until(lambda: len(executor.server.batcher) == 1)
     first.ring(encode_call(Call(Op.ECHO, 0, "uint8", (1 << 20,)), 2))
@@ -676,8 +677,8 @@ def test_indices_are_those_that_were_checked(scheme: str, start: Callable) -> No
     executor = start(scheme, policy="lockstep", serve=["*"])
     number = {layer.name: n for n, layer in enumerate(executor.server.store.manifest)}["model.embed_tokens"]
     first, other = RawLocal(executor.endpoint).join(), RawLocal(executor.endpoint).join()
-    other.ring(encode_call(ECHO, 1), bytes(64))
-    other.answer()
+    other.ring(encode_call(FORWARD, 1), bytes(4 * WIDTH))
+    other.answer(reply_at(FORWARD))
     lookup = Call(Op.LOOKUP, number, "float32", (2,))
     first.ring(encode_call(lookup, 1), struct.pack("<2q", 5, 7))
     until(lambda: len(executor.server.batcher) == 1)
@@ -730,7 +731,7 @@ def test_the_call_after_an_interrupted_one_gets_its_own_answer(scheme: str, star
     listen = {"listen": ["inproc://interrupted"]} if scheme == "inproc" else {}
     executor = start(scheme, policy="lockstep", **listen)
     other, session = Session(executor.endpoint), Session(executor.endpoint)
-    other.call(Op.ECHO, 0, rows(1))
+    other.call(Op.FORWARD, 1, rows(1))
     assert session.welcome  # joined, so that the interrupt meets the call and not the join
 
     def interrupt() -> None:
@@ -740,7 +741,7 @@ def test_the_call_after_an_interrupted_one_gets_its_own_answer(scheme: str, star
     helper = threading.Thread(target=interrupt)
     helper.start()
     with pytest.raises(KeyboardInterrupt):
-        session.call(Op.ECHO, 0, rows(3))  # waits for the other session
+        session.call(Op.FORWARD, 1, rows(3))  # waits for the other session
     helper.join(WAIT_S)
     other.close()
     big = torch.arange(1000.0 * WIDTH).view(1000, WIDTH)

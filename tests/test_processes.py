@@ -208,7 +208,7 @@ def test_what_has_come_is_answered_before_the_end(start: Callable, tmp_path: Pat
     """... also what waits, under lockstep, for a client that does not call."""
     executor = start(listen_at(scheme, tmp_path), "--policy=lockstep", "--heartbeat-s=60")
     idle = Session(executor.endpoint)
-    idle.call(Op.ECHO, 0, torch.ones(1))  # from now on it is waited for
+    idle.call(Op.FORWARD, 1, torch.ones(1, 64))  # from now on it is waited for
     waiting = start(programs.call_for_ever, executor.endpoint, 1)
     until(lambda: snapshot(executor.endpoint).queue_depth == 1, "a call that waits")
     before = snapshot(executor.endpoint).calls

@@ -195,7 +195,7 @@ class Batcher:
         if before is not None:
             rhythm.age += 1
             _note(rhythm.follows, before, item.key)
-            _note(rhythm.gap, before, _smooth(rhythm.gap.get(before), item.arrived - rhythm.replied))
+            _note(rhythm.gap, before, _smooth(rhythm.gap.get(before), max(0.0, item.arrived - rhythm.replied)))
         rhythm.arrive_at(item.key, self._cost.get(item.key, 0.0))
         self._live[item.session] = rhythm
 

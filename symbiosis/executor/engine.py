@@ -60,7 +60,7 @@ class Engine:
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
         self.stream = 0
         self._joined: Any = None
-        self.join_below = JOIN_BELOW
+        self._pace: Pace | None = None
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
@@ -74,20 +74,33 @@ class Engine:
             torch.cuda.synchronize(self.device)  # the weights are there
             torch.cuda.set_stream(self._stream)
             self._joined = _joined(self._multiply, self._pool)
-            self.join_below = _join_below(self._store.weights)
+            if any(weight.dim() == 2 for weight in self._store.weights):
+                self._pace = Pace(self._store.weights)
+
+    @property
+    def join_below(self) -> int:
+        """Rows from which on a call gains nothing from others."""
+        return self._pace.join_below if self._pace else JOIN_BELOW
+
+    def _estimate(self, batch: Batch) -> float:
+        """The seconds that the GPU will take, if it was not waited for."""
+        call: Call = batch.slices[0].item.work.call
+        if self._pace is None or call.op not in BY_ROWS:
+            return 0.0
+        return self._pace.seconds(sum(self._store.weights[layer].nbytes for layer in call.layers), batch.rows)
 
     def step(self, batch: Batch) -> float:
-        """Compute and reply. Returns the seconds that took. A failure in company is retried alone: it must hit its own call only."""
+        """Compute and reply. Returns the seconds that takes. A failure in company is retried alone: it must hit its own call only."""
         begun = perf_counter()
         piece = batch.slices[0]
         if piece.item.work.number and len(batch.slices) == 1 and piece.start == 0 and piece.last:
             self._on_done(piece.item.work, self.launch(piece.item.work))
-            return perf_counter() - begun
+            return max(perf_counter() - begun, self._estimate(batch))
         try:
             if self._joined is not None and len(batch.slices) > 1 and self._joined.takes(batch):
                 self._joined.run(batch)
                 self._on_joined(batch)
-                return perf_counter() - begun
+                return max(perf_counter() - begun, self._estimate(batch))
             self._compute(batch.slices)
         except Exception as error:  # whatever it is: the executor has other clients
             if len(batch.slices) > 1:
@@ -280,17 +293,24 @@ def _joined(multiply: Any, pool: Any) -> Any:
     return Joined(multiply, pool)
 
 
-def _join_below(weights: Sequence[Tensor]) -> int:
-    """Rows from which on a product takes twice as long with twice the rows, or nearly: measured with the commonest matrix."""
-    shapes = Counter(weight.shape for weight in weights if weight.dim() == 2)
-    if not shapes:
-        return JOIN_BELOW
-    matrix = next(weight for weight in weights if weight.shape == shapes.most_common(1)[0][0])
-    seconds = {rows: _seconds(matrix, rows) for rows in ROWS_TRIED}
-    for rows, double in zip(ROWS_TRIED, ROWS_TRIED[1:], strict=False):
-        if seconds[double] > NEARLY * 2 * seconds[rows]:
-            return rows
-    return ROWS_TRIED[-1]
+class Pace:
+    """How long products take on this GPU, which nobody waits for: by the bytes of the matrices, and by the rows where these
+    are many. Measured with the commonest matrix."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        shapes = Counter(weight.shape for weight in weights if weight.dim() == 2)
+        matrix = next(weight for weight in weights if weight.shape == shapes.most_common(1)[0][0])
+        seconds = {rows: _seconds(matrix, rows) for rows in ROWS_TRIED}
+        self._per_byte = seconds[ROWS_TRIED[0]] / matrix.nbytes
+        self._per_row = seconds[ROWS_TRIED[-1]] / ROWS_TRIED[-1] / matrix.nbytes
+        pairs = zip(ROWS_TRIED, ROWS_TRIED[1:], strict=False)
+        self.join_below = next(
+            (rows for rows, double in pairs if seconds[double] > NEARLY * 2 * seconds[rows]), ROWS_TRIED[-1]
+        )
+
+    def seconds(self, nbytes: int, rows: int) -> float:
+        """Of a product of so many rows with matrices of so many bytes."""
+        return nbytes * max(self._per_byte, self._per_row * rows)
 
 
 def _seconds(matrix: Tensor, rows: int) -> float:

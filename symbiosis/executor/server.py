@@ -89,7 +89,7 @@ class Server:
         if batch is not None:
             seconds = self.engine.step(batch)
             self.figures.ran(batch, seconds)
-            self.batcher.done(batch, seconds, monotonic())
+            self.batcher.done(batch, seconds, max(monotonic(), batch.formed + seconds))  # a GPU has yet to end
         if monotonic() >= self._next_tick:
             self._tick()
 
