@@ -78,17 +78,19 @@ def test_an_observer_gets_figures_and_echoes_only(llama: nn.Module, serve: Calla
             observer.call(Op.READ, 0)
 
 
-@pytest.mark.parametrize("observer", [True, False])
-def test_lockstep_waits_for_clients_but_for_no_observer(llama: nn.Module, serve: Callable, observer: bool) -> None:
-    executor = serve(llama, policy="lockstep")
+@pytest.mark.parametrize("other_does", ["observes", "only echoes", "computes"])
+def test_lockstep_waits_for_clients_that_compute(llama: nn.Module, serve: Callable, other_does: str) -> None:
+    executor, observer = serve(llama, policy="lockstep"), other_does == "observes"
     with joined(executor.endpoint) as client, joined(executor.endpoint, observer=observer) as other:
-        layer = number_of(client, LAYER)
+        layer, computes = number_of(client, LAYER), other_does == "computes"
         other.call(Op.ECHO, 0, torch.ones(1, 4))
         other.call(Op.STATS, 0)
+        if computes:
+            other.call(Op.FORWARD, layer, torch.ones(1, 64))
         caller = threading.Thread(target=client.call, args=(Op.FORWARD, layer, torch.ones(2, 64)))
         caller.start()
-        caller.join(10 if observer else 0.5)
-        assert caller.is_alive() != observer
+        caller.join(0.5 if computes else 10)
+        assert caller.is_alive() == computes
         other.close()
         caller.join(10)
         assert not caller.is_alive()
