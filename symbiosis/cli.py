@@ -1,5 +1,6 @@
 """The commands `symbiosis-executor` and `symbiosis`. Importing this, and `--help`, loads no torch."""
 
+import os
 import subprocess
 import sys
 from enum import StrEnum
@@ -131,4 +132,7 @@ def main() -> None:
 
 
 def executor_main() -> None:
+    # Threads that have nothing to multiply must not spin: the clients on this machine need the cores. Read by OpenMP when
+    # torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     executor_app()

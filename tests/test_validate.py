@@ -60,7 +60,9 @@ def computed(call: Call, payload: tuple[Tensor, ...], shape: tuple[int, ...]) ->
     work = Work(peer, 1, call, payload, torch.empty(shape, dtype=TORCH_DTYPE[call.dtype]))
     rows = max(1, call.rows)
     with torch.no_grad():
-        Engine(STORE, lambda *_: None, lambda *_: None).step(Batch(None, [Slice(Item(1, None, rows, 0, 0.0, work), 0, rows)], 0.0))
+        Engine(STORE, lambda *_: None, lambda *_: None).step(
+            Batch(None, [Slice(Item(1, None, rows, 0, 0.0, work), 0, rows)], 0.0)
+        )
     answer = peer.replies.get_nowait()
     assert isinstance(answer, tuple)
     return answer
@@ -129,7 +131,9 @@ def test_slices_and_company_get_their_own_rows() -> None:
     ]
     items = [Item(number, None, len(work.out), 0, 0.0, work) for number, work in enumerate(works)]
     with torch.no_grad():
-        Engine(STORE, lambda *_: None, lambda *_: None).step(Batch(None, [Slice(items[0], 8, 10), Slice(items[1], 0, 3)], 0.0))
+        Engine(STORE, lambda *_: None, lambda *_: None).step(
+            Batch(None, [Slice(items[0], 8, 10), Slice(items[1], 0, 3)], 0.0)
+        )
     expected = torch.cat([x[8:], other]) @ STORE.weights[PLAIN].t()
     assert torch.equal(works[0].out[8:], expected[:2]) and torch.equal(works[1].out, expected[2:])
     assert (works[0].out[:8] == 7.0).all()

@@ -272,7 +272,8 @@ class Batcher:
         return {key: (place - taken[i - 1][0]) % len(ring) for i, (place, key) in enumerate(taken)}
 
     def _without_leaders(self, queues: list[deque[Item]], room: dict[Hashable, int], now: float) -> list[deque[Item]]:
-        """While the session that is furthest behind thinks, but for less than a product takes, the others do not run away."""
+        """While the session that is furthest behind thinks, but for less than a product takes, the others do not run away.
+        Calls too large to be joined gain nothing from that."""
         last = max(room, key=lambda key: room[key], default=None)
         if last is None or last in self._queues:
             return queues
@@ -287,6 +288,7 @@ class Batcher:
             if (
                 head.key in room
                 and head.joinable
+                and head.left < self.join_below
                 and now < deadline
                 and expected - now < WORTH * self._cost.get(head.key, 0.0)
             ):

@@ -19,6 +19,7 @@ from symbiosis.errors import CallError, Code
 from symbiosis.executor.batcher import JOIN_BELOW, Batch, Slice
 from symbiosis.executor.log import log
 from symbiosis.executor.store import Store
+from symbiosis.kernels.few_rows import FewRows
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.product import product
 from symbiosis.protocol import BY_ROWS, LONGEST_TEXT, Call, Op, Reply
@@ -61,6 +62,9 @@ class Engine:
         self.stream = 0
         self._joined: Any = None
         self._pace: Pace | None = None
+        self._few_rows: FewRows | None = None
+        if self.device.type == "cpu":
+            self._few_rows = FewRows(store.linear_weights())
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
@@ -193,7 +197,9 @@ class Engine:
             torch.cat([part.to(self.device) for part in parts])
             for parts in zip(*map(self._inputs, slices), strict=True)
         ]
-        for y_TN, outs in zip(self._multiply(call, x), zip(*map(self._outputs, slices), strict=True), strict=True):
+        for y_TN, outs in zip(
+            self._multiply_joined(call, x), zip(*map(self._outputs, slices), strict=True), strict=True
+        ):
             for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
                 out_TN.copy_(part_TN)
 
@@ -222,6 +228,14 @@ class Engine:
         for dy_TN, matrix in reversed(others):
             dx_TK += product(dy_TN, matrix, None)
         return [dx_TK]
+
+    def _multiply_joined(self, call: Call, x: list[Tensor]) -> list[Tensor]:
+        """The same for rows of several calls, which need not round as each would alone."""
+        if self._few_rows is None or call.op is Op.DGRAD:
+            return self._multiply(call, x)
+        weights = [self._store.operand(layer, call.op, call.view, call.dtype).t() for layer in call.layers]
+        biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
+        return [self._few_rows(x[0], *parts) for parts in zip(weights, biases, strict=True)]
 
     def _together(self, call: Call, slices: list[Slice]) -> None:
         """The same for calls whose rows belong to groups of matrices, and for lookups."""

@@ -52,6 +52,10 @@ class Store:
     def served(self) -> list[Layer]:
         return [layer for layer in self.manifest if layer.kind in SERVED_KINDS]
 
+    def linear_weights(self) -> list[Tensor]:
+        """Those that are served."""
+        return [weight for weight, layer in zip(self.weights, self.manifest, strict=True) if layer.kind == "linear"]
+
     def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
         """What `op` multiplies rows by, as a view of the weight in its own dtype."""
         weight = self.weights[layer]
