@@ -20,6 +20,7 @@ from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Op, Priority
+from symbiosis.transport import reactor
 from symbiosis.transport.local import FIRST_SLAB
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import TORCH_DTYPE
@@ -374,3 +375,34 @@ def test_a_call_that_takes_too_long_is_a_lost_connection(executor: symbiosis.Exe
         connection.call(1, Call(Op.ECHO, 0, "float32", (3, 5)), (anything((3, 5)),), 0.2)
     go_on.set()
     connection.close()
+
+
+@pytest.mark.skipif(not reactor.CAN_SPIN, reason="nobody looks at bells here")
+def test_looking_at_bells_does_not_keep_descriptors_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls by tcp come by a descriptor, also while the executor looks out for local ones."""
+
+    class Silent:
+        def scan(self) -> bool:
+            return False
+
+        def sleeping(self, flag: bool) -> None:
+            pass
+
+        def busy(self) -> bool:
+            return False
+
+        def nap(self) -> float:
+            return 10.0
+
+    monkeypatch.setattr(reactor, "SPIN_S", 10.0)
+    monkeypatch.setattr(reactor, "CONTENDED_S", 10.0)
+    loop, bell, rang = Reactor(), os.eventfd(0, os.EFD_NONBLOCK), []
+    loop.watch(bell, lambda: rang.append(os.eventfd_read(bell)))
+    loop.watch_bells(Silent())
+    threading.Timer(0.1, os.eventfd_write, (bell, 1)).start()
+    begun = time.monotonic()
+    loop.poll(20.0)
+    assert rang == [1]
+    assert time.monotonic() - begun < 5
+    loop.close()
+    os.close(bell)

@@ -28,7 +28,7 @@ JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining tw
 SLACK_S = 0.05  # of use more than others that a session may have before it must let them go first
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
 ALONE_S = 0.1  # after this time in which nobody else called, a session is alone
-WORTH = 0.5  # of what joining saves: that much waiting is spent on it, for some wait in vain
+WORTH = 1.0  # of what joining saves: that much waiting is spent on it
 PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 

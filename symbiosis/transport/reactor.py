@@ -32,13 +32,16 @@ def fence() -> None:
         pass
 
 
-def spin(look: Callable[[], bool], limit: float = SPIN_S) -> bool:
-    """Whether `look` succeeds within a moment (at most `limit`), and while nobody else needs the core."""
+def spin(look: Callable[[], bool], limit: float = SPIN_S, glance: Callable[[], bool] | None = None) -> bool:
+    """Whether `look` succeeds within a moment (at most `limit`), and while nobody else needs the core; or, now and then,
+    `glance`, which costs more."""
     end = perf_counter() + min(limit, SPIN_S)
     while True:
         for _ in range(LOOKS):
             if look():
                 return True
+        if glance is not None and glance():
+            return True
         before = perf_counter()
         os.sched_yield()
         now = perf_counter()
@@ -96,7 +99,9 @@ class Reactor:
         self._turns += 1
         if self._bells and CAN_SPIN:
             short = timeout <= SHORTEST_SLEEP_S
-            found = self._scan() if timeout <= 0 or (self._quiet and not short) else spin(self._scan, timeout)
+            found = (
+                self._scan() if timeout <= 0 or (self._quiet and not short) else spin(self._scan, timeout, self._glance)
+            )
             if not found and not short and not any(bells.busy() for bells in self._bells):
                 self._sleep(timeout)
                 return
@@ -117,6 +122,11 @@ class Reactor:
             bells.sleeping(False)
         self._quiet = not found and not events
         self._handle(events)
+
+    def _glance(self) -> bool:
+        events = self._epoll.poll(0.0)
+        self._handle(events)
+        return bool(events)
 
     def _scan(self) -> bool:
         found = False
