@@ -106,7 +106,7 @@ def ask(endpoint: str, call: Call, *payload: Tensor) -> tuple[Reply, bytes]:
     """The executor's own answer: no session that checks first."""
     connection = transport.connect(endpoint, Hello(client="wrong"), WAIT_S)
     try:
-        reply, result = connection.call(1, call, payload, WAIT_S)
+        reply, (result,) = connection.call(1, call, payload, WAIT_S)
         return reply, bytes(result.reshape(-1).view(torch.uint8).numpy())
     finally:
         connection.close()
@@ -156,7 +156,7 @@ def test_a_wrong_call_is_refused_and_the_session_goes_on(executor: symbiosis.Exe
     connection = transport.connect(executor.endpoint, Hello(client="wrong, then right"), WAIT_S)
     for number in range(1, 20):
         assert connection.call(number, call, payload, WAIT_S)[0].code is code
-    right, result = connection.call(99, Call(Op.ECHO, 0, "float32", (5, WIDTH)), (rows(5),), WAIT_S)
+    right, (result,) = connection.call(99, Call(Op.ECHO, 0, "float32", (5, WIDTH)), (rows(5),), WAIT_S)
     connection.close()
     assert right.code is Code.OK and torch.equal(result, rows(5))
 
@@ -269,7 +269,7 @@ def test_a_failure_in_the_product_is_its_own_calls_alone(
     monkeypatch.setattr(server.batcher, "max_rows", 16)
     connection = transport.connect(executor.endpoint, Hello(client="big"), WAIT_S)
     call = Call(Op.FORWARD, layer, "float32", (60, WIDTH))
-    reply, text = connection.call(1, call, (rows(60),), WAIT_S)
+    reply, (text,) = connection.call(1, call, (rows(60),), WAIT_S)
     assert reply.code is Code.RESOURCE and b"send fewer rows" in bytes(text.numpy())
     session = next(s for s in server.sessions.values() if s.client == "big")
     for number in range(2, 5):

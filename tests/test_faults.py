@@ -192,7 +192,7 @@ def test_a_call_for_which_there_is_no_memory_is_refused_and_the_next_served(star
             connection = connect(executor.endpoint, Hello(client="greedy"), 10.0)
             ids = torch.zeros(1 << 20, dtype=torch.int64)
             with pytest.raises(CallError, match="memory") as error:
-                reply, text = connection.call(1, Call(Op.LOOKUP, number, "float32", tuple(ids.shape)), (ids,), 60.0)
+                reply, (text,) = connection.call(1, Call(Op.LOOKUP, number, "float32", tuple(ids.shape)), (ids,), 60.0)
                 raise CallError(reply.code, bytes(text.numpy()).decode())
             assert error.value.code is Code.RESOURCE
             connection.close()

@@ -21,7 +21,7 @@ from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
 from symbiosis.errors import CallError, CaptureError, Code, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
-from symbiosis.transport.tensors import DTYPE_NAME, members
+from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
@@ -166,33 +166,36 @@ class Session:
     ) -> Tensor:
         """The result of `op` on `layer` for the rows of `x`, on x's device; sent again until an executor answers."""
         if x is None:
-            return self._answer(_call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ()), ())
+            call = _call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ())
+            return self._answer(call, ())[0]
         payload = (x.detach(),) if ends is None else (x.detach(), ends)
         groups = 0 if ends is None else ends.numel()
         call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
         if x.is_cuda and op in BY_DEVICE and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.call(call, payload)
-        if x.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise CaptureError(
-                f"{op.name} of {self.name(layer)} goes through the host, which a CUDA graph cannot capture"
-            )
-        result = self._answer(call, tuple(map(_on_host, payload)))
-        return result if x.is_cpu else result.to(x.device)
+        return self._by_host(call, payload, x.device)[0]
 
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
         """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
+        call, widths, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
         if x.is_cuda and (line := self._line(x.device)):
-            call, widths = _rows_call(op, group, x.dtype, x.shape, priority)
             self.stats.enqueue(call)
             return line.rows(call, x, widths)
-        first, *others = group
-        also = tuple(member.layer for member in others)
-        y = self.call(op, first.layer, x.reshape(-1, x.shape[-1]), bias=first.bias, priority=priority, also=also)
-        if not others and x.dim() == 2:
-            return [y]
-        parts = members(y, [member.width for member in group]) if others else [y]
-        return [_own(part, (*x.shape[:-1], part.shape[-1])) for part in parts]
+        return self._by_host(call, (x.detach() if x.requires_grad else x,), x.device, shapes)
+
+    def _by_host(
+        self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
+    ) -> list[Tensor]:
+        """The results of a call through the host's memory, on `device`."""
+        if device.type == "cpu":
+            return self._answer(call, payload, shapes)
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                f"{call.op.name} of {self.name(call.layer)} goes through the host, which a CUDA graph cannot capture"
+            )
+        results = self._answer(call, tuple(tensor.cpu() for tensor in payload), shapes)
+        return [result.to(device) for result in results]
 
     def _line(self, device: torch.device) -> "DeviceLine | None":
         """The way of this GPU's calls; None if they must go through the host."""
@@ -220,19 +223,19 @@ class Session:
     def lines(self) -> "list[DeviceLine]":
         return [line for line in self._lines.values() if line is not None]
 
-    def _answer(self, call: Call, payload: tuple[Tensor, ...]) -> Tensor:
+    def _answer(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:
         with self._lock:
             begun = time.perf_counter()
-            reply, result = self._persist(call, payload)
+            reply, results = self._persist(call, payload, shapes)
             self.stats.count(call, reply, time.perf_counter() - begun)
-            return result
+            return results
 
-    def _persist(self, call: Call, payload: tuple[Tensor, ...]) -> tuple[Reply, Tensor]:
+    def _persist(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
         """Call; on a lost connection join again and repeat, until the patience is over."""
         give_up, pause = None, FIRST_PAUSE_S
         while True:
             try:
-                return self._attempt(call, payload)
+                return self._attempt(call, payload, shapes)
             except ExecutorUnavailable:  # the very first join: nothing to go on with
                 raise
             except ConnectionLost as error:
@@ -252,13 +255,13 @@ class Session:
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
-    def _attempt(self, call: Call, payload: tuple[Tensor, ...]) -> tuple[Reply, Tensor]:
+    def _attempt(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
         connection = self._connection or self._connected()
         connection.welcome.limits.check(call)
-        reply, result = connection.call(next(self._seq), call, payload, CALL_S)
+        reply, results = connection.call(next(self._seq), call, payload, CALL_S, shapes)
         if reply.code is not Code.OK:
-            raise CallError(reply.code, bytes(result.numpy()).decode(errors="replace"))
-        return reply, result
+            raise CallError(reply.code, bytes(results[0].numpy()).decode(errors="replace"))
+        return reply, results
 
     def _connected(self) -> transport.Connection:
         if self._connection is None:
@@ -337,15 +340,6 @@ class Session:
         return _restore, (self._key, self.endpoint, self.priority, self.fingerprint, self.patience, self.exact)
 
 
-def _own(y: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """`y` in another shape, and no view to autograd, which would not let it be changed in place."""
-    return torch.ops.aten._unsafe_view(y, shape)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return (tensor if tensor.is_cpu else tensor.cpu()).contiguous()
-
-
 @lru_cache(maxsize=1 << 14)
 def _call(
     op: Op,
@@ -369,12 +363,13 @@ def _call(
 @lru_cache(maxsize=1 << 14)
 def _rows_call(
     op: Op, group: tuple[Member, ...], dtype: torch.dtype, shape: torch.Size, priority: Priority
-) -> tuple[Call, tuple[int, ...]]:
-    """The call for the rows of a tensor of this shape, and the widths of its results."""
+) -> tuple[Call, tuple[int, ...], Shapes]:
+    """The call for the rows of a tensor of this shape, and the widths and shapes of its results."""
     first, *others = group
     also, rows = tuple(member.layer for member in others), (shape[:-1].numel(), shape[-1])
     call = _call(op, first.layer, dtype, rows, first.bias, priority, None, 0, False, also)
-    return call, tuple(member.width for member in group)
+    widths = tuple(member.width for member in group)
+    return call, widths, tuple((*shape[:-1], width) for width in widths)
 
 
 def _restore(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.protocol import Call, Hello, Limits, Reply, Welcome
+from symbiosis.transport.tensors import Shapes
 
 
 class Connection(Protocol):
@@ -13,8 +14,11 @@ class Connection(Protocol):
 
     welcome: Welcome
 
-    def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
-        """Send a call, wait for its reply. The result is a fresh tensor on the CPU."""
+    def call(
+        self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
+    ) -> tuple[Reply, list[Tensor]]:
+        """Send a call, wait for its reply. The rows of the payload may have any shape of as many values as the call's.
+        The result comes as fresh tensors on the CPU: one, or one of each of the `shapes`."""
         ...
 
     def beat(self) -> None:

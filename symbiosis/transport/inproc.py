@@ -10,6 +10,7 @@ from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome
 from symbiosis.transport.base import Inbox
 from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.tensors import Shapes, cut
 
 _listeners: dict[str, "Listener"] = {}
 
@@ -97,11 +98,16 @@ class InprocConnection:
         assert isinstance(answer, Welcome)
         self.welcome = answer
 
-    def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+    def call(
+        self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
+    ) -> tuple[Reply, list[Tensor]]:
+        if payload:
+            payload = (payload[0].reshape(call.shape).contiguous(), *payload[1:])
         self._listener.post(self._peer, (seq, call, payload))
         answer = self._next(timeout)
         assert isinstance(answer, tuple) and answer[0].seq == seq
-        return answer
+        reply, result = answer
+        return reply, cut(result, shapes if reply.code is Code.OK else ())
 
     def _next(self, timeout: float) -> object:
         try:

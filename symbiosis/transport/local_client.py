@@ -41,6 +41,7 @@ from symbiosis.transport.slab import (
     reply_at,
     ring,
 )
+from symbiosis.transport.tensors import Shapes
 
 NAP_S = 0.5  # a sleeping client looks again after this time, whatever happened to the bell
 
@@ -84,12 +85,14 @@ class LocalConnection:
             raise CallError(Code(message.code), message.message)
         return message, received
 
-    def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+    def call(
+        self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
+    ) -> tuple[Reply, list[Tensor]]:
         slab, start = self._slab, reply_at(call)
         if start + LONGEST_TEXT > slab.nbytes:
             slab = self._grow(2 * start)
         if payload:
-            slab.tensor(PAYLOAD_AT, call.payload_dtype, call.shape).copy_(payload[0])
+            slab.tensor(PAYLOAD_AT, call.payload_dtype, payload[0].shape).copy_(payload[0])
             if call.groups:
                 slab.tensor(PAYLOAD_AT + call.nbytes - 4 * call.groups, "int32", (call.groups,)).copy_(payload[1])
         slab.memory[CALL_AT : CALL_AT + CALL_SIZE] = encode_call(call, seq)
@@ -100,8 +103,13 @@ class LocalConnection:
         reply = self._await(seq, timeout)
         if reply.code is Code.GROW:
             self._grow(int(bytes(slab.memory[start : start + reply.nbytes])))
-            return self.call(seq, call, payload, timeout)
-        return reply, slab.tensor(start, reply.dtype, reply.shape).clone()
+            return self.call(seq, call, payload, timeout, shapes)
+        results = []
+        for shape in shapes if shapes and reply.code is Code.OK else (reply.shape,):
+            part = slab.tensor(start, reply.dtype, shape)
+            results.append(part.clone())
+            start += part.nbytes
+        return reply, results
 
     def _await(self, seq: int, timeout: float) -> Reply:
         memory, number = self._slab.memory, WORD.pack(seq)

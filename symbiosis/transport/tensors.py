@@ -12,6 +12,7 @@ from symbiosis.protocol import DTYPES, Call
 TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 DTYPE_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 _MOST = 2**60
+Shapes = tuple[tuple[int, ...], ...]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -32,6 +33,14 @@ def members(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
     count = rows.shape[0]
     parts = rows.reshape(-1).split([count * width for width in widths])
     return [part.view(count, width) for part, width in zip(parts, widths, strict=True)]
+
+
+def cut(result: Tensor, shapes: Shapes) -> list[Tensor]:
+    """What lies in `result` one after another; no views to autograd, which would not let them be changed in place."""
+    if not shapes:
+        return [result]
+    parts = result.reshape(-1).split([prod(shape) for shape in shapes])
+    return [torch.ops.aten._unsafe_view.default(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:

@@ -33,7 +33,7 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.base import Inbox
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tensors import TORCH_DTYPE, as_bytes, tensor_at
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_bytes, cut, tensor_at
 
 AT_ONCE = 64  # messages taken between two products
 COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
@@ -222,7 +222,9 @@ class TcpConnection:
         assert isinstance(answer, Welcome)
         self.welcome = answer
 
-    def call(self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float) -> tuple[Reply, Tensor]:
+    def call(
+        self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
+    ) -> tuple[Reply, list[Tensor]]:
         frames = [encode_call(call, seq), *(as_bytes(tensor.contiguous()).numpy().data for tensor in payload)]
         self._socket.send_multipart(frames, copy=call.nbytes < COPY_BELOW)
         deadline = monotonic() + timeout
@@ -240,8 +242,9 @@ class TcpConnection:
                 if sizes != ([reply.nbytes] if reply.nbytes else []):
                     raise ProtocolError(Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {sizes}")
                 if not rest:
-                    return reply, torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])
-                return reply, _tensor(rest[0], reply.dtype, reply.shape)
+                    return reply, [torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])]
+                result = _tensor(rest[0], reply.dtype, reply.shape)
+                return reply, cut(result, shapes if reply.code is Code.OK else ())
 
     def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
         ready = dict(self._poller.poll(int(max(0.0, deadline - monotonic()) * 1000)))
