@@ -51,6 +51,11 @@ def until(true: Callable[[], Any], what: str = "it", seconds: float = WAIT_S) ->
         time.sleep(0.002)
 
 
+def turns() -> Any:
+    """What a child waits for, as often as it is released here."""
+    return _context.Semaphore(0)
+
+
 class Process:
     """A child process that is killed at the end of the test, whatever state it is in."""
 

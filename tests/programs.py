@@ -41,9 +41,16 @@ def train_model(model: nn.Module, steps: int, say: Say = lambda _: None) -> dict
     return {"losses": losses, "adapter": adapter}
 
 
-def train(say: Say, endpoint: str, steps: int) -> dict[str, Any]:
+def train(say: Say, endpoint: str, steps: int, turns: Any = None) -> dict[str, Any]:
+    """... each step when it is its turn, if `turns` (a semaphore) says so."""
+
+    def begin(step: int) -> None:
+        say(step)
+        if turns is not None:
+            turns.acquire()
+
     model = symbiosis.from_executor(endpoint)
-    result = train_model(model, steps, say)
+    result = train_model(model, steps, begin)
     return {**result, "reconnects": symbiosis.stats(model).reconnects}
 
 

@@ -228,6 +228,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "clone": lambda w: w.clone().mul_(2),
     "sum": lambda w: (w + torch.ones(96, 64)).clamp_(-1, 1),
     "foreach": lambda w: torch._foreach_mul_([w.clone()], 2.0),
+    "out": lambda w: torch.mm(w, torch.ones(64, 64), out=w + torch.ones(96, 64)),
 }
 
 

@@ -87,6 +87,8 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
         return NotImplemented
     rows = x.reshape(-1, x.shape[-1])
     y = times(rows, weight.t()) if bias is None else _plus(bias, rows, weight.t())
+    if y is NotImplemented:
+        return y
     return y.view(*x.shape[:-1], -1)
 
 

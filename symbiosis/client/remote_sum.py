@@ -39,6 +39,12 @@ class RemoteSum(Tensor):
             delta = torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device).copy_(delta)
         return cls(weight.converted(dtype, None), delta)
 
+    def refuse_write(self, func: Any) -> None:
+        raise WeightWrite(
+            f"{func} would change a sum with the remote weight {self.weight.handle.layer.name!r} in place, which only adding "
+            f"can (at {call_site()}): write it without the in-place operation"
+        )
+
     def value(self) -> Tensor:
         return self.weight.value() + self.delta
 
@@ -66,12 +72,10 @@ class RemoteSum(Tensor):
             return first
         if func in PRODUCTS and len(sums) == 1 and not isinstance(first if func in _WITH_BIAS else None, RemoteSum):
             return _both_terms(func, args, kwargs)
-        name, written = sums[0].weight.handle.layer.name, written_by(func, args, kwargs)
-        if any(isinstance(one, RemoteSum) for one in written):
-            raise WeightWrite(
-                f"{func} would change a sum with the remote weight {name!r} in place, which only adding can "
-                f"(at {call_site()}): write it without the in-place operation"
-            )
+        name = sums[0].weight.handle.layer.name
+        for one in written_by(func, args, kwargs):
+            if isinstance(one, RemoteSum):
+                one.refuse_write(func)
         if not sums[0].weight.handle.session.welcome.allow_read:
             raise WeightRead(
                 f"{func} reads the values of the remote weight {name!r} plus a local change (at {call_site()}): "

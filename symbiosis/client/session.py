@@ -315,7 +315,7 @@ class Session:
                 self._lock.release()
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
+        if sys is None or sys.is_finalizing():  # at the very end modules are gone
             return
         if getattr(self, "_connection", None) is not None:
             self._disconnect()
