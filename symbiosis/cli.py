@@ -29,6 +29,8 @@ def executor(
     serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve. Repeatable. Default: all linear and expert layers but the output head.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics at http://127.0.0.1:PORT/metrics.")] = None,
+    key: Annotated[str | None, typer.Option(help="This executor's .key file (symbiosis keygen): tcp:// is then encrypted, and for --tenants only.")] = None,
+    tenants: Annotated[str | None, typer.Option(help="Folder with the .pub file of each tenant; read again when it changes.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text (default) or json.")] = None,
     heartbeat_s: Annotated[float | None, typer.Option(help="A session silent for this long is dropped. Default: 5.")] = None,
@@ -105,6 +107,20 @@ def bench(
         )
         raise typer.Exit(2)
     raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args]).returncode)
+
+
+@app.command()
+def keygen(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the executor or tenant that the keys are for.")],
+    folder: Annotated[Path, typer.Option("--output", "-o", help="Folder to put them in.")] = Path(),
+) -> None:
+    """Make a pair of keys for tcp://: NAME.key, which its owner keeps, and NAME.pub, which others need."""
+    with _errors_for_people():
+        from symbiosis.keys import generate
+
+        secret, public = generate(name, folder)
+        typer.echo(f"{secret}: keep it where only {name} can read it")
+        typer.echo(f"{public}: an executor's clients name it as server=, a tenant's lies in the executor's --tenants")
 
 
 @app.command()

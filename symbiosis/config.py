@@ -30,6 +30,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     serve: tuple[str, ...] = ()
     allow_read: bool = False
     metrics_port: int | None = None
+    key: str | None = None
+    tenants: str | None = None
     log_format: Literal["text", "json"] = "text"
     heartbeat_s: float = 5.0
     non_finite: Literal["refuse", "pass"] = "refuse"
@@ -44,6 +46,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
         if self.max_wait_us < 0:
             raise ConfigError(f"max-wait-us must not be negative, but is {self.max_wait_us}")
+        if (self.key is None) != (self.tenants is None):
+            raise ConfigError(
+                "key and tenants go together: the executor's own key, and the folder of those who may come in"
+            )
         if self.mps and not self.on_gpu:
             raise ConfigError(f"mps shares a GPU, but device is {self.device}: add --device cuda, or leave out --mps")
 

@@ -37,6 +37,7 @@ class Code(IntEnum):
     RESOURCE = 15
     INTERNAL = 16
     GROW = 17  # not an error: the reply needs more shared memory
+    NOT_ALLOWED = 18
 
 
 class SymbiosisError(Exception):

@@ -16,7 +16,7 @@ EVERYTHING: dict[str, Any] = {
     "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True, "dtype": "bfloat16",
     "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9,
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
-    "max-in-flight": 12, "max-sessions": 13,
+    "max-in-flight": 12, "max-sessions": 13, "key": "executor.key", "tenants": "tenants",
 }  # fmt: skip
 
 

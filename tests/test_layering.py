@@ -59,9 +59,10 @@ ALLOWED = {
     "config": {"errors", "protocol"},
     "fingerprint": {"protocol"},
     "mps": {"config", "errors"},
-    "transport": {"errors", "protocol", "transport"},
+    "keys": {"errors"},
+    "transport": {"errors", "keys", "protocol", "transport"},
     "client": {"client", "config", "errors", "fingerprint", "protocol", "transport"},
-    "executor": {"config", "errors", "executor", "fingerprint", "kernels", "mps", "protocol", "transport"},
+    "executor": {"config", "errors", "executor", "fingerprint", "kernels", "keys", "mps", "protocol", "transport"},
 }
 
 

@@ -127,7 +127,8 @@ WRONG_OPTIONS = {
     "no such layers": ("--serve=decoder.*", "", "--serve 'decoder.*' matches no layer. Names look like: "),
     "no endpoint": ("--listen=executor.sock", "", "'executor.sock' is no endpoint"),
     "a directory that cannot be": ("--listen=local:///proc/x/y.sock", "", "cannot .* local:///proc/x/y.sock"),
-    "a name that cannot be": ("--listen=tcp://no such host:1", "", "cannot listen at tcp://no such host:1"),
+    "a name that cannot be": ("--listen=tcp://127.0.0.1:none", "", "cannot listen at tcp://127.0.0.1:none"),
+    "other machines without keys": ("--listen=tcp://0.0.0.0:0", "", "--key and --tenants"),
 }
 
 

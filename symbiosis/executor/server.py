@@ -20,6 +20,7 @@ from symbiosis.executor.metrics import Figures
 from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_values
+from symbiosis.keys import Keyring
 from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
@@ -51,6 +52,7 @@ class Server:
 
     def __init__(self, store: Store, options: Options) -> None:
         self.store, self.options, self.limits = store, options, options.limits
+        self.keyring = Keyring.open(options.key, options.tenants) if options.key and options.tenants else None
         self.figures = Figures(store)
         self.sessions: dict[int, Session] = {}
         self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens, options.heartbeat_s)
@@ -141,8 +143,9 @@ class Server:
         self.sessions[number] = peer.session
         if not hello.observer:
             self.batcher.join(number)
+        who = {"tenant": tenant} if (tenant := getattr(peer, "tenant", None)) else {}
         log(
-            logging.INFO, "session joined", session=number, client=client, transport=peer.transport,
+            logging.INFO, "session joined", session=number, client=client, transport=peer.transport, **who,
             observer=hello.observer,
         )  # fmt: skip
         return Welcome(
@@ -239,6 +242,11 @@ class Server:
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         """Figures; and an observer's echo, for which no client is made to wait, and which waits for none."""
+        if call.op is Op.STATS and getattr(session.peer, "tenant", None) is not None:
+            raise CallError(
+                Code.NOT_ALLOWED,
+                "an executor's figures tell of all its tenants: they are the operator's, over local:// or --metrics-port",
+            )
         if call.op is Op.STATS:
             answer = bytes_tensor(self.figures.snapshot(self))
         elif call.op is Op.ECHO and self._plan(call).nbytes:

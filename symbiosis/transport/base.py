@@ -5,6 +5,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from symbiosis.keys import Keyring
 from symbiosis.protocol import Call, Hello, Limits, Reply, Welcome
 from symbiosis.transport.tensors import Shapes
 
@@ -47,6 +48,7 @@ class Inbox(Protocol):
     """What a listener calls, always in the server's thread."""
 
     limits: Limits
+    keyring: Keyring | None  # of an executor that strangers may reach
     device: torch.device
     stream: int  # the device's stream that products run on; 0 where there is none
 

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import zmq
 from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
 
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost, ProtocolError
+from symbiosis.keys import Keyring
 from symbiosis.protocol import (
     LONGEST_TEXT,
     MAGIC_CALL,
@@ -32,9 +34,13 @@ from symbiosis.protocol import (
     encode_reply,
 )
 from symbiosis.transport.base import Inbox
+from symbiosis.transport.curve import Address, Door, is_loopback
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_bytes, cut, tensor_at
 
+REFUSED_KEYS = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 AT_ONCE = 64  # messages taken between two products
 COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
 
@@ -44,9 +50,9 @@ class Peer:
 
     transport = "tcp"
 
-    def __init__(self, listener: "Listener", identity: bytes) -> None:
+    def __init__(self, listener: "Listener", identity: bytes, tenant: str | None = None) -> None:
         self.session = None
-        self.identity = identity
+        self.identity, self.tenant = identity, tenant
         self._listener = listener
 
     def out(self, call: Call, shape: tuple[int, ...]) -> None:
@@ -69,7 +75,11 @@ class Listener:
         self._reactor, self._inbox = reactor, inbox
         self._peers: dict[bytes, Peer] = {}
         self._due = False  # whether `_drain` will run by itself
-        self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
+        self._door = _door(address, reactor, inbox.keyring)
+        context = self._door.context if self._door else zmq.Context.instance()
+        self._socket: Any = context.socket(zmq.ROUTER)
+        if self._door:
+            self._door.guard(self._socket)
         _harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
@@ -78,6 +88,8 @@ class Listener:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
             self._socket.close()
+            if self._door:
+                self._door.close()
             raise ConfigError(f"cannot listen at tcp://{address}: {error}") from None
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._fd = int(self._socket.getsockopt(zmq.FD))  # type: ignore[arg-type]
@@ -101,23 +113,33 @@ class Listener:
     def _handle(self, frames: list[zmq.Frame]) -> None:
         identity, *frames = frames
         peer = self._peers.get(identity.bytes)
-        if not frames:
+        if not frames or identity.bytes[:1] != b"\0":  # an identity that the client chose could be another's
             return
         try:
+            tenant = self._admitted(peer, frames[0])
             if frames[0].buffer[:4] == MAGIC_CALL:
                 self._call(peer, identity.bytes, frames)
             else:
-                self._control(peer, identity.bytes, frames)
+                self._control(peer, identity.bytes, frames, tenant)
         except CallError as error:
             stranger = peer or Peer(self, identity.bytes)
             self.send(stranger, [encode_control(Refusal(error.code, error.message))])
 
-    def _control(self, peer: Peer | None, identity: bytes, frames: list[zmq.Frame]) -> None:
+    def _admitted(self, peer: Peer | None, frame: zmq.Frame) -> str | None:
+        """The tenant who sent this; none where there are no tenants."""
+        tenant = self._door.tenant_of(frame) if self._door else None
+        if self._door and tenant is None or peer is not None and peer.tenant != tenant:
+            if peer is not None:
+                self.drop(peer)
+            raise CallError(Code.NOT_ALLOWED, "this executor does not serve the owner of this key any more")
+        return tenant
+
+    def _control(self, peer: Peer | None, identity: bytes, frames: list[zmq.Frame], tenant: str | None) -> None:
         if len(frames) != 1:
             raise ProtocolError(Code.BAD_FRAME, f"a control message has 1 frame, not {len(frames)}")
         message = decode_control(frames[0].buffer)
         if isinstance(message, Hello) and peer is None:
-            peer = Peer(self, identity)
+            peer = Peer(self, identity, tenant)
             welcome = self._inbox.joined(peer, message)
             self._peers[identity] = peer
             self.send(peer, [encode_control(welcome)])
@@ -155,6 +177,8 @@ class Listener:
             self._inbox.left(peer)
 
     def tick(self) -> None:
+        if self._door:
+            self._door.look()
         self._drain()
 
     def stop_accepting(self) -> None:
@@ -166,6 +190,20 @@ class Listener:
         for peer in list(self._peers.values()):
             self.drop(peer)
         self._socket.close(linger=2000)  # the last replies still go out
+        if self._door:
+            self._door.close()
+
+
+def _door(address: str, reactor: Reactor, keyring: Keyring | None) -> Door | None:
+    """What guards an address; none where the machine itself is the guard."""
+    if keyring is not None:
+        return Door(keyring, reactor)
+    if not is_loopback(address):
+        raise ConfigError(
+            f"tcp://{address} can be reached from other machines: give --key and --tenants (symbiosis keygen makes keys), "
+            "or listen at 127.0.0.1"
+        )
+    return None
 
 
 def _payload(call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
@@ -195,14 +233,18 @@ class TcpConnection:
     """The client's DEALER socket, with a monitor that tells when the other side is gone."""
 
     def __init__(self, address: str, hello: Hello, timeout: float) -> None:
-        self._url = f"tcp://{address}"
+        place = Address.parse(address)
+        self._url = f"tcp://{place.where}"
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+        place.unlock(self._socket)
         _harden(self._socket)
         # Not on the executor's side: libzmq 4.3 aborts the process when a heartbeat meets a full queue and a client gone.
         self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
-        self._monitor: Any = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
+        self._monitor: Any = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS
+        )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
@@ -251,6 +293,12 @@ class TcpConnection:
         if self._socket in ready:
             return self._socket.recv_multipart(copy=False)
         if self._monitor in ready:
+            if recv_monitor_message(self._monitor)["event"] & REFUSED_KEYS:
+                raise CallError(
+                    Code.NOT_ALLOWED,
+                    f"the executor at {self._url} did not let us in: its operator must have our .pub file among the tenants, and "
+                    f"the endpoint must read {self._url}?server=EXECUTOR.pub&key=MINE.key with the right files",
+                )
             raise ConnectionLost(f"no executor at {self._url}: the connection broke")
         raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
 

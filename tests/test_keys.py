@@ -1,0 +1,282 @@
+"""`tcp://` with keys: who may come in, who is who, what is seen on the way."""
+
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import zmq
+from typer.testing import CliRunner
+
+import symbiosis
+from symbiosis import cli
+from symbiosis.client.session import Session
+from symbiosis.config import load_options
+from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
+from symbiosis.keys import Tenants, generate, read_pair, read_public
+from symbiosis.protocol import Hello, Op, encode_control
+from symbiosis.transport.curve import Address, is_loopback
+from tests.conftest import tiny_llama
+from tests.processes import until
+
+ROWS = torch.arange(640.0).view(10, 64)
+
+
+class Realm:
+    """An executor with keys, its tenants' folder, and what their clients need."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.tenants = folder, folder / "tenants"
+        self.tenants.mkdir()
+        key, _ = generate("executor", folder)
+        self.let_in("alice")
+        self.executor = symbiosis.Executor(
+            tiny_llama(), listen="tcp://127.0.0.1:0", key=str(key), tenants=str(self.tenants), policy="immediate"
+        )
+
+    def let_in(self, name: str) -> None:
+        if not (self.folder / f"{name}.key").exists():
+            generate(name, self.folder)
+        (self.tenants / f"{name}.pub").write_bytes((self.folder / f"{name}.pub").read_bytes())
+
+    def endpoint(self, key: str, server: str = "executor", address: str | None = None) -> str:
+        return f"{address or self.executor.endpoint}?server={self.folder}/{server}.pub&key={self.folder}/{key}.key"
+
+
+@pytest.fixture
+def realm(tmp_path: Path) -> Iterator[Realm]:
+    realm = Realm(tmp_path)
+    yield realm
+    realm.executor.close()
+
+
+def echoes(session: Session) -> bool:
+    return torch.equal(session.call(Op.ECHO, 0, ROWS), ROWS)
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_keygen_makes_files_of_the_right_modes_and_overwrites_none(tmp_path: Path) -> None:
+    made = CliRunner().invoke(cli.app, ["keygen", "bob", "-o", str(tmp_path / "new")])
+    assert made.exit_code == 0 and "bob.key" in made.output and "bob.pub" in made.output
+    secret, public = tmp_path / "new/bob.key", tmp_path / "new/bob.pub"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert read_pair(secret).secret not in public.read_text() + made.output
+    before = secret.read_bytes()
+    again = CliRunner().invoke(cli.app, ["keygen", "bob", "-o", str(tmp_path / "new")])
+    assert again.exit_code == 2 and "exists" in again.output
+    assert secret.read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["", "../eve", ".hidden", "a/b", "x" * 65, "sp ace"])
+def test_names_are_names(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no name for a key"):
+        generate(name, tmp_path)
+    assert not list(tmp_path.rglob("*.key"))
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    secret, public = generate("bob", tmp_path)
+    secret.chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_pair(secret)
+    with pytest.raises(ConfigError, match="no pair of keys"):
+        read_pair(public)
+    public.write_text("rubbish\n")
+    with pytest.raises(ConfigError, match="no public key"):
+        read_public(public)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_public(tmp_path / "none.pub")
+
+
+def test_the_list_of_tenants_follows_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "tenants"
+    folder.mkdir()
+    tenants = Tenants(folder)
+    assert len(tenants) == 0 and not tenants.look()
+    _, public = generate("bob", tmp_path)
+    (folder / "bob.pub").write_bytes(public.read_bytes())
+    (folder / "bobby.pub").write_bytes(public.read_bytes())
+    (folder / "broken.pub").write_text("?")
+    (folder / "bob.key").write_text("not looked at")
+    assert tenants.look() and not tenants.look()
+    assert tenants.name_of(read_public(public)) == "bob"
+    assert [problem.partition(" ")[0].rpartition("/")[2] for problem in tenants.problems] == ["bobby.pub", "broken.pub"]
+    (folder / "bob.pub").unlink()
+    (folder / "bobby.pub").unlink()
+    assert tenants.look()
+    assert tenants.name_of(read_public(public)) is None
+
+
+# ---------------------------------------------------------------- addresses
+
+
+def test_beyond_this_machine_an_executor_wants_keys() -> None:
+    for address in ("0.0.0.0:0", "*:0", "192.0.2.1:7000"):
+        with pytest.raises(ConfigError, match="--key and --tenants"):
+            symbiosis.Executor(tiny_llama(), listen=f"tcp://{address}")
+    with pytest.raises(ConfigError, match="go together"):
+        load_options({"key": "executor.key"})
+
+
+@pytest.mark.parametrize(
+    ("address", "own"),
+    [
+        ("127.0.0.1:7000", True), ("127.8.9.1:0", True), ("localhost:1", True), ("[::1]:1", True), ("0.0.0.0:1", False),
+        ("*:1", False), ("10.0.0.7:1", False), ("[::]:1", False), ("localhost.evil.org:1", False), (":1", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_only_this_machine_reaches(address: str, own: bool) -> None:
+    assert is_loopback(address) == own
+
+
+def test_with_keys_an_executor_listens_to_other_machines(realm: Realm) -> None:
+    options = {"key": str(realm.folder / "executor.key"), "tenants": str(realm.tenants)}
+    with symbiosis.Executor(tiny_llama(), listen="tcp://0.0.0.0:0", **options) as executor:
+        port = executor.endpoint.rpartition(":")[2]
+        session = Session(realm.endpoint("alice", address=f"tcp://127.0.0.1:{port}"))
+        assert echoes(session)
+        session.close()
+
+
+@pytest.mark.parametrize("query", ["key=a.key", "server=a.pub", "key=a&server=b&more=c", "nonsense"])
+def test_half_a_set_of_keys_is_none(query: str) -> None:
+    with pytest.raises(ConfigError, match=r"server=EXECUTOR.pub&key=MINE.key"):
+        Address.parse(f"127.0.0.1:7000?{query}")
+
+
+# ---------------------------------------------------------------- who comes in
+
+
+def test_a_tenant_computes_as_without_keys(realm: Realm) -> None:
+    model, ids = tiny_llama(), torch.tensor([[3, 5, 7, 11]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        symbiosis.wrap(model, realm.endpoint("alice"))
+        assert torch.equal(model(ids).logits, expected)
+    assert [session.peer.tenant for session in realm.executor.server.sessions.values()] == ["alice"]
+
+
+def test_figures_of_all_are_not_told_to_tenants(realm: Realm) -> None:
+    session = Session(realm.endpoint("alice"))
+    with pytest.raises(CallError, match="the operator's") as refused:
+        session.call(Op.STATS, 0)
+    assert refused.value.code is Code.NOT_ALLOWED
+    assert echoes(session)
+    session.close()
+
+
+def strangers(realm: Realm) -> dict[str, str]:
+    generate("eve", realm.folder)
+    return {
+        "no keys": realm.executor.endpoint,
+        "an unknown key": realm.endpoint("eve"),
+        "a tenant who takes another for the executor": realm.endpoint("alice", server="eve"),
+    }
+
+
+@pytest.mark.parametrize("who", ["no keys", "an unknown key", "a tenant who takes another for the executor"])
+def test_strangers_stay_outside(who: str, realm: Realm) -> None:
+    innocent = Session(realm.endpoint("alice"))
+    assert echoes(innocent)
+    begun = time.monotonic()
+    with pytest.raises(SymbiosisError) as refused:
+        Session(strangers(realm)[who]).call(Op.ECHO, 0, ROWS)
+    assert time.monotonic() - begun < 15
+    if who != "a tenant who takes another for the executor":  # whose hello nobody could read, so nobody answers
+        assert "?server=EXECUTOR.pub&key=MINE.key" in str(refused.value)
+    assert len(realm.executor.server.sessions) == 1
+    assert echoes(innocent)
+    innocent.close()
+
+
+def test_tenants_come_and_go_without_a_restart(realm: Realm) -> None:
+    alice = Session(realm.endpoint("alice"))
+    generate("bob", realm.folder)
+    with pytest.raises(SymbiosisError):
+        Session(realm.endpoint("bob")).call(Op.ECHO, 0, ROWS)
+    realm.let_in("bob")
+    bob = Session(realm.endpoint("bob"))
+    assert echoes(bob) and echoes(alice)
+    (realm.tenants / "bob.pub").unlink()
+
+    def struck_off() -> bool:
+        try:
+            return not echoes(bob)
+        except CallError as error:
+            assert error.code is Code.NOT_ALLOWED
+            return True
+
+    until(struck_off, "the end of a session whose key was taken off the list")
+    assert echoes(alice)
+    assert [session.peer.tenant for session in realm.executor.server.sessions.values()] == ["alice"]
+    alice.close()
+    bob.close()
+
+
+def test_nobody_chooses_the_name_that_replies_go_to(serve: Callable) -> None:
+    """Who did could take another's replies."""
+    executor = serve(tiny_llama(), listen=["tcp://127.0.0.1:0"])
+    for name, answered in ((None, True), (b"victim", False)):
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            if name:
+                dealer.setsockopt(zmq.ROUTING_ID, name)
+            dealer.connect(executor.endpoint)
+            dealer.send(encode_control(Hello(client="raw")))
+            assert bool(dealer.poll(10_000 if answered else 500)) == answered
+
+
+# ---------------------------------------------------------------- what is seen on the way
+
+
+class Wire:
+    """A relay that keeps all it passes on."""
+
+    def __init__(self, url: str) -> None:
+        host, port = url.removeprefix("tcp://").split(":")
+        self.seen = bytearray()
+        self._target = (host, int(port))
+        self._door = socket.create_server(("127.0.0.1", 0))
+        self.url = f"tcp://127.0.0.1:{self._door.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, far = self._door.accept()[0], socket.create_connection(self._target)
+                for ends in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=ends, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                self.seen += data
+                target.sendall(data)
+        with suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._door.close()
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_only_without_keys_the_wire_shows_activations(keys: bool, realm: Realm, serve: Callable) -> None:
+    plain = serve(tiny_llama(), listen=["tcp://127.0.0.1:0"])
+    wire = Wire(realm.executor.endpoint if keys else plain.endpoint)
+    session = Session(realm.endpoint("alice", address=wire.url) if keys else wire.url)
+    secret = os.urandom(256)
+    rows = torch.frombuffer(bytearray(secret), dtype=torch.uint8).view(1, 256)
+    assert torch.equal(session.call(Op.ECHO, 0, rows), rows)
+    session.close()
+    assert (secret in wire.seen) != keys
+    assert (b"model.layers.0" in wire.seen) != keys
+    assert len(wire.seen) > 512
+    wire.close()
