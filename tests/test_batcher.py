@@ -495,14 +495,15 @@ def test_a_session_that_leaves_while_its_batch_runs_is_forgotten(rows_: int) -> 
     assert batcher.leave(1) == []
 
 
-def test_sessions_that_go_the_same_round_come_together() -> None:
+@pytest.mark.parametrize("policy", ["opportunistic", "lockstep"])
+def test_sessions_that_go_the_same_round_come_together(policy: Policy) -> None:
     """They begin anywhere in it, and nobody is due when another calls: who is behind is served first until it is not."""
     layers = 16
     crowd = [
         Client([Step(2e-5, (first + n) % layers, 1) for n in range(40 * layers)], joins=first * 1e-4)
         for first in (0, 3, 7, 12)
     ]
-    done = Simulation("opportunistic", crowd).run()
+    done = Simulation(policy, crowd).run()
     half = done.batches[len(done.batches) // 2 :]
     assert sum(len(batch.slices) for _, batch in half) / len(half) > 2
     alone = Simulation("immediate", crowd_of(done)).run()

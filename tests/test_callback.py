@@ -72,11 +72,13 @@ def test_mean_batch_counts_the_others(llama: nn.Module, serve: Callable, tmp_pat
     """Two clients in lockstep that make the same calls: two to a product."""
     executor = serve(llama, policy="lockstep")
     sizes: list[float] = []
+    both_are_ready = threading.Barrier(2)
 
     def client(name: str) -> None:
         split = symbiosis.from_executor(executor.endpoint)
         model = get_peft_model(split, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
         running = trainer(model, tmp_path / name, [symbiosis.SymbiosisCallback()])
+        both_are_ready.wait(60)
         running.train()
         next(remote_weights(model)).handle.session.close()  # or the other would wait for it
         sizes.extend(log["executor_mean_batch"] for log in running.state.log_history if "loss" in log)

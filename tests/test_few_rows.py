@@ -62,6 +62,12 @@ def test_a_formula_that_this_machine_lacks_is_not_chosen(monkeypatch: pytest.Mon
     assert all(missing is not formula for formulas in few._chosen.values() for formula in formulas)
 
 
+def test_weights_without_values_are_left_alone() -> None:
+    few = FewRows([torch.empty(0, 8), torch.empty(8, 0)])
+    assert few(torch.ones(2, 8), torch.empty(0, 8), None).shape == (2, 0)
+    assert few(torch.ones(2, 0), torch.empty(8, 0), None).tolist() == torch.zeros(2, 8).tolist()
+
+
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("biased", [True, False])
 def test_calls_that_run_together_get_their_own_rows(rows: int, biased: bool) -> None:

@@ -11,8 +11,8 @@ queue is ready:
 
 Among ready queues, priority goes first, but not being served raises it (`AGING_S`), and within one priority the sessions that
 have used the least of the executor, in steps of `SLACK_S`. So a session can delay another by one slice of `max_rows`, never
-starve it. Among equals, `opportunistic` serves those first who are furthest behind in the round of calls that models make
-again and again: so they catch up with the others, and go on together with them.
+starve it. Among equals, those are served first who are furthest behind in the round of calls that models make again and
+again: so they catch up with the others, and go on together with them.
 """
 
 from collections import deque
@@ -204,8 +204,10 @@ class Batcher:
         self._wake = inf
         queues = list(self._queues.values())
         room: dict[Hashable, int] = {}
-        if self.policy == "lockstep" and queues and not self._all_wait(now):
-            return None
+        if self.policy == "lockstep" and queues:
+            if not self._all_wait(now):
+                return None
+            room = self._room_behind(queues[0][0]) if len(queues) > 1 else room
         if self.policy == "opportunistic" and queues and not self._all_here(queues):
             due = self._due(now)
             queues = [queue for queue in queues if self._is_ready(queue, due.get(queue[0].key), now)]

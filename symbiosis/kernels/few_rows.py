@@ -48,7 +48,8 @@ class FewRows:
     def __init__(self, weights: Iterable[Tensor], tried: Sequence[int] = ROWS_TRIED) -> None:
         same: dict[Kind, list[Tensor]] = defaultdict(list)
         for weight in weights:
-            same[weight.shape, weight.dtype].append(weight)
+            if weight.numel():
+                same[weight.shape, weight.dtype].append(weight)
         self._most = max(tried)
         self._chosen = {kind: _choose(some, tried) for kind, some in same.items()}
 
