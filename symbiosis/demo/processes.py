@@ -84,10 +84,25 @@ class Child:
 
 
 @contextlib.contextmanager
+def whole() -> Iterator[None]:
+    """SIGTERM waits until this is over: a process that was started must be known, to be ended."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
 def executor(endpoint: str, folder: Path) -> Iterator[Child]:
     """`symbiosis-executor demo`, ready to be joined."""
-    child = Child("executor", ["-c", EXECUTOR, "demo", "--listen", endpoint], folder)
+    child = None
     try:
+        with whole():
+            child = Child("executor", ["-c", EXECUTOR, "demo", "--listen", endpoint], folder)
         deadline = time.monotonic() + START_S
         while child.still_runs() and not child.lines:
             if time.monotonic() > deadline:
@@ -95,7 +110,8 @@ def executor(endpoint: str, folder: Path) -> Iterator[Child]:
             time.sleep(0.05)
         yield child
     finally:
-        child.close()
+        if child:
+            child.close()
 
 
 @contextlib.contextmanager
@@ -104,7 +120,8 @@ def clients(arguments: dict[str, list[str]], folder: Path) -> Iterator[list[Chil
     started: list[Child] = []
     try:
         for name, words in arguments.items():
-            started.append(Child(name, words, folder))
+            with whole():
+                started.append(Child(name, words, folder))
         yield started
     finally:
         for child in started:
