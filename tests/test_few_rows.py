@@ -64,8 +64,8 @@ def test_a_formula_that_this_machine_lacks_is_not_chosen(monkeypatch: pytest.Mon
 
 def test_weights_without_values_are_left_alone() -> None:
     few = FewRows([torch.empty(0, 8), torch.empty(8, 0)])
-    assert few(torch.ones(2, 8), torch.empty(0, 8), None).shape == (2, 0)
-    assert few(torch.ones(2, 0), torch.empty(8, 0), None).tolist() == torch.zeros(2, 8).tolist()
+    assert few(torch.ones(2, 8), torch.empty(0, 8).t(), None).shape == (2, 0)
+    assert few(torch.ones(2, 0), torch.empty(8, 0).t(), None).tolist() == torch.zeros(2, 8).tolist()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 40])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ class RemoteSum(Tensor):
             delta = torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device).copy_(delta)
         return cls(weight.converted(dtype, None), delta)
 
-    def refuse_write(self, func: Any) -> None:
+    def refuse_write(self, func: Any) -> NoReturn:
         raise WeightWrite(
             f"{func} would change a sum with the remote weight {self.weight.handle.layer.name!r} in place, which only adding "
             f"can (at {call_site()}): write it without the in-place operation"

@@ -151,6 +151,8 @@ def _write(func: Any, written: list[Any], args: Any, kwargs: Any) -> Any:
     if isinstance(source, RemoteWeight) and source.is_same_view(weight):
         return weight  # set_ or copy_ from itself, as parametrize and load_state_dict do
     for one in written:
-        one.refuse_write(func) if isinstance(one, RemoteSum) else one.privatise(str(func))
+        if isinstance(one, RemoteSum):
+            one.refuse_write(func)
+        one.privatise(str(func))
     _on_values(func, args, kwargs)
     return None if isinstance(args[0], list | tuple) else weight

@@ -28,7 +28,6 @@ JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining tw
 SLACK_S = 0.05  # of use more than others that a session may have before it must let them go first
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
 ALONE_S = 0.1  # after this time in which nobody else called, a session is alone
-WORTH = 1.0  # of what joining saves: that much waiting is spent on it
 PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 
@@ -96,11 +95,9 @@ class Rhythm:
     follows: dict[Hashable, Hashable] = field(default_factory=dict)
     gap: dict[Hashable, float] = field(default_factory=dict)
     at: Hashable = None  # the call that this session waits for, or the last one that it made
-    next: Hashable = (
-        None  # ... and what follows on it, as far as is known: so long after the answer, which takes so long
-    )
-    pause: float = inf
-    answer_s: float = 0.0
+    next: Hashable = None  # ... and what follows on it, as far as is known
+    pause: float = inf  # so long after the answer
+    answer_s: float = 0.0  # which takes so long
     age: int = 0  # calls since the ring was looked at
     _ring: dict[Hashable, int] = field(default_factory=dict)
 
@@ -292,7 +289,7 @@ class Batcher:
                 and head.joinable
                 and head.left < self.join_below
                 and now < deadline
-                and expected - now < WORTH * self._cost.get(head.key, 0.0)
+                and expected - now < self._cost.get(head.key, 0.0)
             ):
                 self._wake = min(self._wake, latest, deadline)
             else:
@@ -385,7 +382,7 @@ def _worth_waiting(coming: list[Due], cost: float, now: float, deadline: float) 
         if expected > deadline:
             break
         until = max(until, latest)
-        gain = WORTH * number * cost - max(0.0, expected - now)
+        gain = number * cost - max(0.0, expected - now)
         if gain > best:
             best, wake = gain, min(until, deadline)
     return wake

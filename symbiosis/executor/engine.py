@@ -62,9 +62,7 @@ class Engine:
         self.stream = 0
         self._joined: Any = None
         self._pace: Pace | None = None
-        self._few_rows: FewRows | None = None
-        if self.device.type == "cpu":
-            self._few_rows = FewRows(store.linear_weights())
+        self._product_of_joined = FewRows(store.linear_weights()) if self.device.type == "cpu" else product
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()
@@ -197,9 +195,8 @@ class Engine:
             torch.cat([part.to(self.device) for part in parts])
             for parts in zip(*map(self._inputs, slices), strict=True)
         ]
-        for y_TN, outs in zip(
-            self._multiply_joined(call, x), zip(*map(self._outputs, slices), strict=True), strict=True
-        ):
+        y = self._multiply(call, x, forward=self._product_of_joined)
+        for y_TN, outs in zip(y, zip(*map(self._outputs, slices), strict=True), strict=True):
             for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
                 out_TN.copy_(part_TN)
 
@@ -216,26 +213,21 @@ class Engine:
         rows = work.payload[0] if op is Op.DGRAD else work.out
         return members(rows, work.widths) if work.widths and work.call.op is op else [rows]
 
-    def _multiply(self, call: Call, x: list[Tensor], out: list[Tensor] | None = None) -> list[Tensor]:
-        """One product for each layer, so that every one rounds as it would alone; gradients are added, the last one's first."""
+    def _multiply(
+        self, call: Call, x: list[Tensor], out: list[Tensor] | None = None, forward: Callable[..., Tensor] = product
+    ) -> list[Tensor]:
+        """One product for each layer, so that every one rounds as it would alone; gradients are added, the last one's first.
+        `forward`: how to multiply the rows of several calls, which need not round as each would alone."""
         matrices = [self._store.operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
         if call.op is not Op.DGRAD:
             biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
             outs: Sequence[Tensor | None] = out or [None] * len(matrices)
-            return [product(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
+            return [forward(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
         *others, (dy_TN, matrix) = zip(x, matrices, strict=True)
         dx_TK = product(dy_TN, matrix, None, out[0] if out else None)
         for dy_TN, matrix in reversed(others):
             dx_TK += product(dy_TN, matrix, None)
         return [dx_TK]
-
-    def _multiply_joined(self, call: Call, x: list[Tensor]) -> list[Tensor]:
-        """The same for rows of several calls, which need not round as each would alone."""
-        if self._few_rows is None or call.op is Op.DGRAD:
-            return self._multiply(call, x)
-        weights = [self._store.operand(layer, call.op, call.view, call.dtype).t() for layer in call.layers]
-        biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
-        return [self._few_rows(x[0], *parts) for parts in zip(weights, biases, strict=True)]
 
     def _together(self, call: Call, slices: list[Slice]) -> None:
         """The same for calls whose rows belong to groups of matrices, and for lookups."""

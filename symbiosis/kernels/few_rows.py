@@ -38,10 +38,10 @@ def by_onednn(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 
 
 class FewRows:
-    """The formula to use, by the shape of the weight and the number of rows.
+    """Takes the place of `product`: the formula to use, by the shape of the weight and the number of rows.
 
     >>> few = FewRows([torch.randn(64, 32) for _ in range(4)])
-    >>> few(torch.zeros(3, 32), torch.randn(64, 32), None).shape
+    >>> few(torch.zeros(3, 32), torch.randn(64, 32).t(), None).shape
     torch.Size([3, 64])
     """
 
@@ -53,7 +53,8 @@ class FewRows:
         self._most = max(tried)
         self._chosen = {kind: _choose(some, tried) for kind, some in same.items()}
 
-    def __call__(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    def __call__(self, x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: None = None) -> Tensor:
+        weight_NK = v_KN.t()
         chosen = self._chosen.get((weight_NK.shape, weight_NK.dtype))
         if chosen is None or len(x_TK) > self._most:
             return by_rows(x_TK, weight_NK, bias_N)

@@ -128,7 +128,7 @@ class Listener:
     def _admitted(self, peer: Peer | None, frame: zmq.Frame) -> str | None:
         """The tenant who sent this; none where there are no tenants."""
         tenant = self._door.tenant_of(frame) if self._door else None
-        if self._door and tenant is None or peer is not None and peer.tenant != tenant:
+        if (self._door and tenant is None) or (peer is not None and peer.tenant != tenant):
             if peer is not None:
                 self.drop(peer)
             raise CallError(Code.NOT_ALLOWED, "this executor does not serve the owner of this key any more")
