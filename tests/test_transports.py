@@ -290,6 +290,21 @@ def test_a_client_that_was_dropped_joins_again(url: str, serve: Callable) -> Non
     session.close()
 
 
+def test_a_peer_gone_in_the_middle_of_a_handshake_is_a_lost_connection() -> None:
+    """As an executor that restarts leaves it: the session must try again, not take it for a refusal."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def hang_up() -> None:
+            with server.accept()[0]:
+                pass
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        with pytest.raises(ConnectionLost, match="it is ending"):
+            transport.connect(f"tcp://127.0.0.1:{server.getsockname()[1]}", Hello(), 5.0)
+        thread.join()
+
+
 # ---------------------------------------------------------------- addresses
 
 

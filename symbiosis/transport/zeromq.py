@@ -38,9 +38,8 @@ from symbiosis.transport.curve import Address, Door, is_loopback
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_bytes, cut, tensor_at
 
-REFUSED_KEYS = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
 AT_ONCE = 64  # messages taken between two products
 COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
 
@@ -243,7 +242,7 @@ class TcpConnection:
         self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
         self._monitor: Any = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS | BROKEN_HANDSHAKE
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -293,13 +292,16 @@ class TcpConnection:
         if self._socket in ready:
             return self._socket.recv_multipart(copy=False)
         if self._monitor in ready:
-            if recv_monitor_message(self._monitor)["event"] & REFUSED_KEYS:
+            event = recv_monitor_message(self._monitor)["event"]
+            keys = f"{self._url}?server=EXECUTOR.pub&key=MINE.key"
+            if event & REFUSED_KEYS:
                 raise CallError(
                     Code.NOT_ALLOWED,
                     f"the executor at {self._url} did not let us in: its operator must have our .pub file among the tenants, and "
-                    f"the endpoint must read {self._url}?server=EXECUTOR.pub&key=MINE.key with the right files",
+                    f"the endpoint must read {keys} with the right files",
                 )
-            raise ConnectionLost(f"no executor at {self._url}: the connection broke")
+            why = f"it is ending, or the endpoint must read {keys}" if event & BROKEN_HANDSHAKE else "the connection broke"
+            raise ConnectionLost(f"no executor at {self._url}: {why}")
         raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
 
     def beat(self) -> None:
