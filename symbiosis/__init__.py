@@ -11,12 +11,16 @@ _WHERE = {
     "report": "symbiosis.client.wrap",
     "from_executor": "symbiosis.client.build",
     "capture": "symbiosis.client.capture",
+    "Noise": "symbiosis.client.noise",
+    "Split": "symbiosis.client.split",
     "SymbiosisCallback": "symbiosis.client.callback",
     "Executor": "symbiosis.executor.embedded",
     "SymbiosisError": "symbiosis.errors",
 }
 __all__ = [
     "Executor",
+    "Noise",
+    "Split",
     "SymbiosisCallback",
     "SymbiosisError",
     "capture",
@@ -31,6 +35,8 @@ if TYPE_CHECKING:
     from symbiosis.client.build import from_executor
     from symbiosis.client.callback import SymbiosisCallback
     from symbiosis.client.capture import capture
+    from symbiosis.client.noise import Noise
+    from symbiosis.client.split import Split
     from symbiosis.client.wrap import report, stats, unwrap, wrap
     from symbiosis.errors import SymbiosisError
     from symbiosis.executor.embedded import Executor

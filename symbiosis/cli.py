@@ -28,6 +28,8 @@ def executor(
     max_batch_tokens: Annotated[int | None, typer.Option(help="Most rows of one product. Default: 4096.")] = None,
     serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve. Repeatable. Default: all linear and expert layers but the output head.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
+    integers: Annotated[list[int] | None, typer.Option(help="Serve integers, too, for clients that hide what they send: by weights quantised to 8 or 16 bits. Repeatable.")] = None,
+    operator: Annotated[str | None, typer.Option(help="Who runs this executor: what is shared among two of them must not go to one operator.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics at http://127.0.0.1:PORT/metrics.")] = None,
     key: Annotated[str | None, typer.Option(help="This executor's .key file (symbiosis keygen): tcp:// is then encrypted, and for --tenants only.")] = None,
     tenants: Annotated[str | None, typer.Option(help="Folder with the .pub file of each tenant; read again when it changes.")] = None,

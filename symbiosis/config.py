@@ -29,6 +29,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batch_tokens: int = 4096
     serve: tuple[str, ...] = ()
     allow_read: bool = False
+    integers: tuple[int, ...] = ()
+    operator: str = ""
     metrics_port: int | None = None
     key: str | None = None
     tenants: str | None = None
@@ -46,6 +48,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
         if self.max_wait_us < 0:
             raise ConfigError(f"max-wait-us must not be negative, but is {self.max_wait_us}")
+        if not set(self.integers) <= {8, 16}:
+            raise ConfigError(f"integers names the bits of quantised weights, 8 or 16, not {self.integers}")
         if (self.key is None) != (self.tenants is None):
             raise ConfigError(
                 "key and tenants go together: the executor's own key, and the folder of those who may come in"
@@ -88,8 +92,8 @@ def read_config_file(file: Path) -> dict[str, object]:
 
 
 def _convert(values: dict[str, object]) -> Options:
-    for name in ("listen", "serve"):
-        if isinstance(values.get(name), str):
+    for name in ("listen", "serve", "integers"):
+        if isinstance(values.get(name), str | int):
             values[name] = (values[name],)
     try:
         return msgspec.convert(values, Options)

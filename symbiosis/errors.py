@@ -38,6 +38,7 @@ class Code(IntEnum):
     INTERNAL = 16
     GROW = 17  # not an error: the reply needs more shared memory
     NOT_ALLOWED = 18
+    WRONG_ANSWER = 19
 
 
 class SymbiosisError(Exception):

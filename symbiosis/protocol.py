@@ -26,7 +26,7 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
-VERSION = 2
+VERSION = 3
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 5  # of a convolution over video, which a client may read
@@ -36,6 +36,8 @@ LONGEST_TEXT = 1024  # bytes of the text that says why a call was refused
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
 FLOATS = frozenset(("float32", "bfloat16", "float16", "float64"))
+WEIGHT_BITS = {"int32": 8, "int64": 16}  # of the weights by which integers modulo 2^32 or 2^64 are multiplied
+SEED_BYTES = 32
 _DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 
 
@@ -79,6 +81,9 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
     A group's members take the same rows. What each of them makes of T rows is T rows of its own width, and in memory these lie
     one member after another: that is the reply to a FORWARD and the payload of a DGRAD, of shape (T, all widths). The reply to
     a DGRAD is the sum of the members' gradients, the last member's first, as autograd adds them.
+
+    Rows of integers (int32, int64) are multiplied modulo 2^32 or 2^64 by the layer's weights, quantised to `WEIGHT_BITS`. Where
+    `seeded`, they are not sent: the payload is the key of the keystream that they are.
     """
 
     op: Op
@@ -91,6 +96,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
     groups: int = 0
     gradient: bool = False  # made by a backward pass, where infinities are no mistake (loss scaling)
     also: tuple[int, ...] = ()  # the other layers of a group
+    seeded: bool = False
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -98,7 +104,13 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
 
     @property
     def payload_dtype(self) -> str:
+        if self.seeded:
+            return "uint8"
         return "int64" if self.op is Op.LOOKUP else self.dtype
+
+    @property
+    def payload_shape(self) -> tuple[int, ...]:
+        return (SEED_BYTES,) if self.seeded else self.shape
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -119,7 +131,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
 def _parts(call: Call) -> tuple[int, ...]:
     if call.op in _NO_PAYLOAD:
         return ()
-    rows = prod(call.shape) * ITEMSIZE[call.payload_dtype]
+    rows = prod(call.payload_shape) * ITEMSIZE[call.payload_dtype]
     return (rows, 4 * call.groups) if call.groups else (rows,)
 
 
@@ -149,8 +161,8 @@ _NO_PAYLOAD = frozenset((Op.READ, Op.NORMS, Op.STATS))
 _OPS = {int(op): op for op in Op}
 _PRIORITIES = {int(p): p for p in Priority}
 _CODES = {int(c): c for c in Code}
-_FLAG_BIAS, _FLAG_VIEW, _FLAG_GRADIENT = 1, 2, 4
-_ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT
+_FLAG_BIAS, _FLAG_VIEW, _FLAG_GRADIENT, _FLAG_SEEDED = 1, 2, 4, 8
+_ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT | _FLAG_SEEDED
 # magic, version, seq
 _HEAD = struct.Struct("<4sH2xQ")
 # op, flags, dtype, priority, dims, view dims, other layers | layer, groups, other layers | shape | view size, stride, offset
@@ -174,7 +186,8 @@ def encode_call(call: Call, seq: int) -> bytes:
 def call_body(call: Call) -> bytes:
     """What a call's header says besides its number."""
     size, stride, offset = call.view if call.view is not None else ((), (), 0)
-    flags = call.bias * _FLAG_BIAS | (call.view is not None) * _FLAG_VIEW | call.gradient * _FLAG_GRADIENT
+    flags = call.bias * _FLAG_BIAS | (call.view is not None) * _FLAG_VIEW
+    flags |= call.gradient * _FLAG_GRADIENT | call.seeded * _FLAG_SEEDED
     return _CALL.pack(
         call.op, flags, _DTYPE_CODE[call.dtype], call.priority, len(call.shape), len(size), len(call.also),
         call.layer, call.groups, *_pad(call.also, MAX_GROUP - 1), *_pad(call.shape), *_pad(size), *_pad(stride), offset,
@@ -209,8 +222,10 @@ def parse_call_body(body: bytes) -> Call:
         raise ProtocolError(Code.BAD_SHAPE, f"a shape has at most {MAX_DIM} dimensions of at most 2^63 - 1")
     shape, size, stride = (tuple(sizes[at : at + n]) for at, n in ((0, dims), (MAX_DIM, vdims), (2 * MAX_DIM, vdims)))
     view = View(size, stride, offset) if flags & _FLAG_VIEW else None
-    bias, gradient = bool(flags & _FLAG_BIAS), bool(flags & _FLAG_GRADIENT)
-    return Call(_OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient, also)
+    bias, gradient, seeded = (bool(flags & flag) for flag in (_FLAG_BIAS, _FLAG_GRADIENT, _FLAG_SEEDED))
+    return Call(
+        _OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient, also, seeded
+    )
 
 
 def encode_reply(reply: Reply) -> bytes:
@@ -284,7 +299,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The executor accepts: what it serves, under which limits."""
+    """The executor accepts: what it serves, under which limits; for integers, too, by weights of so many bits; and who runs it."""
 
     session: int
     fingerprint: str
@@ -296,6 +311,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     heartbeat_s: float
     executor: str
     slab_bytes: int = 0
+    integers: tuple[int, ...] = ()
+    operator: str = ""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

@@ -60,9 +60,21 @@ ALLOWED = {
     "fingerprint": {"protocol"},
     "mps": {"config", "errors"},
     "keys": {"errors"},
+    "keystream": set[str](),
     "transport": {"errors", "keys", "protocol", "transport"},
-    "client": {"client", "config", "errors", "fingerprint", "protocol", "transport"},
-    "executor": {"config", "errors", "executor", "fingerprint", "kernels", "keys", "mps", "protocol", "transport"},
+    "client": {"client", "config", "errors", "fingerprint", "kernels", "keystream", "protocol", "transport"},
+    "executor": {
+        "config",
+        "errors",
+        "executor",
+        "fingerprint",
+        "kernels",
+        "keys",
+        "keystream",
+        "mps",
+        "protocol",
+        "transport",
+    },
 }
 
 

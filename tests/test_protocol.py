@@ -173,7 +173,7 @@ OP, FLAGS, DTYPE, PRIORITY, DIMS, VIEW_DIMS = range(HEAD_SIZE, HEAD_SIZE + 6)
     ("decode", "frame", "at", "value", "code"),
     [
         (decode_call, CALL, OP, len(Op), Code.UNKNOWN_OP),
-        (decode_call, CALL, FLAGS, 8, Code.BAD_FRAME),
+        (decode_call, CALL, FLAGS, 16, Code.BAD_FRAME),
         (decode_call, CALL, DTYPE, len(DTYPES), Code.BAD_FRAME),
         (decode_call, CALL, PRIORITY, len(Priority), Code.BAD_FRAME),
         (decode_call, CALL, DIMS, MAX_DIM + 1, Code.BAD_SHAPE),

@@ -17,10 +17,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.client.noise import Noise
 from symbiosis.client.peft_methods import support_peft_methods
+from symbiosis.client.private import Plain, Privacy, PrivateSession
 from symbiosis.client.remote_view import Handle
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session, Stats
+from symbiosis.client.verify import Proofs
 from symbiosis.client.virt_layer import VirtConv1D, VirtLinear
 from symbiosis.config import default_endpoint
 from symbiosis.errors import WrapError
@@ -67,6 +70,8 @@ def wrap(
     layers: Sequence[str] | str | None = None,
     priority: str | None = None,
     exact: bool = True,
+    privacy: Privacy | str | None = None,
+    verify: bool = False,
 ) -> Model:
     """Let an executor compute the frozen layers of `model`. In place; before or after `get_peft_model`.
 
@@ -76,6 +81,9 @@ def wrap(
         priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.
         exact: Whether gradients are to be the unsplit model's, bit for bit. Without it the gradients of layers that share
             their input (q/k/v, gate/up) are one call instead of several, and are added in another order.
+        privacy: What the executor's operator must not see: `symbiosis.Split(OTHER_ENDPOINT)` or `symbiosis.Pads(FILE)` hide
+            everything but lengths and times, `symbiosis.Noise()` (or "noise") only obscures; default: nothing is hidden.
+        verify: Whether every answer is tested by a secret projection, so that a wrong one is an error.
 
     >>> from transformers import AutoModelForCausalLM
     >>> import symbiosis
@@ -86,7 +94,7 @@ def wrap(
     ...     symbiosis.stats(model).calls
     0
     """
-    session = Session(endpoint or default_endpoint(), _priority(priority), exact=exact)
+    session = _session(endpoint or default_endpoint(), privacy, verify, _priority(priority), exact)
     try:
         report = attach(model, session, [layers] if isinstance(layers, str) else layers)
     except BaseException:
@@ -106,6 +114,9 @@ def attach(
     if next(remote_weights(model), None) is not None:
         raise WrapError("this model is wrapped already: symbiosis.unwrap(model) first")
     plan, report = plan_wrap(model, session.manifest, patterns)
+    private = session if isinstance(session, PrivateSession) else None
+    if private:
+        plan = _without_the_private(model, plan, report, session.manifest)
     if not plan:
         raise WrapError(_nothing_matches(session, patterns))
     if device is None:
@@ -114,12 +125,45 @@ def attach(
     if any(layer.kind == "tensor" for layer in session.manifest):
         _gather_no_experts(model)
     support_peft_methods()
-    biases = {layer.name: layer.digest for layer in session.manifest if layer.name.endswith(".bias")}
+    biases = {layer.name: layer.digest for layer in session.manifest if layer.name.endswith(".bias") and not private}
     for places, index in plan:
+        if private:
+            private.learn(index, _parameter(places[0]).detach())
         replace(places, Handle(session, index, session.manifest[index]), biases, device)
     _ignore_in_ddp(model)
     model._symbiosis_report = report  # type: ignore[assignment]
     return report
+
+
+def _without_the_private(
+    model: nn.Module, plan: list[tuple[list[Place], int]], report: Report, manifest: Sequence[Layer]
+) -> list[tuple[list[Place], int]]:
+    """Only layers whose rows can be masked: not embeddings and experts, nor the head, whose gradient shows the labels."""
+    root = base_model(model)
+    head = root.get_output_embeddings() if isinstance(root, PreTrainedModel) else None
+    kept = []
+    for places, index in plan:
+        layer = manifest[index]
+        if layer.kind in ("linear", "conv1d") and all(place.owner is not head for place in places):
+            kept.append((places, index))
+        else:
+            report.wrapped.remove(layer.name)
+            report.kept[layer.name] = "private"
+    return kept
+
+
+def _session(
+    endpoint: str, privacy: Privacy | str | None, verify: bool, priority: Priority | None, exact: bool
+) -> Session:
+    if privacy is None and not verify:
+        return Session(endpoint, priority, exact=exact)
+    if isinstance(privacy, str):
+        if privacy != "noise":
+            raise WrapError(
+                f"privacy={privacy!r}: write symbiosis.Split(ENDPOINT), symbiosis.Pads(FILE) or symbiosis.Noise()"
+            )
+        privacy = Noise()
+    return PrivateSession(endpoint, privacy or Plain(), Proofs() if verify else None, priority=priority, exact=exact)
 
 
 def plan_wrap(

@@ -45,7 +45,7 @@ def shared_gpu(options: Options) -> Iterator[None]:
 
 def load_and_serve(model_name: str, options: Options) -> None:
     """Prints one line when it is ready."""
-    store = Store(load_model(model_name, options.dtype, options.device), options.serve)
+    store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
     gc.collect()
     server = Server(store, options)
     server.listen(options.listen or (default_endpoint(),))

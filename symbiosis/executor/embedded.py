@@ -33,7 +33,7 @@ class Executor:
             raise ConfigError("mps is for symbiosis-executor: a program must join MPS before it initialises CUDA")
         if isinstance(model, str):
             model = load_model(model, chosen.dtype, chosen.device)
-        self.server = Server(Store(model, chosen.serve), chosen)
+        self.server = Server(Store(model, chosen.serve, chosen.integers), chosen)
         self.server.listen(chosen.listen or (f"inproc://executor-{next(_numbers)}",))
         self._thread = threading.Thread(target=self.server.run, name="symbiosis-executor", daemon=True)
         self._thread.start()

@@ -21,8 +21,9 @@ from symbiosis.executor.log import log
 from symbiosis.executor.store import Store
 from symbiosis.kernels.few_rows import FewRows
 from symbiosis.kernels.grouped import grouped, merge
+from symbiosis.kernels.integers import modular_product
 from symbiosis.kernels.product import product
-from symbiosis.protocol import BY_ROWS, LONGEST_TEXT, Call, Op, Reply
+from symbiosis.protocol import BY_ROWS, LONGEST_TEXT, WEIGHT_BITS, Call, Op, Reply
 from symbiosis.transport.base import Peer
 from symbiosis.transport.tensors import TORCH_DTYPE, members
 
@@ -219,14 +220,17 @@ class Engine:
         """One product for each layer, so that every one rounds as it would alone; gradients are added, the last one's first.
         `forward`: how to multiply the rows of several calls, which need not round as each would alone."""
         matrices = [self._store.operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
+        multiply: Callable[..., Tensor] = product
+        if call.dtype in WEIGHT_BITS:
+            multiply = forward = modular_product
         if call.op is not Op.DGRAD:
             biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
             outs: Sequence[Tensor | None] = out or [None] * len(matrices)
             return [forward(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
         *others, (dy_TN, matrix) = zip(x, matrices, strict=True)
-        dx_TK = product(dy_TN, matrix, None, out[0] if out else None)
+        dx_TK = multiply(dy_TN, matrix, None, out[0] if out else None)
         for dy_TN, matrix in reversed(others):
-            dx_TK += product(dy_TN, matrix, None)
+            dx_TK += multiply(dy_TN, matrix, None)
         return [dx_TK]
 
     def _together(self, call: Call, slices: list[Slice]) -> None:

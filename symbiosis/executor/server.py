@@ -21,6 +21,7 @@ from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_values
 from symbiosis.keys import Keyring
+from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
@@ -151,6 +152,7 @@ class Server:
         return Welcome(
             number, self.store.fingerprint, self.store.manifest, self.store.config_json, self.store.model_class,
             self.limits, self.options.allow_read, self.options.heartbeat_s, f"{platform.node()}:{os.getpid()}",
+            integers=self.options.integers, operator=self.options.operator,
         )  # fmt: skip
 
     def _admit(self, hello: Hello) -> None:
@@ -198,6 +200,8 @@ class Server:
             raise
 
     def prepare(self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
+        if call.seeded:
+            raise CallError(Code.UNKNOWN_OP, "a seed is sent with each call, and cannot be registered")
         plan = self._plan(call)
         work = Work(peer, 0, call, payload, out, plan.widths, plan, number)
         self.engine.place(work)
@@ -232,6 +236,8 @@ class Server:
             raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
         plan = self._plan(call)
         check_values(call, payload, self.store, self.options)
+        if call.seeded:
+            payload = (keystream(payload[0].numpy().tobytes(), call.shape, TORCH_DTYPE[call.dtype]),)  # type: ignore[arg-type]
         out = peer.out(call, plan.shape)
         if out is None:
             out = torch.empty(plan.shape, dtype=TORCH_DTYPE[call.dtype])

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.fingerprint import digest, model_fingerprint
-from symbiosis.protocol import MAX_DIM, Layer, Op, View
+from symbiosis.kernels.integers import quantise
+from symbiosis.protocol import MAX_DIM, WEIGHT_BITS, Layer, Op, View
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
@@ -23,7 +24,7 @@ class Store:
     gradient shows the labels, and where it is tied to the embedding the client holds it anyway.
     """
 
-    def __init__(self, model: nn.Module, serve: Sequence[str] = ()) -> None:
+    def __init__(self, model: nn.Module, serve: Sequence[str] = (), integers: Sequence[int] = ()) -> None:
         model.requires_grad_(False)
         config: Any = getattr(model, "config", None)
         self.config_json: str = config.to_json_string(use_diff=False) if config is not None else "{}"
@@ -42,6 +43,7 @@ class Store:
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
         self.on_gpu = any(weight.is_cuda for weight in self.weights)
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
+        self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._linear() for bits in integers}
 
     def _add(self, name: str, kind: str, weight: Tensor, bias: Tensor | None, sha: str) -> None:
         self.weights.append(weight)
@@ -51,6 +53,17 @@ class Store:
 
     def served(self) -> list[Layer]:
         return [layer for layer in self.manifest if layer.kind in SERVED_KINDS]
+
+    def _linear(self) -> list[int]:
+        """Numbers of the served layers that are matrices by which rows are multiplied."""
+        return [number for number, layer in enumerate(self.manifest) if layer.kind in ("linear", "conv1d")]
+
+    def _quantised(self, layer: int, bits: int) -> Tensor:
+        return quantise(self.matrix(layer, Op.FORWARD, None), bits)[0]
+
+    def offers(self, layer: int, bits: int) -> bool:
+        """Whether integers are multiplied by this layer's weights of so many bits."""
+        return (layer, bits) in self._digits
 
     def linear_weights(self) -> list[Tensor]:
         """Those that are served."""
@@ -69,7 +82,10 @@ class Store:
         return int(self.matrix(layer, Op.FORWARD, None).shape[-1])
 
     def operand(self, layer: int, op: Op, view: View | None, dtype: str) -> Tensor:
-        """`matrix`, cast to the dtype of the call as autocast would; the cast lives for one product."""
+        """`matrix`, cast to the dtype of the call as autocast would; the cast lives for one product. For integers: its digits."""
+        if dtype in WEIGHT_BITS:
+            digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
+            return digits_DKN if op is Op.FORWARD else digits_DKN.transpose(1, 2)
         return self.matrix(layer, op, view).to(TORCH_DTYPE[dtype])
 
     def bias(self, layer: int, dtype: str) -> Tensor | None:

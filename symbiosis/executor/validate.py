@@ -8,7 +8,7 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.store import Store
-from symbiosis.protocol import FLOATS, ITEMSIZE, Call, Layer, Op
+from symbiosis.protocol import FLOATS, ITEMSIZE, WEIGHT_BITS, Call, Layer, Op
 
 _CHECKED = frozenset((Op.FORWARD, Op.PRODUCT, Op.LEFT, Op.GROUPED))
 
@@ -16,6 +16,8 @@ _CHECKED = frozenset((Op.FORWARD, Op.PRODUCT, Op.LEFT, Op.GROUPED))
 def reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
     """The shape of the reply to `call`; `CallError` with what to change if the call is wrong."""
     options.limits.check(call)
+    if call.seeded:
+        _check_seeded(call, options)
     if call.also:
         shape = _group_reply_shape(call, store, options)
     else:
@@ -23,6 +25,13 @@ def reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
     if prod(shape) * ITEMSIZE[call.dtype] > options.max_call_bytes:
         raise CallError(Code.TOO_LARGE, f"the reply {shape} exceeds {options.max_call_bytes} bytes: send fewer rows")
     return shape
+
+
+def _check_seeded(call: Call, options: Options) -> None:
+    """What the seed grows into must be rows that could have been sent."""
+    if call.dtype not in WEIGHT_BITS or len(call.shape) != 2:
+        raise CallError(Code.BAD_DTYPE, f"a seed stands for rows of integers, not for {call.shape} of {call.dtype}")
+    options.limits.check(replace(call, seeded=False))
 
 
 def _group_reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
@@ -61,10 +70,22 @@ def _layer_reply_shape(call: Call, store: Store, options: Options) -> tuple[int,
     if layer.kind == "client":
         raise CallError(Code.UNKNOWN_LAYER, f"{layer.name} is not served: it belongs to the client")
     if call.dtype not in FLOATS:
-        raise CallError(Code.BAD_DTYPE, f"{layer.name}: rows must be floating point, not {call.dtype}")
+        _check_integers(call, layer, store)
     if call.bias and (call.op is not Op.FORWARD or not layer.bias):
         raise CallError(Code.UNKNOWN_OP, f"{layer.name} has no bias to add in {call.op.name}")
     return _SHAPES[call.op](call, layer, store)
+
+
+def _check_integers(call: Call, layer: Layer, store: Store) -> None:
+    bits = WEIGHT_BITS.get(call.dtype)
+    if bits is None or call.op not in (Op.FORWARD, Op.DGRAD):
+        raise CallError(Code.BAD_DTYPE, f"{layer.name}: {call.op.name} takes rows of floating point, not {call.dtype}")
+    if call.bias or not store.offers(call.layer, bits):
+        raise CallError(
+            Code.BAD_DTYPE,
+            f"{layer.name}: this executor does not multiply {call.dtype} by it. For linear layers, without bias, it "
+            f"would: start it with --integers {bits}",
+        )
 
 
 def _rows_by_matrix(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
@@ -139,6 +160,8 @@ def check_values(call: Call, payload: tuple[Tensor, ...], store: Store, options:
         if ends != sorted(ends) or ends[0] < 0 or ends[-1] > call.rows:
             raise CallError(Code.BAD_SHAPE, f"group ends must rise from 0 to at most {call.rows}")
         payload = (payload[0][: ends[-1]],)
+    if call.dtype in WEIGHT_BITS:
+        return
     if call.op in _CHECKED and options.non_finite == "refuse" and not call.gradient and not _finite(payload[0]):
         raise CallError(
             Code.NON_FINITE,

@@ -102,7 +102,7 @@ class InprocConnection:
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
         if payload:
-            payload = (payload[0].reshape(call.shape).contiguous(), *payload[1:])
+            payload = (payload[0].reshape(call.payload_shape).contiguous(), *payload[1:])
         self._listener.post(self._peer, (seq, call, payload))
         answer = self._next(timeout)
         assert isinstance(answer, tuple) and answer[0].seq == seq

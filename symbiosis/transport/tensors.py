@@ -51,7 +51,7 @@ def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
         )
     if not call.parts:
         return ()
-    rows = tensor_at(memory, 0, call.payload_dtype, call.shape)
+    rows = tensor_at(memory, 0, call.payload_dtype, call.payload_shape)
     if not call.groups:
         return (rows,)
     return rows, tensor_at(memory, call.nbytes - 4 * call.groups, "int32", (call.groups,))

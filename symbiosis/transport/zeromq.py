@@ -210,7 +210,7 @@ def _payload(call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
     sizes = tuple(map(len, frames))
     if sizes != call.parts:
         raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts} bytes, {sizes[:3]} came")
-    kinds = ((call.payload_dtype, call.shape), ("int32", (call.groups,)))
+    kinds = ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,)))
     return tuple(_tensor(frame, dtype, shape) for frame, (dtype, shape) in zip(frames, kinds, strict=False))
 
 
@@ -300,7 +300,11 @@ class TcpConnection:
                     f"the executor at {self._url} did not let us in: its operator must have our .pub file among the tenants, and "
                     f"the endpoint must read {keys} with the right files",
                 )
-            why = f"it is ending, or the endpoint must read {keys}" if event & BROKEN_HANDSHAKE else "the connection broke"
+            why = (
+                f"it is ending, or the endpoint must read {keys}"
+                if event & BROKEN_HANDSHAKE
+                else "the connection broke"
+            )
             raise ConnectionLost(f"no executor at {self._url}: {why}")
         raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
 

@@ -1,0 +1,65 @@
+"""Rows of floating point as integers and back, so that products with them can be exact, and masked.
+
+A layer's weights are about `q * unit`: `q` of 8 or 16 bits, a unit for each output (`kernels.integers.quantise`). A row is about
+`x_int * step`, with a step for each row. The step is chosen so that `|x_int| * |q| < 2^(k-1)` for every column of q; therefore,
+by Cauchy and Schwarz, no sum leaves the range of k bits, whatever the values are. Units and steps stay with the client.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from symbiosis.kernels.integers import BLOCK, quantise
+from symbiosis.protocol import WEIGHT_BITS
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+INTEGERS = {
+    bits: TORCH_DTYPE[name] for name, bits in WEIGHT_BITS.items()
+}  # the dtype of rows, by the bits of the weights
+# What is left is for rounding: it adds at most sqrt(K)/2 to the norm of a row, and with less than 2^17 columns that is less.
+NEARLY = 0.98
+SMALLEST = 1e-290
+
+
+class Quantum(NamedTuple):
+    """What a client knows of a quantised layer: its units, and the largest norms of a column and of a row of `q`."""
+
+    unit_N: Tensor
+    column: float
+    row: float
+
+    @classmethod
+    def of(cls, v_KN: Tensor, bits: int) -> "Quantum":
+        """`v_KN`: what rows are multiplied by in the forward pass."""
+        units, columns, rows = [], [], torch.zeros(len(v_KN), dtype=torch.float64)
+        for v in v_KN.split(max(1, BLOCK // len(v_KN)), dim=-1):
+            digits_DKN, unit_N = quantise(v, bits)
+            squares_KN = sum(d.double() * 256**place for place, d in enumerate(digits_DKN)).square_()  # type: ignore[union-attr]
+            units.append(unit_N.cpu())
+            columns.append(squares_KN.sum(0).max().sqrt().item())
+            rows += squares_KN.sum(1).cpu()
+        return cls(torch.cat(units), max(1.0, *columns), max(1.0, rows.max().sqrt().item()))
+
+
+def to_integers(x_TK: Tensor, norm: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows as integers, and the step of each; `norm`: the largest of what they will be multiplied by.
+
+    Rows that are not finite become zeros with a step that is not a number, and so does what is made of them.
+
+    >>> x_int, step = to_integers(torch.tensor([[3.0, -4.0], [torch.inf, 1.0]]), 127.0, torch.int32)
+    >>> [round(value, 4) for value in (x_int[0] * step[0]).tolist()], x_int[1].tolist(), step[1].item()
+    ([3.0, -4.0], [0, 0], nan)
+    """
+    x_TK = x_TK.double()
+    most = NEARLY * torch.iinfo(dtype).max / norm
+    step_T1 = (torch.linalg.vector_norm(x_TK, dim=1, keepdim=True) / most).clamp_min(SMALLEST)
+    finite = step_T1.isfinite()
+    integers = (x_TK / step_T1).round_().where(finite, 0.0).to(dtype)
+    return integers, step_T1.where(finite, torch.nan)
+
+
+def to_floats(y_TN: Tensor, step_T1: Tensor, unit_N: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """What integers are worth, in `dtype`."""
+    worth = y_TN.double() * step_T1
+    return (worth if unit_N is None else worth * unit_N).to(dtype)

@@ -1,0 +1,208 @@
+"""Sessions whose rows never leave as they are: what is sent instead, and how the answer is made of what comes back.
+
+A *level* masks rows: `Noise` (floating point), `Split` and `Pads` (integers modulo 2^k). It learns every layer before `wrap` takes
+the weights away. Calls that would carry a client's values in another way are refused.
+"""
+
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from symbiosis.client.fixed_point import INTEGERS, Quantum, to_floats, to_integers
+from symbiosis.client.groups import Member
+from symbiosis.client.session import Session, _rows_call
+from symbiosis.client.verify import Proofs
+from symbiosis.errors import CallError, Code, WrapError
+from symbiosis.protocol import Call, Op, Priority
+from symbiosis.transport import Connection
+from symbiosis.transport.tensors import Shapes
+
+Group = tuple[Member, ...]
+
+
+class Level(Protocol):
+    """A way to hide rows."""
+
+    def open(self, session: "PrivateSession") -> None:
+        """The session has joined: check that its executor can do what this level needs."""
+        ...
+
+    def learn(self, number: int, v_KN: Tensor) -> None:
+        """Layer `number` multiplies rows by this. Called for each layer before the first call."""
+        ...
+
+    def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
+        """What each member makes of the rows (on the CPU), without its bias."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Privacy(Protocol):
+    """What the user says: which level, with which options."""
+
+    def level(self, proofs: Proofs | None) -> Level: ...
+
+
+class Plain:
+    """Rows as they are, for clients that want to have their answers proved."""
+
+    def __init__(self, proofs: Proofs | None = None) -> None:
+        self.proofs = proofs
+
+    def level(self, proofs: Proofs | None) -> "Plain":
+        return Plain(proofs)
+
+    def open(self, session: "PrivateSession") -> None:
+        self._session = session
+
+    def learn(self, number: int, v_KN: Tensor) -> None:
+        if self.proofs is not None:
+            self.proofs.learn_floats(number, v_KN)
+
+    def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
+        call, _, shapes = _rows_call(op, group, x_TK.dtype, x_TK.shape, priority)
+        return asked(self._session, self.proofs, call, (x_TK,), shapes, x_TK)
+
+    def close(self) -> None:
+        pass
+
+
+class Pinned(Session):
+    """A session for one operator's executors only."""
+
+    operator: str | None = None
+
+    def _connected(self) -> Connection:
+        connection = super()._connected()
+        operator = connection.welcome.operator
+        if self.operator not in (None, operator):
+            self._disconnect()
+            raise CallError(
+                Code.NOT_ALLOWED,
+                f"{self.endpoint} is now run by {operator!r}, and this session's share of the rows is for {self.operator!r} only",
+            )
+        self.operator = operator
+        return connection
+
+    def ask(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> list[Tensor]:
+        """Send what is masked by now; again, byte by byte the same, if no answer comes."""
+        return self._answer(call, payload, shapes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise WrapError("a private session keeps secrets of this process: wrap the model in each process by itself")
+
+
+class PrivateSession(Pinned):
+    """A session that sends what its level makes of the rows."""
+
+    def __init__(self, endpoint: str, privacy: Privacy, proofs: Proofs | None = None, **options: Any) -> None:
+        super().__init__(endpoint, **options)
+        self.level = privacy.level(proofs)
+        try:
+            self.level.open(self)
+        except BaseException:
+            super().close()
+            raise
+
+    def learn(self, layer: int, weight: Tensor) -> None:
+        """What must be known of a layer before its weight is given away."""
+        self.level.learn(layer, weight.t() if self.manifest[layer].kind == "linear" else weight)
+
+    def rows(self, op: Op, group: Group, x: Tensor, priority: Priority) -> list[Tensor]:
+        x_TK = x.detach().reshape(-1, x.shape[-1]).cpu()
+        results = self.level.rows(op, group, x_TK, priority)
+        return [y.to(x.device, x.dtype).view(*x.shape[:-1], -1) for y in results]
+
+    def call(self, op: Op, layer: int, x: Tensor | None = None, **words: Any) -> Tensor:
+        """As of any session, where it can be done by masked rows or carries nothing of the client's."""
+        if x is None:
+            return super().call(op, layer, **words)
+        if op not in (Op.FORWARD, Op.DGRAD) or words.get("view") is not None or words.get("bias"):
+            self._refuse(op, layer)
+        layers = (layer, *words.get("also", ()))
+        width = self.width(layer, op)
+        parts = x.split([self.width(n, Op.FORWARD) for n in layers], dim=-1) if op is Op.DGRAD else [x]
+        priority = words.get("priority", Priority.PREFILL)
+        results = [
+            self.rows(op, (Member(n, width, False),), part, priority)[0] for n, part in zip(layers, parts, strict=True)
+        ]
+        return torch.stack(results).sum(0) if len(results) > 1 else results[0]
+
+    def width(self, layer: int, op: Op) -> int:
+        """Of a row that `op` on `layer` makes."""
+        told = self.manifest[layer]
+        outputs_first = told.kind == "linear"
+        return told.shape[0 if outputs_first == (op is Op.FORWARD) else 1]
+
+    def _refuse(self, op: Op, layer: int) -> NoReturn:
+        raise CallError(
+            Code.NOT_ALLOWED,
+            f"{self.name(layer)}: {op.name} would send rows that are not masked. With privacy= a client can use methods that "
+            "need a layer's output and gradient only; keep this layer on the client (wrap's layers=) for others",
+        )
+
+    def close(self) -> None:
+        self.level.close()
+        super().close()
+
+
+def asked(
+    session: Pinned, proofs: Proofs | None, call: Call, sent: tuple[Tensor, ...], shapes: Shapes, rows: Tensor
+) -> list[Tensor]:
+    """The executor's answer, proved if that is wanted; `rows`: what was sent, or what the seed stands for."""
+    results = session.ask(call, sent, shapes)
+    if proofs is not None:
+        for layer, y_TN in zip(call.layers, results, strict=True):
+            proofs.check(session, call.op, layer, rows, y_TN)
+    return results
+
+
+class IntegerLevel:
+    """Rows as integers modulo 2^k; how they are hidden is for `masked` to say.
+
+    What `masked` makes is what the executor's weights, quantised, make of the integers: the masks leave nothing behind.
+    """
+
+    def __init__(self, bits: int, proofs: Proofs | None) -> None:
+        self.bits, self.dtype, self.proofs = bits, INTEGERS[bits], proofs
+        self._layers: dict[int, Quantum] = {}
+
+    def learn(self, number: int, v_KN: Tensor) -> None:
+        self._layers[number] = Quantum.of(v_KN, self.bits)
+        if self.proofs is not None:
+            self.proofs.learn_integers(number, v_KN, self.bits)
+
+    def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
+        known = [self._layers[member.layer] for member in group]
+        if op is Op.DGRAD:
+            x_TK = x_TK * known[0].unit_N
+            norm = known[0].row
+            units: list[Tensor | None] = [None]
+        else:
+            norm = max(layer.column for layer in known)
+            units = [layer.unit_N for layer in known]
+        x_int, step_T1 = to_integers(x_TK, norm, self.dtype)
+        results = self.masked(op, group, x_int, priority)
+        return [to_floats(y_TN, step_T1, unit_N, torch.float32) for y_TN, unit_N in zip(results, units, strict=True)]
+
+    def masked(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
+        raise NotImplementedError
+
+    def call_for(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> tuple[Call, Shapes]:
+        call, _, shapes = _rows_call(op, group, self.dtype, x_TK.shape, priority)
+        return call, shapes
+
+    def needs(self, session: Pinned) -> None:
+        """The executor must serve integers."""
+        if self.bits not in session.welcome.integers:
+            raise WrapError(
+                f"{session.endpoint} does not serve integers by weights of {self.bits} bits: its operator must start it with "
+                f"--integers {self.bits}"
+            )
+
+
+def checked_bits(bits: int) -> None:
+    if bits not in INTEGERS:
+        raise WrapError(f"weights are quantised to 8 or 16 bits, not to {bits}")

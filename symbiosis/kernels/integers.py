@@ -1,0 +1,108 @@
+"""Products of integers modulo 2^32 or 2^64 with frozen weights of 8 or 16 bits: exact, in whatever order they are summed.
+
+Rows and weights are taken apart into signed digits of 8 bits, the digits are multiplied as bytes into 32-bit sums, and the sums are
+put together with shifts that wrap. For rows of 32 bits and weights of 8 bits that is one product of four times as many rows.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+LONGEST = 1 << 17  # terms of a sum of products of digits that surely fits into 32 bits: fewer than this
+LARGEST = {8: 127, 16: 127 * 256 + 127}  # the largest weight that one digit holds, or two
+BLOCK = 1 << 24  # weights that are quantised at once
+FEW = 32  # rows that CUDA's product of bytes takes at least
+
+
+def quantise(v_KN: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """The weights as digits (int8, D x K x N, the lowest first) and what one unit is worth in each of the N columns.
+
+    Anybody who has the weights comes to the same digits: the division is IEEE's, in float64.
+
+    >>> digits, unit = quantise(torch.tensor([[1.0, 0.0], [-0.5, 0.0]]), 8)
+    >>> digits.tolist(), (digits[0] * unit)[:, 0].round(decimals=3).tolist()
+    ([[[127, 0], [-64, 0]]], [1.0, -0.504])
+    """
+    if len(v_KN) >= LONGEST:
+        raise ValueError(f"sums of {len(v_KN)} products do not fit into 32 bits: {LONGEST - 1} is the most")
+    unit_N = v_KN.abs().amax(0).double() / LARGEST[bits]
+    unit_N[unit_N == 0] = 1.0
+    parts = []
+    for v, unit in zip(*(t.split(max(1, BLOCK // len(v_KN)), dim=-1) for t in (v_KN, unit_N)), strict=True):
+        q = (v.double() / unit).round_().to(torch.int16)
+        parts.append(digits(q)[: bits // 8])
+    return torch.cat(parts, dim=-1), unit_N
+
+
+def digits(x: Tensor) -> Tensor:
+    """The signed digits of 8 bits of which integers consist, the lowest first.
+
+    Adding 0x80 to every byte carries into the next one exactly if the byte, read with its sign, stands for 256 less.
+
+    >>> [int(digit) for digit in digits(torch.tensor([-1000], dtype=torch.int32))]
+    [24, -4, 0, 0]
+    """
+    size = x.element_size()
+    half = int.from_bytes(b"\x80" * size, "little", signed=True)
+    return ((x + half) ^ half).contiguous().view(torch.int8).view(*x.shape, size).movedim(-1, 0).contiguous()
+
+
+def modular_product(x_TK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tensor | None = None) -> Tensor:
+    """`x W` modulo 2^32 (of int32 rows) or 2^64 (of int64 rows); `w_DKN`: the digits of W.
+
+    >>> x = torch.tensor([[2**30, 3]], dtype=torch.int32)
+    >>> int(modular_product(x, torch.tensor([[[5], [7]]], dtype=torch.int8))) == 5 * 2**30 + 21 - 2**32
+    True
+    """
+    size, (rows, width) = x_TK.element_size(), x_TK.shape
+    if out_TN is None:
+        out_TN = x_TK.new_empty(rows, w_DKN.shape[-1])
+    out_TN.zero_()
+    x_DTK = digits(x_TK)
+    for place, w_KN in enumerate(w_DKN):
+        sums = product_of_bytes(x_DTK[: size - place].reshape(-1, width), w_KN)
+        for up, sum_TN in enumerate(sums.view(-1, *out_TN.shape), place):
+            out_TN += sum_TN.to(out_TN.dtype) << (8 * up)
+    return out_TN
+
+
+def reference_product(x_TK: Tensor, w_DKN: Tensor) -> Tensor:
+    """The same in Python's integers, which have no size."""
+    w_KN = [
+        [sum(int(digit) << (8 * place) for place, digit in enumerate(w)) for w in row] for row in w_DKN.movedim(0, -1)
+    ]
+    bits = 8 * x_TK.element_size()
+    y = [[sum(int(a) * row[n] for a, row in zip(x, w_KN, strict=True)) for n in range(w_DKN.shape[-1])] for x in x_TK]
+    wrapped = [[(value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1) for value in row] for row in y]
+    return torch.tensor(wrapped, dtype=x_TK.dtype).view(len(x_TK), w_DKN.shape[-1])
+
+
+def product_of_bytes(x_TK: Tensor, w_KN: Tensor) -> Tensor:
+    """Of int8 matrices, in int32."""
+    if x_TK.is_cuda:
+        return _product_on_cuda(x_TK, w_KN)
+    if _bytes_are_exact():
+        return torch._int_mm(x_TK, w_KN)
+    return (x_TK.double() @ w_KN.double()).to(torch.int32)
+
+
+def _product_on_cuda(x_TK: Tensor, w_KN: Tensor) -> Tensor:
+    """cuBLAS wants more than 16 rows, and multiples of 8."""
+    (rows, width), columns = x_TK.shape, w_KN.shape[1]
+    missing = max(FEW, -(-rows // 8) * 8) - rows, -width % 8, -columns % 8
+    if any(missing):
+        x_TK = torch.nn.functional.pad(x_TK, (0, missing[1], 0, missing[0]))
+        w_KN = torch.nn.functional.pad(w_KN, (0, missing[2], 0, missing[1]))
+    return torch._int_mm(x_TK, w_KN)[:rows, :columns]
+
+
+@cache
+def _bytes_are_exact() -> bool:
+    """Processors without VNNI add pairs of products in 16 bits, which saturate; then the sums are wrong, and we see it here."""
+    x = torch.tensor([[-128], [127], [-127], [85]], dtype=torch.int8).expand(4, 512).contiguous()
+    w = torch.tensor([-128, 127, 113], dtype=torch.int8).repeat_interleave(8).expand(512, 24).contiguous()
+    expected = (x.double() @ w.double()).to(torch.int32)
+    return torch.equal(torch._int_mm(x, w), expected) and torch.equal(
+        torch._int_mm(x, w.t().contiguous().t()), expected
+    )

@@ -1,0 +1,34 @@
+"""Integers that nobody can tell from random without the key: AES-256 in counter mode."""
+
+import os
+
+import torch
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+from cryptography.hazmat.primitives.ciphers.modes import CTR
+from torch import Tensor
+
+KEY_BYTES = 32
+_BLOCK = 16
+
+
+def new_key() -> bytes:
+    """From the operating system, which no fork, copy or restart of a process repeats."""
+    return os.urandom(KEY_BYTES)
+
+
+def keystream(key: bytes, shape: tuple[int, ...], dtype: torch.dtype, stream: int = 0, start: int = 0) -> Tensor:
+    """The rows from `start` on of one of a key's streams. Every row begins with a block of its own.
+
+    >>> rows = keystream(bytes(32), (3, 5), torch.int32)
+    >>> torch.equal(keystream(bytes(32), (2, 5), torch.int32, start=1), rows[1:])
+    True
+    """
+    rows, width = shape
+    blocks = -(-width * dtype.itemsize // _BLOCK)  # of one row
+    nbytes = rows * blocks * _BLOCK
+    memory = torch.zeros(nbytes + _BLOCK, dtype=torch.uint8)
+    counter = (stream << 64 | start * blocks).to_bytes(_BLOCK, "big")
+    view = memory.numpy().data
+    Cipher(AES256(key), CTR(counter)).encryptor().update_into(view[:nbytes], view)  # zeros, in their place
+    return memory[:nbytes].view(dtype).view(rows, -1)[:, :width].contiguous()
