@@ -12,6 +12,7 @@ _WHERE = {
     "from_executor": "symbiosis.client.build",
     "capture": "symbiosis.client.capture",
     "Noise": "symbiosis.client.noise",
+    "Pads": "symbiosis.client.pads",
     "Split": "symbiosis.client.split",
     "SymbiosisCallback": "symbiosis.client.callback",
     "Executor": "symbiosis.executor.embedded",
@@ -20,6 +21,7 @@ _WHERE = {
 __all__ = [
     "Executor",
     "Noise",
+    "Pads",
     "Split",
     "SymbiosisCallback",
     "SymbiosisError",
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from symbiosis.client.callback import SymbiosisCallback
     from symbiosis.client.capture import capture
     from symbiosis.client.noise import Noise
+    from symbiosis.client.pads import Pads
     from symbiosis.client.split import Split
     from symbiosis.client.wrap import report, stats, unwrap, wrap
     from symbiosis.errors import SymbiosisError

@@ -126,6 +126,25 @@ def keygen(
 
 
 @app.command()
+def pads(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`: the weights that the executor serves.")],
+    tokens: Annotated[int, typer.Option(min=1, help="For how many rows there are to be pads.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The file to make.")],
+    bits: Annotated[int, typer.Option(help="Of the quantised weights: 8 or 16.")] = 8,
+    training: Annotated[bool, typer.Option("--training", help="Pads for gradients, too.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="As the executor's --dtype. Default: that of the checkpoint.")] = None,
+) -> None:  # fmt: skip
+    """Make the pads of privacy=symbiosis.Pads(FILE), on a machine of your own: the executor must never see them."""
+    with _errors_for_people():
+        from symbiosis.pads import make
+
+        made = make(model, tokens, output, bits, training, dtype)
+        typer.echo(
+            f"{output}: {tokens} pads for {len(made.streams)} kinds of rows, {output.stat().st_size / 1e6:.1f} MB"
+        )
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from symbiosis import __version__

@@ -8,6 +8,7 @@ SymbiosisError
 │   └── WeightWrite             ... to change it
 ├── ConnectionLost              the connection broke; the session reconnects and resends by itself
 │   └── ExecutorUnavailable     ... and no executor answered within the patience
+├── PadsUsedUp                  a file of pads has none left for a call
 ├── CaptureError                something in a step cannot be part of a CUDA graph
 └── CallError                   the executor refused a call; `code` says why
     └── ProtocolError           a frame or header that is not one of ours
@@ -55,6 +56,10 @@ class WrapError(SymbiosisError, ValueError):
 
 class RemoteWeightError(SymbiosisError, RuntimeError):
     """Client code touched a weight that lives in the executor."""
+
+
+class PadsUsedUp(SymbiosisError):
+    """A file of pads has none left for a call."""
 
 
 class CaptureError(SymbiosisError, RuntimeError):

@@ -168,22 +168,22 @@ class IntegerLevel:
     def __init__(self, bits: int, proofs: Proofs | None) -> None:
         self.bits, self.dtype, self.proofs = bits, INTEGERS[bits], proofs
         self._layers: dict[int, Quantum] = {}
+        self._norms: dict[
+            tuple[Op, int], float
+        ] = {}  # the largest, by the width of rows: how they are grouped must not matter
 
     def learn(self, number: int, v_KN: Tensor) -> None:
-        self._layers[number] = Quantum.of(v_KN, self.bits)
+        known = self._layers[number] = Quantum.of(v_KN, self.bits)
+        for key, norm in (((Op.FORWARD, v_KN.shape[0]), known.column), ((Op.DGRAD, v_KN.shape[1]), known.row)):
+            self._norms[key] = max(norm, self._norms.get(key, 1.0))
         if self.proofs is not None:
             self.proofs.learn_integers(number, v_KN, self.bits)
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
-        known = [self._layers[member.layer] for member in group]
+        units: list[Tensor | None] = [self._layers[member.layer].unit_N for member in group]
         if op is Op.DGRAD:
-            x_TK = x_TK * known[0].unit_N
-            norm = known[0].row
-            units: list[Tensor | None] = [None]
-        else:
-            norm = max(layer.column for layer in known)
-            units = [layer.unit_N for layer in known]
-        x_int, step_T1 = to_integers(x_TK, norm, self.dtype)
+            x_TK, units = x_TK * units[0], [None]  # type: ignore[operator]
+        x_int, step_T1 = to_integers(x_TK, self._norms[op, x_TK.shape[1]], self.dtype)
         results = self.masked(op, group, x_int, priority)
         return [to_floats(y_TN, step_T1, unit_N, torch.float32) for y_TN, unit_N in zip(results, units, strict=True)]
 

@@ -1,0 +1,233 @@
+"""`Pads`: rows as integers with a one-time pad, whose effects a tenant computed beforehand from the public weights.
+
+A pad file holds a key, from which the pads grow, and their effects `r q`, one after the other for each *stream*: the layers that
+take the same rows, in one direction. How many rows of a stream are used is written to the disk before any of them is: a crash, a
+fork or a second process may waste pads and never use one twice. (A copy of the file can: do not copy it.)
+"""
+
+import fcntl
+import os
+import struct
+import threading
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from symbiosis.client.fixed_point import INTEGERS
+from symbiosis.client.groups import Member
+from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked, checked_bits
+from symbiosis.client.verify import Proofs
+from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
+from symbiosis.keystream import keystream
+from symbiosis.protocol import Op, Priority
+
+MAGIC = b"SYMpads1"
+PAGE = 4096
+AT_ONCE = 64  # rows that are written off together, as every writing waits for the disk
+_HEAD = struct.Struct("<8sQ")
+_COUNTER = struct.Struct("<Q")
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """What one layer makes of a stream's pads: `width` values for each row, from `start` of the file on."""
+
+    layer: str
+    digest: str
+    width: int
+    start: int
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """Pads for rows of `width` values that these layers take, in one direction."""
+
+    gradient: bool
+    width: int
+    effects: tuple[Effect, ...]
+
+
+class Contents(msgspec.Struct, frozen=True):
+    """The head of a pad file."""
+
+    key: bytes
+    bits: int
+    tokens: int
+    streams: tuple[Stream, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return INTEGERS[self.bits]
+
+
+class PadFile:
+    """A file of pads, of which each is given out once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                magic, length = _HEAD.unpack(file.read(_HEAD.size))
+                if magic != MAGIC:
+                    raise ValueError("it begins otherwise")
+                self.contents = msgspec.msgpack.decode(file.read(length), type=Contents)
+        except (OSError, ValueError, struct.error) as error:
+            raise ConfigError(f"{path} is no file of pads ({error}): make one with symbiosis pads") from None
+        self._counters = _HEAD.size + length
+        self._lock = threading.Lock()
+        self._mine: dict[int, tuple[int, int]] = {}  # by stream: rows that are written off, and not yet used
+        self._pid = os.getpid()
+        shape = (path.stat().st_size,)
+        self._memory = torch.from_file(str(path), shared=False, size=shape[0], dtype=torch.uint8)
+
+    @staticmethod
+    def create(path: Path, contents: Contents, nbytes: int) -> None:
+        """With nothing used, and room for the effects; for its owner's eyes only."""
+        head = msgspec.msgpack.encode(contents)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(_HEAD.pack(MAGIC, len(head)) + head + bytes(_COUNTER.size * len(contents.streams)))
+            assert file.tell() <= data_start(contents)
+            file.truncate(nbytes)
+
+    def left(self, stream: int) -> int:
+        """Pads that nobody has written off."""
+        with self.path.open("rb") as file:
+            return self.contents.tokens - self._used(file.fileno(), stream)
+
+    def take(self, stream: int, rows: int) -> int:
+        """The first of so many pads that were never used and never will be again."""
+        with self._lock:
+            if self._pid != os.getpid():  # after a fork the rest is the parent's
+                self._mine, self._pid = {}, os.getpid()
+            first, end = self._mine.get(stream, (0, 0))
+            if end - first < rows:
+                first, end = self._write_off(stream, rows, end - first, end)
+            self._mine[stream] = first + rows, end
+            return first
+
+    def _write_off(self, stream: int, rows: int, mine: int, end: int) -> tuple[int, int]:
+        """On the disk, before they are used; the lock is of a descriptor that no fork shares."""
+        with self.path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            used = self._used(file.fileno(), stream)
+            kept = mine if used == end else 0  # what follows on what is left belongs together with it
+            until = min(self.contents.tokens, used + max(rows - kept, AT_ONCE))
+            if until - used + kept < rows:
+                raise PadsUsedUp(
+                    f"{self.path} has {until - used + kept} pads left for a call of {rows} rows: make another file with symbiosis "
+                    f"pads MODEL --tokens N -o FILE, and wrap the model with it"
+                )
+            os.pwrite(file.fileno(), _COUNTER.pack(until), self._counters + _COUNTER.size * stream)
+            os.fdatasync(file.fileno())
+        return used - kept, until
+
+    def _used(self, fd: int, stream: int) -> int:
+        return int(_COUNTER.unpack(os.pread(fd, _COUNTER.size, self._counters + _COUNTER.size * stream))[0])
+
+    def pads(self, stream: int, first: int, rows: int) -> Tensor:
+        contents = self.contents
+        shape = (rows, contents.streams[stream].width)
+        return keystream(contents.key, shape, contents.dtype, stream, first)
+
+    def effect(self, effect: Effect, first: int, rows: int) -> Tensor:
+        row = effect.width * self.contents.dtype.itemsize
+        start = effect.start + first * row
+        return self._memory[start : start + rows * row].view(self.contents.dtype).view(rows, effect.width)
+
+
+def data_start(contents: Contents) -> int:
+    """Where the effects may begin; starts are numbers of up to 8 bytes in the head."""
+    head = len(msgspec.msgpack.encode(contents)) + 9 * sum(len(stream.effects) for stream in contents.streams)
+    return _page(_HEAD.size + head + _COUNTER.size * len(contents.streams))
+
+
+def _page(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def laid_out(contents: Contents) -> tuple[Contents, int]:
+    """The same with a place for each effect, and the size of the file."""
+    at, streams = data_start(contents), []
+    for stream in contents.streams:
+        effects = []
+        for effect in stream.effects:
+            effects.append(msgspec.structs.replace(effect, start=at))
+            at = _page(at + contents.tokens * effect.width * contents.dtype.itemsize)
+        streams.append(msgspec.structs.replace(stream, effects=tuple(effects)))
+    return msgspec.structs.replace(contents, streams=tuple(streams)), at
+
+
+@dataclass(frozen=True)
+class Pads:
+    """Perfect against the operator, up to AES, with one executor; for as many rows as there are pads.
+
+    Args:
+        file: What `symbiosis pads MODEL --tokens N -o FILE` made, on a machine of the tenant's own. For training with `--training`.
+
+    >>> Pads("alice.pads").file
+    'alice.pads'
+    """
+
+    file: str | Path
+
+    def level(self, proofs: Proofs | None) -> "PadsLevel":
+        return PadsLevel(PadFile(Path(self.file)), proofs)
+
+
+class PadsLevel(IntegerLevel):
+    """Every row with a pad of its own."""
+
+    def __init__(self, file: PadFile, proofs: Proofs | None) -> None:
+        checked_bits(file.contents.bits)
+        super().__init__(file.contents.bits, proofs)
+        self.file = file
+        self._streams = {
+            (effect.layer, stream.gradient): number
+            for number, stream in enumerate(file.contents.streams)
+            for effect in stream.effects
+        }
+
+    def open(self, session: PrivateSession) -> None:
+        self._session = session
+        self.needs(session)
+
+    def learn(self, number: int, v_KN: Tensor) -> None:
+        layer = self._session.manifest[number]
+        effect = self._effect(layer.name, gradient=False)
+        if effect.digest != layer.digest:
+            raise WrapError(
+                f"{layer.name}: {self.file.path} was made from other weights than the executor's: make pads from the same checkpoint, "
+                f"with --dtype {layer.dtype}"
+            )
+        super().learn(number, v_KN)
+
+    def _effect(self, layer: str, gradient: bool) -> Effect:
+        number = self._streams.get((layer, gradient))
+        if number is None:
+            what = (
+                "its gradients: make pads with --training" if gradient else "it: keep the layer on the client (layers=)"
+            )
+            raise WrapError(f"{layer}: {self.file.path} has no pads for {what}")
+        return next(effect for effect in self.file.contents.streams[number].effects if effect.layer == layer)
+
+    def masked(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
+        gradient, results = op is Op.DGRAD, []
+        effects = {member: self._effect(self._session.name(member.layer), gradient) for member in group}
+
+        def stream_of(member: Member) -> int:
+            return self._streams[effects[member].layer, gradient]
+
+        for stream, members in groupby(group, stream_of):
+            together = tuple(members)
+            first = self.file.take(stream, len(x_TK))
+            sent_TK = x_TK + self.file.pads(stream, first, len(x_TK))
+            call, shapes = self.call_for(op, together, x_TK, priority)
+            answers = asked(self._session, self.proofs, call, (sent_TK,), shapes, sent_TK)
+            for member, y_TN in zip(together, answers, strict=True):
+                results.append(y_TN - self.file.effect(effects[member], first, len(x_TK)))
+        return results
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,160 @@
+"""`symbiosis pads`: a tenant's pads for one model, made from the public weights, read layer by layer."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from shutil import disk_usage
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.client.fixed_point import INTEGERS
+from symbiosis.client.pads import Contents, Effect, PadFile, Stream, laid_out
+from symbiosis.errors import ConfigError
+from symbiosis.executor.load import DEMO_MODEL, load_model, model_class
+from symbiosis.fingerprint import digest
+from symbiosis.kernels.integers import modular_product, quantise
+from symbiosis.keystream import keystream, new_key
+
+ROWS = 1024  # pads whose effects are computed at once
+Group = list[str]
+
+
+def make(
+    name: str, tokens: int, file: Path, bits: int = 8, training: bool = False, dtype: str | None = None
+) -> Contents:
+    """Write `tokens` pads for every layer of the model that a client with `Pads(file)` has computed elsewhere."""
+    if file.exists():
+        raise ConfigError(f"{file} exists: pads must not be used twice, so choose another name or remove it")
+    folder = DEMO_MODEL if name == "demo" else Path(name)
+    weights = Weights(name, folder, dtype)
+    structure = _on_meta(name, folder, weights.dtype)
+    streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(structure)]
+    contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, structure, weights, training)))
+    contents, nbytes = laid_out(contents)
+    free = disk_usage(file.parent if file.parent.exists() else ".").free
+    if nbytes > free:
+        raise ConfigError(
+            f"{file} would have {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: make fewer --tokens"
+        )
+    PadFile.create(file, contents, nbytes)
+    try:
+        _fill(file, contents, structure, weights)
+    except BaseException:
+        file.unlink()
+        raise
+    return contents
+
+
+class Weights:
+    """The matrices of a checkpoint by their layers' names, each read when it is asked for."""
+
+    def __init__(self, name: str, folder: Path, dtype: str | None) -> None:
+        self._dtype = getattr(torch, dtype) if dtype else None
+        self._files = {key: file for file in sorted(folder.glob("*.safetensors")) for key in _keys(file)}
+        self._model: nn.Module | None = None
+        self._name = name
+        self.dtype = dtype
+
+    def __getitem__(self, layer: str) -> Tensor:
+        key = f"{layer}.weight"
+        if self._model is None and key not in self._files:  # from the hub, or the class gives its tensors other names
+            self._model = load_model(self._name, self.dtype)
+        if self._model is not None:
+            return self._model.get_parameter(key).detach()
+        with safe_open(self._files[key], framework="pt") as file:
+            tensor: Tensor = file.get_tensor(key)
+        return tensor.to(self._dtype or tensor.dtype)
+
+
+def _keys(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as opened:
+        return list(opened.keys())
+
+
+def _on_meta(name: str, folder: Path, dtype: str | None) -> nn.Module:
+    config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else name)
+    with torch.device("meta"):
+        model: nn.Module = model_class(config)._from_config(
+            config, **({"dtype": getattr(torch, dtype)} if dtype else {})
+        )
+    return model.eval()
+
+
+def masked_layers(model: Any) -> dict[str, nn.Module]:
+    """Every linear layer but the output head."""
+    head = model.get_output_embeddings()
+    return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not head}
+
+
+def input_groups(model: Any) -> list[Group]:
+    """The layers in groups that take the same tensor, as a run over no values shows; a layer that does not run is alone."""
+    layers = masked_layers(model)
+    taken: dict[str, int] = {}
+    inputs: list[Tensor] = []
+
+    def note(name: str) -> Any:
+        def hook(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+            inputs.append(given[0])  # kept, so that no other tensor gets its identity
+            taken.setdefault(name, id(given[0]))
+
+        return hook
+
+    handles = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+    try:
+        with torch.no_grad():
+            model(input_ids=torch.ones(1, 4, dtype=torch.int64, device="meta"))
+    except Exception:  # whatever a model needs besides ids: pads for each layer alone are as good, and more to compute
+        taken.clear()
+    finally:
+        for handle in handles:
+            handle.remove()
+    groups: dict[Any, Group] = {}
+    for name in layers:
+        groups.setdefault(taken.get(name, name), []).append(name)
+    return list(groups.values())
+
+
+def _measured(streams: list[Stream], model: nn.Module, weights: Weights, training: bool) -> Iterator[Stream]:
+    """The streams with their widths and their weights' digests."""
+    from rich.progress import track
+
+    for stream in track(streams, "reading the weights", transient=True):
+        effects, width = [], 0
+        for effect in stream.effects:
+            weight = weights[effect.layer]
+            width, out = _operand(model, effect.layer, weight).shape
+            effects.append(Effect(effect.layer, digest(weight), out, 0))
+        yield Stream(False, width, tuple(effects))
+        if training:
+            yield from (Stream(True, e.width, (Effect(e.layer, e.digest, width, 0),)) for e in effects)
+
+
+def _operand(model: nn.Module, layer: str, weight: Tensor) -> Tensor:
+    """What rows are multiplied by."""
+    return weight if isinstance(model.get_submodule(layer), Conv1D) else weight.t()
+
+
+def _fill(file: Path, contents: Contents, model: nn.Module, weights: Weights) -> None:
+    """Each weight is read once more, and multiplies all pads of its layer."""
+    from rich.progress import Progress
+
+    by_layer: dict[str, list[tuple[int, Stream, Effect]]] = {}
+    for number, stream in enumerate(contents.streams):
+        for effect in stream.effects:
+            by_layer.setdefault(effect.layer, []).append((number, stream, effect))
+    with Progress(transient=True) as progress, file.open("r+b") as out:
+        task = progress.add_task("computing pads", total=len(by_layer) * contents.tokens)
+        for layer, places in by_layer.items():
+            digits_DKN, _ = quantise(_operand(model, layer, weights[layer]), contents.bits)
+            for number, stream, effect in places:
+                w_DKN = digits_DKN.transpose(1, 2) if stream.gradient else digits_DKN
+                out.seek(effect.start)
+                for first in range(0, contents.tokens, ROWS):
+                    rows = min(ROWS, contents.tokens - first)
+                    pads_TK = keystream(contents.key, (rows, stream.width), INTEGERS[contents.bits], number, first)
+                    out.write(modular_product(pads_TK, w_DKN).numpy().data)
+                    progress.advance(task, rows / len(places))
