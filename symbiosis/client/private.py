@@ -16,7 +16,7 @@ from symbiosis.client.verify import Proofs
 from symbiosis.errors import CallError, Code, WrapError
 from symbiosis.protocol import Call, Op, Priority
 from symbiosis.transport import Connection
-from symbiosis.transport.tensors import Shapes
+from symbiosis.transport.tensors import Shapes, members
 
 Group = tuple[Member, ...]
 
@@ -123,7 +123,7 @@ class PrivateSession(Pinned):
             self._refuse(op, layer)
         layers = (layer, *words.get("also", ()))
         width = self.width(layer, op)
-        parts = x.split([self.width(n, Op.FORWARD) for n in layers], dim=-1) if op is Op.DGRAD else [x]
+        parts = members(x, [self.width(n, Op.FORWARD) for n in layers]) if len(layers) > 1 else [x]
         priority = words.get("priority", Priority.PREFILL)
         results = [
             self.rows(op, (Member(n, width, False),), part, priority)[0] for n, part in zip(layers, parts, strict=True)
