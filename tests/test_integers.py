@@ -15,7 +15,9 @@ BITS = pytest.mark.parametrize("bits", [8, 16])
 def random_rows(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     """Of all bits, with the smallest and the largest number among them."""
     info = torch.iinfo(dtype)
-    x = torch.randint(0, 256, (rows, width * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    x = torch.randint(
+        0, 256, (rows, width * dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     x_TK = x.view(dtype).clone()
     x_TK[0], x_TK[-1] = info.min, info.max
     return x_TK
@@ -140,7 +142,10 @@ def test_no_row_overflows(bits: int) -> None:
     known, q_KN = Quantum.of(weights(60, 20), bits), whole(q_DKN)
     for matrix, norm in ((q_KN, known.column), (q_KN.t(), known.row)):
         x_int, _ = to_integers(hard_rows(matrix), norm, INTEGERS[bits])
-        exact = [[sum(a * b for a, b in zip(x, column, strict=True)) for column in matrix.t().tolist()] for x in x_int.tolist()]
+        exact = [
+            [sum(a * b for a, b in zip(x, column, strict=True)) for column in matrix.t().tolist()]
+            for x in x_int.tolist()
+        ]
         most = torch.iinfo(INTEGERS[bits]).max
         assert max(abs(value) for row in exact for value in row) <= most
         assert max(abs(value) for row in exact for value in row) > 0.9 * most  # and the bits are used

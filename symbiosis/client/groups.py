@@ -42,11 +42,11 @@ class Run:
 
 
 class Groups:
-    """What one thread's calls to one executor have shown."""
+    """What one thread's calls to one executor have shown, besides what was known before."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: dict[Member, tuple[Member, ...]]) -> None:
         self._run = Run()
-        self._known: dict[Member, tuple[Member, ...]] = {}
+        self._known = dict(known)
         self._misses: dict[Member, int] = {}
 
     def fetch(self, x: Tensor, dtype: torch.dtype, member: Member) -> Tensor | None:

@@ -23,7 +23,7 @@ from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked,
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
 from symbiosis.keystream import keystream
-from symbiosis.protocol import Op, Priority
+from symbiosis.protocol import MAX_GROUP, Op, Priority
 
 MAGIC = b"SYMpads1"
 PAGE = 4096
@@ -183,6 +183,7 @@ class PadsLevel(IntegerLevel):
         checked_bits(file.contents.bits)
         super().__init__(file.contents.bits, proofs)
         self.file = file
+        self._members: dict[int, list[Member]] = {}  # by stream
         self._streams = {
             (effect.layer, stream.gradient): number
             for number, stream in enumerate(file.contents.streams)
@@ -202,6 +203,13 @@ class PadsLevel(IntegerLevel):
                 f"with --dtype {layer.dtype}"
             )
         super().learn(number, v_KN)
+        self._together(Member(number, v_KN.shape[1], False), layer.name)
+
+    def _together(self, member: Member, layer: str) -> None:
+        """Layers that take the same rows are to be called as one from the beginning: else each would use pads of its own."""
+        members = self._members.setdefault(self._streams[layer, False], [])
+        members.append(member)
+        self._session.known_groups[members[0]] = tuple(members[:MAX_GROUP])
 
     def _effect(self, layer: str, gradient: bool) -> Effect:
         number = self._streams.get((layer, gradient))

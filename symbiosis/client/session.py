@@ -115,6 +115,7 @@ class Session:
         self.endpoint, self.priority, self.patience = endpoint, priority, patience
         self.fingerprint, self.observer, self.exact = fingerprint, observer, exact
         self.stats = Stats()
+        self.known_groups: dict[Member, tuple[Member, ...]] = {}
         self.number = next(_numbers)
         self._key = f"{os.getpid()}-{self.number}-{time.time_ns()}"
         self._seq = itertools.count(1)
@@ -147,7 +148,7 @@ class Session:
         """What this thread's calls have shown."""
         groups = self._local.__dict__.get("groups")
         if groups is None:
-            groups = self._local.groups = Groups()
+            groups = self._local.groups = Groups(self.known_groups)
         return groups
 
     def call(

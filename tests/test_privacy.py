@@ -1,0 +1,665 @@
+"""What executors see and what clients get with `privacy=` and `verify=`: masked, exact, pinned to an operator, used once."""
+
+import copy
+import math
+import os
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import symbiosis
+from symbiosis.client.noise import gaussian
+from symbiosis.client.pads import AT_ONCE, PadFile
+from symbiosis.client.private import IntegerLevel, PrivateSession
+from symbiosis.client.verify import Proofs
+from symbiosis.demo_data import base_text, blocks
+from symbiosis.errors import CallError, Code, ConfigError, PadsUsedUp, WrapError
+from symbiosis.executor.load import DEMO_MODEL
+from symbiosis.kernels.integers import modular_product, quantise
+from symbiosis.pads import input_groups, make
+from symbiosis.protocol import Call, Op, Priority
+from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
+from tests.processes import until
+
+BITS = pytest.mark.parametrize("bits", [8, 16])
+MODELS = pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2], ids=["llama", "gpt2"])
+TOKENS = 400
+
+
+def recorded(executor: symbiosis.Executor) -> list[tuple[Call, Tensor | None]]:
+    """From now on, what this executor is sent."""
+    log: list[tuple[Call, Tensor | None]] = []
+    server = executor.server
+    arrived = server.arrived
+
+    def record(peer: Any, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+        log.append((call, payload[0].clone() if payload else None))
+        arrived(peer, seq, call, payload)
+
+    server.arrived = record  # type: ignore[method-assign]
+    return log
+
+
+@pytest.fixture
+def two(serve: Callable) -> Callable[[nn.Module], tuple[symbiosis.Executor, symbiosis.Executor]]:
+    """Executors of two operators."""
+
+    def start(model: nn.Module, **options: Any) -> tuple[symbiosis.Executor, symbiosis.Executor]:
+        options = {"integers": [8, 16], **options}
+        return serve(model, operator="one", **options), serve(model, operator="two", **options)
+
+    return start
+
+
+class Unmasked(IntegerLevel):
+    """The integer model, computed where the weights are: what every masked level must come to, bit for bit."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__(bits, None)
+        self._digits: dict[int, Tensor] = {}
+
+    def level(self, proofs: Proofs | None) -> "Unmasked":
+        return self
+
+    def open(self, session: PrivateSession) -> None:
+        pass
+
+    def learn(self, number: int, v_KN: Tensor) -> None:
+        super().learn(number, v_KN)
+        self._digits[number] = quantise(v_KN, self.bits)[0]
+
+    def masked(self, op: Op, group: tuple, x_TK: Tensor, priority: Priority) -> list[Tensor]:
+        digits = [self._digits[member.layer] for member in group]
+        return [modular_product(x_TK, d if op is Op.FORWARD else d.transpose(1, 2)) for d in digits]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def pads(tmp_path: Path) -> Callable[..., Path]:
+    """A file of pads for a model, with gradients."""
+
+    def build(model: nn.Module, tokens: int = TOKENS, bits: int = 8, name: str = "x.pads") -> Path:
+        if not (tmp_path / "model").exists():
+            model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+        make(str(tmp_path / "model"), tokens, tmp_path / name, bits, training=True)
+        return tmp_path / name
+
+    return build
+
+
+def lora(model: nn.Module) -> nn.Module:
+    torch.manual_seed(7)
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))  # type: ignore[arg-type]
+
+
+def one_step(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    """The logits and every gradient of a step."""
+    result = model(input_ids=ids, labels=ids)
+    result.loss.backward()
+    return [result.logits.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+# ---------------------------------------------------------------- exact
+
+
+@pytest.mark.parametrize("verify", [False, True], ids=["", "verified"])
+@BITS
+@MODELS
+def test_masks_leave_nothing_behind(
+    build: Callable, bits: int, verify: bool, two: Callable, pads: Callable, ids: Tensor
+) -> None:
+    """Logits and gradients of `Split` and `Pads` are those of the integer model without masks, bit for bit."""
+    model = build()
+    one, other = two(model)
+    levels = [Unmasked(bits), symbiosis.Split(other.endpoint, bits), symbiosis.Pads(pads(model, bits=bits))]
+    results = []
+    for level in levels:
+        wrapped = lora(symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=level, verify=verify))
+        for _ in range(3):  # from the second step on, calls are made in groups
+            wrapped.zero_grad()
+            result = one_step(wrapped, ids)
+        results.append(result)
+        symbiosis.unwrap(wrapped, copy.deepcopy(model).state_dict())
+    for result in results[1:]:
+        assert len(result) == len(results[0]) > 10
+        assert all(map(torch.equal, result, results[0]))
+
+
+@pytest.mark.parametrize("level", ["split", "pads"])
+@BITS
+def test_hard_rows_are_exact(bits: int, level: str, two: Callable, pads: Callable) -> None:
+    """The largest, the smallest, zero, one massive channel, and many at random."""
+    model = tiny_llama()
+    one, other = two(model)
+    info = torch.finfo(torch.float32)
+    x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    for row, value in enumerate((0.0, info.max, -info.max, info.tiny, 1e-45, 1e30)):
+        x[row] = value
+    x[6] = torch.eye(64)[3] * 1e38
+    choices = {
+        "split": lambda: symbiosis.Split(other.endpoint, bits),
+        "pads": lambda: symbiosis.Pads(pads(model, bits=bits)),
+    }
+    found = []
+    for privacy in (Unmasked(bits), choices[level]()):
+        wrapped = symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=privacy)
+        found.append(wrapped.model.layers[0].mlp.gate_proj(x))
+    assert torch.equal(*found) and found[0].isfinite().all()
+
+
+def test_an_infinite_gradient_stays_one_and_is_not_sent(two: Callable, ids: Tensor) -> None:
+    """As loss scaling needs it."""
+    model = tiny_llama()
+    one, other = two(model)
+    log = recorded(one)
+    layer = symbiosis.wrap(model, one.endpoint, privacy=symbiosis.Split(other.endpoint)).model.layers[0].mlp.gate_proj
+    x = torch.randn(4, 64, requires_grad=True)
+    gradient = torch.ones(4, 96)
+    gradient[2, 5] = math.inf
+    layer(x).backward(gradient)
+    assert x.grad is not None and x.grad[2].isnan().all() and x.grad[[0, 1, 3]].isfinite().all()
+    assert [call.dtype for call, _ in log] == ["int32", "int32"]
+
+
+def test_quantised_weights_are_closer_to_float32_than_bfloat16_is(two: Callable) -> None:
+    """By the divergence of the predictions, on text of the kind that the model was trained on."""
+    reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    one, other = two(reference)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    ids = torch.tensor(blocks(base_text(), tokenizer, 96, 8, seed=1))
+    with torch.no_grad():
+        expected = reference(ids).logits.log_softmax(-1)
+
+        def divergence(model: nn.Module) -> float:
+            found = model(ids).logits.float().log_softmax(-1)
+            return (expected.exp() * (expected - found)).sum(-1).mean().item()
+
+        bfloat16 = divergence(copy.deepcopy(reference).bfloat16())
+        wrapped = [
+            divergence(
+                symbiosis.wrap(copy.deepcopy(reference), one.endpoint, privacy=symbiosis.Split(other.endpoint, bits))
+            )
+            for bits in (8, 16)
+        ]
+    assert wrapped[0] < bfloat16
+    assert wrapped[1] < 1e-4 * bfloat16
+
+
+def trained(model: nn.Module, ids: Tensor, steps: int = 8) -> tuple[list[float], Tensor]:
+    model = lora(model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
+
+
+def test_training_follows_float32(two: Callable, ids: Tensor) -> None:
+    model = tiny_llama()
+    one, other = two(model)
+    losses, adapter = trained(copy.deepcopy(model), ids)
+    for bits, most, cosine in ((8, 1e-2, 0.999), (16, 1e-4, 0.999999)):
+        wrapped = symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=symbiosis.Split(other.endpoint, bits))
+        found, other_adapter = trained(wrapped, ids)
+        assert max(abs(a - b) for a, b in zip(losses, found, strict=True)) < most
+        assert torch.cosine_similarity(adapter.double(), other_adapter.double(), dim=0) > cosine
+    assert losses[-1] < losses[0] - 0.2
+
+
+def test_joined_gradients_are_taken_apart_again(two: Callable, ids: Tensor) -> None:
+    """`exact=False` makes one call of a group's gradients; every member's rows are masked by themselves."""
+    model = tiny_llama()
+    one, other = two(model)
+    results = []
+    for exact in (True, False):
+        wrapped = lora(
+            symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=symbiosis.Split(other.endpoint, 16), exact=exact)
+        )
+        for _ in range(3):
+            wrapped.zero_grad()
+            result = one_step(wrapped, ids)
+        results.append(result)
+    for mine, others in zip(*results, strict=True):
+        torch.testing.assert_close(mine, others, atol=1e-5, rtol=1e-4)
+
+
+def test_generating_needs_no_other_calls(two: Callable, ids: Tensor) -> None:
+    model = tiny_llama()
+    one, other = two(model)
+    logs = recorded(one), recorded(other)
+    expected = model.generate(ids, max_new_tokens=8, do_sample=False)
+    wrapped = symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=symbiosis.Split(other.endpoint, 16))
+    assert torch.equal(wrapped.generate(ids, max_new_tokens=8, do_sample=False), expected)
+    for log in logs:
+        assert {(call.op, call.dtype) for call, _ in log} == {(Op.FORWARD, "int64")}
+    assert {call.seeded for call, _ in logs[0]} == {False} and {call.seeded for call, _ in logs[1]} == {True}
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+def test_only_layers_whose_rows_can_be_masked_are_sent(two: Callable) -> None:
+    one, other = two(tiny_mixtral(), serve=["*"])
+    wrapped = symbiosis.wrap(tiny_mixtral(), one.endpoint, privacy=symbiosis.Split(other.endpoint))
+    report = symbiosis.report(wrapped)
+    private_ones = {name for name, reason in report.kept.items() if reason == "private"}
+    assert {"lm_head", "model.embed_tokens"} <= private_ones
+    assert any("experts" in name for name in private_ones)
+    assert report.wrapped and all("proj" in name for name in report.wrapped)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_calls_that_cannot_be_masked_are_refused(verify: bool, two: Callable) -> None:
+    one, other = two(tiny_llama())
+    log = recorded(one)
+    wrapped = symbiosis.wrap(tiny_llama(), one.endpoint, privacy=symbiosis.Split(other.endpoint), verify=verify)
+    weight = wrapped.model.layers[0].mlp.gate_proj.weight
+    session = weight.handle.session
+    x = torch.ones(2, 64)
+    for attempt in (
+        lambda: x[:, :32] @ weight[:, :32].t(),
+        lambda: weight @ x.t(),
+        lambda: session.call(Op.ECHO, 0, x),
+        lambda: session.call(Op.FORWARD, weight.handle.index, x, bias=True),
+        lambda: session.call(Op.LOOKUP, 0, torch.tensor([1])),
+    ):
+        with pytest.raises(CallError, match="not masked") as refused:
+            attempt()
+        assert refused.value.code is Code.NOT_ALLOWED
+    assert not log
+    assert (x @ weight.t()).shape == (2, 96)  # which is the layer's own product
+    assert [call.dtype for call, _ in log] == ["int32"]
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_sums_with_the_mask_wrap(value: int, two: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Statistics do not show a sum that does not wrap; masks of all ones and of nothing do."""
+    monkeypatch.setattr(
+        "symbiosis.client.split.keystream", lambda key, shape, dtype: torch.full(shape, value, dtype=dtype)
+    )
+    one, other = two(tiny_llama())
+    log = recorded(one)
+    wrapped = symbiosis.wrap(tiny_llama(), one.endpoint, privacy=symbiosis.Split(other.endpoint))
+    x = torch.eye(64)[:1] * 1e30
+    wrapped.model.layers[0].mlp.gate_proj(x)
+    sent = log[0][1]
+    assert sent is not None and sent.dtype is torch.int32
+    assert int(sent[0, 1]) == value  # 0 + r
+    assert 0 < int(sent[0, 0]) - value < 2**31
+
+
+def test_nothing_is_masked_alike(two: Callable, pads: Callable, ids: Tensor) -> None:
+    """The same prompt again and again: no row comes twice, on any level."""
+    model = tiny_llama()
+    for privacy in (symbiosis.Split, symbiosis.Pads):
+        one, other = two(model)
+        log = recorded(one)
+        given = other.endpoint if privacy is symbiosis.Split else pads(model, name=f"{privacy.__name__}.pads")
+        wrapped = symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=privacy(given))
+        for _ in range(4):
+            wrapped(ids)
+        rows = [tuple(row.tolist()) for _, sent in log if sent is not None for row in sent]
+        assert len(rows) > 400 and len(set(rows)) == len(rows)
+
+
+def test_a_forked_child_masks_otherwise(two: Callable, tmp_path: Path) -> None:
+    """What would be the same in parent and child shows the difference of their rows."""
+    one, other = two(tiny_llama(), listen=["tcp://127.0.0.1:0"])
+    log = recorded(one)
+    wrapped = symbiosis.wrap(tiny_llama(), one.endpoint, privacy=symbiosis.Split(other.endpoint))
+    layer, x = wrapped.model.layers[0].mlp.gate_proj, torch.ones(1, 64)
+    expected = layer(x)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if torch.equal(layer(x), expected) else 3)
+        except BaseException:
+            os._exit(4)
+    assert torch.equal(layer(x), expected)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len({tuple(sent.flatten().tolist()) for _, sent in log if sent is not None}) == len(log) == 3
+
+
+def test_a_private_session_is_not_copied_into_other_processes(two: Callable) -> None:
+    one, other = two(tiny_llama())
+    wrapped = symbiosis.wrap(tiny_llama(), one.endpoint, privacy=symbiosis.Split(other.endpoint))
+    with pytest.raises(WrapError, match="secrets of this process"):
+        pickle.dumps(wrapped)
+
+
+# ---------------------------------------------------------------- two operators
+
+
+def test_two_executors_of_one_operator_are_refused(serve: Callable) -> None:
+    names: dict[str, Any] = {}
+    for name in ("one", "", "two"):
+        names[name] = serve(tiny_llama(), integers=[8], operator=name)
+    again = serve(tiny_llama(), integers=[8], operator="one")
+    for first, second, words in (
+        (names["one"], again, "both run by 'one'"),
+        (names["one"], names["one"], "both run by 'one'"),
+        (names["one"], names[""], "does not say who runs it"),
+        (names[""], names["two"], "does not say who runs it"),
+    ):
+        with pytest.raises(WrapError, match=words):
+            symbiosis.wrap(tiny_llama(), first.endpoint, privacy=symbiosis.Split(second.endpoint))
+    for executor in (*names.values(), again):
+        until(lambda executor=executor: not executor.server.sessions, "the end of every session")
+
+
+def test_an_executor_without_integers_is_refused(serve: Callable) -> None:
+    one, other = serve(tiny_llama(), operator="one", integers=[8]), serve(tiny_llama(), operator="two")
+    with pytest.raises(WrapError, match="--integers 8"):
+        symbiosis.wrap(tiny_llama(), one.endpoint, privacy=symbiosis.Split(other.endpoint))
+    with pytest.raises(WrapError, match="--integers 16"):
+        symbiosis.wrap(tiny_llama(), one.endpoint, privacy=symbiosis.Split(other.endpoint, 16))
+
+
+def test_another_model_as_second_half_is_refused(serve: Callable) -> None:
+    torch.manual_seed(1)
+    changed = tiny_llama()
+    with torch.no_grad():
+        changed.model.layers[0].mlp.gate_proj.weight[0, 0] += 1
+    one, other = serve(tiny_llama(), operator="one", integers=[8]), serve(changed, operator="two", integers=[8])
+    with pytest.raises(CallError) as refused:
+        symbiosis.wrap(tiny_llama(), one.endpoint, privacy=symbiosis.Split(other.endpoint))
+    assert refused.value.code is Code.WRONG_MODEL
+
+
+def test_a_successor_of_another_operator_gets_nothing(serve: Callable, tmp_path: Path) -> None:
+    """Were the second executor replaced by one of the first operator's, who has one half already."""
+    address = f"local://{tmp_path}/second.sock"
+    one = serve(tiny_llama(), operator="one", integers=[8])
+    other = serve(tiny_llama(), operator="two", integers=[8], listen=[address])
+    wrapped = symbiosis.wrap(tiny_llama(), one.endpoint, privacy=symbiosis.Split(address))
+    layer, x = wrapped.model.layers[0].mlp.gate_proj, torch.ones(1, 64)
+    expected = layer(x)
+    other.close()
+    usurper = serve(tiny_llama(), operator="one", integers=[8], listen=[address])
+    log = recorded(usurper)
+    with pytest.raises(CallError, match="run by 'one'") as refused:
+        layer(x)
+    assert refused.value.code is Code.NOT_ALLOWED and not log
+    usurper.close()
+    rightful = serve(tiny_llama(), operator="two", integers=[8], listen=[address])
+    assert torch.equal(layer(x), expected)
+    rightful.close()
+
+
+# ---------------------------------------------------------------- pads
+
+
+def test_pads_are_found_for_what_a_model_calls_together() -> None:
+    model = tiny_llama().to("meta")
+    assert input_groups(model)[:4] == [
+        [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"],
+        ["model.layers.0.self_attn.o_proj"],
+        ["model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"],
+        ["model.layers.0.mlp.down_proj"],
+    ]
+
+
+def test_pads_run_out(serve: Callable, pads: Callable, ids: Tensor) -> None:
+    executor = serve(tiny_llama(), integers=[8])
+    file = pads(tiny_llama(), tokens=2 * ids.numel() + 1)
+    wrapped = symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Pads(file))
+    with torch.no_grad():
+        assert torch.equal(wrapped(ids).logits, wrapped(ids).logits)
+        with pytest.raises(PadsUsedUp, match="symbiosis pads"):
+            wrapped(ids)
+
+
+def test_a_pad_is_written_off_before_it_is_used(serve: Callable, pads: Callable) -> None:
+    """Whoever looks at the disk while a call is on its way finds its pads gone."""
+    executor = serve(tiny_llama(), integers=[8])
+    file = PadFile(pads(tiny_llama()))
+    left: list[list[int]] = []
+    server, arrived = executor.server, executor.server.arrived
+
+    def look(*call: Any) -> None:
+        left.append([file.left(stream) for stream in range(len(file.contents.streams))])
+        arrived(*call)
+
+    server.arrived = look  # type: ignore[method-assign]
+    wrapped = symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Pads(file.path))
+    wrapped.model.layers[0].mlp.down_proj(torch.ones(70, 96))
+    wrapped.model.layers[0].mlp.down_proj(torch.ones(3, 96))
+    assert [min(found) for found in left] == [TOKENS - 70, TOKENS - 70 - AT_ONCE]
+
+
+def test_no_pad_is_given_twice_to_threads_and_processes(pads: Callable) -> None:
+    path = pads(tiny_llama(), tokens=4000)
+    files = [PadFile(path), PadFile(path)]
+    given: list[int] = []
+    lock = threading.Lock()
+
+    def take(number: int) -> None:
+        rows = 1 + number % 9
+        first = files[number % 2].take(0, rows)
+        with lock:
+            given.extend(range(first, first + rows))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(take, range(120)))
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        first = files[0].take(0, 7)
+        os.write(write, first.to_bytes(8, "little"))
+        os._exit(0)
+    here = [files[0].take(0, 7), files[1].take(0, 7)]
+    there = int.from_bytes(os.read(read, 8), "little")
+    os.waitpid(pid, 0)
+    given += [row for first in (*here, there) for row in range(first, first + 7)]
+    given += [PadFile(path).take(0, 1)]
+    assert len(given) > 500 and len(set(given)) == len(given)
+
+
+def test_a_file_of_pads_is_its_owners_and_is_not_made_again(pads: Callable, tmp_path: Path) -> None:
+    file = pads(tiny_llama())
+    assert file.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="must not be used twice"):
+        make(str(tmp_path / "model"), 5, file)
+    with pytest.raises(ConfigError, match="no file of pads"):
+        PadFile(DEMO_MODEL / "config.json")
+    with pytest.raises(ConfigError, match="GB are free"):
+        make(str(tmp_path / "model"), 10**12, tmp_path / "huge.pads")
+    assert not (tmp_path / "huge.pads").exists()
+
+
+def test_pads_of_other_weights_are_refused(serve: Callable, pads: Callable) -> None:
+    file = pads(tiny_llama())
+    changed = tiny_llama()
+    with torch.no_grad():
+        changed.model.layers[0].mlp.gate_proj.weight[0, 0] += 1
+    executor = serve(changed, integers=[8])
+    with pytest.raises(WrapError, match="other weights"):
+        symbiosis.wrap(copy.deepcopy(changed), executor.endpoint, privacy=symbiosis.Pads(file))
+
+
+def test_pads_without_gradients_say_so(serve: Callable, tmp_path: Path, ids: Tensor) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    make(str(tmp_path / "model"), TOKENS, tmp_path / "x.pads")
+    executor = serve(tiny_llama(), integers=[8])
+    wrapped = lora(symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Pads(tmp_path / "x.pads")))
+    with pytest.raises(WrapError, match="--training"):
+        one_step(wrapped, ids)
+
+
+# ---------------------------------------------------------------- noise
+
+
+def test_known_noise_must_be_asked_for(serve: Callable) -> None:
+    executor = serve(tiny_llama())
+    with pytest.raises(WrapError, match="allow_known_noise"):
+        symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Noise(effects="same"))
+    with pytest.raises(WrapError, match="two operators"):
+        symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Noise(effects=serve(tiny_llama()).endpoint))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"every": 5}, {"effects": "same", "allow_known_noise": True}, {"effects": "other"}]
+)
+@MODELS
+def test_noise_is_taken_away_again(build: Callable, options: dict[str, Any], serve: Callable, ids: Tensor) -> None:
+    model = build()
+    one, other = serve(model, operator="one"), serve(model, operator="two")
+    if options.get("effects") == "other":
+        options = {"effects": other.endpoint}
+    log = recorded(one)
+    expected = one_step(lora(copy.deepcopy(model)), ids)
+    wrapped = lora(symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=symbiosis.Noise(scale=16.0, **options)))
+    rows = len(log)
+    found = one_step(wrapped, ids)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=2e-3 * float(theirs.abs().max()), rtol=0)
+    assert (rows > 0) == (options.get("effects") == "same")  # the noise itself was sent
+    assert all(call.dtype == "float32" and not call.bias for call, _ in log)
+
+
+def test_masked_rows_are_mostly_noise(serve: Callable) -> None:
+    executor = serve(tiny_llama())
+    log = recorded(executor)
+    wrapped = symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Noise(scale=16.0, pool=4))
+    x = torch.randn(200, 64)
+    wrapped.model.layers[0].mlp.gate_proj(x)
+    sent = log[-1][1]
+    assert sent is not None
+    sizes = (sent - x).square().mean(1).sqrt() / x.square().mean(1).sqrt()
+    assert 8 < float(sizes.min()) < float(sizes.max()) < 32
+    directions = torch.nn.functional.normalize(sent - x, dim=1)
+    assert int((directions @ directions[0] > 0.999).sum()) in range(20, 90)  # one of four vectors
+
+
+def test_noise_is_normally_distributed() -> None:
+    values = gaussian(100, 1001).double().flatten()
+    assert abs(float(values.mean())) < 0.02 and abs(float(values.var()) - 1) < 0.03
+    assert abs(float((values.abs() < 1).double().mean()) - 0.6827) < 0.01
+    assert float(values.abs().max()) > 3.5
+
+
+# ---------------------------------------------------------------- verified answers
+
+
+LEVELS: dict[str, Callable[[symbiosis.Executor], Any]] = {
+    "none": lambda _: None,
+    "noise": lambda _: symbiosis.Noise(),
+    "split": lambda other: symbiosis.Split(other.endpoint),
+    "split16": lambda other: symbiosis.Split(other.endpoint, 16),
+}
+
+
+def tampered(executor: symbiosis.Executor, change: Callable[[Tensor], Tensor]) -> None:
+    """From now on this executor changes its answers, as an operator could."""
+    engine = executor.server.engine
+    compute = engine._compute
+
+    def lie(slices: Any) -> None:
+        compute(slices)
+        for piece in slices:
+            piece.item.work.out.copy_(change(piece.item.work.out))
+
+    engine._compute = lie  # type: ignore[method-assign]
+
+
+def one_value_off(y: Tensor) -> Tensor:
+    y = y.clone()
+    y[-1, 0] += 1 if not y.is_floating_point() else 0.05 * y.std()
+    return y
+
+
+def highest_bit(y: Tensor) -> Tensor:
+    """Modulo 2^k half of all columns do not see it."""
+    y = y.clone()
+    y[-1, 0] ^= torch.iinfo(y.dtype).min
+    return y
+
+
+LIES = {"one value": one_value_off, "rows swapped": lambda y: y.roll(1, 0), "zeros": torch.zeros_like}
+
+
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DGRAD])
+@pytest.mark.parametrize("lie", [*LIES, "highest bit"])
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_wrong_answer_is_an_error_that_names_the_call(name: str, lie: str, op: Op, two: Callable) -> None:
+    if lie == "highest bit" and "split" not in name:
+        pytest.skip("floating point has no highest bit that wraps")
+    one, other = two(tiny_llama())
+    for liar in (one, other) if "split" in name else (one,):
+        wrapped = symbiosis.wrap(tiny_llama(), one.endpoint, privacy=LEVELS[name](other), verify=True)
+        layer, x = wrapped.model.layers[1].mlp.gate_proj, torch.randn(6, 64, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        honest = liar.server.engine._compute
+        tampered(liar, LIES.get(lie, highest_bit))
+        with pytest.raises(
+            CallError, match=rf"{liar.endpoint} answered {op.name} of model.layers.1.mlp.gate_proj"
+        ) as found:
+            layer(x) if op is Op.FORWARD else gradient_of(layer, len(x))
+        assert found.value.code is Code.WRONG_ANSWER
+        liar.server.engine._compute = honest
+
+
+def gradient_of(layer: Any, rows: int) -> None:
+    """The gradient's call alone."""
+    handle = layer.weight.handle
+    handle.session.call(Op.DGRAD, handle.index, torch.randn(rows, layer.out_features))
+
+
+def test_other_weights_are_noticed(serve: Callable) -> None:
+    """As of an operator who saves memory."""
+    executor = serve(tiny_llama())
+    wrapped = symbiosis.wrap(tiny_llama(), executor.endpoint, verify=True)
+    layer, x = wrapped.model.layers[0].mlp.gate_proj, torch.randn(3, 64)
+    layer(x)
+    with torch.no_grad():
+        for weight in executor.server.store.weights:
+            weight.copy_(weight.bfloat16())
+    with pytest.raises(CallError, match="are not the product of what was sent"):
+        layer(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LEVELS)
+def test_right_answers_pass(name: str, dtype: torch.dtype, two: Callable, ids: Tensor) -> None:
+    model = tiny_llama().to(dtype)
+    one, other = two(model)
+    wrapped = lora(symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=LEVELS[name](other), verify=True))
+    for _ in range(10):
+        one_step(wrapped, ids)
+    level = next(
+        m for m in wrapped.modules() if hasattr(m, "weight") and hasattr(m.weight, "handle")
+    ).weight.handle.session.level
+    assert level.proofs.checked >= 200
+
+
+def test_rows_of_any_size_pass(serve: Callable) -> None:
+    """No false alarm, whatever the scale is."""
+    executor = serve(tiny_llama())
+    layer = symbiosis.wrap(tiny_llama(), executor.endpoint, verify=True).model.layers[0].mlp.down_proj
+    for scale in (0.0, 1e-38, 1e-20, 1.0, 1e20, 1e34):
+        layer(torch.randn(512, 96) * scale)
+
+
+def test_words_that_name_no_level_are_refused(serve: Callable) -> None:
+    executor = serve(tiny_llama(), integers=[8])
+    for privacy in ("split", "pads", "secret"):
+        with pytest.raises(WrapError, match="symbiosis.Split"):
+            symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=privacy)
+    with pytest.raises(WrapError, match="8 or 16"):
+        symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Split(executor.endpoint, 12))
