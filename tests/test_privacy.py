@@ -501,6 +501,46 @@ def test_pads_without_gradients_say_so(serve: Callable, tmp_path: Path, ids: Ten
         one_step(wrapped, ids)
 
 
+def some_steps(model: nn.Module, ids: Tensor, steps: int, state: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Training with dropout, from a checkpoint on if there is one; the checkpoint at the end."""
+    torch.manual_seed(5)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.2)).train()  # type: ignore[arg-type]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    if state:
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["rng"])
+        for parameter, value in zip(trained, state["adapter"], strict=True):
+            parameter.data.copy_(value)
+    for _ in range(steps):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    adapter = [p.detach().clone() for p in trained]
+    return {"adapter": adapter, "optimizer": copy.deepcopy(optimizer.state_dict()), "rng": torch.get_rng_state()}
+
+
+def test_training_goes_on_from_its_checkpoint_with_pads_that_were_not_used(
+    serve: Callable, pads: Callable, ids: Tensor
+) -> None:
+    """Bit for bit as if it had not been interrupted; the first steps again, too, in case they are made twice."""
+    executor = serve(tiny_llama(), integers=[8])
+    log = recorded(executor)
+    files = [pads(tiny_llama(), tokens=4000, name=f"{name}.pads") for name in ("calm", "interrupted")]
+
+    def client(file: Path) -> nn.Module:
+        return symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Pads(file))
+
+    calm = some_steps(client(files[0]), ids, 6)
+    log.clear()
+    some_steps(client(files[1]), ids, 2)  # whose checkpoint was lost
+    checkpoint = some_steps(client(files[1]), ids, 3)
+    resumed = some_steps(client(files[1]), ids, 3, checkpoint)
+    assert all(map(torch.equal, resumed["adapter"], calm["adapter"]))
+    rows = [tuple(row.tolist()) for _, sent in log if sent is not None for row in sent]
+    assert len(rows) > 1500 and len(set(rows)) == len(rows)
+
+
 # ---------------------------------------------------------------- noise
 
 

@@ -71,6 +71,8 @@ class NoiseLevel:
         if wanted is None:
             return
         self._source = session if wanted == "same" else Pinned(wanted, fingerprint=session.welcome.fingerprint)
+        if wanted != "same":
+            session.others.append(self._source)
         one, other = session.welcome, self._source.welcome
         if wanted != "same" and one.operator == other.operator:
             self._source.close()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from symbiosis.client.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.client.groups import Member
-from symbiosis.client.session import Session, _rows_call
+from symbiosis.client.session import Session, Stats, _rows_call
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import CallError, Code, WrapError
 from symbiosis.protocol import Call, Op, Priority
@@ -99,6 +99,7 @@ class PrivateSession(Pinned):
 
     def __init__(self, endpoint: str, privacy: Privacy, proofs: Proofs | None = None, **options: Any) -> None:
         super().__init__(endpoint, **options)
+        self.others: list[Session] = []  # with other operators
         self.level = privacy.level(proofs)
         try:
             self.level.open(self)
@@ -129,6 +130,13 @@ class PrivateSession(Pinned):
             self.rows(op, (Member(n, width, False),), part, priority)[0] for n, part in zip(layers, parts, strict=True)
         ]
         return torch.stack(results).sum(0) if len(results) > 1 else results[0]
+
+    def all_stats(self) -> Stats:
+        """With those of the other operators' sessions."""
+        total = self.stats.copy()
+        for other in self.others:
+            total.add(other.stats)
+        return total
 
     def width(self, layer: int, op: Op) -> int:
         """Of a row that `op` on `layer` makes."""

@@ -64,6 +64,7 @@ class SplitLevel(IntegerLevel):
         try:
             self.needs(self._second)
             self._two_operators()
+            session.others.append(self._second)
         except BaseException:
             self._second.close()
             raise

@@ -377,7 +377,7 @@ def stats(model: nn.Module) -> Stats:
     session = weight.handle.session
     for line in session.lines:  # the executor counts for the GPU
         session.stats.batched_calls, session.stats.reconnects = line.batched, line.reconnects
-    return session.stats
+    return session.all_stats() if isinstance(session, PrivateSession) else session.stats
 
 
 def report(model: nn.Module) -> Report:
