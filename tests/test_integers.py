@@ -73,7 +73,7 @@ def test_digits_are_what_was_quantised(bits: int) -> None:
     q_KN = whole(q_DKN)
     assert q_DKN.shape[0] == bits // 8
     assert int(q_KN.abs().max()) == LARGEST[bits]
-    assert torch.equal(q_KN, (v_KN.double() / unit_N).round().long())
+    assert torch.equal(q_KN, (v_KN / unit_N).round().long())
     assert unit_N[0] == 1.0  # of a column of zeros
 
 

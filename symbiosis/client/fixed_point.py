@@ -35,11 +35,17 @@ class Quantum(NamedTuple):
         units, columns, rows = [], [], torch.zeros(len(v_KN), dtype=torch.float64)
         for v in v_KN.split(max(1, BLOCK // len(v_KN)), dim=-1):
             digits_DKN, unit_N = quantise(v, bits)
-            squares_KN = sum(d.double() * 256**place for place, d in enumerate(digits_DKN)).square_()  # type: ignore[union-attr]
+            q_KN: Tensor = sum(  # type: ignore[assignment]
+                digit.float() * 256**place for place, digit in enumerate(digits_DKN)
+            )
             units.append(unit_N.cpu())
-            columns.append(squares_KN.sum(0).max().sqrt().item())
-            rows += squares_KN.sum(1).cpu()
+            columns.append(_norms(q_KN, 0).max().item())
+            rows += _norms(q_KN, 1).square_().cpu()
         return cls(torch.cat(units), max(1.0, *columns), max(1.0, rows.max().sqrt().item()))
+
+
+def _norms(q_KN: Tensor, dim: int) -> Tensor:
+    return torch.linalg.vector_norm(q_KN, dim=dim, dtype=torch.float64)
 
 
 def to_integers(x_TK: Tensor, norm: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

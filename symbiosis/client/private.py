@@ -189,11 +189,12 @@ class IntegerLevel:
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
         units: list[Tensor | None] = [self._layers[member.layer].unit_N for member in group]
+        dtype = x_TK.dtype
         if op is Op.DGRAD:
             x_TK, units = x_TK * units[0], [None]  # type: ignore[operator]
         x_int, step_T1 = to_integers(x_TK, self._norms[op, x_TK.shape[1]], self.dtype)
         results = self.masked(op, group, x_int, priority)
-        return [to_floats(y_TN, step_T1, unit_N, torch.float32) for y_TN, unit_N in zip(results, units, strict=True)]
+        return [to_floats(y_TN, step_T1, unit_N, dtype) for y_TN, unit_N in zip(results, units, strict=True)]
 
     def masked(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
         raise NotImplementedError

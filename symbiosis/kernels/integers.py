@@ -18,19 +18,19 @@ FEW = 32  # rows that CUDA's product of bytes takes at least
 def quantise(v_KN: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """The weights as digits (int8, D x K x N, the lowest first) and what one unit is worth in each of the N columns.
 
-    Anybody who has the weights comes to the same digits: the division is IEEE's, in float64.
+    Anybody who has the weights comes to the same digits: the division is IEEE's, in float32.
 
     >>> digits, unit = quantise(torch.tensor([[1.0, 0.0], [-0.5, 0.0]]), 8)
-    >>> digits.tolist(), (digits[0] * unit)[:, 0].round(decimals=3).tolist()
-    ([[[127, 0], [-64, 0]]], [1.0, -0.504])
+    >>> digits.tolist(), (digits[0] * unit * 1000).round()[:, 0].tolist()
+    ([[[127, 0], [-64, 0]]], [1000.0, -504.0])
     """
     if len(v_KN) >= LONGEST:
         raise ValueError(f"sums of {len(v_KN)} products do not fit into 32 bits: {LONGEST - 1} is the most")
-    unit_N = v_KN.abs().amax(0).double() / LARGEST[bits]
+    unit_N = v_KN.abs().amax(0).float() / LARGEST[bits]
     unit_N[unit_N == 0] = 1.0
     parts = []
     for v, unit in zip(*(t.split(max(1, BLOCK // len(v_KN)), dim=-1) for t in (v_KN, unit_N)), strict=True):
-        q = (v.double() / unit).round_().to(torch.int16)
+        q = (v.float() / unit).round_().to(torch.int16)
         parts.append(digits(q)[: bits // 8])
     return torch.cat(parts, dim=-1), unit_N
 
