@@ -82,10 +82,10 @@ def top(
 ) -> None:  # fmt: skip
     """Watch an executor: sessions, busiest layers, batch sizes, queue, memory, rates."""
     with _errors_for_people():
-        from symbiosis.config import default_endpoint
+        from symbiosis.config import default_endpoints
         from symbiosis.top import run
 
-        run(url or default_endpoint(), once, interval)
+        run(url or default_endpoints()[0], once, interval)
 
 
 class Benchmark(StrEnum):

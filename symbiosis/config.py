@@ -101,9 +101,10 @@ def _convert(values: dict[str, object]) -> Options:
         raise ConfigError(f"wrong option: {error}") from None
 
 
-def default_endpoint() -> str:
-    """$SYMBIOSIS_ENDPOINT, else this user's socket on this host."""
-    return os.environ.get("SYMBIOSIS_ENDPOINT") or f"local://{runtime_dir() / 'executor.sock'}"
+def default_endpoints() -> tuple[str, ...]:
+    """Those in $SYMBIOSIS_ENDPOINT, with spaces or commas between replicas; else this user's socket on this host."""
+    named = os.environ.get("SYMBIOSIS_ENDPOINT", "").replace(",", " ").split()
+    return tuple(named) or (f"local://{runtime_dir() / 'executor.sock'}",)
 
 
 def runtime_dir() -> Path:

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from symbiosis import mps
-from symbiosis.config import default_endpoint
+from symbiosis.config import default_endpoints
 from symbiosis.reporting import versions
 
 if TYPE_CHECKING:
@@ -59,7 +59,8 @@ def checks(endpoint: str | None) -> Iterator[Check]:
     yield check_shared_memory()
     yield check_descriptors()
     wanted = endpoint is not None or "SYMBIOSIS_ENDPOINT" in os.environ
-    yield from check_executor(endpoint or default_endpoint(), wanted)
+    for url in (endpoint,) if endpoint else default_endpoints():
+        yield from check_executor(url, wanted)
 
 
 def check_versions() -> Check:

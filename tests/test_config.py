@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import symbiosis
-from symbiosis.config import Options, default_endpoint, load_options, read_config_file, runtime_dir
+from symbiosis.config import Options, default_endpoints, load_options, read_config_file, runtime_dir
 from symbiosis.errors import ConfigError
 from symbiosis.protocol import Limits
 
@@ -92,10 +92,12 @@ def test_the_endpoint_comes_from_the_environment_else_from_this_users_directory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("SYMBIOSIS_ENDPOINT", "tcp://host:1")
-    assert default_endpoint() == "tcp://host:1"
+    assert default_endpoints() == ("tcp://host:1",)
+    monkeypatch.setenv("SYMBIOSIS_ENDPOINT", "tcp://host:1, local:///a.sock  tcp://host:2")
+    assert default_endpoints() == ("tcp://host:1", "local:///a.sock", "tcp://host:2")
     monkeypatch.delenv("SYMBIOSIS_ENDPOINT")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert default_endpoint() == f"local://{tmp_path}/symbiosis/executor.sock"
+    assert default_endpoints() == (f"local://{tmp_path}/symbiosis/executor.sock",)
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/nowhere")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert runtime_dir().parent == tmp_path
@@ -104,7 +106,7 @@ def test_the_endpoint_comes_from_the_environment_else_from_this_users_directory(
 def test_the_default_endpoint_is_this_users_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("SYMBIOSIS_ENDPOINT", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with symbiosis.Executor("demo", listen=[default_endpoint()]) as executor:
-        assert executor.endpoint == default_endpoint()
+    with symbiosis.Executor("demo", listen=[*default_endpoints()]) as executor:
+        assert (executor.endpoint,) == default_endpoints()
         assert stat.S_IMODE((tmp_path / "symbiosis").stat().st_mode) == 0o700
         assert symbiosis.from_executor() is not None

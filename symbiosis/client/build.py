@@ -13,16 +13,17 @@ import transformers
 from torch import nn
 
 from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.client.session import Session
+from symbiosis.client.session import CALL_S, Session
 from symbiosis.client.wrap import _priority, attach
-from symbiosis.config import default_endpoint
+from symbiosis.config import default_endpoints
 from symbiosis.errors import WrapError
 from symbiosis.protocol import Op
 
 
 def from_executor(
-    endpoint: str | None = None,
+    endpoint: str | Sequence[str] | None = None,
     *,
+    timeout: float = CALL_S,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     layers: Sequence[str] | str | None = None,
@@ -33,7 +34,7 @@ def from_executor(
     """A wrapped model of the executor's kind; no checkpoint, and no base weights in this process's memory.
 
     Args:
-        endpoint, layers, priority, exact: as for `wrap`.
+        endpoint, timeout, layers, priority, exact: as for `wrap`.
         dtype: What the client computes in; default: what the executor holds.
         device: Where the client's own tensors live.
         config: Changes to the model's configuration, such as `attn_implementation="eager"`.
@@ -44,7 +45,7 @@ def from_executor(
     ...     str(symbiosis.report(model)).startswith("wrapped")
     True
     """
-    session = Session(endpoint or default_endpoint(), _priority(priority), exact=exact)
+    session = Session(endpoint or default_endpoints(), _priority(priority), timeout=timeout, exact=exact)
     try:
         model = _structure(session, config)
         attach(model, session, [layers] if isinstance(layers, str) else layers, torch.device(device))

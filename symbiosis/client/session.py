@@ -1,6 +1,8 @@
 """One client's connection to an executor: it reconnects, resends, keeps count, and is safe over threads, forks and pickling.
 
-An executor keeps nothing between calls, so a call whose answer did not come is simply sent again.
+An executor keeps nothing between calls, so a call whose answer did not come is simply sent again: to the next replica where
+there are several, else to the same executor when it is back. Each attempt has a connection of its own, or one on which nothing
+is unanswered: so an answer that comes late meets nobody.
 """
 
 import atexit
@@ -10,6 +12,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
-from symbiosis.errors import CallError, CaptureError, Code, ConnectionLost, ExecutorUnavailable
+from symbiosis.errors import CallError, CaptureError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 
@@ -29,7 +32,7 @@ if TYPE_CHECKING:
 BY_DEVICE = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT, Op.LEFT, Op.GROUPED))  # whose payload no CPU must have seen
 PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a lost executor may be away
 JOIN_S = 10.0  # how long a join may take
-CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take
+CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 _numbers = itertools.count(1)
@@ -55,6 +58,7 @@ class Stats:
     round_trip_s: float = 0.0
     batched_calls: int = 0
     reconnects: int = 0
+    retries: int = 0
     by_op: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -101,18 +105,24 @@ class Stats:
 
 
 class Session:
-    """Calls to one executor. All threads of a process may use it; a forked or unpickled copy joins anew by itself."""
+    """Calls to one executor, or to whichever of its replicas answers. All threads of a process may use it; a forked or
+    unpickled copy joins anew by itself."""
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Sequence[str],
         priority: Priority | None = None,
         fingerprint: str | None = None,
         observer: bool = False,
         patience: float = PATIENCE_S,
+        timeout: float = CALL_S,
         exact: bool = True,
     ) -> None:
-        self.endpoint, self.priority, self.patience = endpoint, priority, patience
+        self.endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(dict.fromkeys(endpoint))
+        if not self.endpoints:
+            raise ConfigError("an empty list of endpoints: name at least one executor")
+        self.endpoint = self.endpoints[0]  # the one in use
+        self.priority, self.patience, self.timeout = priority, patience, timeout
         self.fingerprint, self.observer, self.exact = fingerprint, observer, exact
         self.stats = Stats()
         self.known_groups: dict[Member, tuple[Member, ...]] = {}
@@ -232,18 +242,13 @@ class Session:
             return results
 
     def _persist(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
-        """Call; on a lost connection join again and repeat, until the patience is over."""
-        give_up, pause = None, FIRST_PAUSE_S
+        """Call; on a lost connection join the next replica, or the same executor again, until the patience is over."""
+        give_up, pause, first = None, FIRST_PAUSE_S, self.endpoint
         while True:
             try:
                 return self._attempt(call, payload, shapes)
-            except ExecutorUnavailable:  # the very first join: nothing to go on with
-                raise
-            except ConnectionLost as error:
-                self._disconnect()
-                cause: Exception = error
-            except CallError as error:
-                if error.code is not Code.DRAINING:
+            except (ConnectionLost, CallError) as error:
+                if not _is_away(error) or isinstance(error, ExecutorUnavailable):  # the latter: nobody was ever there
                     raise
                 self._disconnect()
                 cause = error
@@ -253,30 +258,47 @@ class Session:
             give_up = give_up or time.monotonic() + self.patience
             if self._welcome is None or time.monotonic() > give_up:
                 raise self._unavailable(cause) from None
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
+            self._turn_to_next()
+            self.stats.retries += 1
+            if self.endpoint == first:  # all were asked
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
 
     def _attempt(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
         connection = self._connection or self._connected()
         connection.welcome.limits.check(call)
-        reply, results = connection.call(next(self._seq), call, payload, CALL_S, shapes)
+        reply, results = connection.call(next(self._seq), call, payload, self.timeout, shapes)
         if reply.code is not Code.OK:
             raise CallError(reply.code, bytes(results[0].numpy()).decode(errors="replace"))
         return reply, results
 
     def _connected(self) -> transport.Connection:
         if self._connection is None:
-            try:
-                self._connection = transport.connect(self.endpoint, self._hello(), JOIN_S)
-            except ConnectionLost as error:
-                if self._welcome is None:
-                    raise self._unavailable(error) from None
-                raise
+            self._connection = self._join() if self._welcome else self._join_first()
             self.stats.reconnects += self._welcome is not None and not self.lines
             self._welcome = self._connection.welcome
             self.fingerprint = self._welcome.fingerprint
             _beat_from_now_on(self, self._welcome.heartbeat_s / 4)
         return self._connection
+
+    def _join(self) -> transport.Connection:
+        return transport.connect(self.endpoint, self._hello(), JOIN_S)
+
+    def _join_first(self) -> transport.Connection:
+        """Whichever replica answers: nobody waits for an executor that was never there."""
+        for _ in self.endpoints:
+            try:
+                return self._join()
+            except (ConnectionLost, CallError) as error:
+                if not _is_away(error):
+                    raise
+                cause = error
+                self._turn_to_next()
+        raise self._unavailable(cause) from None
+
+    def _turn_to_next(self) -> None:
+        at = self.endpoints.index(self.endpoint)
+        self.endpoint = self.endpoints[(at + 1) % len(self.endpoints)]
 
     def _hello(self, device: str | None = None) -> Hello:
         priority = None if self.priority is None else int(self.priority)
@@ -287,7 +309,8 @@ class Session:
 
     def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
         return ExecutorUnavailable(
-            f"no executor at {self.endpoint} ({cause}). Start one with: symbiosis-executor MODEL --listen {self.endpoint}"
+            f"no executor at {' or '.join(self.endpoints)} ({cause}). "
+            f"Start one with: symbiosis-executor MODEL --listen {self.endpoints[0]}"
         )
 
     def _disconnect(self) -> None:
@@ -338,7 +361,15 @@ class Session:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self._key, self.endpoint, self.priority, self.fingerprint, self.patience, self.exact)
+        return _restore, (
+            self._key,
+            self.endpoints,
+            self.priority,
+            self.fingerprint,
+            self.patience,
+            self.timeout,
+            self.exact,
+        )
 
 
 @lru_cache(maxsize=1 << 14)
@@ -374,13 +405,25 @@ def _rows_call(
 
 
 def _restore(
-    key: str, endpoint: str, priority: Priority | None, fingerprint: str | None, patience: float, exact: bool
+    key: str,
+    endpoints: tuple[str, ...],
+    priority: Priority | None,
+    fingerprint: str | None,
+    patience: float,
+    timeout: float,
+    exact: bool,
 ) -> Session:
     """An unpickled session: one per pickled original and process, joined at its first call."""
     session = _restored.get(key)
     if session is None:
-        session = _restored[key] = Session(endpoint, priority, fingerprint, patience=patience, exact=exact)
+        session = Session(endpoints, priority, fingerprint, patience=patience, timeout=timeout, exact=exact)
+        _restored[key] = session
     return session
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether it says that the executor is lost, or about to end: another one may serve the call."""
+    return isinstance(error, ConnectionLost) or (isinstance(error, CallError) and error.code is Code.DRAINING)
 
 
 def _beat_from_now_on(session: Session, interval: float) -> None:

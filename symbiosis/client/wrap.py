@@ -22,10 +22,10 @@ from symbiosis.client.peft_methods import support_peft_methods
 from symbiosis.client.private import Plain, Privacy, PrivateSession
 from symbiosis.client.remote_view import Handle
 from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.client.session import Session, Stats
+from symbiosis.client.session import CALL_S, Session, Stats
 from symbiosis.client.verify import Proofs
 from symbiosis.client.virt_layer import VirtConv1D, VirtLinear
-from symbiosis.config import default_endpoint
+from symbiosis.config import default_endpoints
 from symbiosis.errors import WrapError
 from symbiosis.fingerprint import digest
 from symbiosis.protocol import Layer, Priority
@@ -65,8 +65,9 @@ class Report:
 
 def wrap(
     model: Model,
-    endpoint: str | None = None,
+    endpoint: str | Sequence[str] | None = None,
     *,
+    timeout: float = CALL_S,
     layers: Sequence[str] | str | None = None,
     priority: str | None = None,
     exact: bool = True,
@@ -76,7 +77,9 @@ def wrap(
     """Let an executor compute the frozen layers of `model`. In place; before or after `get_peft_model`.
 
     Args:
-        endpoint: The executor's URL; else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
+        endpoint: The executor's URL, or those of several that serve the same model: when the one in use is lost, ends or
+            does not answer in time, the next one goes on. Else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
+        timeout: Seconds that one call may take before it is sent again; default: `$SYMBIOSIS_CALL_TIMEOUT_S`, else 120.
         layers: Patterns of layer names (`"model.layers.*"`); default: every layer that the executor serves.
         priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.
         exact: Whether gradients are to be the unsplit model's, bit for bit. Without it the gradients of layers that share
@@ -94,7 +97,8 @@ def wrap(
     ...     symbiosis.stats(model).calls
     0
     """
-    session = _session(endpoint or default_endpoint(), privacy, verify, _priority(priority), exact)
+    words: dict[str, Any] = {"priority": _priority(priority), "timeout": timeout, "exact": exact}
+    session = _session(endpoint or default_endpoints(), privacy, verify, **words)
     try:
         report = attach(model, session, [layers] if isinstance(layers, str) else layers)
     except BaseException:
@@ -152,18 +156,16 @@ def _without_the_private(
     return kept
 
 
-def _session(
-    endpoint: str, privacy: Privacy | str | None, verify: bool, priority: Priority | None, exact: bool
-) -> Session:
+def _session(endpoint: str | Sequence[str], privacy: Privacy | str | None, verify: bool, **words: Any) -> Session:
     if privacy is None and not verify:
-        return Session(endpoint, priority, exact=exact)
+        return Session(endpoint, **words)
     if isinstance(privacy, str):
         if privacy != "noise":
             raise WrapError(
                 f"privacy={privacy!r}: write symbiosis.Split(ENDPOINT), symbiosis.Pads(FILE) or symbiosis.Noise()"
             )
         privacy = Noise()
-    return PrivateSession(endpoint, privacy or Plain(), Proofs() if verify else None, priority=priority, exact=exact)
+    return PrivateSession(endpoint, privacy or Plain(), Proofs() if verify else None, **words)
 
 
 def plan_wrap(

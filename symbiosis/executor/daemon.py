@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from symbiosis import mps
-from symbiosis.config import Options, default_endpoint
+from symbiosis.config import Options, default_endpoints
 from symbiosis.errors import ConfigError
 from symbiosis.executor.load import load_model
 from symbiosis.executor.log import log, set_up_logging
@@ -48,7 +48,7 @@ def load_and_serve(model_name: str, options: Options) -> None:
     store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
     gc.collect()
     server = Server(store, options)
-    server.listen(options.listen or (default_endpoint(),))
+    server.listen(options.listen or default_endpoints())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.drain())
     if options.metrics_port is not None:

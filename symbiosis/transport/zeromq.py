@@ -267,8 +267,11 @@ class TcpConnection:
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
         frames = [encode_call(call, seq), *(as_bytes(tensor.contiguous()).numpy().data for tensor in payload)]
-        self._socket.send_multipart(frames, copy=call.nbytes < COPY_BELOW)
         deadline = monotonic() + timeout
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
+        except zmq.Again:  # the signs of life that nobody took fill the queue
+            raise ConnectionLost(f"{self._url} takes no more messages: its executor hangs") from None
         while True:
             head, *rest = self._receive(deadline, timeout)
             if head.buffer[:4] != MAGIC_REPLY:
