@@ -364,7 +364,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The client lives."""
+    """The client lives; it is about to send this many bytes, behind which other signs of life will have to wait."""
+
+    coming: int = 0
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):

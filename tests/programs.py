@@ -41,7 +41,7 @@ def train_model(model: nn.Module, steps: int, say: Say = lambda _: None) -> dict
     return {"losses": losses, "adapter": adapter}
 
 
-def train(say: Say, endpoint: str, steps: int, turns: Any = None) -> dict[str, Any]:
+def train(say: Say, endpoint: Any, steps: int, turns: Any = None, timeout: float = 60.0) -> dict[str, Any]:
     """... each step when it is its turn, if `turns` (a semaphore) says so."""
 
     def begin(step: int) -> None:
@@ -49,9 +49,10 @@ def train(say: Say, endpoint: str, steps: int, turns: Any = None) -> dict[str, A
         if turns is not None:
             turns.acquire()
 
-    model = symbiosis.from_executor(endpoint)
+    model = symbiosis.from_executor(endpoint, timeout=timeout)
     result = train_model(model, steps, begin)
-    return {**result, "reconnects": symbiosis.stats(model).reconnects}
+    stats = symbiosis.stats(model)
+    return {**result, "reconnects": stats.reconnects, "retries": stats.retries}
 
 
 def generate_tokens(model: nn.Module, length: int, seed: int) -> list[int]:

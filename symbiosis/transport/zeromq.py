@@ -41,6 +41,13 @@ from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_bytes, cut, tens
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
 AT_ONCE = 64  # messages taken between two products
+BEAT_S = 1.0  # between two signs of life during a call
+# The kernel notices a network that is gone. Not ZeroMQ's heartbeats: they wait behind what is being sent, so on a thin line a
+# large call would look like death; and libzmq 4.3 aborts the process when one meets a full queue and a client gone.
+PROBES = (
+    (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 5), (zmq.TCP_KEEPALIVE_CNT, 3),
+    (zmq.TCP_MAXRT, 20_000),
+)  # fmt: skip
 COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
 
 
@@ -143,7 +150,7 @@ class Listener:
             self._peers[identity] = peer
             self.send(peer, [encode_control(welcome)])
         elif peer is not None and isinstance(message, Beat):
-            self._inbox.heard(peer)
+            self._inbox.heard(peer, message.coming)
         elif peer is not None and isinstance(message, Bye):
             self.drop(peer)
         else:
@@ -224,7 +231,7 @@ def _harden(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 64)
     socket.setsockopt(zmq.RCVHWM, 64)
-    for option in ((zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 30), (zmq.TCP_KEEPALIVE_INTVL, 5)):
+    for option in PROBES:
         socket.setsockopt(*option)
 
 
@@ -237,9 +244,6 @@ class TcpConnection:
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         place.unlock(self._socket)
         _harden(self._socket)
-        # Not on the executor's side: libzmq 4.3 aborts the process when a heartbeat meets a full queue and a client gone.
-        self._socket.setsockopt(zmq.HEARTBEAT_IVL, 1000)
-        self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 5000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
         self._monitor: Any = self._socket.get_monitor_socket(
             zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS | BROKEN_HANDSHAKE
@@ -268,6 +272,8 @@ class TcpConnection:
     ) -> tuple[Reply, list[Tensor]]:
         frames = [encode_call(call, seq), *(as_bytes(tensor.contiguous()).numpy().data for tensor in payload)]
         deadline = monotonic() + timeout
+        if call.nbytes >= COPY_BELOW:
+            self.beat(call.nbytes)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
         except zmq.Again:  # the signs of life that nobody took fill the queue
@@ -291,7 +297,8 @@ class TcpConnection:
                 return reply, cut(result, shapes if reply.code is Code.OK else ())
 
     def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
-        ready = dict(self._poller.poll(int(max(0.0, deadline - monotonic()) * 1000)))
+        while not (ready := self._ready(deadline)) and monotonic() < deadline:
+            self.beat()
         if self._socket in ready:
             return self._socket.recv_multipart(copy=False)
         if self._monitor in ready:
@@ -311,9 +318,13 @@ class TcpConnection:
             raise ConnectionLost(f"no executor at {self._url}: {why}")
         raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
 
-    def beat(self) -> None:
+    def _ready(self, deadline: float) -> dict[Any, int]:
+        """What there is to receive from; nothing if nothing came for a while."""
+        return dict(self._poller.poll(int(1000 * max(0.0, min(BEAT_S, deadline - monotonic())))))
+
+    def beat(self, coming: int = 0) -> None:
         with suppress(zmq.ZMQError):
-            self._socket.send(encode_control(Beat()), zmq.NOBLOCK)
+            self._socket.send(encode_control(Beat(coming)), zmq.NOBLOCK)
 
     def close(self) -> None:
         if not self._socket.closed:
