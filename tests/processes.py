@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -226,9 +226,10 @@ class Bystander:
 
     LAYER = "model.layers.0.mlp.up_proj"
 
-    def __init__(self, endpoint: str, model: nn.Module) -> None:
+    def __init__(self, endpoint: str | Sequence[str], model: nn.Module) -> None:
         self.session = Session(endpoint)
         self.calls, self.slowest_s = 0, 0.0
+        self.most_retries = 0  # of one call
         self.problem: object = None
         self._number = layer_number(self.session, self.LAYER)
         weight: Tensor = model.get_submodule(self.LAYER).weight.detach()  # type: ignore[assignment, operator]
@@ -240,12 +241,13 @@ class Bystander:
 
     def _run(self) -> None:
         while not self._stop.is_set() and self.problem is None:
-            begun = time.monotonic()
+            begun, retries = time.monotonic(), self.session.stats.retries
             try:
                 if not torch.equal(self.session.call(Op.FORWARD, self._number, self._x), self._expected):
                     self.problem = "a wrong result"
             except Exception as error:
                 self.problem = error
+            self.most_retries = max(self.most_retries, self.session.stats.retries - retries)
             self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
             self.calls += 1
 
