@@ -41,6 +41,10 @@ def executor(
     max_rows: Annotated[int | None, typer.Option(help="Most rows of one call. Default: 1048576.")] = None,
     max_in_flight: Annotated[int | None, typer.Option(help="Most unanswered calls of one session. Default: 8.")] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Most sessions at a time. Default: 256.")] = None,
+    max_tenant_sessions: Annotated[int | None, typer.Option(help="Most sessions of one tenant. Default: 64.")] = None,
+    max_tenant_in_flight: Annotated[int | None, typer.Option(help="Most unanswered calls of one tenant. Default: 64.")] = None,
+    max_tenant_bytes: Annotated[int | None, typer.Option(help="Most bytes of a tenant's calls and unread replies. Default: 4 GiB.")] = None,
+    max_tenant_rows_per_s: Annotated[int | None, typer.Option(help="Rows per second of one tenant; a client over it is slowed down. Default: 0, no limit.")] = None,
 ) -> None:  # fmt: skip
     """Hold the frozen layers of MODEL and answer the calls of any number of clients."""
     given = {key: value for key, value in locals().items() if key not in ("model", "config") and value is not None}

@@ -41,13 +41,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_rows: int = Limits().max_rows
     max_in_flight: int = Limits().max_in_flight
     max_sessions: int = Limits().max_sessions
+    max_tenant_sessions: int = Limits().max_tenant_sessions
+    max_tenant_in_flight: int = Limits().max_tenant_in_flight
+    max_tenant_bytes: int = Limits().max_tenant_bytes
+    max_tenant_rows_per_s: int = Limits().max_tenant_rows_per_s
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "heartbeat_s", "max_call_bytes", "max_rows", "max_in_flight", "max_sessions"):
-            if getattr(self, name) <= 0:
+        for name in ("max_batch_tokens", "heartbeat_s", *Limits.__struct_fields__):
+            if getattr(self, name) <= 0 and name != "max_tenant_rows_per_s":
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
-        if self.max_wait_us < 0:
-            raise ConfigError(f"max-wait-us must not be negative, but is {self.max_wait_us}")
+        for name in ("max_wait_us", "max_tenant_rows_per_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name.replace('_', '-')} must not be negative, but is {getattr(self, name)}")
         if not set(self.integers) <= {8, 16}:
             raise ConfigError(f"integers names the bits of quantised weights, 8 or 16, not {self.integers}")
         if (self.key is None) != (self.tenants is None):
@@ -63,7 +68,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def limits(self) -> Limits:
-        return Limits(self.max_call_bytes, self.max_rows, self.max_in_flight, self.max_sessions)
+        return Limits(*(getattr(self, name) for name in Limits.__struct_fields__))
 
 
 def load_options(given: dict[str, object], file: Path | None = None) -> Options:

@@ -39,7 +39,8 @@ class Code(IntEnum):
     INTERNAL = 16
     GROW = 17  # not an error: the reply needs more shared memory
     NOT_ALLOWED = 18
-    WRONG_ANSWER = 19
+    BUSY = 19  # a tenant has as much under way as it may: the reply says when to try again
+    WRONG_ANSWER = 20
 
 
 class SymbiosisError(Exception):
@@ -85,13 +86,14 @@ class ExecutorUnavailable(ConnectionLost):
 class CallError(SymbiosisError, RuntimeError):
     """The executor refused a call."""
 
-    def __init__(self, code: Code, message: str) -> None:
+    def __init__(self, code: Code, message: str, retry_s: float = 0.0) -> None:
         super().__init__(f"{message} [{code.name}]")
         self.code = code
         self.message = message
+        self.retry_s = retry_s  # of BUSY: after this time the call may be made again
 
-    def __reduce__(self) -> tuple[type, tuple[Code, str]]:
-        return type(self), (self.code, self.message)
+    def __reduce__(self) -> tuple[type, tuple[Code, str, float]]:
+        return type(self), (self.code, self.message, self.retry_s)
 
 
 class ProtocolError(CallError):

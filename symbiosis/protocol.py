@@ -142,7 +142,7 @@ def _payload_nbytes(call: Call) -> int:
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The answer to the call with the same `seq`."""
+    """The answer to the call with the same `seq`. Of one that is BUSY, `wait_us` is the time after which to try again."""
 
     seq: int
     code: Code = Code.OK
@@ -270,12 +270,17 @@ class Layer(msgspec.Struct, frozen=True):
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What one session may ask for. The executor enforces them; the client checks first, to say so earlier."""
+    """What one session may ask for, and one tenant's sessions together (without keys each session is a tenant of its own).
+    The executor enforces them; the client checks first, to say so earlier, and slows down when it is told to."""
 
     max_call_bytes: int = 1 << 30
     max_rows: int = 1 << 20
     max_in_flight: int = 8
     max_sessions: int = 256
+    max_tenant_sessions: int = 64
+    max_tenant_in_flight: int = 64
+    max_tenant_bytes: int = 4 << 30  # of calls under way, and of replies that are not read
+    max_tenant_rows_per_s: int = 0  # 0: as many as come
 
     def check(self, call: Call) -> None:
         if call.nbytes > self.max_call_bytes or call.rows > self.max_rows:

@@ -16,7 +16,8 @@ EVERYTHING: dict[str, Any] = {
     "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True, "dtype": "bfloat16",
     "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9,
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
-    "max-in-flight": 12, "max-sessions": 13, "key": "executor.key", "tenants": "tenants",
+    "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,
+    "max-tenant-bytes": 16, "max-tenant-rows-per-s": 17, "key": "executor.key", "tenants": "tenants",
 }  # fmt: skip
 
 
@@ -37,7 +38,7 @@ def test_a_file_may_say_everything(tmp_path: Path) -> None:
     for key, value in EVERYTHING.items():
         got = getattr(options, key.replace("-", "_"))
         assert got == (tuple(value) if isinstance(value, list) else value), key
-    assert options.limits == Limits(10, 11, 12, 13)
+    assert options.limits == Limits(10, 11, 12, 13, 14, 15, 16, 17)
 
 
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
@@ -63,6 +64,8 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("allow-read: 3", "wrong option: .*bool.*allow_read"),
         ("non-finite: maybe", "wrong option: .*maybe"),
         ("max-sessions: 0", "max-sessions must be positive, not 0"),
+        ("max-tenant-in-flight: 0", "max-tenant-in-flight must be positive, not 0"),
+        ("max-tenant-rows-per-s: -2", "max-tenant-rows-per-s must not be negative, but is -2"),
         ("max-wait-us: -1", "max-wait-us must not be negative, but is -1"),
         ("heartbeat-s: -0.5", "heartbeat-s must be positive"),
         ("mps: true", "mps shares a GPU, but device is cpu: add --device cuda"),

@@ -24,29 +24,7 @@ from symbiosis.protocol import Hello, Op, encode_control
 from symbiosis.transport.curve import Address, is_loopback
 from tests.conftest import tiny_llama
 from tests.processes import until
-
-ROWS = torch.arange(640.0).view(10, 64)
-
-
-class Realm:
-    """An executor with keys, its tenants' folder, and what their clients need."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.tenants = folder, folder / "tenants"
-        self.tenants.mkdir()
-        key, _ = generate("executor", folder)
-        self.let_in("alice")
-        self.executor = symbiosis.Executor(
-            tiny_llama(), listen="tcp://127.0.0.1:0", key=str(key), tenants=str(self.tenants), policy="immediate"
-        )
-
-    def let_in(self, name: str) -> None:
-        if not (self.folder / f"{name}.key").exists():
-            generate(name, self.folder)
-        (self.tenants / f"{name}.pub").write_bytes((self.folder / f"{name}.pub").read_bytes())
-
-    def endpoint(self, key: str, server: str = "executor", address: str | None = None) -> str:
-        return f"{address or self.executor.endpoint}?server={self.folder}/{server}.pub&key={self.folder}/{key}.key"
+from tests.realm import ROWS, Realm, echoes
 
 
 @pytest.fixture
@@ -54,10 +32,6 @@ def realm(tmp_path: Path) -> Iterator[Realm]:
     realm = Realm(tmp_path)
     yield realm
     realm.executor.close()
-
-
-def echoes(session: Session) -> bool:
-    return torch.equal(session.call(Op.ECHO, 0, ROWS), ROWS)
 
 
 # ---------------------------------------------------------------- files

@@ -7,7 +7,9 @@ is unanswered: so an answer that comes late meets nobody.
 
 import atexit
 import itertools
+import logging
 import os
+import random
 import sys
 import threading
 import time
@@ -35,6 +37,7 @@ JOIN_S = 10.0  # how long a join may take
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
+logger = logging.getLogger("symbiosis")
 _numbers = itertools.count(1)
 _sessions: "weakref.WeakValueDictionary[int, Session]" = weakref.WeakValueDictionary()
 _restored: "weakref.WeakValueDictionary[str, Session]" = weakref.WeakValueDictionary()
@@ -59,6 +62,7 @@ class Stats:
     batched_calls: int = 0
     reconnects: int = 0
     retries: int = 0
+    slowed_s: float = 0.0  # waited because the executor said that this tenant has enough under way
     by_op: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -243,11 +247,16 @@ class Session:
 
     def _persist(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
         """Call; on a lost connection join the next replica, or the same executor again, until the patience is over."""
-        give_up, pause, first = None, FIRST_PAUSE_S, self.endpoint
+        begun, give_up, pause, first = time.perf_counter(), None, FIRST_PAUSE_S, self.endpoint
         while True:
             try:
                 return self._attempt(call, payload, shapes)
             except (ConnectionLost, CallError) as error:
+                if isinstance(error, CallError) and error.code is Code.BUSY:
+                    if time.perf_counter() + error.retry_s > begun + self.patience:
+                        raise
+                    self._slow_down(error)
+                    continue
                 if not _is_away(error) or isinstance(error, ExecutorUnavailable):  # the latter: nobody was ever there
                     raise
                 self._disconnect()
@@ -269,8 +278,19 @@ class Session:
         connection.welcome.limits.check(call)
         reply, results = connection.call(next(self._seq), call, payload, self.timeout, shapes)
         if reply.code is not Code.OK:
-            raise CallError(reply.code, bytes(results[0].numpy()).decode(errors="replace"))
+            raise CallError(reply.code, bytes(results[0].numpy()).decode(errors="replace"), reply.wait_us / 1e6)
         return reply, results
+
+    def _slow_down(self, error: CallError) -> None:
+        """Wait as long as the executor says (a little longer, so that not all come back at once), and show that we live."""
+        if not self.stats.slowed_s:
+            logger.warning("%s slows this client down: %s", self.endpoint, error.message)
+        begun = time.perf_counter()
+        end = begun + error.retry_s * random.uniform(1.0, 1.25)
+        while (left := end - time.perf_counter()) > 0 and self._connection and self._welcome:
+            time.sleep(min(left, self._welcome.heartbeat_s / 4))
+            self._connection.beat()
+        self.stats.slowed_s += time.perf_counter() - begun
 
     def _connected(self) -> transport.Connection:
         if self._connection is None:

@@ -13,10 +13,13 @@ Among ready queues, priority goes first, but not being served raises it (`AGING_
 have used the least of the executor, in steps of `SLACK_S`. So a session can delay another by one slice of `max_rows`, never
 starve it. Among equals, those are served first who are furthest behind in the round of calls that models make again and
 again: so they catch up with the others, and go on together with them.
+
+Where keys tell who is who, the same goes for tenants first: whose turn it is among them does not depend on how many sessions
+each has. While several tenants call, a slice takes no longer than about `SLICE_S`.
 """
 
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -29,6 +32,10 @@ SLACK_S = 0.05  # of use more than others that a session may have before it must
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
 ALONE_S = 0.1  # after this time in which nobody else called, a session is alone
 PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
+CREDIT_S = 0.1  # of use that a tenant saves up while it does not call
+SLICE_S = 2e-3  # of a product that another tenant waits for
+ACTIVE_S = 1.0  # a tenant who called within this time may call again at any moment
+SMALLEST_SLICE = 64  # rows: products of fewer cost more for each row
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 
 
@@ -83,10 +90,21 @@ class Due(NamedTuple):
     latest: float
 
 
+@dataclass(slots=True, eq=False)
+class Share:
+    """What the sessions of one tenant (without keys: one session) have had of the executor together."""
+
+    tenant: str | None = None
+    used: float = 0.0
+    served: float = -inf
+    called: float = -inf
+
+
 @dataclass(slots=True)
 class Rhythm:
     """What is known of a session: what it has used, what it waits for, what it tends to call next and when."""
 
+    share: Share
     used: float = 0.0
     served: float = -inf
     pending: list[Item] = field(default_factory=list)
@@ -143,7 +161,9 @@ class Batcher:
         self._sessions: dict[int, Rhythm] = {}
         self._live: dict[int, Rhythm] = {}  # those that have made calls which others can join
         self._cost: dict[Hashable, float] = {}
-        self._least_used = 0.0
+        self._least_used = self._least_share = 0.0
+        self._shares: dict[str, Share] = {}
+        self._per_row: dict[Hashable, float] = {}  # seconds in products of many rows
         self._wake = inf
         self._caller, self._since = 0, 0.0  # who called last, and since when nobody else
         self._patience = idle_s if policy == "lockstep" else 0.0
@@ -165,8 +185,9 @@ class Batcher:
         self._sessions[session].last_key = None  # its rhythm is not seen
         return True
 
-    def join(self, session: int) -> None:
-        self._sessions[session] = Rhythm(used=self._least_used)
+    def join(self, session: int, tenant: str | None = None) -> None:
+        share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))
+        self._sessions[session] = Rhythm(share, used=self._least_used)
 
     def leave(self, session: int) -> list[Item]:
         """Forget a session; what it still waited for is dropped and returned."""
@@ -180,7 +201,9 @@ class Batcher:
 
     def add(self, item: Item) -> None:
         rhythm = self._sessions[item.session]
+        rhythm.share.called = item.arrived
         if not rhythm.pending:
+            rhythm.share.used = max(rhythm.share.used, self._least_share - CREDIT_S)
             rhythm.used = max(rhythm.used, self._least_used)  # idleness earns no credit
             if item.joinable:
                 self._learn(rhythm, item)
@@ -221,11 +244,14 @@ class Batcher:
         """A batch has run and its replies are out."""
         _note(self._cost, batch.key, _smooth(self._cost.get(batch.key), seconds))
         share = seconds / max(1, batch.rows)
+        if batch.rows >= SMALLEST_SLICE:
+            _note(self._per_row, batch.key, _smooth(self._per_row.get(batch.key), share))
         for item, start, stop in batch.slices:
             rhythm = self._sessions.get(item.session)
             if rhythm is None:
                 continue
             rhythm.used += share * (stop - start)
+            rhythm.share.used += share * (stop - start)
             if stop == item.rows:
                 rhythm.pending.remove(item)
                 if item.joinable:  # what is only asked now and then has no rhythm, and keeps nobody active
@@ -300,8 +326,32 @@ class Batcher:
         """The call to run; of a queue that runs as a whole, the one that is most urgent."""
         if len(queues) == 1 and (len(queues[0]) == 1 or self._joins(queues[0])):
             return queues[0][0]
-        heads = [[min(queue, key=_urgency)] if self._joins(queue) else queue for queue in queues]
-        return min((item for items in heads for item in items), key=lambda item: self._rank(item, room, now))
+        items = [item for queue in queues for item in self._heads(queue)]
+        if len(self._shares) > 1:
+            items = self._best_of_each(items, room, now)
+            return min(items, key=lambda item: self._rank(item, self._sessions[item.session].share, room, now))
+        return min(items, key=lambda item: self._rank(item, self._sessions[item.session], room, now))
+
+    def _best_of_each(self, items: list[Item], room: dict[Hashable, int], now: float) -> list[Item]:
+        """The call that each tenant would have run next."""
+        best: dict[Share, tuple[Any, Item]] = {}
+        for item in items:
+            rhythm = self._sessions[item.session]
+            rank = self._rank(item, rhythm, room, now)
+            if rhythm.share not in best or rank < best[rhythm.share][0]:
+                best[rhythm.share] = rank, item
+        return [item for _, item in best.values()]
+
+    def _heads(self, queue: deque[Item]) -> Iterable[Item]:
+        """The calls of a queue that are to be compared: of one that runs as a whole, each tenant's most urgent."""
+        if not self._joins(queue):
+            return queue
+        if len(self._shares) < 2:
+            return [min(queue, key=_urgency)]
+        first: dict[str | None, Item] = {}
+        for item in sorted(queue, key=_urgency):
+            first.setdefault(self._sessions[item.session].share.tenant, item)
+        return first.values()
 
     def _joins(self, queue: deque[Item]) -> bool:
         """Whether the whole queue can run as one product."""
@@ -310,11 +360,13 @@ class Batcher:
         small = all(item.joinable and not item.start and item.rows < self.join_below for item in queue)
         return small and sum(item.rows for item in queue) <= self.max_rows
 
-    def _rank(self, item: Item, room: dict[Hashable, int], now: float) -> tuple[int, int, int, float, float]:
-        rhythm = self._sessions[item.session]
-        waited = int((now - max(item.arrived, rhythm.served)) / AGING_S)
+    def _rank(
+        self, item: Item, caller: "Rhythm | Share", room: dict[Hashable, int], now: float
+    ) -> tuple[int, int, int, float, float]:
+        """Among sessions, or among tenants."""
+        waited = int((now - max(item.arrived, caller.served)) / AGING_S)
         last = room.get(item.key, 0) * len(self._queues[item.key])
-        return max(0, item.priority - waited), int(rhythm.used / SLACK_S), -last, rhythm.used, item.arrived
+        return max(0, item.priority - waited), int(caller.used / SLACK_S), -last, caller.used, item.arrived
 
     def _take(self, head: Item, now: float) -> Batch:
         """`head`, and of its queue what may join it."""
@@ -341,27 +393,39 @@ class Batcher:
             if piece.last:
                 self._remove(piece.item)
         for piece in pieces:
-            self._sessions[piece.item.session].served = now
+            rhythm = self._sessions[piece.item.session]
+            rhythm.served = rhythm.share.served = now
         self._least_used = max(self._least_used, self._sessions[head.session].used)
+        self._least_share = max(self._least_share, self._sessions[head.session].share.used)
         return Batch(head.key, pieces, now)
 
     def _take_all(self, queue: deque[Item], now: float) -> Batch:
         del self._queues[queue[0].key]
-        least = inf
+        least = least_share = inf
         for item in queue:
             item.start = item.rows
             rhythm = self._sessions[item.session]
-            rhythm.served = now
-            least = min(least, rhythm.used)
+            rhythm.served = rhythm.share.served = now
+            least, least_share = min(least, rhythm.used), min(least_share, rhythm.share.used)
         self._least_used = max(self._least_used, least)
+        self._least_share = max(self._least_share, least_share)
         return Batch(queue[0].key, [Slice(item, 0, item.rows) for item in queue], now)
 
     def _slice(self, item: Item) -> Slice:
         start, stop = item.start, item.rows
-        if item.divisible and item.left > self.max_rows:
-            stop = start + self.max_rows
+        most = self._most_rows(item)
+        if item.divisible and item.left > most:
+            stop = start + most
         item.start = stop
         return Slice(item, start, stop)
+
+    def _most_rows(self, item: Item) -> int:
+        """Of one slice: fewer while other tenants call."""
+        own = self._sessions[item.session].share
+        if not any(share is not own and share.called > item.arrived - ACTIVE_S for share in self._shares.values()):
+            return self.max_rows
+        per_row = self._per_row.get(item.key, inf)
+        return min(self.max_rows, max(SMALLEST_SLICE, int(SLICE_S / max(per_row, 1e-12))))
 
     def _remove(self, item: Item) -> None:
         queue = self._queues.get(item.key)

@@ -350,7 +350,7 @@ def call_error(error: Exception) -> CallError:
 def refuse(peer: Peer, seq: int, error: CallError) -> Reply:
     """Answer a call with an error."""
     text = bytes_tensor(error.message.encode()[:LONGEST_TEXT])
-    reply = Reply(seq, error.code, shape=(text.numel(),))
+    reply = Reply(seq, error.code, shape=(text.numel(),), wait_us=round(error.retry_s * 1e6))
     peer.reply(reply, text)
     return reply
 

@@ -1,11 +1,13 @@
 """What follows from a call alone: checked and worked out once, then looked up whenever the same call comes again."""
 
+from math import prod
+
 import msgspec
 
 from symbiosis.config import Options
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import reply_shape
-from symbiosis.protocol import BY_ROWS, Call, Op, View
+from symbiosis.protocol import BY_ROWS, ITEMSIZE, Call, Op, View
 
 
 class Key(msgspec.Struct, frozen=True, cache_hash=True):
@@ -25,6 +27,7 @@ class Plan(msgspec.Struct, frozen=True):
     rows: int
     nbytes: int
     shape: tuple[int, ...]
+    held: int  # bytes of the payload and the reply
     widths: tuple[int, ...]
     divisible: bool
     joinable: bool
@@ -39,6 +42,7 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
         rows=max(1, call.rows),
         nbytes=call.nbytes,
         shape=shape,
+        held=call.nbytes + prod(shape) * ITEMSIZE[call.dtype],
         widths=tuple(store.width(layer) for layer in call.layers) if call.also else (),
         divisible=divisible,
         joinable=divisible or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
+from symbiosis.executor.account import Account
 from symbiosis.executor.batcher import Batch, Batcher, Item
 from symbiosis.executor.engine import Engine, Work, bytes_tensor, call_error, refuse
 from symbiosis.executor.log import log, worth_logging
@@ -41,7 +42,9 @@ class Session:
     priority: int | None
     observer: bool
     heard: float
+    account: Account
     in_flight: int = 0
+    held: int = 0  # bytes of the calls in flight and their replies
     calls: int = 0
     rows: int = 0
     bytes: int = 0
@@ -57,6 +60,7 @@ class Server:
         self.keyring = Keyring.open(options.key, options.tenants) if options.key and options.tenants else None
         self.figures = Figures(store)
         self.sessions: dict[int, Session] = {}
+        self._accounts: dict[str, Account] = {}
         self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens, options.heartbeat_s)
         self.engine = Engine(store, self._answered, self._joined)
         self.device, self.stream = self.engine.device, self.engine.stream
@@ -134,18 +138,20 @@ class Server:
     def joined(self, peer: Peer, hello: Hello) -> Welcome:
         client = hello.client[:LONGEST_NAME]
         try:
-            self._admit(hello)
+            account = self._account(peer.tenant)
+            self._admit(hello, account)
         except CallError as error:
             self.figures.refused(error.code)
             if worth_logging(self.figures.errors[error.code.name]):
                 log(logging.WARNING, "join refused", client=client, transport=peer.transport, code=error.code.name)
             raise
         number = next(self._numbers)
-        peer.session = Session(number, peer, client, hello.priority, hello.observer, monotonic())
+        peer.session = Session(number, peer, client, hello.priority, hello.observer, monotonic(), account)
         self.sessions[number] = peer.session
+        account.readers.add(peer)
         if not hello.observer:
-            self.batcher.join(number)
-        who = {"tenant": tenant} if (tenant := getattr(peer, "tenant", None)) else {}
+            self.batcher.join(number, peer.tenant)
+        who = {"tenant": peer.tenant} if peer.tenant else {}
         log(
             logging.INFO, "session joined", session=number, client=client, transport=peer.transport, **who,
             observer=hello.observer,
@@ -156,7 +162,13 @@ class Server:
             integers=self.options.integers, operator=self.options.operator,
         )  # fmt: skip
 
-    def _admit(self, hello: Hello) -> None:
+    def _account(self, tenant: str | None) -> Account:
+        """The tenant's; where there are no keys, a new one."""
+        if tenant is None:
+            return Account(self.limits)
+        return self._accounts.setdefault(tenant, Account(self.limits))
+
+    def _admit(self, hello: Hello, account: Account) -> None:
         if hello.version != VERSION:
             raise CallError(
                 Code.BAD_VERSION,
@@ -173,25 +185,53 @@ class Server:
             )
         if not hello.observer and sum(not s.observer for s in self.sessions.values()) >= self.limits.max_sessions:
             raise CallError(Code.LIMIT, f"all {self.limits.max_sessions} sessions are taken: raise --max-sessions")
+        if len(account.readers) >= self.limits.max_tenant_sessions:
+            raise CallError(
+                Code.LIMIT,
+                f"a tenant may have {self.limits.max_tenant_sessions} sessions: end one, or ask for a larger --max-tenant-sessions",
+            )
 
-    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+    def admits(self, peer: Peer, seq: int, call: Call) -> bool:
         session: Session = peer.session
         session.heard = monotonic()
         try:
+            self._check_room(session, call)
+        except Exception as error:  # whatever it is: the executor has other clients
+            self._refuse(session, seq, call, call_error(error))
+            return False
+        return True
+
+    def _check_room(self, session: Session, call: Call) -> None:
+        if call.op is Op.STATS or session.observer:
+            return self.limits.check(call)
+        if self._draining:
+            raise CallError(Code.DRAINING, "this executor is shutting down: the call will be sent again")
+        if session.in_flight >= self.limits.max_in_flight:
+            raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
+        return session.account.check(session.peer, self._plan(call).held, session.held, session.heard)
+
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+        session: Session = peer.session
+        try:
             item = self._item(session, seq, call, payload)
         except Exception as error:  # whatever it is: the executor has other clients
-            reason = call_error(error)
-            if reason.code is not Code.GROW:
-                self.figures.refused(reason.code)
-                self._log_refusal(session, call, reason.code)
-            refuse(peer, seq, reason)
+            self._refuse(session, seq, call, call_error(error))
             return
         if item is None:
             return
+        held = item.work.plan.held
         session.in_flight += 1
+        session.held += held
+        session.account.begin(held, item.rows)
         session.calls += 1
         session.rows += item.rows
         self.batcher.add(item)
+
+    def _refuse(self, session: Session, seq: int, call: Call, error: CallError) -> None:
+        if error.code is not Code.GROW:
+            self.figures.refused(error.code)
+            self._log_refusal(session, call, error.code)
+        refuse(session.peer, seq, error)
 
     def shape(self, call: Call) -> tuple[int, ...]:
         try:
@@ -222,6 +262,7 @@ class Server:
             self.figures.launched(work.call, reply)
             return False
         session.in_flight += 1
+        session.account.begin(0, 0)
         priority = work.call.priority if session.priority is None else session.priority
         self.batcher.add(Item(session.number, plan.key, plan.rows, priority, now, work, plan.divisible, plan.joinable))
         return True
@@ -231,10 +272,6 @@ class Server:
         if call.op is Op.STATS or session.observer:
             self._answer_at_once(session, seq, call, payload)
             return None
-        if self._draining:
-            raise CallError(Code.DRAINING, "this executor is shutting down: the call will be sent again")
-        if session.in_flight >= self.limits.max_in_flight:
-            raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
         plan = self._plan(call)
         check_values(call, payload, self.store, self.options)
         if call.seeded:
@@ -249,7 +286,7 @@ class Server:
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         """Figures; and an observer's echo, for which no client is made to wait, and which waits for none."""
-        if call.op is Op.STATS and getattr(session.peer, "tenant", None) is not None:
+        if call.op is Op.STATS and session.peer.tenant is not None:
             raise CallError(
                 Code.NOT_ALLOWED,
                 "an executor's figures tell of all its tenants: they are the operator's, over local:// or --metrics-port",
@@ -275,6 +312,8 @@ class Server:
         if session is not None:
             self.batcher.leave(session.number)
             self.sessions.pop(session.number, None)
+            session.account.readers.discard(peer)
+            session.account.end(session.held, session.in_flight)
             peer.session = None
             log(
                 logging.INFO, "session left", session=session.number, calls=session.calls, rows=session.rows,
@@ -285,7 +324,10 @@ class Server:
         session: Session | None = work.peer.session
         self.figures.answered(work.call, reply, work.peer.transport)
         if session is not None:
+            held = 0 if work.number else work.plan.held  # a GPU's calls lie in memory of the session's own
             session.in_flight -= 1
+            session.held -= held
+            session.account.end(held)
             session.heard = monotonic()
             if reply.code is not Code.OK:
                 self._log_refusal(session, work.call, reply.code)
@@ -299,6 +341,7 @@ class Server:
             session: Session | None = peer.session
             if session is not None:
                 session.in_flight -= 1
+                session.account.end(0)
                 session.heard = now
         self.figures.joined(batch)
 

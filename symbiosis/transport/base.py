@@ -1,5 +1,6 @@
 """The two ends of every transport, and what a listener tells the server."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,16 @@ class Peer(Protocol):
     session: Any
     transport: str
 
+    @property
+    def tenant(self) -> str | None:
+        """Who this is, if keys tell."""
+        ...
+
+    @property
+    def unread(self) -> Sequence[int]:
+        """Bytes of each large reply that has not left this process."""
+        ...
+
     def out(self, call: Call, shape: tuple[int, ...]) -> Tensor | None:
         """The tensor where the reply to `call` is wanted, or None: the engine allocates."""
         ...
@@ -56,7 +67,13 @@ class Inbox(Protocol):
         """A client asks to join; raises `CallError` to refuse it."""
         ...
 
-    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None: ...
+    def admits(self, peer: Peer, seq: int, call: Call) -> bool:
+        """Whether there is room for a call, to be asked before anything is allocated for it; else it was refused."""
+        ...
+
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+        """A call that was admitted."""
+        ...
 
     def shape(self, call: Call) -> tuple[int, ...]:
         """The shape of the reply to `call`; raises `CallError` if it is wrong."""

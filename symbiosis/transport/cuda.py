@@ -74,7 +74,8 @@ class Remote:
 class DevicePeer:
     """The executor's end of one connection whose calls a GPU makes."""
 
-    transport = "cuda"
+    transport, tenant = "cuda", None
+    unread = ()
     nap = 1e-3  # a replayed graph rings without its CPU: then nobody would wake us
 
     def __init__(self, listener: "Listener", sock: socket.socket, hello: Hello, fds: list[int]) -> None:

@@ -18,7 +18,8 @@ _listeners: dict[str, "Listener"] = {}
 class Peer:
     """The executor's end: replies go into the client's queue."""
 
-    transport = "inproc"
+    transport, tenant = "inproc", None
+    unread = ()
 
     def __init__(self) -> None:
         self.session = None
@@ -59,7 +60,11 @@ class Listener:
                 self._peers.discard(peer)
                 self._inbox.left(peer)
             else:
-                self._inbox.arrived(peer, *message)  # type: ignore[misc]
+                self._call(peer, *message)  # type: ignore[misc]
+
+    def _call(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+        if self._inbox.admits(peer, seq, call):
+            self._inbox.arrived(peer, seq, call, payload)
 
     def _join(self, peer: Peer, hello: Hello) -> None:
         try:

@@ -65,7 +65,8 @@ JOIN_S = 10.0  # a connection that has not joined by then is closed
 class Peer:
     """The executor's end of one connection."""
 
-    transport = "local"
+    transport, tenant = "local", None
+    unread = ()  # replies lie in the session's own memory
     busy, nap = False, inf  # it rings a descriptor when we sleep
 
     def __init__(self, listener: "Listener", sock: socket.socket) -> None:
@@ -159,9 +160,11 @@ class Peer:
             self._call = Call(Op.STATS, 0, "uint8")  # of no payload: the text goes to the front
             self.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
             return
+        self._call = call
+        if not self._listener.inbox.admits(self, seq, call):
+            return
         if call.groups or call.op is Op.LOOKUP:  # used as indices after the check: the client must not change them
             payload = (*payload[:-1], payload[-1].clone())
-        self._call = call
         self._listener.inbox.arrived(self, seq, call, payload)
 
     def _parse(self, slab: Slab, body: bytes) -> tuple[Call, tuple[Tensor, ...]]:

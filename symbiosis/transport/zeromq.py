@@ -4,6 +4,7 @@ The client's socket is replaced, not reused, when the connection breaks: ZeroMQ 
 resend what was lost, so the session reconnects and resends instead.
 """
 
+from collections import deque
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -60,6 +61,7 @@ class Peer:
         self.session = None
         self.identity, self.tenant = identity, tenant
         self._listener = listener
+        self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
 
     def out(self, call: Call, shape: tuple[int, ...]) -> None:
         return None
@@ -68,7 +70,16 @@ class Peer:
         frames = [encode_reply(reply)]
         if reply.nbytes:
             frames.append(as_bytes(result.contiguous()).numpy().data)  # type: ignore[arg-type]
-        self._listener.send(self, frames, copy=reply.nbytes < COPY_BELOW)
+        small = reply.nbytes < COPY_BELOW
+        tracker = self._listener.send(self, frames, copy=small)
+        if not small and tracker is not None:
+            self._sent.append((tracker, reply.nbytes))
+
+    @property
+    def unread(self) -> list[int]:
+        while self._sent and self._sent[0][0].done:
+            self._sent.popleft()
+        return [nbytes for _, nbytes in self._sent]
 
     def close(self) -> None:
         self._listener.drop(self)
@@ -161,22 +172,25 @@ class Listener:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
         seq, call = decode_call(frames[0].bytes)
         try:
-            payload = _payload(call, frames[1:])
+            _check_sizes(call, frames[1:])
         except CallError as error:
             text = torch.frombuffer(bytearray(error.message, "utf-8")[:LONGEST_TEXT], dtype=torch.uint8)
             peer.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
         else:
-            self._inbox.arrived(peer, seq, call, payload)
+            if self._inbox.admits(peer, seq, call):
+                self._inbox.arrived(peer, seq, call, _payload(call, frames[1:]))
 
-    def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> None:
+    def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
-            return
+            return None
+        tracker = None
         try:
-            self._socket.send_multipart([peer.identity, *frames], zmq.NOBLOCK, copy=copy)
+            tracker = self._socket.send_multipart([peer.identity, *frames], zmq.NOBLOCK, copy=copy, track=not copy)
         except zmq.ZMQError:  # gone, or it does not read: it may join again
             self.drop(peer)
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
             self._drain_soon()
+        return tracker
 
     def drop(self, peer: Peer) -> None:
         if self._peers.pop(peer.identity, None):
@@ -212,11 +226,14 @@ def _door(address: str, reactor: Reactor, keyring: Keyring | None) -> Door | Non
     return None
 
 
-def _payload(call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
-    """The frames' bytes in tensors of our own, aligned as torch's are (products must not depend on the transport)."""
+def _check_sizes(call: Call, frames: list[zmq.Frame]) -> None:
     sizes = tuple(map(len, frames))
     if sizes != call.parts:
         raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts} bytes, {sizes[:3]} came")
+
+
+def _payload(call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
+    """The frames' bytes in tensors of our own, aligned as torch's are (products must not depend on the transport)."""
     kinds = ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,)))
     return tuple(_tensor(frame, dtype, shape) for frame, (dtype, shape) in zip(frames, kinds, strict=False))
 
