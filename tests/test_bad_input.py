@@ -380,8 +380,11 @@ def test_calls_beyond_those_in_flight_are_refused(executor: symbiosis.Executor, 
 
 
 @only_tcp
-def test_random_frames_harm_nobody(executor: symbiosis.Executor, dealer: zmq.Socket) -> None:
-    """Mutants of good frames, by the thousand; every one is answered, and the executor lives on."""
+def test_random_frames_harm_nobody(
+    executor: symbiosis.Executor, dealer: zmq.Socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutants of good frames, by the thousand; every one is answered (else we would be hung up on), and the executor lives on."""
+    monkeypatch.setattr("symbiosis.transport.zeromq.REFUSALS", 10**6)
     chance = random.Random(5)
     good = [
         [header(), bytes(64)],
@@ -459,6 +462,24 @@ def test_messages_that_never_end_are_taken_by_turns() -> None:
         process.kill()
         process.communicate()
         listener.close()
+
+
+def test_a_call_that_arrives_in_a_tick_does_not_wait_for_the_next() -> None:
+    server = Server(Store(tiny_llama()), Options(policy="immediate"))
+    server.listen(("tcp://127.0.0.1:0",))
+    listener: Any = server.listeners[0]
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.connect(listener.url)
+        for message in ([encode_control(Hello(client="raw"))], [header(), bytes(64)]):
+            dealer.send_multipart(message)
+            assert listener._socket.poll(WAIT_S * 1000)
+            server._next_tick = 0.0
+            server._step()
+            assert dealer.poll(WAIT_S * 1000), "it was taken, and forgotten"
+            answer = dealer.recv_multipart()
+        assert decode_reply(answer[0]).code is Code.OK
+    listener.close()
 
 
 def busy_executor(say: Say) -> str:

@@ -4,6 +4,7 @@ A *level* masks rows: `Noise` (floating point), `Split` and `Pads` (integers mod
 the weights away. Calls that would carry a client's values in another way are refused.
 """
 
+from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -97,7 +98,9 @@ class Pinned(Session):
 class PrivateSession(Pinned):
     """A session that sends what its level makes of the rows."""
 
-    def __init__(self, endpoint: str, privacy: Privacy, proofs: Proofs | None = None, **options: Any) -> None:
+    def __init__(
+        self, endpoint: str | Sequence[str], privacy: Privacy, proofs: Proofs | None = None, **options: Any
+    ) -> None:
         super().__init__(endpoint, **options)
         self.others: list[Session] = []  # with other operators
         self.level = privacy.level(proofs)

@@ -8,7 +8,7 @@ from symbiosis.transport.base import Peer
 
 BUSY_S = 0.02  # when to try again where it depends on others: some products last that long
 ALWAYS_ROOM = 4 << 20  # bytes that a session may have under way, however small its calls are
-ABREAST = 3  # larger calls of one session, counting those whose replies it has not read
+ABREAST = 2  # larger calls of one session, counting those whose replies it has not read
 
 
 @dataclass(slots=True, eq=False)

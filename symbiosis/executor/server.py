@@ -91,15 +91,15 @@ class Server:
             self.reactor.close()
 
     def _step(self) -> None:
-        """Run one batch, if one is ready."""
+        """Run one batch, if one is ready; calls may arrive in a tick, too."""
+        if monotonic() >= self._next_tick:
+            self._tick()
         batch = self.batcher.next_batch(monotonic())
         self._more = batch is not None and not self.batcher.idle
         if batch is not None:
             seconds = self.engine.step(batch)
             self.figures.ran(batch, seconds)
             self.batcher.done(batch, seconds, max(monotonic(), batch.formed + seconds))  # a GPU has yet to end
-        if monotonic() >= self._next_tick:
-            self._tick()
 
     def _patience(self) -> float:
         """How long to sleep if nothing arrives; not at all while there is more to run."""

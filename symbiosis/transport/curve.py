@@ -9,6 +9,7 @@ import logging
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
+from time import monotonic
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
@@ -21,6 +22,9 @@ from symbiosis.transport.reactor import Reactor
 
 ZAP = "inproc://zeromq.zap.01"
 AT_ONCE = 64
+FIRST_BAR_S, LONGEST_BAR_S = 1.0, 60.0  # for a tenant that had to be hung up on; twice as long each time
+FORGIVEN_S = 300.0
+HELD_S = 3.0  # a handshake that was not answered for so long has ended
 logger = logging.getLogger("symbiosis")
 
 
@@ -31,7 +35,9 @@ class Door:
         self.context: Any = zmq.Context()
         self._own, self.tenants = keyring
         self._reactor = reactor
-        self._asked: Any = self.context.socket(zmq.REP)
+        self._barred: dict[str, tuple[float, float]] = {}  # until when, and for how long
+        self._held: list[tuple[float, list[bytes]]] = []  # questions of barred tenants, and when they were asked
+        self._asked: Any = self.context.socket(zmq.ROUTER)
         self._asked.linger = 0
         self._asked.bind(ZAP)
         self._fd = int(self._asked.getsockopt(zmq.FD))
@@ -58,13 +64,39 @@ class Door:
         """All that was asked so far: the descriptor tells of changes only."""
         with suppress(zmq.Again):
             for _ in range(AT_ONCE):
-                version, number, *_, mechanism, key = self._asked.recv_multipart(zmq.NOBLOCK)[:7]
+                question = self._asked.recv_multipart(zmq.NOBLOCK)
                 self.look()
-                public = z85.encode(key).decode() if mechanism == b"CURVE" and len(key) == 32 else ""
-                known = self.tenants.name_of(public) is not None
-                verdict = (b"200", b"OK", public.encode()) if known else (b"400", b"unknown key", b"")
-                self._asked.send_multipart([version, number, *verdict, b""])
+                self._decide(monotonic(), question)
             self._reactor.call_soon(self._answer)
+
+    def _decide(self, asked: float, question: list[bytes]) -> None:
+        """Let in who is known; but who is barred waits at the door."""
+        name, empty, version, number, *_, mechanism, key = question[:9]
+        public = z85.encode(key).decode() if mechanism == b"CURVE" and len(key) == 32 else ""
+        tenant = self.tenants.name_of(public)
+        if tenant is not None and self._barred.get(tenant, (0.0, 0.0))[0] > monotonic():
+            self._held.append((asked, question))
+            return
+        verdict = (b"200", b"OK", public.encode()) if tenant is not None else (b"400", b"unknown key", b"")
+        self._asked.send_multipart([name, empty, version, number, *verdict, b""])
+
+    def answer_held(self) -> None:
+        """Decide again about those who wait at the door, if they still do."""
+        held, self._held = self._held, []
+        for asked, question in held:
+            if monotonic() < asked + HELD_S:
+                self._decide(asked, question)
+        if held:
+            self._answer()  # sending may have taken the sign that more is asked
+
+    def bar(self, tenant: str) -> None:
+        """Let no new connection of the tenant in for a while."""
+        now = monotonic()
+        until, seconds = self._barred.get(tenant, (0.0, 0.0))
+        if now > until:
+            seconds = min(2 * seconds, LONGEST_BAR_S) if 0.0 < until > now - FORGIVEN_S else FIRST_BAR_S
+            self._barred[tenant] = now + seconds, seconds
+            logger.warning("tenant %s does not heed refusals: no new connections of it for %g s", tenant, seconds)
 
     def close(self) -> None:
         self._reactor.forget(self._fd)

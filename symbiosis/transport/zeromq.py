@@ -4,7 +4,7 @@ The client's socket is replaced, not reused, when the connection breaks: ZeroMQ 
 resend what was lost, so the session reconnects and resends instead.
 """
 
-from collections import deque
+from collections import Counter, deque
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -38,6 +38,7 @@ from symbiosis.transport.base import Inbox
 from symbiosis.transport.curve import Address, Door, is_loopback
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_bytes, cut, tensor_at
+from symbiosis.transport.wire import Wire
 
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
@@ -49,6 +50,8 @@ PROBES = (
     (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 5), (zmq.TCP_KEEPALIVE_CNT, 3),
     (zmq.TCP_MAXRT, 20_000),
 )  # fmt: skip
+REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
+FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
 COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
 
 
@@ -60,13 +63,16 @@ class Peer:
     def __init__(self, listener: "Listener", identity: bytes, tenant: str | None = None) -> None:
         self.session = None
         self.identity, self.tenant = identity, tenant
-        self._listener = listener
+        self.wire: Wire | None = None
+        self._listener, self._not_before = listener, 0.0
         self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
 
     def out(self, call: Call, shape: tuple[int, ...]) -> None:
         return None
 
     def reply(self, reply: Reply, result: Tensor) -> None:
+        if reply.code is not Code.OK and self._too_many(reply):
+            return
         frames = [encode_reply(reply)]
         if reply.nbytes:
             frames.append(as_bytes(result.contiguous()).numpy().data)  # type: ignore[arg-type]
@@ -75,6 +81,13 @@ class Peer:
         if not small and tracker is not None:
             self._sent.append((tracker, reply.nbytes))
 
+    def _too_many(self, reply: Reply) -> bool:
+        """Whether this refusal is answered by hanging up. Who is told to wait, and does, has done nothing wrong."""
+        early = monotonic() < self._not_before
+        if reply.code is Code.BUSY:
+            self._not_before = monotonic() + reply.wait_us / 1e6
+        return (early or reply.code is not Code.BUSY) and self._listener.too_many(self)
+
     @property
     def unread(self) -> list[int]:
         while self._sent and self._sent[0][0].done:
@@ -82,7 +95,7 @@ class Peer:
         return [nbytes for _, nbytes in self._sent]
 
     def close(self) -> None:
-        self._listener.drop(self)
+        self._listener.hang_up(self)
 
 
 class Listener:
@@ -91,6 +104,8 @@ class Listener:
     def __init__(self, address: str, reactor: Reactor, inbox: Inbox) -> None:
         self._reactor, self._inbox = reactor, inbox
         self._peers: dict[bytes, Peer] = {}
+        self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
+        self._gone: dict[bytes, float] = {}  # connections that were hung up on, and when to forget them
         self._due = False  # whether `_drain` will run by itself
         self._door = _door(address, reactor, inbox.keyring)
         context = self._door.context if self._door else zmq.Context.instance()
@@ -128,19 +143,24 @@ class Listener:
             self._reactor.call_soon(self._drain)
 
     def _handle(self, frames: list[zmq.Frame]) -> None:
-        identity, *frames = frames
-        peer = self._peers.get(identity.bytes)
-        if not frames or identity.bytes[:1] != b"\0":  # an identity that the client chose could be another's
+        name, *frames = frames
+        identity = name.bytes
+        if (
+            not frames or identity[:1] != b"\0" or identity in self._gone
+        ):  # one that the client chose could be another's
             return
+        peer, tenant = self._peers.get(identity), None
         try:
             tenant = self._admitted(peer, frames[0])
             if frames[0].buffer[:4] == MAGIC_CALL:
-                self._call(peer, identity.bytes, frames)
+                self._call(peer, frames)
             else:
-                self._control(peer, identity.bytes, frames, tenant)
+                self._control(peer, identity, frames, tenant)
         except CallError as error:
-            stranger = peer or Peer(self, identity.bytes)
-            self.send(stranger, [encode_control(Refusal(error.code, error.message))])
+            stranger = peer or Peer(self, identity, tenant)
+            stranger.wire = stranger.wire or Wire.below(frames[0])
+            if not self.too_many(stranger):
+                self.send(stranger, [encode_control(Refusal(error.code, error.message))])
 
     def _admitted(self, peer: Peer | None, frame: zmq.Frame) -> str | None:
         """The tenant who sent this; none where there are no tenants."""
@@ -157,6 +177,7 @@ class Listener:
         message = decode_control(frames[0].buffer)
         if isinstance(message, Hello) and peer is None:
             peer = Peer(self, identity, tenant)
+            peer.wire = Wire.below(frames[0])
             welcome = self._inbox.joined(peer, message)
             self._peers[identity] = peer
             self.send(peer, [encode_control(welcome)])
@@ -167,7 +188,7 @@ class Listener:
         else:
             raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
 
-    def _call(self, peer: Peer | None, identity: bytes, frames: list[zmq.Frame]) -> None:
+    def _call(self, peer: Peer | None, frames: list[zmq.Frame]) -> None:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
         seq, call = decode_call(frames[0].bytes)
@@ -187,18 +208,39 @@ class Listener:
         try:
             tracker = self._socket.send_multipart([peer.identity, *frames], zmq.NOBLOCK, copy=copy, track=not copy)
         except zmq.ZMQError:  # gone, or it does not read: it may join again
-            self.drop(peer)
+            self.hang_up(peer)
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
             self._drain_soon()
         return tracker
+
+    def too_many(self, peer: Peer) -> bool:
+        """Who goes on with what is refused costs others time: hang up, and do not let the tenant come back at once."""
+        self._refusals[peer.tenant or peer.identity] += 1
+        if self._refusals[peer.tenant or peer.identity] <= REFUSALS:
+            return False
+        self.hang_up(peer)
+        if self._door and peer.tenant:
+            self._door.bar(peer.tenant)
+        return True
 
     def drop(self, peer: Peer) -> None:
         if self._peers.pop(peer.identity, None):
             self._inbox.left(peer)
 
+    def hang_up(self, peer: Peer) -> None:
+        """End the connection; what was sent by it and to it is forgotten."""
+        self._gone[peer.identity] = monotonic() + FORGET_S
+        self.drop(peer)
+        if peer.wire:
+            peer.wire.hang_up()
+
     def tick(self) -> None:
+        now = monotonic()
+        self._refusals.clear()
+        self._gone = {identity: end for identity, end in self._gone.items() if end > now}
         if self._door:
             self._door.look()
+            self._door.answer_held()
         self._drain()
 
     def stop_accepting(self) -> None:
@@ -247,7 +289,7 @@ def _tensor(frame: zmq.Frame, dtype: str, shape: tuple[int, ...]) -> Tensor:
 def _harden(socket: zmq.Socket) -> None:
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 64)
-    socket.setsockopt(zmq.RCVHWM, 64)
+    socket.setsockopt(zmq.RCVHWM, 8)
     for option in PROBES:
         socket.setsockopt(*option)
 

@@ -1,0 +1,306 @@
+"""One tenant's calls over tcp:// with keys, alone and beside another tenant who behaves badly.
+
+    flood    50 connections that send calls without waiting for answers, and come back when they are hung up on
+    crowd    50 connections that each make one call after another, as 50 programs would
+    frozen   large replies are on their way to a client that is stopped (SIGSTOP) and reads nothing
+    trainer  calls of very many rows, one after another, that claim to be urgent
+
+The other tenant's processes have the lowest priority of the scheduler, because they would run on other machines: what is
+measured is the executor. Before each of the four the first tenant is measured alone, and compared with that.
+
+    python scripts/bench_isolation.py --quick     # about a minute
+    python scripts/bench_isolation.py
+"""
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import zmq
+from _processes import executor, prepare, progress, pss_bytes, save_llama, together, wait_for, workers
+
+from symbiosis.client.session import Session
+from symbiosis.errors import CallError, Code, ConnectionLost
+from symbiosis.keys import generate
+from symbiosis.protocol import (
+    MAGIC_REPLY,
+    Call,
+    Hello,
+    Op,
+    Priority,
+    Refusal,
+    decode_control,
+    encode_call,
+    encode_control,
+)
+from symbiosis.reporting import Report, print_table
+from symbiosis.transport.curve import Address
+
+HIDDEN = 128
+CONNECTIONS = 50
+LAYER = "model.layers.0.self_attn.q_proj"
+LARGE_ROWS = 16 << 11  # of 512 bytes: 16 MB
+SITUATIONS = ("flood", "crowd", "frozen", "trainer")
+P50_BAR, P99_BAR, REPLIES_BAR = 3.0, 5.0, 4.0
+
+
+def layer_number(session: Session) -> int:
+    return next(number for number, layer in enumerate(session.manifest) if layer.name == LAYER)
+
+
+class Decoder:
+    """The tenant who is to be left in peace: calls of 4 rows, one after another."""
+
+    def __init__(self, endpoint: str) -> None:
+        torch.set_num_threads(1)
+        self._session = Session(endpoint)
+        self._layer = layer_number(self._session)
+        self._x = torch.randn(4, HIDDEN, generator=torch.Generator().manual_seed(0))
+        self._y = self._call()
+
+    def _call(self) -> torch.Tensor:
+        return self._session.call(Op.FORWARD, self._layer, self._x, priority=Priority.DECODE)
+
+    def calls(self, start: float, seconds: float) -> list[float]:
+        """The seconds of each call; every result must be the first one's but for rounding."""
+        wait_for(start)
+        times, now = [], time.perf_counter()
+        end = now + seconds
+        while now < end:
+            y = self._call()
+            before, now = now, time.perf_counter()
+            times.append(now - before)
+            torch.testing.assert_close(y, self._y, rtol=1e-4, atol=1e-5)
+        assert self._session.stats.reconnects == 0, "the innocent tenant lost its connection"
+        return times
+
+
+class Raw:
+    """A connection without manners."""
+
+    def __init__(self, endpoint: str) -> None:
+        place = Address.parse(endpoint.removeprefix("tcp://"))
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.sndhwm = 16
+        place.unlock(self.socket)
+        self.socket.connect(f"tcp://{place.where}")
+        self.hello()
+
+    def hello(self) -> None:
+        with suppress(zmq.Again):
+            self.socket.send(encode_control(Hello(client="raw")), zmq.NOBLOCK)
+
+    def send(self, frames: list[bytes]) -> bool:
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def read(self) -> int:
+        """Take all that came; join again if we were thrown out. How many results there were."""
+        results = 0
+        with suppress(zmq.Again):
+            while True:
+                head, *_ = self.socket.recv_multipart(zmq.NOBLOCK)
+                results += head[:4] == MAGIC_REPLY
+                answer = None if head[:4] == MAGIC_REPLY else decode_control(head)
+                if isinstance(answer, Refusal) and answer.code == Code.NOT_JOINED:
+                    self.hello()
+        return results
+
+
+class Nuisance:
+    """The other tenant."""
+
+    def __init__(self, endpoint: str) -> None:
+        os.nice(19)
+        torch.set_num_threads(1)
+        self._endpoint = endpoint
+        session = Session(endpoint)
+        self._layer = layer_number(session)
+        session.close()
+
+    def flood(self, start: float, seconds: float) -> int:
+        """Calls as fast as they go out, whatever comes back."""
+        raws = [Raw(self._endpoint) for _ in range(CONNECTIONS)]
+        call = Call(Op.FORWARD, self._layer, "float32", (4, HIDDEN))
+        wait_for(start)
+        sent, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            for raw in raws:
+                sent += raw.send([encode_call(call, sent), bytes(call.nbytes)])
+                raw.read()
+        for raw in raws:
+            raw.socket.close()
+        return sent
+
+    def crowd(self, start: float, seconds: float) -> int:
+        """One call of each connection at a time."""
+        raws = [Raw(self._endpoint) for _ in range(CONNECTIONS)]
+        call = Call(Op.FORWARD, self._layer, "float32", (4, HIDDEN))
+        frames = [encode_call(call, 1), bytes(call.nbytes)]
+        poller, by_socket = zmq.Poller(), {raw.socket: raw for raw in raws}
+        for raw in raws:
+            raw.send(frames)
+            poller.register(raw.socket, zmq.POLLIN)
+        wait_for(start)
+        answers, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            for socket, _ in poller.poll(100):
+                for _ in range(by_socket[socket].read()):
+                    by_socket[socket].send(frames)
+                    answers += 1
+        for raw in raws:
+            raw.socket.close()
+        return answers
+
+    def frozen(self) -> int:
+        """Send large calls and read nothing: the next thing is that we are stopped."""
+        raw = Raw(self._endpoint)
+        assert raw.socket.poll(10_000)
+        raw.socket.recv_multipart()
+        self._raw = raw
+        call = Call(Op.ECHO, 0, "float32", (LARGE_ROWS, HIDDEN))
+        raw.socket.rcvhwm = 1
+        for number in range(8):
+            raw.socket.send_multipart([encode_call(call, number), bytes(call.nbytes)])
+        time.sleep(1.0)  # they are on their way
+        return call.nbytes
+
+    def thawed(self) -> None:
+        self._raw.socket.close()
+
+    def trainer(self, start: float, seconds: float, rows: int) -> int:
+        """Calls of so many rows, one after another."""
+        session = Session(self._endpoint)
+        x = torch.ones(rows, HIDDEN)
+        wait_for(start)
+        calls, end = 0, time.monotonic() + seconds
+        while time.monotonic() < end:
+            with suppress(ConnectionLost, CallError):
+                session.call(Op.FORWARD, self._layer, x, priority=Priority.DECODE)
+                calls += 1
+        session.close()
+        return calls
+
+
+class Round(NamedTuple):
+    """Milliseconds of the innocent tenant's calls: alone, and in the situation; and what the other tenant got done."""
+
+    alone_p50: float
+    alone_p99: float
+    p50: float
+    p99: float
+    slowest: float
+    other: int
+
+
+class Bench:
+    """The processes, and a measurement of one situation."""
+
+    def __init__(self, stack: ExitStack, folder: Path, seconds: float, rows: int) -> None:
+        self._seconds, self._rows, self.kept = seconds, rows, 0.0
+        save_llama(folder / "model", hidden=HIDDEN, layers=1)
+        tenants = folder / "tenants"
+        for name in ("executor", "decoder", "nuisance"):
+            _, public = generate(name, folder)
+            if name != "executor":
+                tenants.mkdir(exist_ok=True)
+                public.rename(tenants / public.name)
+        keys = ["--key", f"{folder}/executor.key", "--tenants", str(tenants)]
+        served = stack.enter_context(executor(folder / "model", 1, "--listen", "tcp://127.0.0.1:0", *keys))
+        self._executor = served.pid
+        endpoint = f"{served.endpoints[0]}?server={folder}/executor.pub&key={folder}"
+        self._decoder = stack.enter_context(workers(Decoder, [(f"{endpoint}/decoder.key",)]))
+        self._nuisance = stack.enter_context(workers(Nuisance, [(f"{endpoint}/nuisance.key",)]))[0]
+
+    def measure(self, situation: str) -> Round:
+        alone = self._calls()
+        if situation == "frozen":
+            times, other = self._beside_a_frozen_client(), 0
+        else:
+            extra = [self._rows] if situation == "trainer" else []
+            self._nuisance.send(situation, time.monotonic() + 1.0, self._seconds + 1.0, *extra)
+            time.sleep(1.5)
+            times = self._calls()
+            other = self._nuisance.result()
+        alone_p50, alone_p99 = (np.percentile(alone, (50, 99)) * 1e3).tolist()
+        p50, p99, slowest = (np.percentile(times, (50, 99, 100)) * 1e3).tolist()
+        return Round(alone_p50, alone_p99, p50, p99, slowest, other)
+
+    def _calls(self) -> list[float]:
+        times: list[float] = together(self._decoder, "calls", self._seconds)[0]
+        return times
+
+    def _beside_a_frozen_client(self) -> list[float]:
+        before = pss_bytes(self._executor)
+        reply = self._nuisance.call("frozen")
+        os.kill(self._nuisance.pid, signal.SIGSTOP)
+        try:
+            self.kept = max(self.kept, (pss_bytes(self._executor) - before) / reply)
+            return self._calls()
+        finally:
+            os.kill(self._nuisance.pid, signal.SIGCONT)
+            self._nuisance.call("thawed")
+
+
+def show(rounds: dict[str, list[Round]]) -> None:
+    rows = []
+    for situation, measured in rounds.items():
+        *times, other = (statistics.median(column) for column in zip(*measured, strict=True))
+        rows.append((situation, *(f"{value:.2f}" for value in times), f"{other:,.0f}"))
+    head = ("beside", "alone: p50 ms", "p99 ms", "p50 ms", "p99 ms", "slowest ms", "the other's calls")
+    print_table(head, rows)
+
+
+def report(rounds: dict[str, list[Round]], kept: float) -> Report:
+    """The bars are of medians over rounds, each round compared within itself."""
+    result = Report("bench_isolation")
+    for situation, measured in rounds.items():
+        for name, values in zip(Round._fields, zip(*measured, strict=True), strict=True):
+            result.figure(f"{situation}_{name}", round(statistics.median(values), 3))
+        result.bar(
+            f"{situation}_p50_over_alone", statistics.median(r.p50 / r.alone_p50 for r in measured), "<=", P50_BAR
+        )
+        result.bar(
+            f"{situation}_p99_over_alone", statistics.median(r.p99 / r.alone_p99 for r in measured), "<=", P99_BAR
+        )
+    result.bar("frozen_replies_kept", kept, "<=", REPLIES_BAR)
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick", action="store_true", help="3 rounds of 2 s with 250,000 rows instead of 5 of 8 s with 10^6"
+    )
+    parser.add_argument("--only", choices=SITUATIONS, help="this situation only")
+    args = parser.parse_args()
+    prepare(threads=1)
+    chosen = [args.only] if args.only else SITUATIONS
+    rounds: dict[str, list[Round]] = {situation: [] for situation in chosen}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        seconds, rows, count = (2.0, 250_000, 3) if args.quick else (8.0, 1_000_000, 5)
+        bench = Bench(stack, Path(folder), seconds, rows)
+        for number in range(count):
+            for situation in chosen:
+                progress(f"round {number + 1} of {count}: {situation}")
+                rounds[situation].append(bench.measure(situation))
+        kept = bench.kept
+    show(rounds)
+    return report(rounds, kept).finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
