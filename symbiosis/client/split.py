@@ -25,7 +25,7 @@ class Split:
     """Perfect against each of two operators alone, up to AES; nothing against both together.
 
     Args:
-        other: The endpoint of the second executor, which gets the seeds. It must serve the same model, be started with
+        other: The endpoint of the second executor, which gets the seeds (or those of its replicas). It must serve the same model, be started with
             `--integers` and have another `--operator` than the one that `wrap` names.
         bits: Of the quantised weights: 8 (closer to float32 than bfloat16 is), or 16 (closer still, at twice the bytes).
 
@@ -42,7 +42,7 @@ class Split:
     (None, None)
     """
 
-    other: str
+    other: str | tuple[str, ...]
     bits: int = 8
 
     def level(self, proofs: Proofs | None) -> "SplitLevel":
@@ -60,7 +60,14 @@ class SplitLevel(IntegerLevel):
 
     def open(self, session: PrivateSession) -> None:
         self.needs(session)  # joins
-        self._first, self._second = session, Pinned(self._other_endpoint, session.priority, session.fingerprint)
+        self._first = session
+        self._second = Pinned(
+            self._other_endpoint,
+            session.priority,
+            session.fingerprint,
+            patience=session.patience,
+            timeout=session.timeout,
+        )
         try:
             self.needs(self._second)
             self._two_operators()
