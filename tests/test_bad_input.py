@@ -127,7 +127,19 @@ WRONG_CALLS = {
     "unserved layer": (Call(Op.FORWARD, 0, "float32", (5, WIDTH)), rows(5), Code.UNKNOWN_LAYER, "not served"),
     "wrong width": (Call(Op.FORWARD, 1, "float32", (5, 65)), rows(5, 65), Code.BAD_SHAPE, "rows of 64 values, not 65"),
     "wrong dtype": (
-        Call(Op.FORWARD, 1, "int32", (5, WIDTH)), rows(5, dtype=torch.int32), Code.BAD_DTYPE, "not int32",
+        Call(Op.FORWARD, 1, "uint8", (5, WIDTH)), rows(5, dtype=torch.uint8), Code.BAD_DTYPE, "not uint8",
+    ),
+    "integers that are not served": (
+        Call(Op.FORWARD, 1, "int32", (5, WIDTH)), rows(5, dtype=torch.int32), Code.BAD_DTYPE, "--integers 8",
+    ),
+    "integers for another product": (
+        Call(Op.PRODUCT, 1, "int64", (5, WIDTH)), rows(5, dtype=torch.int64), Code.BAD_DTYPE, "floating point",
+    ),
+    "a seed for floating point": (
+        Call(Op.FORWARD, 1, "float32", (5, WIDTH), seeded=True), rows(1, 32, torch.uint8), Code.BAD_DTYPE, "a seed stands",
+    ),
+    "a seed of too many rows": (
+        Call(Op.FORWARD, 1, "int32", (40_001, WIDTH), seeded=True), rows(1, 32, torch.uint8), Code.TOO_LARGE, "--max-rows",
     ),
     "NaN": (Call(Op.FORWARD, 1, "float32", (5, WIDTH)), spoilt(float("nan")), Code.NON_FINITE, "--non-finite pass"),
     "infinity": (Call(Op.FORWARD, 1, "float32", (5, WIDTH)), spoilt(float("inf")), Code.NON_FINITE, "set_detect_anom"),
