@@ -1,5 +1,6 @@
 """What is checked before a call is computed: wrong calls are refused with a code, and what passes can be computed."""
 
+import msgspec
 import pytest
 import torch
 from hypothesis import event, given, settings
@@ -11,6 +12,7 @@ from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batcher import Batch, Item, Slice
 from symbiosis.executor.engine import Engine, Work
+from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_values, reply_shape
 from symbiosis.protocol import DTYPES, Call, Op, Reply, View
@@ -38,7 +40,7 @@ class EveryKind(nn.Module):
         self.norm = nn.LayerNorm(8)
 
 
-STORE = Store(EveryKind(), serve=["*"])
+STORE = Store(EveryKind(), serve=["*"], integers=(8,))
 NUMBER = {layer.name: number for number, layer in enumerate(STORE.manifest)}
 OPTIONS = Options(allow_read=True, max_rows=64, max_call_bytes=8192)
 
@@ -185,7 +187,10 @@ GROUPED = {"view": View((3, 8, 16), (128, 1, 8), 0), "groups": 3}
         (Call(Op.FORWARD, LINEAR, "float32", (8,)), Code.BAD_SHAPE, "linear: rows"),
         (Call(Op.FORWARD, LINEAR, "float32", ()), Code.BAD_SHAPE, "linear: rows"),
         (Call(Op.FORWARD, LINEAR, "float32", (2, 5, 8)), Code.BAD_SHAPE, "linear: rows"),
-        (Call(Op.FORWARD, LINEAR, "int32", ROWS), Code.BAD_DTYPE, "floating point, not int32"),
+        (Call(Op.FORWARD, LINEAR, "int64", ROWS), Code.BAD_DTYPE, "--integers 16"),
+        (Call(Op.FORWARD, LINEAR, "int32", ROWS, bias=True), Code.BAD_DTYPE, "without bias"),
+        (Call(Op.LEFT, PLAIN, "int32", (8, 5)), Code.BAD_DTYPE, "floating point, not int32"),
+        (Call(Op.FORWARD, LINEAR, "int32", (2, 5, 8), seeded=True), Code.BAD_DTYPE, "a seed stands"),
         (Call(Op.NORMS, LINEAR, "uint8"), Code.BAD_DTYPE, "floating point, not uint8"),
         (Call(Op.GROUPED, UP, "float64", ROWS, **GROUPED), Code.BAD_DTYPE, "experts.up"),
         (Call(Op.FORWARD, PLAIN, "float32", ROWS, bias=True), Code.UNKNOWN_OP, "plain has no bias"),
@@ -279,3 +284,14 @@ def test_reads_of_served_weights_need_permission(call: Call) -> None:
         check(call, (), Options())
     assert error.value.code is Code.READ_DENIED
     assert check(Call(Op.READ, NUMBER["norm.weight"], "float32"), (), Options()) == (8,)
+
+
+def test_a_seed_counts_as_the_rows_that_it_stands_for() -> None:
+    """For what a tenant may have under way; else 32 bytes could make the executor hold any number of rows."""
+    store = Store(nn.Sequential(nn.Linear(64, 32)), integers=(8,))
+    rows = Call(Op.FORWARD, 0, "int32", (1000, 64))
+    plans = [
+        make_plan(call, store, Options(integers=(8,))) for call in (rows, msgspec.structs.replace(rows, seeded=True))
+    ]
+    assert plans[0].held == plans[1].held == 1000 * (64 + 32) * 4
+    assert plans[1].nbytes == 32

@@ -221,7 +221,7 @@ class Engine:
         `forward`: how to multiply the rows of several calls, which need not round as each would alone."""
         matrices = [self._store.operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
         multiply: Callable[..., Tensor] = product
-        if call.dtype in WEIGHT_BITS:
+        if call.dtype in WEIGHT_BITS:  # of FORWARD and DGRAD only
             multiply = forward = modular_product
         if call.op is not Op.DGRAD:
             biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]

@@ -3,6 +3,7 @@
 from math import prod
 
 import msgspec
+from msgspec.structs import replace
 
 from symbiosis.config import Options
 from symbiosis.executor.store import Store
@@ -36,13 +37,14 @@ class Plan(msgspec.Struct, frozen=True):
 def make_plan(call: Call, store: Store, options: Options) -> Plan:
     """The plan of `call`; `CallError` if the call is wrong, whatever its values are."""
     shape = reply_shape(call, store, options)
+    rows = replace(call, seeded=False) if call.seeded else call  # what is held in memory then
     divisible = call.op in BY_ROWS and len(call.shape) == 2
     return Plan(
         key=Key(call.layers, call.op, call.dtype, call.bias, call.view),
         rows=max(1, call.rows),
         nbytes=call.nbytes,
         shape=shape,
-        held=call.nbytes + prod(shape) * ITEMSIZE[call.dtype],
+        held=rows.nbytes + prod(shape) * ITEMSIZE[call.dtype],
         widths=tuple(store.width(layer) for layer in call.layers) if call.also else (),
         divisible=divisible,
         joinable=divisible or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),

@@ -83,7 +83,7 @@ class Store:
 
     def operand(self, layer: int, op: Op, view: View | None, dtype: str) -> Tensor:
         """`matrix`, cast to the dtype of the call as autocast would; the cast lives for one product. For integers: its digits."""
-        if dtype in WEIGHT_BITS:
+        if dtype in WEIGHT_BITS and op in (Op.FORWARD, Op.DGRAD):
             digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
             return digits_DKN if op is Op.FORWARD else digits_DKN.transpose(1, 2)
         return self.matrix(layer, op, view).to(TORCH_DTYPE[dtype])
