@@ -1,15 +1,17 @@
 """What client processes of tests run: training, generating, calling for ever. All of it is deterministic."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+import zmq
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
 from symbiosis.client.session import Session
-from symbiosis.protocol import Op
+from symbiosis.protocol import Call, Hello, Op, encode_call, encode_control
 from tests.processes import Say
 
 
@@ -65,6 +67,62 @@ def generate(say: Say, endpoint: str, length: int, seed: int) -> list[int]:
     model = symbiosis.from_executor(endpoint)
     say("ready")
     return generate_tokens(model, length, seed)
+
+
+def generate_until(say: Say, endpoint: Any, length: int, seed: int, enough: Any) -> list[list[int]]:
+    """The same tokens again and again, until `enough` (a semaphore) is released; every different answer once."""
+    model, answers = symbiosis.from_executor(endpoint), []
+    say("ready")
+    while True:
+        tokens = generate_tokens(model, length, seed)
+        if tokens not in answers:
+            answers.append(tokens)
+        if enough.acquire(block=False):
+            return answers
+
+
+def train_resumably(say: Say, endpoint: str, steps: int, checkpoint: Path) -> dict[str, Any]:
+    """What `train` does, with everything that it would need to go on written to a file after each step."""
+    adapted = with_adapter(symbiosis.from_executor(endpoint)).train()
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.AdamW(trained.values(), lr=1e-2)
+    losses: list[float] = []
+    if checkpoint.exists():
+        kept = torch.load(checkpoint, weights_only=True)
+        with torch.no_grad():
+            for name, p in trained.items():
+                p.copy_(kept["adapter"][name])
+        optimizer.load_state_dict(kept["optimizer"])
+        torch.set_rng_state(kept["random"])
+        losses = kept["losses"]
+    for step, ids in list(enumerate(batches(steps)))[len(losses) :]:
+        say(step)
+        loss = adapted(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        now = {"optimizer": optimizer.state_dict(), "random": torch.get_rng_state(), "losses": losses}
+        torch.save(
+            {"adapter": {name: p.detach() for name, p in trained.items()}, **now}, checkpoint.with_suffix(".new")
+        )
+        checkpoint.with_suffix(".new").rename(checkpoint)
+    return {"losses": losses, "adapter": {name: p.detach().numpy() for name, p in trained.items()}}
+
+
+def read_nothing(say: Say, endpoint: str, calls: int, nbytes: int) -> None:
+    """A client that asks and never takes an answer."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.SNDHWM, 0)
+        dealer.setsockopt(zmq.RCVHWM, 1)
+        dealer.connect(endpoint)
+        dealer.send(encode_control(Hello(client="reads nothing")))
+        dealer.recv()
+        for number in range(calls):
+            dealer.send_multipart([encode_call(Call(Op.ECHO, 0, "uint8", (1, nbytes)), number + 1), bytes(nbytes)])
+        say("asked")
+        time.sleep(3600)  # until it is killed
 
 
 def call_for_ever(say: Say, endpoint: str, rows: int) -> None:

@@ -391,20 +391,26 @@ def test_calls_beyond_those_in_flight_are_refused(executor: symbiosis.Executor, 
     assert codes.count(Code.OK) >= LIMITS["max_in_flight"]
 
 
+by_the_thousand = pytest.mark.parametrize(
+    "times", [10_000, pytest.param(100_000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))]
+)
+
+
 @only_tcp
+@by_the_thousand
 def test_random_frames_harm_nobody(
-    executor: symbiosis.Executor, dealer: zmq.Socket, monkeypatch: pytest.MonkeyPatch
+    executor: symbiosis.Executor, dealer: zmq.Socket, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    """Mutants of good frames, by the thousand; every one is answered (else we would be hung up on), and the executor lives on."""
+    """Mutants of good frames; every one is answered (else we would be hung up on), and the executor lives on."""
     monkeypatch.setattr("symbiosis.transport.zeromq.REFUSALS", 10**6)
-    chance = random.Random(5)
+    chance = random.Random(times)
     good = [
         [header(), bytes(64)],
         [encode_control(Hello())],
         [header(Call(Op.FORWARD, 1, "float32", (1, 16))), bytes(64)],
     ]
     joined(dealer)
-    for sent in range(4000):
+    for sent in range(times):
         frames = [bytearray(frame) for frame in chance.choice(good)]
         victim = chance.choice(frames)
         for _ in range(chance.randrange(1, 4)):
@@ -551,6 +557,22 @@ def test_bytes_that_are_not_even_zeromq_harm_nobody(executor: symbiosis.Executor
                 pass
 
 
+@only_tcp
+@pytest.mark.parametrize("times", [300, pytest.param(10_000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))])
+def test_random_greetings_harm_nobody(executor: symbiosis.Executor, times: int) -> None:
+    """Mutants of what ZeroMQ says first, each on a connection of its own; the executor's descriptors come back."""
+    host, _, port = executor.endpoint.removeprefix("tcp://").rpartition(":")
+    chance, greeting = random.Random(times), ZMTP_GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    for _ in range(times):
+        raw = bytearray(greeting)
+        for _ in range(chance.randrange(1, 4)):
+            raw[chance.randrange(len(raw))] = chance.randrange(256)
+        with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock, contextlib.suppress(OSError):
+            sock.sendall(raw[: chance.randrange(1, len(raw) + 1)])
+    until(lambda: len(os.listdir("/proc/self/fd")) <= before, "closing of the connections")  # noqa: PTH208
+
+
 # ---------------------------------------------------------------- raw shared memory over local
 
 
@@ -641,9 +663,10 @@ def test_a_wrong_header_in_shared_memory_is_refused(
 
 
 @only_local
-def test_random_headers_in_shared_memory_harm_nobody(executor: symbiosis.Executor, raw: RawLocal) -> None:
-    chance = random.Random(6)
-    for _ in range(3000):
+@by_the_thousand
+def test_random_headers_in_shared_memory_harm_nobody(executor: symbiosis.Executor, raw: RawLocal, times: int) -> None:
+    chance = random.Random(times)
+    for _ in range(times):
         head = bytearray(encode_call(chance.choice((ECHO, FORWARD)), 1))
         for _ in range(chance.randrange(1, 4)):
             head[chance.randrange(len(head))] = chance.randrange(256)

@@ -8,7 +8,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from tests.processes import (
 
 pytestmark = pytest.mark.fault
 STEPS = 30
+LENGTH, SEED = 40, 1  # of what is generated
 STEP_S = 0.05  # about what a training step takes; kills fall anywhere within a few of them
 
 both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
@@ -95,23 +95,28 @@ def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
 def train_while_the_executor_is_killed(
     start: Callable[..., Executor], processes: list, steps: int, kills: int, seed: int
 ) -> dict[str, Any]:
-    """A training during which the executor is killed `kills` times, each time at a random moment of another step."""
+    """A training during which the executor is killed `kills` times, each time at a random moment of another step; somebody
+    generates at the same time, the right tokens only."""
     chance = random.Random(seed)
     deadly = set(chance.sample(range(1, steps), kills))
     executor = start()
-    turn = turns()
+    turn, enough = turns(), turns()
     trainer = Client(programs.train, executor.endpoint, steps, turn)
-    processes.append(trainer)
+    generator = Client(programs.generate_until, executor.endpoint, LENGTH, SEED, enough)
+    processes += [trainer, generator]
+    assert generator.heard() == "ready"
     for step in range(steps):
         assert trainer.heard() == step
         turn.release()
         if step in deadly:
-            until(partial(sessions, executor), "the trainer's return")
+            until(lambda executor=executor: sessions(executor) == 2, "the clients' return")  # type: ignore[misc]
             time.sleep(chance.uniform(0, STEP_S))
             executor.kill()
             executor = executor.again()
             assert executor.line, executor.log.read_text()
             processes.append(executor)
+    enough.release()
+    assert generator.result() == [programs.generate_tokens(tiny_llama(), LENGTH, SEED)]
     return trainer.result()
 
 
@@ -250,6 +255,40 @@ def test_many_kills_of_clients_leave_nothing_behind(start: Callable, processes: 
     kills_of_clients_leave_nothing_behind(start, processes, kills=200)
 
 
+def memory_of_clients_that_read_nothing(start: Callable[..., Executor], processes: list, rounds: int) -> list[int]:
+    """By how many bytes the executor has grown after each of several such clients, who are frozen and then killed."""
+    executor = start("--heartbeat-s=1")
+    grown = []
+    with Bystander(executor.endpoint, tiny_llama()) as bystander:
+        before = executor.resident_bytes
+        for _ in range(rounds):
+            client = Client(programs.read_nothing, executor.endpoint, UNREAD, UNREAD_BYTES)
+            processes.append(client)
+            assert client.heard() == "asked"
+            client.signal(signal.SIGSTOP)
+            until(lambda: sessions(executor) == 1, "dropping it")
+            bystander.goes_on()
+            grown.append(executor.resident_bytes - before)
+            client.kill()
+    return grown
+
+
+UNREAD, UNREAD_BYTES = 400, 1 << 20
+QUEUED = 64  # messages that the executor keeps for a client, in each direction
+
+
+@pytest.mark.parametrize("scheme", ["tcp"])
+def test_a_client_that_reads_nothing_costs_a_full_queue_and_no_more(
+    start: Callable, processes: list, scheme: str
+) -> None:
+    """400 replies of 1 MiB, of which nobody takes one: it is dropped, others go on, and its memory serves the next."""
+    grown = memory_of_clients_that_read_nothing(start, processes, rounds=3)
+    bound = (
+        2 * QUEUED + 8 + 64
+    ) * UNREAD_BYTES  # calls and replies in queues, those in flight, and something for others
+    assert max(grown) < bound, grown
+
+
 @both_transports
 def test_a_hung_client_is_dropped_and_may_come_back(start: Callable, processes: list, scheme: str) -> None:
     executor = start("--heartbeat-s=1")
@@ -263,6 +302,40 @@ def test_a_hung_client_is_dropped_and_may_come_back(start: Callable, processes: 
         client.signal(signal.SIGCONT)
         assert client.result() == 1  # it found out, and joined again
         bystander.goes_on()
+
+
+def train_with_a_client_that_is_killed(
+    start: Callable[..., Executor], processes: list, directory: Path, steps: int, kills: int
+) -> dict[str, Any]:
+    """A training by clients of which all but the last are killed, each at a random moment after some steps of its own."""
+    executor, chance = start(), random.Random(4)
+    for last in sorted(chance.sample(range(1, steps), kills)):
+        client = Client(programs.train_resumably, executor.endpoint, steps, directory / "checkpoint")
+        processes.append(client)
+        while client.heard() < last:
+            pass
+        time.sleep(chance.uniform(0, STEP_S))
+        client.kill()
+    processes.append(Client(programs.train_resumably, executor.endpoint, steps, directory / "checkpoint"))
+    return processes[-1].result()
+
+
+@both_transports
+def test_a_killed_client_resumes_from_its_checkpoint(
+    start: Callable, processes: list, calm: dict[str, Any], tmp_path: Path, scheme: str
+) -> None:
+    """Adapter, optimizer, random numbers and the place in the data are the client's own: it ends as if never killed."""
+    assert_same(train_with_a_client_that_is_killed(start, processes, tmp_path, STEPS, kills=6), calm)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@both_transports
+def test_a_client_killed_often_resumes_from_its_checkpoint(
+    start: Callable, processes: list, model: Path, tmp_path: Path, scheme: str
+) -> None:
+    result = train_with_a_client_that_is_killed(start, processes, tmp_path, steps=150, kills=100)
+    assert_same(result, undisturbed(model, 150))
 
 
 @both_transports
