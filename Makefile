@@ -4,7 +4,7 @@ VENV ?= .venv
 # On a machine without an NVIDIA GPU, torch's CPU build is enough (and gigabytes smaller).
 CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
 
-.PHONY: setup demo test test-gpu check
+.PHONY: setup demo test test-soak test-gpu check
 
 setup: $(VENV)/.ready
 
@@ -18,6 +18,9 @@ demo: setup
 
 test: setup
 	$(VENV)/bin/python -m pytest -m "not gpu and not multi_gpu and not soak"
+
+test-soak: setup
+	$(VENV)/bin/python -m pytest -m soak
 
 test-gpu:
 	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or multi_gpu"

@@ -198,7 +198,8 @@ def test_a_call_for_which_there_is_no_memory_is_refused_and_the_next_served(star
     with Bystander(executor.endpoint, tiny_llama()) as bystander:
         used = int(Path(f"/proc/{executor.pid}/statm").read_text().split()[0]) * 4096
         resource.prlimit(executor.pid, resource.RLIMIT_AS, (used + (96 << 20),) * 2)
-        for _ in range(3):
+        resident = []
+        for _ in range(20):
             connection = connect(executor.endpoint, Hello(client="greedy"), 10.0)
             ids = torch.zeros(1 << 20, dtype=torch.int64)
             with pytest.raises(CallError, match="memory") as error:
@@ -207,6 +208,8 @@ def test_a_call_for_which_there_is_no_memory_is_refused_and_the_next_served(star
             assert error.value.code is Code.RESOURCE
             connection.close()
             bystander.goes_on()
+            resident.append(executor.resident_bytes)
+        assert max(resident[5:]) < max(resident[:5]) + (16 << 20), resident  # two payloads
 
 
 # ---------------------------------------------------------------- clients die
@@ -233,7 +236,7 @@ def kills_of_clients_leave_nothing_behind(start: Callable[..., Executor], proces
         kill_clients(executor, processes, kills, rows, chance)
         until(lambda: sessions(executor) == 1, "leaving of the killed clients")
         until(lambda: executor.descriptors <= descriptors, "closing of their descriptors")
-        assert executor.resident_bytes - memory < kills * (8 << 20) / 2  # half a payload for each that was killed
+        assert executor.resident_bytes - memory < 10 * (8 << 20)  # a few payloads, however many were killed
         bystander.goes_on()
     until(lambda: sessions(executor) == 0, "leaving of the bystander")
 

@@ -63,6 +63,7 @@ class Peer:
     def __init__(self, listener: "Listener", identity: bytes, tenant: str | None = None) -> None:
         self.session = None
         self.identity, self.tenant = identity, tenant
+        self.announced = False  # whether a large call is on its way
         self.wire: Wire | None = None
         self._listener, self._not_before = listener, 0.0
         self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
@@ -182,6 +183,7 @@ class Listener:
             self._peers[identity] = peer
             self.send(peer, [encode_control(welcome)])
         elif peer is not None and isinstance(message, Beat):
+            peer.announced = message.coming > 0
             self._inbox.heard(peer, message.coming)
         elif peer is not None and isinstance(message, Bye):
             self.drop(peer)
@@ -191,6 +193,7 @@ class Listener:
     def _call(self, peer: Peer | None, frames: list[zmq.Frame]) -> None:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
+        peer.announced = False
         seq, call = decode_call(frames[0].bytes)
         try:
             _check_sizes(call, frames[1:])
@@ -241,6 +244,8 @@ class Listener:
         if self._door:
             self._door.look()
             self._door.answer_held()
+        for peer in [peer for peer in self._peers.values() if peer.announced]:
+            self.send(peer, [encode_control(Beat())])  # is dropped if it died on the way
         self._drain()
 
     def stop_accepting(self) -> None:
@@ -341,6 +346,8 @@ class TcpConnection:
             head, *rest = self._receive(deadline, timeout)
             if head.buffer[:4] != MAGIC_REPLY:
                 refusal = decode_control(head.buffer)
+                if isinstance(refusal, Beat):  # whether we are there was all that it asked
+                    continue
                 assert isinstance(refusal, Refusal)
                 if refusal.code == Code.NOT_JOINED:
                     raise ConnectionLost(f"the executor at {self._url} was restarted")
