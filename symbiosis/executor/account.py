@@ -7,8 +7,7 @@ from symbiosis.protocol import Limits
 from symbiosis.transport.base import Peer
 
 BUSY_S = 0.02  # when to try again where it depends on others: some products last that long
-ALWAYS_ROOM = 4 << 20  # bytes that a session may have under way, however small its calls are
-ABREAST = 2  # larger calls of one session, counting those whose replies it has not read
+ALWAYS_ROOM = 4 << 20  # bytes that a session may have under way at a time, however many calls that is
 
 
 @dataclass(slots=True, eq=False)
@@ -27,9 +26,11 @@ class Account:
         limits = self.limits
         if self.in_flight >= limits.max_tenant_in_flight:
             raise _busy(BUSY_S, f"a tenant may have {limits.max_tenant_in_flight} calls in flight", "in-flight")
+        if own and own + held > ALWAYS_ROOM:
+            raise _busy(BUSY_S, f"calls of more than {ALWAYS_ROOM} bytes go one after another")
         unread = peer.unread
-        if own + held + sum(unread) > max(ALWAYS_ROOM, ABREAST * max(held, *unread, 0)):
-            raise _busy(BUSY_S, f"a session may have {ABREAST} large calls under way, with the replies it has not read")
+        if len(unread) > 1 and sum(unread) + held > ALWAYS_ROOM:
+            raise _busy(BUSY_S, f"{len(unread)} large replies are on their way to this session: read them")
         if self.bytes + held + sum(sum(reader.unread) for reader in self.readers) > limits.max_tenant_bytes:
             raise _busy(
                 BUSY_S, f"a tenant's calls and unread replies may have {limits.max_tenant_bytes} bytes", "bytes"

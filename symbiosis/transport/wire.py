@@ -3,7 +3,8 @@
 import os
 import socket
 import struct
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import zmq
@@ -18,21 +19,28 @@ class Wire(NamedTuple):
     other_end: tuple[object, ...]
 
     @classmethod
-    def of(cls, fd: int) -> "Wire | None":
-        """None if the connection has ended."""
-        try:
-            with socket.socket(fileno=os.dup(fd)) as kept:
+    def of(cls, fd: int, port: int | None = None) -> "Wire | None":
+        """None if that is no connection (any more), or not one that came in at `port`."""
+        with suppress(OSError), _opened(fd) as kept:
+            if kept.family in (socket.AF_INET, socket.AF_INET6) and port in (None, kept.getsockname()[1]):
                 return cls(fd, kept.getpeername())
-        except OSError:
-            return None
+        return None
 
     @classmethod
     def below(cls, frame: zmq.Frame) -> "Wire | None":
         return cls.of(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type]
 
+    @classmethod
+    def all_at(cls, port: int) -> "Iterator[Wire]":
+        """The connections that this process has accepted at a port."""
+        with suppress(OSError):
+            for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
+                if wire := cls.of(int(name), port):
+                    yield wire
+
     def received(self) -> int:
         """Bytes that came in so far; 0 if the connection has ended."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as kept:
+        with suppress(OSError), _opened(self.fd) as kept:
             if kept.getpeername() == self.other_end:
                 info = kept.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_AT + 8)
                 return int(struct.unpack_from("=Q", info, _RECEIVED_AT)[0])
@@ -40,6 +48,19 @@ class Wire(NamedTuple):
 
     def hang_up(self) -> None:
         """ZeroMQ then forgets the connection, and what is queued for it."""
-        with suppress(OSError), socket.socket(fileno=os.dup(self.fd)) as kept:
+        with suppress(OSError), _opened(self.fd) as kept:
             if kept.getpeername() == self.other_end:
                 kept.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def _opened(fd: int) -> Iterator[socket.socket]:
+    """A descriptor of our own for the same socket, for a moment."""
+    own = os.dup(fd)
+    try:
+        kept = socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        raise
+    with kept:
+        yield kept

@@ -51,6 +51,9 @@ PROBES = (
     (zmq.TCP_MAXRT, 20_000),
 )  # fmt: skip
 REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
+MOST_FRAMES = 64  # of a message: one of ours has at most 3
+FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
+SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
 FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
 COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
 
@@ -66,6 +69,8 @@ class Peer:
         self.announced = False  # whether a large call is on its way
         self.wire: Wire | None = None
         self._listener, self._not_before = listener, 0.0
+        self.heard = False  # a whole message since the last tick
+        self.before = 0  # bytes received when that was last so
         self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
 
     def out(self, call: Call, shape: tuple[int, ...]) -> None:
@@ -125,6 +130,7 @@ class Listener:
                 self._door.close()
             raise ConfigError(f"cannot listen at tcp://{address}: {error}") from None
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._port = int(self.url.rpartition(":")[2])
         self._fd = int(self._socket.getsockopt(zmq.FD))  # type: ignore[arg-type]
         reactor.watch(self._fd, self._drain)
 
@@ -135,8 +141,19 @@ class Listener:
             for _ in range(AT_ONCE):
                 if self._socket.closed:
                     return
-                self._handle(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+                self._handle(self._receive())
             self._drain_soon()
+
+    def _receive(self) -> list[zmq.Frame]:
+        """The next message, or as much of it as anybody needs who is to refuse it."""
+        frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
+        while frames[-1].more:
+            frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            if len(frames) <= MOST_FRAMES:
+                frames.append(frame)
+            else:
+                frames[-1] = frame
+        return frames
 
     def _drain_soon(self) -> None:
         if not self._due:
@@ -151,6 +168,8 @@ class Listener:
         ):  # one that the client chose could be another's
             return
         peer, tenant = self._peers.get(identity), None
+        if peer is not None:
+            peer.heard = True
         try:
             tenant = self._admitted(peer, frames[0])
             if frames[0].buffer[:4] == MAGIC_CALL:
@@ -160,7 +179,7 @@ class Listener:
         except CallError as error:
             stranger = peer or Peer(self, identity, tenant)
             stranger.wire = stranger.wire or Wire.below(frames[0])
-            if not self.too_many(stranger):
+            if not self.too_many(stranger, 1 if len(frames) < MOST_FRAMES else REFUSALS + 1):
                 self.send(stranger, [encode_control(Refusal(error.code, error.message))])
 
     def _admitted(self, peer: Peer | None, frame: zmq.Frame) -> str | None:
@@ -216,9 +235,9 @@ class Listener:
             self._drain_soon()
         return tracker
 
-    def too_many(self, peer: Peer) -> bool:
+    def too_many(self, peer: Peer, weight: int = 1) -> bool:
         """Who goes on with what is refused costs others time: hang up, and do not let the tenant come back at once."""
-        self._refusals[peer.tenant or peer.identity] += 1
+        self._refusals[peer.tenant or peer.identity] += weight
         if self._refusals[peer.tenant or peer.identity] <= REFUSALS:
             return False
         self.hang_up(peer)
@@ -246,7 +265,24 @@ class Listener:
             self._door.answer_held()
         for peer in [peer for peer in self._peers.values() if peer.announced]:
             self.send(peer, [encode_control(Beat())])  # is dropped if it died on the way
+        self._end_endless_messages()
         self._drain()
+
+    def _end_endless_messages(self) -> None:
+        """ZeroMQ keeps all frames of a message until the last has come, however many: hang up on who sends too much of one."""
+        known = set()
+        for peer in list(self._peers.values()):
+            if peer.wire is None:
+                continue
+            known.add(peer.wire)
+            received = peer.wire.received()
+            if peer.heard:
+                peer.heard, peer.before = False, received
+            elif received - peer.before > self._inbox.limits.max_call_bytes + SLACK_BYTES:
+                self.hang_up(peer)
+        for wire in Wire.all_at(self._port):
+            if wire not in known and wire.received() > FIRST_BYTES:
+                wire.hang_up()
 
     def stop_accepting(self) -> None:
         with suppress(zmq.ZMQError):  # a second time: it is not bound any more
@@ -317,7 +353,8 @@ class TcpConnection:
         self._poller.register(self._monitor, zmq.POLLIN)
         try:
             self._socket.connect(self._url)
-            self._socket.send(encode_control(hello))
+            with suppress(zmq.Again):  # refused before we could say anything: the monitor tells
+                self._socket.send(encode_control(hello), zmq.NOBLOCK)
             answer = decode_control(self._receive(monotonic() + timeout, timeout)[0].buffer)
         except zmq.ZMQError as error:
             self.close()
