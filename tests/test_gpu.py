@@ -9,6 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
+from symbiosis.kernels.integers import modular_product, quantise
 from tests.conftest import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -49,3 +50,35 @@ def test_model_from_a_gpu_executor(serve: Callable, ids: Tensor) -> None:
     built = symbiosis.from_executor(serve(model).endpoint, device="cuda")
     with torch.no_grad():
         assert torch.equal(built(ids.cuda()).logits, model(ids.cuda()).logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64, 64), (17, 100, 36), (33, 4096, 512), (3, 7, 5)], ids=str)
+@pytest.mark.parametrize("bits", [8, 16])
+def test_integer_products_are_those_of_the_cpu(bits: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, inputs, outputs = shape
+    generator = torch.Generator().manual_seed(0)
+    v_KN = torch.randn(inputs, outputs, generator=generator)
+    x_TK = torch.randint(0, 256, (rows, inputs * dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype)
+    digits, unit = quantise(v_KN, bits)
+    on_gpu, unit_there = quantise(v_KN.cuda(), bits)
+    assert torch.equal(on_gpu.cpu(), digits) and torch.equal(unit_there.cpu(), unit)
+    assert torch.equal(modular_product(x_TK.cuda(), on_gpu).cpu(), modular_product(x_TK, digits))
+    dy_TN = x_TK[:, :outputs].contiguous() if outputs <= inputs else x_TK
+    back = digits.transpose(1, 2)[:, : dy_TN.shape[1]]
+    assert torch.equal(modular_product(dy_TN.cuda(), back.cuda()).cpu(), modular_product(dy_TN, back))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_private_clients_of_gpu_executors(device: str, serve: Callable, ids: Tensor) -> None:
+    """Exact, so the same as of executors on a CPU, bit for bit."""
+    model, ids = MODELS["llama"]().to(device), ids.to(device)
+    found = []
+    for place in ("cpu", "cuda"):
+        one, two = (
+            serve(copy.deepcopy(model).to(place), operator=name, integers=[8], listen=["tcp://127.0.0.1:0"])
+            for name in ("one", "two")
+        )
+        wrapped = symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=symbiosis.Split(two.endpoint), verify=True)
+        found.append(step(wrapped, ids))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

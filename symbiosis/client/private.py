@@ -14,7 +14,7 @@ from symbiosis.client.fixed_point import INTEGERS, Quantum, to_floats, to_intege
 from symbiosis.client.groups import Member
 from symbiosis.client.session import Session, Stats, _rows_call
 from symbiosis.client.verify import Proofs
-from symbiosis.errors import CallError, Code, WrapError
+from symbiosis.errors import CallError, CaptureError, Code, WrapError
 from symbiosis.protocol import Call, Op, Priority
 from symbiosis.transport import Connection
 from symbiosis.transport.tensors import Shapes, members
@@ -115,6 +115,10 @@ class PrivateSession(Pinned):
         self.level.learn(layer, weight.t() if self.manifest[layer].kind == "linear" else weight)
 
     def rows(self, op: Op, group: Group, x: Tensor, priority: Priority) -> list[Tensor]:
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise CaptureError(
+                "private calls are masked on the CPU, which a CUDA graph cannot capture: do not capture the step"
+            )
         x_TK = x.detach().reshape(-1, x.shape[-1]).cpu()
         results = self.level.rows(op, group, x_TK, priority)
         return [y.to(x.device, x.dtype).view(*x.shape[:-1], -1) for y in results]
