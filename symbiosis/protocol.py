@@ -369,10 +369,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """The client lives; it is about to send this many bytes, behind which other signs of life will have to wait. Meanwhile
-    the executor sends one in turn, which fails if the client died."""
-
-    coming: int = 0
+    """The client lives."""
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):

@@ -258,6 +258,16 @@ def test_many_kills_of_clients_leave_nothing_behind(start: Callable, processes: 
     kills_of_clients_leave_nothing_behind(start, processes, kills=200)
 
 
+@both_transports
+def test_a_killed_client_is_noticed_by_its_connection(start: Callable, processes: list, scheme: str) -> None:
+    """... long before its heartbeat is missed, also in the middle of a large call."""
+    executor = start("--heartbeat-s=600")
+    with Bystander(executor.endpoint, tiny_llama()) as bystander:
+        kill_clients(executor, processes, 3, 1 << 15, random.Random(6))
+        until(lambda: sessions(executor) == 1, "leaving of the killed clients")
+        bystander.goes_on()
+
+
 def memory_of_clients_that_read_nothing(start: Callable[..., Executor], processes: list, rounds: int) -> list[int]:
     """By how many bytes the executor has grown after each of several such clients, who are frozen and then killed."""
     executor = start("--heartbeat-s=1")

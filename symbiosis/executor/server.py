@@ -28,7 +28,6 @@ from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 TICK_S = 0.5
-THINNEST_LINE = 125_000  # bytes per second, over which a call may come in
 LONGEST_NAME = 64  # characters of what a client calls itself
 
 
@@ -303,9 +302,9 @@ class Server:
         session.peer.out(call, shape)
         session.peer.reply(Reply(seq, dtype=DTYPE_NAME[answer.dtype], shape=shape), answer)
 
-    def heard(self, peer: Peer, coming: int = 0) -> None:
+    def heard(self, peer: Peer) -> None:
         if peer.session is not None:
-            peer.session.heard = monotonic() + min(coming, self.limits.max_call_bytes) / THINNEST_LINE
+            peer.session.heard = monotonic()
 
     def left(self, peer: Peer) -> None:
         session: Session | None = peer.session

@@ -87,8 +87,8 @@ class Inbox(Protocol):
         """A prepared call has come. Whether it must wait: else it is answered by now."""
         ...
 
-    def heard(self, peer: Peer, coming: int = 0) -> None:
-        """The client gave a sign of life; the next one comes behind so many bytes."""
+    def heard(self, peer: Peer) -> None:
+        """The client gave a sign of life."""
         ...
 
     def left(self, peer: Peer) -> None: ...

@@ -66,11 +66,11 @@ class Peer:
     def __init__(self, listener: "Listener", identity: bytes, tenant: str | None = None) -> None:
         self.session = None
         self.identity, self.tenant = identity, tenant
-        self.announced = False  # whether a large call is on its way
         self.wire: Wire | None = None
         self._listener, self._not_before = listener, 0.0
         self.heard = False  # a whole message since the last tick
         self.before = 0  # bytes received when that was last so
+        self.received = 0  # ... at the last tick
         self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
 
     def out(self, call: Call, shape: tuple[int, ...]) -> None:
@@ -202,8 +202,7 @@ class Listener:
             self._peers[identity] = peer
             self.send(peer, [encode_control(welcome)])
         elif peer is not None and isinstance(message, Beat):
-            peer.announced = message.coming > 0
-            self._inbox.heard(peer, message.coming)
+            self._inbox.heard(peer)
         elif peer is not None and isinstance(message, Bye):
             self.drop(peer)
         else:
@@ -212,7 +211,6 @@ class Listener:
     def _call(self, peer: Peer | None, frames: list[zmq.Frame]) -> None:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
-        peer.announced = False
         seq, call = decode_call(frames[0].bytes)
         try:
             _check_sizes(call, frames[1:])
@@ -263,23 +261,25 @@ class Listener:
         if self._door:
             self._door.look()
             self._door.answer_held()
-        for peer in [peer for peer in self._peers.values() if peer.announced]:
-            self.send(peer, [encode_control(Beat())])  # is dropped if it died on the way
-        self._end_endless_messages()
+        self._look_at_wires()
         self._drain()
 
-    def _end_endless_messages(self) -> None:
-        """ZeroMQ keeps all frames of a message until the last has come, however many: hang up on who sends too much of one."""
+    def _look_at_wires(self) -> None:
+        """Whose connection ended has left. Bytes are a sign of life: a large call over a thin line is long in coming. But ZeroMQ
+        keeps all frames of a message until the last has come, however many: hang up on who sends too much of one."""
         known = set()
         for peer in list(self._peers.values()):
-            if peer.wire is None:
-                continue
             known.add(peer.wire)
-            received = peer.wire.received()
-            if peer.heard:
+            received = peer.wire.received() if peer.wire else 0
+            if not received:
+                self.drop(peer)
+            elif peer.heard:
                 peer.heard, peer.before = False, received
             elif received - peer.before > self._inbox.limits.max_call_bytes + SLACK_BYTES:
                 self.hang_up(peer)
+            elif received > peer.received:
+                self._inbox.heard(peer)
+            peer.received = received
         for wire in Wire.all_at(self._port):
             if wire not in known and wire.received() > FIRST_BYTES:
                 wire.hang_up()
@@ -373,8 +373,6 @@ class TcpConnection:
     ) -> tuple[Reply, list[Tensor]]:
         frames = [encode_call(call, seq), *(as_bytes(tensor.contiguous()).numpy().data for tensor in payload)]
         deadline = monotonic() + timeout
-        if call.nbytes >= COPY_BELOW:
-            self.beat(call.nbytes)
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
         except zmq.Again:  # the signs of life that nobody took fill the queue
@@ -383,8 +381,6 @@ class TcpConnection:
             head, *rest = self._receive(deadline, timeout)
             if head.buffer[:4] != MAGIC_REPLY:
                 refusal = decode_control(head.buffer)
-                if isinstance(refusal, Beat):  # whether we are there was all that it asked
-                    continue
                 assert isinstance(refusal, Refusal)
                 if refusal.code == Code.NOT_JOINED:
                     raise ConnectionLost(f"the executor at {self._url} was restarted")
@@ -425,9 +421,9 @@ class TcpConnection:
         """What there is to receive from; nothing if nothing came for a while."""
         return dict(self._poller.poll(int(1000 * max(0.0, min(BEAT_S, deadline - monotonic())))))
 
-    def beat(self, coming: int = 0) -> None:
+    def beat(self) -> None:
         with suppress(zmq.ZMQError):
-            self._socket.send(encode_control(Beat(coming)), zmq.NOBLOCK)
+            self._socket.send(encode_control(Beat()), zmq.NOBLOCK)
 
     def close(self) -> None:
         if not self._socket.closed:
