@@ -543,6 +543,7 @@ ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16 + 1 + 31)
         ZMTP_GREETING[:11],
         ZMTP_GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x02" + struct.pack(">Q", 2**40),
         ZMTP_GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x02" + struct.pack(">Q", 2**63),
+        ZMTP_GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + b"\x02" + struct.pack(">Q", 2**34),
         ZMTP_GREETING + b"\x06" + struct.pack(">Q", 2**62),
     ],
 )

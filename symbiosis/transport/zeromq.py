@@ -172,6 +172,8 @@ class Listener:
             peer.heard = True
         try:
             tenant = self._admitted(peer, frames[0])
+            if len(frames) >= MOST_FRAMES:
+                raise ProtocolError(Code.BAD_FRAME, f"a message of {MOST_FRAMES} frames or more is none of ours")
             if frames[0].buffer[:4] == MAGIC_CALL:
                 self._call(peer, frames)
             else:
