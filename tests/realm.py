@@ -3,13 +3,28 @@
 from pathlib import Path
 
 import torch
+import zmq
 
 import symbiosis
 from symbiosis.client.session import Session
+from symbiosis.errors import Code
 from symbiosis.keys import generate
-from symbiosis.protocol import Op
+from symbiosis.protocol import (
+    Call,
+    Hello,
+    Op,
+    Refusal,
+    Welcome,
+    decode_control,
+    decode_reply,
+    encode_call,
+    encode_control,
+)
+from symbiosis.transport.curve import Address
 from tests.conftest import tiny_llama
 
+WAIT_S = 30.0
+ECHO = Call(Op.ECHO, 0, "float32", (2, 8))
 ROWS = torch.arange(640.0).view(10, 64)
 
 
@@ -40,3 +55,44 @@ class Realm:
 
 def echoes(session: Session) -> bool:
     return torch.equal(session.call(Op.ECHO, 0, ROWS), ROWS)
+
+
+class Raw:
+    """A connection without manners."""
+
+    def __init__(self, endpoint: str) -> None:
+        place = Address.parse(endpoint.removeprefix("tcp://"))
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.sndtimeo = self.socket.rcvtimeo = int(WAIT_S * 1000)
+        place.unlock(self.socket)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.socket.connect(f"tcp://{place.where}")
+
+    def join(self) -> Welcome | Refusal:
+        self.socket.send(encode_control(Hello(client="raw")))
+        answer = decode_control(self.socket.recv())
+        assert isinstance(answer, Welcome | Refusal)
+        return answer
+
+    @classmethod
+    def joined(cls, endpoint: str) -> "Raw":
+        raw = cls(endpoint)
+        assert isinstance(raw.join(), Welcome)
+        return raw
+
+    def send(self, seq: int, call: Call = ECHO) -> None:
+        self.socket.send_multipart([encode_call(call, seq), bytes(call.nbytes)])
+
+    def codes(self, count: int) -> list[Code]:
+        """Of the next replies."""
+        return [decode_reply(self.socket.recv_multipart()[0]).code for _ in range(count)]
+
+    @property
+    def was_hung_up_on(self) -> bool:
+        return bool(self.monitor.poll(0))
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()

@@ -29,14 +29,11 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
-from symbiosis.transport.curve import Address
 from symbiosis.transport.zeromq import FIRST_BYTES, REFUSALS
 from tests.conftest import tiny_llama
 from tests.processes import Bystander, Executor, killed_at_the_end, save_tiny_llama, until
-from tests.realm import Realm, echoes
+from tests.realm import ECHO, WAIT_S, Raw, Realm, echoes
 
-WAIT_S = 30.0
-ECHO = Call(Op.ECHO, 0, "float32", (2, 8))
 MIB = 1 << 20
 OPTIONS = ("--policy=immediate", "--max-call-bytes=4000000", "--heartbeat-s=60")
 
@@ -76,41 +73,6 @@ def open_house(tmp_path: Path) -> Iterator[Executor]:
         model = save_tiny_llama(tmp_path / "model")
         processes.append(Executor(model, "--listen=tcp://127.0.0.1:0", *OPTIONS, log=tmp_path / "log"))
         yield processes[0]  # type: ignore[misc]
-
-
-class Raw:
-    """A connection without manners."""
-
-    def __init__(self, endpoint: str) -> None:
-        place = Address.parse(endpoint.removeprefix("tcp://"))
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.linger = 0
-        self.socket.sndtimeo = self.socket.rcvtimeo = int(WAIT_S * 1000)
-        place.unlock(self.socket)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.socket.connect(f"tcp://{place.where}")
-
-    def join(self) -> Welcome | Refusal:
-        self.socket.send(encode_control(Hello(client="raw")))
-        answer = decode_control(self.socket.recv())
-        assert isinstance(answer, Welcome | Refusal)
-        return answer
-
-    def send(self, seq: int, call: Call = ECHO) -> None:
-        self.socket.send_multipart([encode_call(call, seq), bytes(call.nbytes)])
-
-    def codes(self, count: int) -> list[Code]:
-        """Of the next replies."""
-        return [decode_reply(self.socket.recv_multipart()[0]).code for _ in range(count)]
-
-    @property
-    def was_hung_up_on(self) -> bool:
-        return bool(self.monitor.poll(0))
-
-    def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close()
 
 
 def peak_bytes(pid: int) -> int:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import zmq
 
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
@@ -15,21 +14,14 @@ from symbiosis.executor.account import ALWAYS_ROOM, Account
 from symbiosis.protocol import (
     Bye,
     Call,
-    Hello,
     Limits,
     Op,
-    Welcome,
-    decode_control,
     decode_reply,
-    encode_call,
     encode_control,
 )
-from symbiosis.transport.curve import Address
 from tests.conftest import tiny_llama
 from tests.processes import until
-from tests.realm import ROWS, Realm, echoes
-
-ECHO = Call(Op.ECHO, 0, "float32", (2, 8))
+from tests.realm import ROWS, Raw, Realm, echoes
 
 
 @pytest.fixture
@@ -215,28 +207,9 @@ def realm_is_idle(realm: Realm) -> bool:
     return [(account.in_flight, account.bytes) for account in accounts] == [(0, 0)]
 
 
-class Raw:
-    """A tenant's connection without any manners."""
-
-    def __init__(self, endpoint: str) -> None:
-        place = Address.parse(endpoint.removeprefix("tcp://"))
-        self.socket = zmq.Context.instance().socket(zmq.DEALER)
-        self.socket.linger = 0
-        place.unlock(self.socket)
-        self.socket.connect(f"tcp://{place.where}")
-
-    def join(self) -> "Raw":
-        self.socket.send(encode_control(Hello(client="raw")))
-        assert isinstance(decode_control(self.socket.recv()), Welcome)
-        return self
-
-    def send(self, seq: int, call: Call = ECHO) -> None:
-        self.socket.send_multipart([encode_call(call, seq), bytes(call.nbytes)])
-
-
 def test_a_refusal_by_the_wire_says_when_to_try_again(start: Callable[..., Realm]) -> None:
     realm = start(max_tenant_rows_per_s=10)
-    raw = Raw(realm.endpoint("alice")).join()
+    raw = Raw.joined(realm.endpoint("alice"))
     raw.send(1, Call(Op.ECHO, 0, "float32", (20, 8)))
     raw.send(2)
     assert {decode_reply(raw.socket.recv_multipart()[0]).seq for _ in range(2)} == {1, 2}
@@ -256,7 +229,7 @@ def test_nothing_is_allocated_for_a_call_that_is_refused(
     made: list[int] = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **named: made.append(1) or empty(*args, **named))
-    raw = Raw(realm.endpoint("alice")).join()
+    raw = Raw.joined(realm.endpoint("alice"))
     raw.send(1, Call(Op.ECHO, 0, "float32", (20_000, 8)))
     assert decode_reply(raw.socket.recv_multipart()[0]).code is Code.BUSY
     assert not made
@@ -271,7 +244,7 @@ def test_what_a_client_that_left_had_under_way_is_given_back(start: Callable[...
     realm = start(policy="lockstep")
     active = realm.session()
     assert torch.equal(active.call(Op.FORWARD, 1, torch.ones(1, 64)), active.call(Op.FORWARD, 1, torch.ones(1, 64)))
-    raw = Raw(realm.endpoint("alice")).join()
+    raw = Raw.joined(realm.endpoint("alice"))
     raw.send(1)  # waits for the active one
     until(lambda: not realm_is_idle(realm))
     raw.socket.send(encode_control(Bye()))
