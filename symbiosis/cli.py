@@ -98,12 +98,13 @@ class Benchmark(StrEnum):
     CALL = "call"
     STEP = "step"
     BATCHING = "batching"
+    ISOLATION = "isolation"
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def bench(
     context: typer.Context,
-    what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients.")],
+    what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients. isolation: one tenant beside another's floods.")],
 ) -> None:  # fmt: skip
     """Run one of the benchmarks in the repository's scripts folder. What follows its name goes to it (try --help)."""
     script = Path(__file__).parent.parent / "scripts" / f"bench_{what}.py"

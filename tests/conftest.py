@@ -78,6 +78,16 @@ def serve() -> Iterator[Callable[..., symbiosis.Executor]]:
         executor.close()
 
 
+@pytest.fixture
+def memory_is_filled_with_nan() -> Iterator[None]:
+    """What torch hands out uninitialised would show."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(params=["inproc", "local", "tcp"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return {

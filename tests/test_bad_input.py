@@ -13,6 +13,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -827,3 +828,38 @@ def test_an_unexpected_hang_up_is_a_lost_connection(tmp_path: Path) -> None:
         with pytest.raises(CallError, match="not a control message"):
             transport.connect(f"local://{path}", Hello(), WAIT_S)
         thread.join(WAIT_S)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become somebody else")
+def test_another_users_process_is_turned_away_whatever_the_sockets_mode() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "executor.sock"
+        with symbiosis.Executor(tiny_llama(), listen=f"local://{path}") as executor:
+            assert path.stat().st_mode & 0o777 == 0o600
+            assert answer_to_user(65534, path) == b"no way in"
+            Path(folder).chmod(0o755)
+            path.chmod(0o666)
+            refused = decode_control(answer_to_user(65534, path))
+            assert isinstance(refused, Refusal) and "own user only" in refused.message
+            assert not executor.server.sessions
+
+
+def answer_to_user(uid: int, path: Path) -> bytes:
+    """What a process of that user hears when it connects and asks to join."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if not (pid := os.fork()):
+        try:
+            os.setuid(uid)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.settimeout(WAIT_S)
+                sock.connect(str(path))
+                theirs.send(sock.recv(4096))
+        except OSError:
+            theirs.send(b"no way in")
+        finally:
+            os._exit(0)
+    with ours, theirs:
+        ours.settimeout(WAIT_S)
+        heard = ours.recv(4096)
+    os.waitpid(pid, 0)
+    return heard

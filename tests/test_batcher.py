@@ -513,3 +513,76 @@ def test_sessions_that_go_the_same_round_come_together(policy: Policy) -> None:
 def crowd_of(done: Simulation) -> list[Client]:
     """The same clients, before they did anything."""
     return [Client(client.steps, client.joins) for client in done.clients]
+
+
+# ---------------------------------------------------------------- tenants
+
+
+def crowd(batcher: Batcher, sessions: int, key: str = "crowd") -> list[Item]:
+    """Calls of one tenant's many sessions, which all wait."""
+    for number in range(sessions):
+        batcher.join(number, "crowd")
+    items = [Item(number, (key, number), 1, 0, 0.0) for number in range(sessions)]
+    for item in items:
+        batcher.add(item)
+    return items
+
+
+def test_a_tenant_with_many_sessions_has_no_more_turns_than_one_with_one() -> None:
+    batcher, now = Batcher("immediate"), 0.0
+    crowd(batcher, 50)
+    batcher.join(99, "single")
+    turns = []
+    for _ in range(40):
+        if not any(call == 99 for call in waiting(batcher)):
+            batcher.add(Item(99, "single", 1, 0, now))
+        batch = batcher.next_batch(now)
+        assert batch is not None
+        item = batch.slices[0].item
+        turns.append(item.session)
+        now += 0.02
+        batcher.done(batch, 0.02, now)
+        if item.session != 99:
+            batcher.add(Item(item.session, item.key, 1, 0, now))
+    assert turns.count(99) >= 18
+    assert len(set(turns)) > 15, "the sessions of the crowd take turns, too"
+
+
+def waiting(batcher: Batcher) -> list[int]:
+    return [item.session for queue in batcher._queues.values() for item in queue]
+
+
+def test_who_calls_now_and_then_goes_before_a_crowd() -> None:
+    batcher, now = Batcher("opportunistic", max_wait=0.0), 0.0
+    crowd(batcher, 50, "same")
+    batcher.join(99, "single")
+    for _ in range(30):  # the crowd has used a lot
+        batch = batcher.next_batch(now)
+        assert batch is not None
+        now += 0.02
+        batcher.done(batch, 0.02, now)
+        for piece in batch.slices:
+            batcher.add(Item(piece.item.session, piece.item.key, 1, 0, now))
+    batcher.add(Item(99, "single", 1, 2, now))
+    batch = batcher.next_batch(now + 1.0)
+    assert batch is not None and batch.slices[0].item.session == 99
+
+
+def test_slices_are_short_while_another_tenant_calls() -> None:
+    batcher, now = Batcher("immediate", max_rows=4096), 0.0
+    batcher.join(1, "trainer")
+    batcher.join(2, "other")
+    batcher.add(Item(1, "k", 100_000, 2, now))
+    sizes = []
+    for turn in range(12):
+        if turn == 6:
+            batcher.add(Item(2, "other", 1, 0, now))
+        batch = batcher.next_batch(now)
+        assert batch is not None
+        seconds = batch.rows * 10e-6
+        now += seconds
+        batcher.done(batch, seconds, now)
+        if batch.key == "k":
+            sizes.append(batch.rows)
+    assert sizes[:6] == [4096] * 6, "nobody else is there"
+    assert set(sizes[6:]) == {200}, "2 ms at 10 us a row"

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 import symbiosis
 from tests.conftest import MODELS
 
+pytestmark = pytest.mark.usefixtures("memory_is_filled_with_nan")
+
 
 def gradients(model: nn.Module, ids: Tensor) -> tuple[float, dict[str, Tensor]]:
     """Loss and adapter gradients of one LoRA step, with dropout, from fixed seeds."""

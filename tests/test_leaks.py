@@ -30,16 +30,6 @@ def realm(tmp_path: Path) -> Iterator[Realm]:
     realm.executor.close()
 
 
-@pytest.fixture
-def memory_is_filled_with_nan() -> Iterator[None]:
-    """What torch hands out uninitialised would show."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
-    assert torch.empty(3).isnan().all()
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 class Talker:
     """Tenant alice, who says one thing again and again, in every size and way."""
 
