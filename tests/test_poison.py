@@ -111,8 +111,9 @@ def poison(endpoint: str, kinds: dict[str, Poison], times: int) -> tuple[Counter
 
 
 @pytest.mark.parametrize("non_finite", ["refuse", "pass"])
-def test_poison_reaches_nobody_else(serve: Callable, non_finite: str) -> None:
+def test_poison_reaches_nobody_else(serve: Callable, non_finite: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the provider lets NaN and infinity in, so that they stand in the same product as the innocents' rows."""
+    monkeypatch.setattr("symbiosis.transport.zeromq.REFUSALS", 10**6)  # after which the poisoner would be hung up on
     times = 60
     model = exact(tiny_llama())
     weight: Tensor = model.get_submodule(LAYER).weight.detach()  # type: ignore[assignment]
