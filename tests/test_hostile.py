@@ -198,14 +198,18 @@ class Stream:
         return self
 
     def send_until_hung_up(self, most: int) -> int:
-        """Frames of 100 bytes, each of which promises another; how many bytes went out."""
+        """Frames of 100 bytes, each of which promises another; how many bytes went out before the other side said goodbye."""
         block = (struct.pack("BB", 1, 100) + bytes(100)) * 640
         sent = 0
-        with suppress(OSError):
+        self.socket.settimeout(5.0)
+        with suppress(OSError):  # broken; or, after the other side has closed, nobody takes what we send
             while sent < most:
                 self.socket.sendall(block)
                 sent += len(block)
-        self.socket.close()
+        self.socket.settimeout(WAIT_S)
+        with self.socket, suppress(ConnectionError):
+            while self.socket.recv(1 << 16):
+                pass
         return sent
 
 

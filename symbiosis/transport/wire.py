@@ -31,11 +31,11 @@ class Wire(NamedTuple):
         return cls.of(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type]
 
     @classmethod
-    def all_at(cls, port: int) -> "Iterator[Wire]":
-        """The connections that this process has accepted at a port."""
+    def all_at(cls, port: int, known: set[int]) -> "Iterator[Wire]":
+        """The connections that this process has accepted at a port, but for `known` descriptors."""
         with suppress(OSError):
-            for name in os.listdir("/proc/self/fd"):  # noqa: PTH208
-                if wire := cls.of(int(name), port):
+            for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+                if fd not in known and (wire := cls.of(fd, port)):
                     yield wire
 
     def received(self) -> int:

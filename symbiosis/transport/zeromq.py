@@ -68,8 +68,8 @@ class Peer:
         self.identity, self.tenant = identity, tenant
         self.wire: Wire | None = None
         self._listener, self._not_before = listener, 0.0
-        self.heard = False  # a whole message since the last tick
-        self.before = 0  # bytes received when that was last so
+        self.heard = True  # a whole message since the last tick
+        self.before: int | None = None  # bytes received at the first tick after the last whole message
         self.received = 0  # ... at the last tick
         self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
 
@@ -271,19 +271,23 @@ class Listener:
         keeps all frames of a message until the last has come, however many: hang up on who sends too much of one."""
         known = set()
         for peer in list(self._peers.values()):
-            known.add(peer.wire)
+            if peer.wire:
+                known.add(peer.wire.fd)
+            if peer.heard:
+                peer.heard, peer.before = False, None
+                continue
             received = peer.wire.received() if peer.wire else 0
             if not received:
                 self.drop(peer)
-            elif peer.heard:
-                peer.heard, peer.before = False, received
+            elif peer.before is None:
+                peer.before = received
             elif received - peer.before > self._inbox.limits.max_call_bytes + SLACK_BYTES:
                 self.hang_up(peer)
             elif received > peer.received:
                 self._inbox.heard(peer)
             peer.received = received
-        for wire in Wire.all_at(self._port):
-            if wire not in known and wire.received() > FIRST_BYTES:
+        for wire in Wire.all_at(self._port, known):
+            if wire.received() > FIRST_BYTES:
                 wire.hang_up()
 
     def stop_accepting(self) -> None:
