@@ -78,6 +78,9 @@ def test_bytes_are_those_of_calls_and_of_replies_that_nobody_reads() -> None:
     one = account(slow, max_tenant_bytes=10_000)
     one.begin(2000, 1)
     assert not refusal(one, Reader(), 2000)
+    with pytest.raises(CallError, match="this one has 10001") as refused:
+        one.check(Reader(), 10_001, 0, 100.0)  # type: ignore[arg-type]
+    assert refused.value.code is Code.TOO_LARGE
     error = refusal(one, Reader(), 2001)
     assert error and "10000 bytes" in error.message and "--max-tenant-bytes" in error.message
     slow.unread = ()
@@ -231,7 +234,7 @@ def test_nothing_is_allocated_for_a_call_that_is_refused(
     monkeypatch.setattr(torch, "empty", lambda *args, **named: made.append(1) or empty(*args, **named))
     raw = Raw.joined(realm.endpoint("alice"))
     raw.send(1, Call(Op.ECHO, 0, "float32", (20_000, 8)))
-    assert decode_reply(raw.socket.recv_multipart()[0]).code is Code.BUSY
+    assert decode_reply(raw.socket.recv_multipart()[0]).code is Code.TOO_LARGE
     assert not made
     raw.send(2)
     assert decode_reply(raw.socket.recv_multipart()[0]).code is Code.OK

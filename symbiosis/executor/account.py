@@ -24,6 +24,12 @@ class Account:
     def check(self, peer: Peer, held: int, own: int, now: float) -> None:
         """Raises BUSY if a call of `held` bytes must wait, in a session that has `own` bytes in flight."""
         limits = self.limits
+        if held > limits.max_tenant_bytes:
+            raise CallError(
+                Code.TOO_LARGE,
+                f"a call and its reply may have {limits.max_tenant_bytes} bytes, this one has {held}: send smaller batches, or "
+                "ask for a larger --max-tenant-bytes",
+            )
         if self.in_flight >= limits.max_tenant_in_flight:
             raise _busy(BUSY_S, f"a tenant may have {limits.max_tenant_in_flight} calls in flight", "in-flight")
         if own and own + held > ALWAYS_ROOM:

@@ -163,9 +163,8 @@ class Listener:
     def _handle(self, frames: list[zmq.Frame]) -> None:
         name, *frames = frames
         identity = name.bytes
-        if (
-            not frames or identity[:1] != b"\0" or identity in self._gone
-        ):  # one that the client chose could be another's
+        chosen = identity[:1] != b"\0"  # by the client: it could be another's
+        if not frames or chosen or identity in self._gone:
             return
         peer, tenant = self._peers.get(identity), None
         if peer is not None:
