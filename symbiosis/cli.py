@@ -149,6 +149,27 @@ def pads(
         )
 
 
+class Level(StrEnum):
+    """Of privacy."""
+
+    NONE = "none"
+    NOISE = "noise"
+    SPLIT = "split"
+    PADS = "pads"
+
+
+@app.command()
+def audit(
+    level: Annotated[Level, typer.Option(help="none: rows as they are. noise, split, pads: as privacy= of wrap.")],
+    quick: Annotated[bool, typer.Option("--quick", help="Less data.")] = False,
+) -> None:
+    """Attack, as an operator would, what executors see of a demo client; exit status 0 if the level holds what it promises."""
+    with _errors_for_people():
+        from symbiosis.audit.run import run
+
+        raise typer.Exit(run(level.value, quick))
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

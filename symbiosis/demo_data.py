@@ -5,6 +5,7 @@ import random
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -22,6 +23,7 @@ DOCUMENTED_MODULES = (
 )  # fmt: skip
 
 
+@cache
 def base_text() -> str:
     """English prose: the language reference, the docstrings and the licence that come with Python, a paragraph a line."""
     stdlib = _stdlib()

@@ -48,12 +48,14 @@ class Report:
     def holds(self) -> bool:
         return all(bar.holds for bar in self.bars)
 
-    def finish(self) -> int:
-        """Print the bars and the JSON line; the exit status is 0 only if every bar holds."""
-        print_table(
-            ("bar", "value", "must reach", "holds"),
-            [(b.name, f"{b.value:.4g}", f"{b.bar:.4g}", "yes" if b.holds else "NO") for b in self.bars],
-        )
+    def finish(self, table: bool = True) -> int:
+        """Print the bars (unless the caller's own table shows them) and the JSON line; the exit status is 0 only if every bar
+        holds."""
+        if table:
+            print_table(
+                ("bar", "value", "must reach", "holds"),
+                [(b.name, f"{b.value:.4g}", f"{b.bar:.4g}", "yes" if b.holds else "NO") for b in self.bars],
+            )
         line = {
             "script": self.script,
             "figures": self.figures,

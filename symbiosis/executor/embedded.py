@@ -27,13 +27,15 @@ class Executor:
     True
     """
 
+    server_class: type[Server] = Server
+
     def __init__(self, model: nn.Module | str, **options: Any) -> None:
         chosen: Options = load_options(options)
         if chosen.mps:
             raise ConfigError("mps is for symbiosis-executor: a program must join MPS before it initialises CUDA")
         if isinstance(model, str):
             model = load_model(model, chosen.dtype, chosen.device)
-        self.server = Server(Store(model, chosen.serve, chosen.integers), chosen)
+        self.server = self.server_class(Store(model, chosen.serve, chosen.integers), chosen)
         self.server.listen(chosen.listen or (f"inproc://executor-{next(_numbers)}",))
         self._thread = threading.Thread(target=self.server.run, name="symbiosis-executor", daemon=True)
         self._thread.start()

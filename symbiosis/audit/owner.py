@@ -1,0 +1,152 @@
+"""The owner of an adapter: trains it and uses it through executors, and keeps the truth that attacks are scored against."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+import symbiosis
+from symbiosis.audit.recorder import Recorder
+from symbiosis.client.private import Privacy
+from symbiosis.client.wrap import base_model, base_name
+from symbiosis.demo_data import blocks, shouting_text
+from symbiosis.executor.load import load_model
+from symbiosis.protocol import Op
+
+TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj")
+RANK = 8
+LENGTH, TRAIN_BATCH = 48, 4
+BYTES = 256  # tokens of the demo model that stand for something
+REPEATS = 24
+HELD_OUT = 32
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much the owner does. `first`: how often every token is sent as the first of a sequence."""
+
+    steps: int
+    logged_steps: int
+    known: int
+    first: int
+    distil_steps: int
+
+
+FULL = Size(steps=40, logged_steps=12, known=64, first=12, distil_steps=160)
+QUICK = Size(steps=16, logged_steps=8, known=40, first=6, distil_steps=100)
+
+
+class Truth:
+    """The rows that a model's layers were given, forward and backward, in order, by the names of the layers."""
+
+    def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
+        self.rows: dict[tuple[Op, str], list[Tensor]] = {}
+        self.keeps = False
+        for path, module in base_model(model).named_modules():
+            if base_name(path) in layers and isinstance(module, nn.Linear):
+                module.register_forward_hook(self._hook(base_name(path)))
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def given(module: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:
+            self._keep(Op.FORWARD, name, inputs[0])
+            if y.requires_grad:
+                y.register_hook(lambda dy: self._keep(Op.DGRAD, name, dy))
+
+        return given
+
+    def _keep(self, op: Op, name: str, rows: Tensor) -> None:
+        if self.keeps:
+            kept = rows.detach().reshape(-1, rows.shape[-1]).clone()
+            self.rows.setdefault((op, name), []).append(kept)
+
+
+def linear_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+@dataclass
+class Work:
+    """The same for every level: what is trained on, and what is asked."""
+
+    training: Tensor
+    known: Tensor
+    prompt: Tensor
+    held_out: Tensor
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, size: Size) -> "Work":
+        counts = (TRAIN_BATCH * (size.steps + size.logged_steps), size.known, 1, HELD_OUT)
+        examples = torch.tensor(blocks(shouting_text(), tokenizer, LENGTH, sum(counts), seed=1))
+        return cls(*examples.split(counts))
+
+
+@dataclass
+class Owner:
+    """A model with its adapter, trained; what it knows of its rows; what it made of held-out text."""
+
+    model: Any
+    truth: Truth
+    tokens: dict[str, list[Tensor]]  # of each call of the model, by phase
+    logits: Tensor
+
+    @property
+    def adapter(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def own(endpoint: str, privacy: Privacy | None, recorders: Sequence[Recorder], work: Work, size: Size) -> Owner:
+    """Wrap, train and ask, as an ordinary program would; `recorders` note in which phase they are."""
+
+    def begin(phase: str | None) -> None:
+        truth.keeps = phase is not None
+        for recorder in recorders:
+            recorder.server.phase = phase
+
+    for recorder in recorders:
+        recorder.server.phase = "join"
+    torch.manual_seed(0)
+    model = symbiosis.wrap(load_model("demo"), endpoint, privacy=privacy)
+    layers = linear_layers(model)
+    config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    adapted: Any = get_peft_model(model, config)  # type: ignore[arg-type]
+    truth, tokens = Truth(adapted, layers), {}  # type: ignore[var-annotated]
+    begin(None)
+    tokens["train"] = train(adapted, work.training, size, lambda: begin("train"))
+
+    def ask(phase: str | None, ids: list[Tensor]) -> list[Tensor]:
+        begin(phase)
+        with torch.no_grad():
+            answers = [adapted(input_ids=one).logits for one in ids]
+        if phase:
+            tokens[phase] = ids
+        return answers
+
+    adapted.eval()
+    ask("known", list(work.known.split(8)))
+    ask("repeat", [work.prompt] * REPEATS)
+    ask("first", [torch.arange(BYTES)[:, None]] * size.first)
+    for recorder in recorders:
+        recorder.server.lose = 8
+    ask("retry", [work.known[:4]])
+    logits = torch.cat(ask(None, [work.held_out]))
+    return Owner(adapted, truth, tokens, logits)
+
+
+def train(model: Any, ids: Tensor, size: Size, log: Callable[[], None]) -> list[Tensor]:
+    """Step after step; then, which is logged, gradients of more batches at rest, whose tokens are returned."""
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
+    batches = list(ids.split(TRAIN_BATCH))
+    model.train()
+    for number, batch in enumerate(batches):
+        if number == size.steps:
+            log()
+        model(input_ids=batch, labels=batch).loss.backward()
+        if number < size.steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    optimizer.zero_grad()
+    return batches[size.steps :]

@@ -1,0 +1,259 @@
+"""`symbiosis audit`: the owner works at one level, its operators attack, and a table says what they got."""
+
+import math
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+import symbiosis
+from symbiosis.audit import adapters, attacks
+from symbiosis.audit.exact import Unmasked, unequal_values
+from symbiosis.audit.owner import BYTES, FULL, QUICK, REPEATS, TRAIN_BATCH, Owner, Size, Work, own
+from symbiosis.audit.public import Public
+from symbiosis.audit.recorder import Recorder
+from symbiosis.audit.view import Claim, View
+from symbiosis.client.private import Privacy
+from symbiosis.pads import make
+from symbiosis.reporting import Report, print_table
+
+Level = Literal["none", "noise", "split", "pads"]
+SUCCESS = 0.95  # of what an attack can reach
+COSINE, POINT = 0.02, 0.01
+MOST_COPIED = 0.05  # of the adapter's effect
+CHI_SQUARE = (150.0, 380.0)  # of 256 equally likely values: 255, with a standard deviation of 22.6
+ENOUGH = 100  # times each value must be expected, or nothing is said
+NO_LABEL = -1
+
+Scores = dict[str, float | None]
+TOKENS, COPY = "tokens, from activations", "adapter, copied by distillation"
+HEAD, LABELS = "labels, from the head's gradients", "labels, from the last layer's gradients"
+ROWS: dict[str, Callable[[View], list[Claim]]] = {
+    "rows, noise matched": attacks.rows_themselves,
+    "rows, from both halves of a call": attacks.both_halves,
+    "rows, averaged over repeats": attacks.averaged_over_repeats,
+    "rows, averaged over retries": attacks.averaged_over_retries,
+    "difference of two rows of a call": attacks.neighbours,
+    "difference of two requests": attacks.two_requests,
+    "difference of two layers": attacks.two_layers,
+}
+
+
+class Setup(NamedTuple):
+    """Executors that record, and how the owner's rows reach them."""
+
+    endpoint: str
+    privacy: Privacy | None
+    recorders: list[Recorder]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attack: what it reached without protection and with it, and between what the latter must lie."""
+
+    attack: str
+    operator: str
+    plain: float | None
+    value: float | None  # None: nothing was sent that could be attacked so
+    least: float
+    most: float
+
+    @property
+    def verdict(self) -> str:
+        if self.plain is not None and self.plain < SUCCESS:
+            return "VOID"  # an attack that cannot succeed shows nothing
+        return "yes" if self.value is None or self.least <= self.value <= self.most else "NO"
+
+    @property
+    def limits(self) -> str:
+        """In words."""
+        if self.value is None or self.least == -1.0:
+            return "any" if self.value is not None else "not sent"
+        if self.least <= 0.0 or self.least == self.most:
+            return f"<= {self.most:.3g}" if self.least != -self.most else f"+-{self.most:.3g}"
+        return f">= {self.least:.3g}" if self.most == 1.0 else f"{self.least:.3g} - {self.most:.3g}"
+
+
+def run(level: Level, quick: bool) -> int:
+    """The whole audit; 0 if every row holds."""
+    transformers.utils.logging.disable_progress_bar()
+    warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
+    size = QUICK if quick else FULL
+    public = Public()
+    work = Work.of(public.tokenizer, size)
+    rows = audit(level, size, work, public)
+    show(level, rows)
+    return report(level, rows).finish(table=False)
+
+
+def audit(level: Level, size: Size, work: Work, public: Public) -> list[Row]:
+    with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
+        with setup("none", size, work, Path(folder)) as plain:
+            owner = own(*plain, work, size)
+            control = attacked(View(plain.recorders[0]), owner, size, work, public)
+        if level == "none":
+            return [Row(attack, "", score, score, SUCCESS, 1.0) for attack, score in control.items()]
+        with setup(level, size, work, Path(folder)) as protected:
+            owner = own(*protected, work, size)
+            return judged(level, protected, owner, control, size, work, public)
+
+
+@contextmanager
+def setup(level: Level, size: Size, work: Work, folder: Path) -> Iterator[Setup]:
+    """The executors of one level, and the owner's side of it."""
+    privacy: Privacy | None = None
+    if level == "none":
+        recorders = [Recorder("demo", operator="one", serve=["*"])]
+    elif level == "noise":
+        recorders = [Recorder("demo", operator="one")]
+        privacy = symbiosis.Noise(effects="same", allow_known_noise=True)
+    elif level == "split":
+        recorders = [Recorder("demo", operator=name, integers=[8]) for name in ("one", "two")]
+        privacy = symbiosis.Split(recorders[1].endpoint)
+    else:
+        make("demo", rows_needed(size, work), folder / "pads", training=True)
+        recorders, privacy = [Recorder("demo", operator="one", integers=[8])], symbiosis.Pads(folder / "pads")
+    try:
+        yield Setup(recorders[0].endpoint, privacy, recorders)
+    finally:
+        for recorder in recorders:
+            recorder.close()
+
+
+def rows_needed(size: Size, work: Work) -> int:
+    """Rows that each layer is given, and what is lost when pads are taken from the disk by the dozen."""
+    asked = work.training.numel() + work.known.numel() + REPEATS * work.prompt.numel() + work.held_out.numel()
+    return asked + size.first * BYTES + 3 * TRAIN_BATCH * work.known.shape[1] + 1024
+
+
+def judged(
+    level: Level, protected: Setup, owner: Owner, control: Scores, size: Size, work: Work, public: Public
+) -> list[Row]:
+    """Every operator's attacks; and for integers whether they are uniform, and what is made of them is exact."""
+    rows: list[Row] = []
+    for recorder in protected.recorders:
+        view = View(recorder)
+        scores = attacked(view, owner, size, work, public)
+        limits = limits_of_noise(scores) if level == "noise" else limits_for(scores, owner)
+        rows += [Row(attack, view.operator, control[attack], scores[attack], *limits[attack]) for attack in control]
+        if view.integers:
+            rows += uniformity(view)
+    if level != "noise":
+        for recorder in protected.recorders:
+            recorder.server.log.clear()
+        reference = own(protected.endpoint, Unmasked(), [], work, size)
+        rows.append(Row("values that masks have changed", "", None, unequal_values(owner, reference), 0, 0))
+    return rows
+
+
+def attacked(view: View, owner: Owner, size: Size, work: Work, public: Public) -> Scores:
+    """All attacks of one operator, scored against the truth."""
+    seen = attacks.without_noise(view, public)
+    scores: Scores = {
+        TOKENS: share_of(attacks.tokens(seen, public), true_tokens(owner)),
+        HEAD: share_of(attacks.labels_from_head(seen, public), true_labels(owner)),
+        LABELS: share_of(attacks.labels_from_gradients(seen, public), true_labels(owner)),
+    }
+    scores |= cosines(view, seen, owner, public)
+    for layer, attack in adapters.MATRICES.items():
+        scores[f"adapter, {layer.rpartition('.')[2]}"] = adapters.cosine(layer, attack(seen, public), owner, public)
+    student = adapters.distilled(seen, public, owner.tokens["known"], size.distil_steps)
+    scores[COPY] = adapters.stolen(student, work.held_out, owner, public)
+    return scores
+
+
+def cosines(view: View, seen: View, owner: Owner, public: Public) -> Scores:
+    """Of the attacks that claim rows; `seen`: the log without noise."""
+    truth = view.truth(owner, public)
+    claims = {name: attack(seen) for name, attack in ROWS.items()}
+    claims["rows, outside the log's subspace"] = attacks.outside_the_subspace(view, public)
+    return {name: view.cosine(claimed, truth, public) for name, claimed in claims.items()}
+
+
+def true_tokens(owner: Owner) -> Tensor:
+    return torch.cat([batch.flatten() for phase in attacks.PHASES for batch in owner.tokens[phase]])
+
+
+def true_labels(owner: Owner) -> Tensor:
+    """Of each row of the logged training; the last token of a sequence has none."""
+    return torch.cat([F.pad(batch[:, 1:], (0, 1), value=NO_LABEL).flatten() for batch in owner.tokens["train"]])
+
+
+def share_of(guessed: list[Tensor], true: Tensor) -> float | None:
+    """Right guesses among those that could be; None if nothing was sent that shows them."""
+    return (torch.cat(guessed) == true)[true != NO_LABEL].double().mean().item() if guessed else None
+
+
+def commonest(true: Tensor) -> float:
+    """What always guessing the same achieves."""
+    counts = torch.bincount(true[true != NO_LABEL])
+    return (counts.max() / counts.sum()).item()
+
+
+def limits_for(scores: Scores, owner: Owner) -> dict[str, tuple[float, float]]:
+    """What an attack may reach where the level promises that it learns nothing."""
+    limits = dict.fromkeys(scores, (-COSINE, COSINE))
+    limits[TOKENS] = 0.0, commonest(true_tokens(owner)) + POINT
+    limits[LABELS] = limits[HEAD] = 0.0, commonest(true_labels(owner)) + POINT
+    limits[COPY] = -math.inf, MOST_COPIED
+    return limits
+
+
+def limits_of_noise(scores: Scores) -> dict[str, tuple[float, float]]:
+    """Every attack succeeds; but equations with what is left of the noise may be too inexact for two of the matrices."""
+    limits = dict.fromkeys(scores, (SUCCESS, 1.0))
+    for layer in ("gate_proj", "down_proj"):
+        limits[f"adapter, {layer}"] = -1.0, 1.0
+    return limits
+
+
+def uniformity(view: View) -> Iterator[Row]:
+    """Chi-square of the bytes that this operator saw, of integers and of seeds."""
+    for kind, seen in (("integers", view.bytes[False]), ("seeds", view.bytes[True])):
+        for place, counts in (("top", seen.top), ("low", seen.low)) if kind == "integers" else (("any", seen.top),):
+            if (total := int(counts.sum())) >= ENOUGH * len(counts):
+                name = f"chi-square, {place} byte of {total:,} {kind if kind == 'integers' else 'bytes of seeds'}"
+                yield Row(name, view.operator, None, chi_square(counts), *CHI_SQUARE)
+
+
+def chi_square(counts: Tensor) -> float:
+    expected = counts.double().mean()
+    return ((counts - expected).square() / expected).sum().item()
+
+
+def show(level: Level, rows: list[Row]) -> None:
+    print_table(
+        ("attack", "operator", "plain", level, "may be", "holds"),
+        [(r.attack, r.operator, said(r.plain), said(r.value), r.limits, r.verdict) for r in rows],
+        f"What operators learn at level {level}: shares of tokens and labels, cosines with the mean removed, copied effect",
+    )
+
+
+def said(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}" if abs(value) > 1 else f"{value:.3f}"
+
+
+def report(level: Level, rows: list[Row]) -> Report:
+    """All of it, for programs."""
+    found = Report("audit")
+    found.figure("level", level)
+    for row in rows:
+        name = f"{row.attack}, {row.operator}" if row.operator else row.attack
+        if row.plain is not None:
+            found.bar(f"{name}, plain", row.plain, ">=", SUCCESS)
+        if row.value is None:
+            found.figure(name, None)
+            continue
+        if row.least > -math.inf:
+            found.bar(name, row.value, ">=", row.least)
+        if row.most < math.inf:
+            found.bar(name, row.value, "<=", row.most)
+    return found

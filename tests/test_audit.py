@@ -1,0 +1,331 @@
+"""`symbiosis audit`: its attacks succeed where nothing is hidden, fail where all is, and find what is broken on purpose."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from torch import Tensor
+
+import symbiosis
+from symbiosis.audit import recorder as recorder_module
+from symbiosis.audit.owner import QUICK, Size, Work, own
+from symbiosis.audit.public import Public
+from symbiosis.audit.recorder import Recorder
+from symbiosis.audit.run import (
+    CHI_SQUARE,
+    COSINE,
+    Scores,
+    Setup,
+    attacked,
+    chi_square,
+    cosines,
+    judged,
+    report,
+    setup,
+    uniformity,
+)
+from symbiosis.audit.view import View
+from symbiosis.client import split as split_module
+from symbiosis.client.groups import Member
+from symbiosis.client.pads import PadFile
+from symbiosis.client.private import Group, PrivateSession, asked
+from symbiosis.client.split import Split, SplitLevel
+from symbiosis.client.verify import Proofs
+from symbiosis.client.wrap import remote_weights
+from symbiosis.executor import server as server_module
+from symbiosis.executor.load import load_model
+from symbiosis.keystream import keystream, new_key
+from symbiosis.pads import make
+from symbiosis.protocol import Op, Priority
+
+AUDIT = [sys.executable, "-c", "from symbiosis.cli import main; main()", "audit", "--quick"]
+SMALL = Size(steps=1, logged_steps=3, known=24, first=1, distil_steps=1)  # enough for attacks on rows
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Scene(NamedTuple):
+    """What audits of one size share."""
+
+    public: Public
+    work: Work
+    control: Scores
+
+
+@pytest.fixture(scope="module")
+def public() -> Public:
+    return Public()
+
+
+@pytest.fixture(scope="module")
+def scene(public: Public, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """With the attacks on a client that hides nothing."""
+    work = Work.of(public.tokenizer, QUICK)
+    with setup("none", QUICK, work, tmp_path_factory.mktemp("none")) as plain:
+        owner = own(*plain, work, QUICK)
+        return Scene(public, work, attacked(View(plain.recorders[0]), owner, QUICK, work, public))
+
+
+def test_the_command() -> None:
+    """As a user runs it; without protection all attacks succeed."""
+    done = subprocess.run([*AUDIT, "--level", "none"], capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["script"] == "audit" and line["figures"]["level"] == "none"
+    assert len(line["bars"]) > 30 and all(bar["holds"] for bar in line["bars"])
+
+
+@pytest.mark.parametrize("level", ["noise", "split", "pads"])
+def test_a_level_holds_what_it_promises(level: Any, scene: Scene, tmp_path: Path) -> None:
+    public, work, control = scene
+    with setup(level, QUICK, work, tmp_path) as protected:
+        owner = own(*protected, work, QUICK)
+        rows = judged(level, protected, owner, control, QUICK, work, public)
+    assert [row for row in rows if row.verdict != "yes"] == []
+    assert report(level, rows).holds
+    operators = {"noise": {"one"}, "split": {"one", "two"}, "pads": {"one"}}[level]
+    assert {row.operator for row in rows} - {""} == operators
+    assert all(sum(row.operator == name for row in rows) >= len(control) for name in operators)
+
+
+# ---------------------------------------------------------------- what is broken must be found
+
+
+@dataclass(frozen=True)
+class Broken(Split):
+    """`Split` with another level."""
+
+    kind: type[SplitLevel] = SplitLevel
+
+    def level(self, proofs: Proofs | None) -> SplitLevel:
+        return self.kind(self, proofs)
+
+
+class Trusting(SplitLevel):
+    """Does not ask who runs the second executor."""
+
+    def _two_operators(self) -> None:
+        pass
+
+
+def flagged(protected: Setup, public: Public) -> set[str]:
+    """The attacks on rows that got more than they may, and the bytes that are not uniform."""
+    work = Work.of(public.tokenizer, SMALL)
+    owner = own(*protected, work, SMALL)
+    found = set()
+    for recorder in protected.recorders:
+        view = View(recorder)
+        found |= {name for name, score in cosines(view, view, owner, public).items() if not abs(score or 0) <= COSINE}
+        found |= {" ".join(row.attack.split()[:3]) for row in uniformity(view) if row.verdict != "yes"}
+    return found
+
+
+def everywhere(monkeypatch: pytest.MonkeyPatch, pads: Callable[..., Tensor]) -> None:
+    """Instead of the keystream, on both sides, so that the results stay right."""
+    for module in (split_module, server_module, recorder_module):
+        monkeypatch.setattr(module, "keystream", pads)
+
+
+def half_range(*arguments: Any) -> Tensor:
+    return keystream(*arguments) & 0x7FFFFFFF
+
+
+def of_24_bits(*arguments: Any) -> Tensor:
+    return keystream(*arguments) & 0xFFFFFF
+
+
+def one_for_all_rows(key: bytes, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return keystream(key, (1, shape[1]), dtype).expand(shape).contiguous()
+
+
+@pytest.mark.parametrize(
+    ("pads", "finding"),
+    [
+        (keystream, None),
+        (half_range, "chi-square, top byte"),
+        (of_24_bits, "chi-square, top byte"),
+        (one_for_all_rows, "difference of two rows of a call"),
+    ],
+)
+def test_bad_pads_are_found(
+    pads: Callable[..., Tensor], finding: str | None, public: Public, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    everywhere(monkeypatch, pads)
+    with setup("split", SMALL, Work.of(public.tokenizer, SMALL), tmp_path) as protected:
+        found = flagged(protected, public)
+    assert finding in found if finding else found == set()
+
+
+def test_pads_that_are_used_again_are_found(public: Public, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(split_module, "new_key", lambda: bytes(32))
+    with setup("split", SMALL, Work.of(public.tokenizer, SMALL), tmp_path) as protected:
+        found = flagged(protected, public)
+    assert {"difference of two requests", "difference of two layers", "chi-square, any byte"} <= found
+
+
+@pytest.mark.parametrize("burned", [True, False])
+def test_a_pad_file_that_gives_pads_out_again_is_found(
+    burned: bool, public: Public, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if not burned:
+        monkeypatch.setattr(PadFile, "take", lambda self, stream, rows: 0)
+    with setup("pads", SMALL, Work.of(public.tokenizer, SMALL), tmp_path) as protected:
+        found = flagged(protected, public)
+    assert ("difference of two requests" in found) is not burned
+    assert burned is (found == set())
+
+
+def test_two_halves_at_one_operator_are_found(public: Public) -> None:
+    with Recorder("demo", operator="one", integers=[8]) as one:
+        protected = Setup(one.endpoint, Broken(one.endpoint, kind=Trusting), [one])
+        assert "rows, from both halves of a call" in flagged(protected, public)
+
+
+# ---------------------------------------------------------------- forks
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[list[Recorder]]:
+    """Executors that a forked child reaches, too."""
+    executors = [
+        Recorder("demo", operator=name, integers=[8], listen=[f"local://{tmp_path}/{name}.sock"]) for name in ("a", "b")
+    ]
+    for executor in executors:
+        executor.server.phase = "both"
+    yield executors
+    for executor in executors:
+        executor.close()
+
+
+def seen_of_parent_and_child(two: list[Recorder]) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens that a parent and its forked child ask about, and what the first operator saw of both in the first layer."""
+    model = symbiosis.wrap(load_model("demo"), two[0].endpoint, privacy=Split(two[1].endpoint))
+    ids = list(torch.randint(0, 256, (2, 8, 48), generator=torch.Generator().manual_seed(1)))
+
+    def ask(which: int) -> None:
+        with torch.inference_mode():  # no groups: every layer makes calls of its own
+            model(input_ids=ids[which])
+
+    ask(0)
+    two[0].server.log.clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    child = os.fork()
+    if child == 0:
+        ask(1)
+        os._exit(0)
+    torch.set_num_threads(threads)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    ask(0)
+    first: dict[int, Tensor] = {}
+    for sent in two[0].server.log:
+        first.setdefault(sent.session, sent.rows)
+    childs, parents = first.values()
+    return ids, [parents, childs]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_forked_child_has_pads_of_its_own(
+    safe: bool, two: list[Recorder], public: Public, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If both draw from one state, their rows' difference is that of what they asked."""
+    state = random.Random(0)
+    if not safe:
+        monkeypatch.setattr(split_module, "new_key", lambda: state.randbytes(32))
+    ids, (parents, childs) = seen_of_parent_and_child(two)
+    x = F.normalize(public.dictionary().double(), dim=1)
+    true = x[ids[0].flatten()] - x[ids[1].flatten()]
+    different = true.norm(dim=1) > 0
+    cosine = F.cosine_similarity((parents - childs).double(), true)[different].mean().item()
+    assert abs(cosine) <= COSINE if safe else cosine > 0.99
+
+
+# ---------------------------------------------------------------- sums that wrap
+
+
+class Saturating(SplitLevel):
+    """Adds without the modulus."""
+
+    def masked(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
+        call, shapes = self.call_for(op, group, x_TK, priority)
+        key, range_ = new_key(), torch.iinfo(self.dtype)
+        r_TK = split_module.keystream(key, call.shape, self.dtype)  # type: ignore[arg-type]
+        seed = torch.frombuffer(bytearray(key), dtype=torch.uint8)
+        sent_TK = (x_TK.double() + r_TK.double()).clamp(range_.min, range_.max).to(self.dtype)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asked, self._second, None, replace(call, seeded=True), (seed,), shapes, r_TK)
+            return asked(self._first, None, call, (sent_TK,), shapes, sent_TK)
+
+
+def extremes(rows: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows and pads of the numbers at whose sums a modulus shows."""
+    range_ = torch.iinfo(dtype)
+    numbers = torch.tensor([0, -1, 1, range_.max, range_.min], dtype=dtype)  # -1 is 2^k - 1
+    pairs = torch.cartesian_prod(numbers, numbers).repeat(-(-rows * width // 25), 1)[: rows * width]
+    return pairs[:, 0].reshape(rows, width).contiguous(), pairs[:, 1].reshape(rows, width).contiguous()
+
+
+def wrapped_sums(x_TK: Tensor, r_TK: Tensor) -> Tensor:
+    """In Python's integers."""
+    k = 8 * x_TK.element_size()
+    half, size = 1 << (k - 1), 1 << k
+    sums = [(x + r + half) % size - half for x, r in zip(x_TK.flatten().tolist(), r_TK.flatten().tolist(), strict=True)]
+    return torch.tensor(sums, dtype=x_TK.dtype).view_as(x_TK)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("kind", [SplitLevel, Saturating])
+def test_masked_rows_are_sums_modulo_two_to_the_k(
+    kind: type[SplitLevel], bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (Recorder("demo", operator=name, integers=[bits]) for name in ("one", "two"))
+    with one, other:
+        model = symbiosis.wrap(load_model("demo"), one.endpoint, privacy=Broken(other.endpoint, bits, kind))
+        session: PrivateSession = next(remote_weights(model)).handle.session  # type: ignore[assignment]
+        level: SplitLevel = session.level  # type: ignore[assignment]
+        layer = next(n for n, told in enumerate(session.manifest) if told.name.endswith("q_proj"))
+        x_TK, r_TK = extremes(3, session.width(layer, Op.DGRAD), level.dtype)
+        monkeypatch.setattr(split_module, "keystream", lambda *_: r_TK)
+        one.server.phase = "now"
+        level.masked(Op.FORWARD, (Member(layer, session.width(layer, Op.FORWARD), False),), x_TK, Priority.PREFILL)
+        (sent,) = one.server.log
+    assert torch.equal(sent.rows, wrapped_sums(x_TK, r_TK)) is (kind is SplitLevel)
+
+
+def test_masked_rows_of_a_pad_file_are_sums_modulo_two_to_the_k(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make("demo", 64, tmp_path / "pads")
+    with Recorder("demo", integers=[8]) as one:
+        model = symbiosis.wrap(load_model("demo"), one.endpoint, privacy=symbiosis.Pads(tmp_path / "pads"))
+        session: PrivateSession = next(remote_weights(model)).handle.session  # type: ignore[assignment]
+        layer = next(n for n, told in enumerate(session.manifest) if told.name.endswith("o_proj"))
+        x_TK, r_TK = extremes(3, session.width(layer, Op.DGRAD), torch.int32)
+        monkeypatch.setattr(PadFile, "pads", lambda *_: r_TK)
+        one.server.phase = "now"
+        member = Member(layer, session.width(layer, Op.FORWARD), False)
+        session.level.masked(Op.FORWARD, (member,), x_TK, Priority.PREFILL)  # type: ignore[attr-defined]
+        (sent,) = one.server.log
+    assert torch.equal(sent.rows, wrapped_sums(x_TK, r_TK))
+
+
+# ---------------------------------------------------------------- the measure itself
+
+
+def test_chi_square_of_uniform_bytes_and_of_others() -> None:
+    bytes_N = keystream(new_key(), (1, 1 << 20), torch.uint8)[0]
+    assert CHI_SQUARE[0] <= chi_square(torch.bincount(bytes_N, minlength=256)) <= CHI_SQUARE[1]
+    bytes_N[: 1 << 16] //= 2
+    assert chi_square(torch.bincount(bytes_N, minlength=256)) > CHI_SQUARE[1]
+    assert chi_square(torch.full((256,), 4096)) < CHI_SQUARE[0]  # too even is no chance, either
