@@ -27,6 +27,7 @@ from symbiosis.reporting import Report, print_table
 
 Level = Literal["none", "noise", "split", "pads"]
 SUCCESS = 0.95  # of what an attack can reach
+ANY = -1.0, 1.0  # of a cosine
 COSINE, POINT = 0.02, 0.01
 MOST_COPIED = 0.05  # of the adapter's effect
 CHI_SQUARE = (150.0, 380.0)  # of 256 equally likely values: 255, with a standard deviation of 22.6
@@ -75,11 +76,15 @@ class Row:
     @property
     def limits(self) -> str:
         """In words."""
-        if self.value is None or self.least == -1.0:
-            return "any" if self.value is not None else "not sent"
-        if self.least <= 0.0 or self.least == self.most:
-            return f"<= {self.most:.3g}" if self.least != -self.most else f"+-{self.most:.3g}"
-        return f">= {self.least:.3g}" if self.most == 1.0 else f"{self.least:.3g} - {self.most:.3g}"
+        if self.value is None:
+            return "not sent"
+        if (self.least, self.most) == ANY:
+            return "any"
+        if self.least == -self.most:
+            return f"+-{self.most:g}" if self.most else "0"
+        if self.least <= 0.0:
+            return f"<= {self.most:.3f}"
+        return f">= {self.least:g}" if self.most == 1.0 else f"{self.least:g} - {self.most:g}"
 
 
 def run(level: Level, quick: bool) -> int:
@@ -199,7 +204,7 @@ def commonest(true: Tensor) -> float:
 
 
 def limits_for(scores: Scores, owner: Owner) -> dict[str, tuple[float, float]]:
-    """What an attack may reach where the level promises that it learns nothing."""
+    """Where the level promises that attacks learn nothing."""
     limits = dict.fromkeys(scores, (-COSINE, COSINE))
     limits[TOKENS] = 0.0, commonest(true_tokens(owner)) + POINT
     limits[LABELS] = limits[HEAD] = 0.0, commonest(true_labels(owner)) + POINT
@@ -211,7 +216,7 @@ def limits_of_noise(scores: Scores) -> dict[str, tuple[float, float]]:
     """Every attack succeeds; but equations with what is left of the noise may be too inexact for two of the matrices."""
     limits = dict.fromkeys(scores, (SUCCESS, 1.0))
     for layer in ("gate_proj", "down_proj"):
-        limits[f"adapter, {layer}"] = -1.0, 1.0
+        limits[f"adapter, {layer}"] = ANY
     return limits
 
 
