@@ -98,7 +98,7 @@ def train_while_the_executor_is_killed(
     """A training during which the executor is killed `kills` times, each time at a random moment of another step; somebody
     generates at the same time, the right tokens only."""
     chance = random.Random(seed)
-    deadly = set(chance.sample(range(1, steps), kills))
+    deadly = set(chance.sample(range(1, steps - 1), kills))  # not the last: who is done leaves
     executor = start()
     turn, enough = turns(), turns()
     trainer = Client(programs.train, executor.endpoint, steps, turn)
