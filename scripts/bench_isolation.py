@@ -217,7 +217,7 @@ class Bench:
         self._seconds, self._rows, self.kept = seconds, rows, 0.0
         save_llama(folder / "model", hidden=HIDDEN, layers=1)
         tenants = folder / "tenants"
-        for name in ("executor", "decoder", "nuisance"):
+        for name in ("executor", "decoder", *SITUATIONS):  # a tenant for each: one that was barred would disturb nobody
             _, public = generate(name, folder)
             if name != "executor":
                 tenants.mkdir(exist_ok=True)
@@ -227,7 +227,8 @@ class Bench:
         self._executor = served.pid
         endpoint = f"{served.endpoints[0]}?server={folder}/executor.pub&key={folder}"
         self._decoder = stack.enter_context(workers(Decoder, [(f"{endpoint}/decoder.key",)]))
-        self._nuisance = stack.enter_context(workers(Nuisance, [(f"{endpoint}/nuisance.key",)]))[0]
+        others = stack.enter_context(workers(Nuisance, [(f"{endpoint}/{name}.key",) for name in SITUATIONS]))
+        self._others = dict(zip(SITUATIONS, others, strict=True))
 
     def measure(self, situation: str) -> Round:
         alone = self._calls()
@@ -235,10 +236,10 @@ class Bench:
             times, other = self._beside_a_frozen_client(), 0
         else:
             extra = [self._rows] if situation == "trainer" else []
-            self._nuisance.send(situation, time.monotonic() + 1.0, self._seconds + 1.0, *extra)
+            self._others[situation].send(situation, time.monotonic() + 1.0, self._seconds + 1.0, *extra)
             time.sleep(1.5)
             times = self._calls()
-            other = self._nuisance.result()
+            other = self._others[situation].result()
         alone_p50, alone_p99 = (np.percentile(alone, (50, 99)) * 1e3).tolist()
         p50, p99, slowest = (np.percentile(times, (50, 99, 100)) * 1e3).tolist()
         return Round(alone_p50, alone_p99, p50, p99, slowest, other)
@@ -248,18 +249,17 @@ class Bench:
         return times
 
     def _beside_a_frozen_client(self) -> list[float]:
-        self._nuisance.call(
-            "large_calls", True
-        )  # what their memory is kept in by the allocator is not the reader's fault
+        other = self._others["frozen"]
+        other.call("large_calls", True)  # what their memory is kept in by the allocator is not the reader's fault
         before = pss_bytes(self._executor)
-        reply = self._nuisance.call("large_calls", False)
-        os.kill(self._nuisance.pid, signal.SIGSTOP)
+        reply = other.call("large_calls", False)
+        os.kill(other.pid, signal.SIGSTOP)
         try:
             self.kept = max(self.kept, (pss_bytes(self._executor) - before) / reply)
             return self._calls()
         finally:
-            os.kill(self._nuisance.pid, signal.SIGCONT)
-            self._nuisance.call("thawed")
+            os.kill(other.pid, signal.SIGCONT)
+            other.call("thawed")
 
 
 def show(rounds: dict[str, list[Round]]) -> None:

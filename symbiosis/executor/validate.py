@@ -121,6 +121,8 @@ def _rows_by_groups(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
 def _lookup(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
     if layer.kind != "embedding" or len(call.shape) != 1:
         raise CallError(Code.UNKNOWN_OP, f"{layer.name} is a {layer.kind}: only embeddings are looked up, by flat ids")
+    if call.view is not None or call.groups:
+        raise CallError(Code.BAD_VIEW, f"{layer.name}: rows are looked up in the whole embedding, without groups")
     return call.shape[0], layer.shape[1]
 
 
