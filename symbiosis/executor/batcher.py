@@ -18,7 +18,7 @@ Where keys tell who is who, the same goes for tenants first: whose turn it is am
 each has. While several tenants call, a slice takes no longer than about `SLICE_S`.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from math import inf
@@ -34,6 +34,7 @@ ALONE_S = 0.1  # after this time in which nobody else called, a session is alone
 PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
 CREDIT_S = 0.1  # of use that a tenant saves up while it does not call
 SLICE_S = 2e-3  # of a product that another tenant waits for
+TOGETHER = 8  # calls of one tenant in one product that another tenant may wait for
 ACTIVE_S = 1.0  # a tenant who called within this time may call again at any moment
 SMALLEST_SLICE = 64  # rows: products of fewer cost more for each row
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
@@ -371,12 +372,14 @@ class Batcher:
     def _take(self, head: Item, now: float) -> Batch:
         """`head`, and of its queue what may join it."""
         queue = self._queues[head.key]
-        if self._joins(queue):
+        most = TOGETHER if self._others_call(head) else len(queue)
+        if len(queue) <= most and self._joins(queue):
             return self._take_all(queue, now)
         pieces = [self._slice(head)]
         rows = pieces[0].stop - pieces[0].start
         if len(queue) > 1 and self.policy != "immediate" and head.joinable and rows < self.join_below:
             passed: set[int] = set()  # no call of a session overtakes an earlier one
+            taken = Counter([self._sessions[head.session].share])
             for item in [item for item in queue if item is not head]:
                 fits = (
                     item.joinable
@@ -384,7 +387,9 @@ class Batcher:
                     and not item.start
                     and rows + item.left <= self.max_rows
                 )
-                if fits and item.session not in passed:
+                share = self._sessions[item.session].share
+                if fits and item.session not in passed and taken[share] < most:
+                    taken[share] += 1
                     pieces.append(self._slice(item))
                     rows += item.rows
                 else:
@@ -421,11 +426,15 @@ class Batcher:
 
     def _most_rows(self, item: Item) -> int:
         """Of one slice: fewer while other tenants call."""
-        own = self._sessions[item.session].share
-        if not any(share is not own and share.called > item.arrived - ACTIVE_S for share in self._shares.values()):
+        if not self._others_call(item):
             return self.max_rows
         per_row = self._per_row.get(item.key, inf)
         return min(self.max_rows, max(SMALLEST_SLICE, int(SLICE_S / max(per_row, 1e-12))))
+
+    def _others_call(self, item: Item) -> bool:
+        """Whether tenants other than the one of this call have called lately."""
+        own = self._sessions[item.session].share
+        return any(share is not own and share.called > item.arrived - ACTIVE_S for share in self._shares.values())
 
     def _remove(self, item: Item) -> None:
         queue = self._queues.get(item.key)
