@@ -99,12 +99,13 @@ class Benchmark(StrEnum):
     STEP = "step"
     BATCHING = "batching"
     ISOLATION = "isolation"
+    PRIVACY = "privacy"
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def bench(
     context: typer.Context,
-    what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients. isolation: one tenant beside another's floods.")],
+    what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients. isolation: one tenant beside another's floods. privacy: what each level costs.")],
 ) -> None:  # fmt: skip
     """Run one of the benchmarks in the repository's scripts folder. What follows its name goes to it (try --help)."""
     script = Path(__file__).parent.parent / "scripts" / f"bench_{what}.py"
