@@ -38,6 +38,7 @@ from symbiosis.protocol import (
     LONGEST_TEXT,
     REPLY_SIZE,
     VERSION,
+    Beat,
     Call,
     Grow,
     Grown,
@@ -423,6 +424,40 @@ def test_random_frames_harm_nobody(
         dealer.recv_multipart()
 
 
+@only_tcp
+def test_who_is_gone_takes_nobody_along(executor: symbiosis.Executor) -> None:
+    """What he sent is read when his descriptor is another's: the refusal fails, and the other one must not be hung up on."""
+    busy, go_on = threading.Event(), threading.Event()
+    executor.server.reactor.call_soon(lambda: (busy.set(), go_on.wait(WAIT_S)))  # type: ignore[arg-type, return-value]
+    assert busy.wait(WAIT_S)
+    with zmq.Context() as context:
+        others = [context.socket(zmq.DEALER) for _ in range(25)]
+        monitors = [other.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED) for other in others]
+        before = descriptors()
+        with zmq.Context() as ended:
+            for _ in range(20):
+                gone = ended.socket(zmq.DEALER)
+                gone.connect(executor.endpoint)
+                gone.send(encode_control(Beat()))  # without having joined
+            ended.destroy(linger=int(1000 * WAIT_S))
+        until(lambda: descriptors() <= before, "closing of their connections")
+        for other, monitor in zip(others, monitors, strict=True):
+            other.linger, other.rcvtimeo = 0, int(1000 * WAIT_S)
+            other.connect(executor.endpoint)
+            other.send_multipart([header(), bytes(64)])
+            assert monitor.poll(1000 * WAIT_S), "it did not come in"
+        go_on.set()
+        for other in others:
+            answer = decode_control(other.recv())  # lost with the connection, if that was ended
+            assert isinstance(answer, Refusal) and answer.code == Code.NOT_JOINED
+            other.disable_monitor()
+            other.close()
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+
+
 FLOOD = """
 import os, sys, time, zmq
 dealer = zmq.Context().socket(zmq.DEALER)
@@ -565,14 +600,14 @@ def test_random_greetings_harm_nobody(executor: symbiosis.Executor, times: int) 
     """Mutants of what ZeroMQ says first, each on a connection of its own; the executor's descriptors come back."""
     host, _, port = executor.endpoint.removeprefix("tcp://").rpartition(":")
     chance, greeting = random.Random(times), ZMTP_GREETING + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    before = descriptors()
     for _ in range(times):
         raw = bytearray(greeting)
         for _ in range(chance.randrange(1, 4)):
             raw[chance.randrange(len(raw))] = chance.randrange(256)
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock, contextlib.suppress(OSError):
             sock.sendall(raw[: chance.randrange(1, len(raw) + 1)])
-    until(lambda: len(os.listdir("/proc/self/fd")) <= before, "closing of the connections")  # noqa: PTH208
+    until(lambda: descriptors() <= before, "closing of the connections")
 
 
 # ---------------------------------------------------------------- raw shared memory over local

@@ -228,8 +228,11 @@ class Listener:
         tracker = None
         try:
             tracker = self._socket.send_multipart([peer.identity, *frames], zmq.NOBLOCK, copy=copy, track=not copy)
-        except zmq.ZMQError:  # gone, or it does not read: it may join again
-            self.hang_up(peer)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:  # gone: its descriptor may be another's by now
+                self.drop(peer)
+            else:  # it does not read: it may join again
+                self.hang_up(peer)
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
             self._drain_soon()
         return tracker
