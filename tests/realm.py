@@ -93,6 +93,10 @@ class Raw:
         return bool(self.monitor.poll(0))
 
     def close(self) -> None:
-        self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close()
+        """The monitor first: without a reader, ZeroMQ's thread would wait for ever to tell it of the end."""
+        if not self.socket.closed:
+            self.socket.disable_monitor()
+            self.monitor.close()
+            self.socket.close()
+
+    __del__ = close

@@ -220,7 +220,7 @@ def test_a_refusal_by_the_wire_says_when_to_try_again(start: Callable[..., Realm
     raw.send(3)
     reply = decode_reply(raw.socket.recv_multipart()[0])
     assert reply.code is Code.BUSY and 0 < reply.wait_us < 2_200_000
-    raw.socket.close()
+    raw.close()
 
 
 def test_nothing_is_allocated_for_a_call_that_is_refused(
@@ -239,7 +239,7 @@ def test_nothing_is_allocated_for_a_call_that_is_refused(
     raw.send(2)
     assert decode_reply(raw.socket.recv_multipart()[0]).code is Code.OK
     assert made
-    raw.socket.close()
+    raw.close()
     session.close()
 
 
@@ -252,5 +252,5 @@ def test_what_a_client_that_left_had_under_way_is_given_back(start: Callable[...
     until(lambda: not realm_is_idle(realm))
     raw.socket.send(encode_control(Bye()))
     until(lambda: realm_is_idle(realm))
-    raw.socket.close()
+    raw.close()
     active.close()

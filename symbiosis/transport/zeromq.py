@@ -367,7 +367,7 @@ class TcpConnection:
         except zmq.ZMQError as error:
             self.close()
             raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
-        except (ConnectionLost, CallError):
+        except BaseException:  # also ctrl-C: without a reader of the monitor, ZeroMQ's thread would wait for ever
             self.close()
             raise
         if isinstance(answer, Refusal):
