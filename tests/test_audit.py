@@ -86,7 +86,10 @@ def test_the_command() -> None:
     assert len(line["bars"]) > 30 and all(bar["holds"] for bar in line["bars"])
 
 
-@pytest.mark.parametrize("level", ["noise", "split", "pads"])
+@pytest.mark.parametrize(
+    "level",
+    ["split", *(pytest.param(level, marks=pytest.mark.soak) for level in ("noise", "pads"))],  # a minute each
+)
 def test_a_level_holds_what_it_promises(level: Any, scene: Scene, tmp_path: Path) -> None:
     public, work, control = scene
     with setup(level, QUICK, work, tmp_path) as protected:
