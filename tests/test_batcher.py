@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.config import Policy
-from symbiosis.executor.batcher import AGING_S, JOIN_BELOW, KEYS_KEPT, Batch, Batcher, Item
+from symbiosis.executor.batch import Batch, Item
+from symbiosis.executor.batcher import AGING_S, JOIN_BELOW, Batcher
+from symbiosis.executor.rhythm import KEYS_KEPT
 
 POLICIES = get_args(Policy)
 MAX_WAIT = 0.002
@@ -352,6 +354,77 @@ def test_a_session_that_is_due_beyond_the_budget_is_not_waited_for() -> None:
 
 def test_nobody_is_waited_for_longer_than_the_product_costs() -> None:
     assert answered(two_in_rhythm(now=1.0, product_s=0.0005), 1.0) == [1]
+
+
+def going_on_together(sessions: int, product_s: float = 1e-4, rounds: int = 6) -> tuple[Batcher, float]:
+    """Sessions that had their answers to "a" together, as all the time; and when they had them."""
+    batcher, now = Batcher("opportunistic", MAX_WAIT, MAX_ROWS), 1.0
+    for session in range(sessions):
+        batcher.join(session)
+    for key in ("a", "b") * rounds + ("a",):
+        now += 5e-5
+        for session in range(sessions):
+            batcher.add(one_call(session, key, arrived=now))
+        batch = batcher.next_batch(now)
+        while batch is not None:
+            now += product_s
+            batcher.done(batch, product_s, now)
+            batch = batcher.next_batch(now)
+    return batcher, now
+
+
+def test_who_go_on_together_are_waited_for_without_a_new_decision() -> None:
+    batcher, now = going_on_together(3)
+    for session in range(3):
+        now += 2e-5
+        assert batcher.next_batch(now) is None
+        batcher.add(one_call(session, "b", arrived=now))
+    assert answered(batcher, now) == [0, 1, 2]
+
+
+def test_what_was_foreseen_does_not_hold_if_one_of_them_does_not_come() -> None:
+    batcher, now = going_on_together(3)
+    for session in range(2):
+        batcher.add(one_call(session, "b", arrived=now + 5e-5))
+    assert batcher.next_batch(now + 5e-5) is None
+    assert now + 5e-5 < batcher.wake_at() <= now + 5e-5 + MAX_WAIT
+    assert answered(batcher, batcher.wake_at()) == [0, 1]
+
+
+@pytest.mark.parametrize("event", ["another call", "a large call", "leaving"])
+def test_what_was_foreseen_is_decided_anew_when_things_change(event: str) -> None:
+    batcher, now = going_on_together(3)
+    now += 5e-5
+    for session in range(2):
+        batcher.add(one_call(session, "b", arrived=now))
+    assert batcher.next_batch(now) is None
+    if event == "another call":
+        batcher.add(one_call(2, "c", arrived=now))
+        assert answered(batcher, now) in ([0, 1], [2])
+    elif event == "a large call":
+        batcher.add(Item(2, "b", JOIN_BELOW, 1, now))
+        assert set(answered(batcher, now)) & {0, 1, 2}
+    else:
+        batcher.leave(2)
+        assert answered(batcher, now) == [0, 1]
+
+
+def test_who_has_been_silent_for_long_is_not_missed() -> None:
+    batcher, now = going_on_together(3)
+    for _ in range(4):
+        now += 0.2
+        for key in ("b", "a"):
+            for session in range(2):
+                batcher.add(one_call(session, key, arrived=now))
+            batch = batcher.next_batch(now) or batcher.next_batch(batcher.wake_at())
+            assert batch is not None
+            batcher.done(batch, 1e-4, now + 1e-4)
+            now += 1e-4
+    for session in range(2):
+        batcher.add(one_call(session, "b", arrived=now + 5e-5))
+    assert answered(batcher, now + 5e-5) == [0, 1]
+    batcher.add(one_call(2, "b", arrived=now + 1.0))
+    assert answered(batcher, now + 1.0) == [2]
 
 
 def test_a_session_that_calls_something_else_first_is_not_waited_for() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from symbiosis.executor.batcher import Batch, Item, Slice
+from symbiosis.executor.batch import Batch, Item, Slice
 from symbiosis.executor.engine import Engine, Work
 from symbiosis.executor.store import Store
 from symbiosis.kernels import few_rows

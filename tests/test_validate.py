@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.batcher import Batch, Item, Slice
+from symbiosis.executor.batch import Batch, Item, Slice
 from symbiosis.executor.engine import Engine, Work
 from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store

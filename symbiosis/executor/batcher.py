@@ -18,131 +18,33 @@ Where keys tell who is who, the same goes for tenants first: whose turn it is am
 each has. While several tenants call, a slice takes no longer than about `SLICE_S`.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
 from symbiosis.config import Policy
+from symbiosis.executor.batch import Batch, Item, Queue, Slice
+from symbiosis.executor.rhythm import PATIENCE, Due, Rhythm, Share, note, smooth
 
 AGING_S = 0.05  # a call gains one step of priority per this time in which its session is not served
 JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining two gains nothing and costs copies
 SLACK_S = 0.05  # of use more than others that a session may have before it must let them go first
-SMOOTHING = 0.25  # weight of the newest observation in the moving averages
 ALONE_S = 0.1  # after this time in which nobody else called, a session is alone
-PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
 CREDIT_S = 0.1  # of use that a tenant saves up while it does not call
 SLICE_S = 2e-3  # of a product that another tenant waits for
 TOGETHER = 8  # calls of one tenant in one product that another tenant may wait for
 ACTIVE_S = 1.0  # a tenant who called within this time may call again at any moment
 SMALLEST_SLICE = 64  # rows: products of fewer cost more for each row
-KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 
 
-@dataclass(slots=True, eq=False)
-class Item:
-    """One call in the queue. `work` is the caller's; the batcher never looks into it."""
-
-    session: int
-    key: Hashable
-    rows: int
-    priority: int
-    arrived: float
-    work: Any = None
-    divisible: bool = True  # may run as several slices of rows
-    joinable: bool = True  # may run with others of its key
-    start: int = 0  # rows that earlier slices took
-
-    @property
-    def left(self) -> int:
-        return self.rows - self.start
-
-
-class Slice(NamedTuple):
-    """Rows `start` to `stop` of an item."""
-
-    item: Item
-    start: int
-    stop: int
-
-    @property
-    def last(self) -> bool:
-        return self.stop == self.item.rows
-
-
-@dataclass(slots=True)
-class Batch:
-    """The slices that run as one product."""
+class Awaited(NamedTuple):
+    """A queue is worth waiting for until it holds so many calls, if there is no other and it did not begin before `since`."""
 
     key: Hashable
-    slices: list[Slice]
-    formed: float
-
-    @property
-    def rows(self) -> int:
-        return sum(piece.stop - piece.start for piece in self.slices)
-
-
-class Due(NamedTuple):
-    """When a call is expected, and from when no longer."""
-
-    expected: float
-    latest: float
-
-
-@dataclass(slots=True, eq=False)
-class Share:
-    """What the sessions of one tenant (without keys: one session) have had of the executor together."""
-
-    tenant: str | None = None
-    used: float = 0.0
-    served: float = -inf
-    called: float = -inf
-
-
-@dataclass(slots=True)
-class Rhythm:
-    """What is known of a session: what it has used, what it waits for, what it tends to call next and when."""
-
-    share: Share
-    used: float = 0.0
-    served: float = -inf
-    pending: list[Item] = field(default_factory=list)
-    last_key: Hashable = None
-    replied: float = 0.0
-    follows: dict[Hashable, Hashable] = field(default_factory=dict)
-    gap: dict[Hashable, float] = field(default_factory=dict)
-    at: Hashable = None  # the call that this session waits for, or the last one that it made
-    next: Hashable = None  # ... and what follows on it, as far as is known
-    pause: float = inf  # so long after the answer
-    answer_s: float = 0.0  # which takes so long
-    age: int = 0  # calls since the ring was looked at
-    _ring: dict[Hashable, int] = field(default_factory=dict)
-
-    @property
-    def active(self) -> bool:
-        return self.last_key is not None
-
-    def arrive_at(self, key: Hashable, cost: float) -> None:
-        self.at, self.next, self.answer_s = key, self.follows.get(key), cost
-        self.pause = self.gap.get(key, inf)
-        if self.next == key:
-            self.next = None
-
-    def due(self, now: float) -> Due:
-        """When this session's next call is expected (or, while it waits for an answer, its next but one)."""
-        begun = now + self.answer_s if self.pending else self.replied
-        return Due(begun + self.pause, begun + self.pause * PATIENCE)
-
-    def ring(self) -> dict[Hashable, int]:
-        """Where each call comes in the round that this session makes again and again, as it was when last looked at."""
-        if self.age > len(self._ring):
-            self.age, self._ring, key = 0, {}, self.at
-            while key is not None and key not in self._ring:
-                self._ring[key] = len(self._ring)
-                key = self.follows.get(key)
-        return self._ring
+    calls: int
+    until: float
+    since: float = -inf
 
 
 class Batcher:
@@ -158,7 +60,7 @@ class Batcher:
     def __init__(self, policy: Policy, max_wait: float = 0.0, max_rows: int = 4096, idle_s: float = inf) -> None:
         self.policy, self.max_wait, self.max_rows, self.idle_s = policy, max_wait, max_rows, idle_s
         self.join_below = JOIN_BELOW
-        self._queues: dict[Hashable, deque[Item]] = {}
+        self._queues: dict[Hashable, Queue] = {}
         self._sessions: dict[int, Rhythm] = {}
         self._live: dict[int, Rhythm] = {}  # those that have made calls which others can join
         self._cost: dict[Hashable, float] = {}
@@ -166,6 +68,8 @@ class Batcher:
         self._shares: dict[str, Share] = {}
         self._per_row: dict[Hashable, float] = {}  # seconds in products of many rows
         self._wake = inf
+        self._looked = -inf  # for silent sessions
+        self._awaited: Awaited | None = None
         self._caller, self._since = 0, 0.0  # who called last, and since when nobody else
         self._patience = idle_s if policy == "lockstep" else 0.0
 
@@ -196,6 +100,7 @@ class Batcher:
         self._live.pop(session, None)
         if rhythm is None:
             return []
+        self._awaited = None
         for item in rhythm.pending:
             self._remove(item)
         return rhythm.pending
@@ -209,27 +114,33 @@ class Batcher:
             if item.joinable:
                 self._learn(rhythm, item)
         rhythm.pending.append(item)
-        self._queues.setdefault(item.key, deque()).append(item)
+        item.whole = item.joinable and item.rows < self.join_below
+        queue = self._queues.get(item.key)
+        if queue is None:
+            queue = self._queues[item.key] = Queue(item.key)
+        queue.put(item)
 
     def _learn(self, rhythm: Rhythm, item: Item) -> None:
         before = rhythm.last_key
         if before is not None:
             rhythm.age += 1
-            _note(rhythm.follows, before, item.key)
-            _note(rhythm.gap, before, _smooth(rhythm.gap.get(before), max(0.0, item.arrived - rhythm.replied)))
+            note(rhythm.follows, before, item.key)
+            note(rhythm.gap, before, smooth(rhythm.gap.get(before), max(0.0, item.arrived - rhythm.replied)))
         rhythm.arrive_at(item.key, self._cost.get(item.key, 0.0))
         self._live[item.session] = rhythm
 
     def next_batch(self, now: float) -> Batch | None:
         """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
-        self._wake = inf
+        if not self._queues or self._still_waits(now):
+            return None
+        self._wake, self._awaited = inf, None
         queues = list(self._queues.values())
         room: dict[Hashable, int] = {}
-        if self.policy == "lockstep" and queues:
+        if self.policy == "lockstep":
             if not self._all_wait(now):
                 return None
             room = self._room_behind(queues[0][0]) if len(queues) > 1 else room
-        if self.policy == "opportunistic" and queues and not self._all_here(queues):
+        if self.policy == "opportunistic" and not self._all_here(queues):
             due = self._due(now)
             queues = [queue for queue in queues if self._is_ready(queue, due.get(queue[0].key), now)]
             if queues:
@@ -239,14 +150,14 @@ class Batcher:
 
     def wake_at(self) -> float:
         """When the last `next_batch` wants to be asked again; infinity if only an arrival can change its answer."""
-        return self._wake
+        return self._wake if self._queues else inf
 
     def done(self, batch: Batch, seconds: float, now: float) -> None:
         """A batch has run and its replies are out."""
-        _note(self._cost, batch.key, _smooth(self._cost.get(batch.key), seconds))
+        note(self._cost, batch.key, smooth(self._cost.get(batch.key), seconds))
         share = seconds / max(1, batch.rows)
         if batch.rows >= SMALLEST_SLICE:
-            _note(self._per_row, batch.key, _smooth(self._per_row.get(batch.key), share))
+            note(self._per_row, batch.key, smooth(self._per_row.get(batch.key), share))
         for item, start, stop in batch.slices:
             rhythm = self._sessions.get(item.session)
             if rhythm is None:
@@ -259,6 +170,18 @@ class Batcher:
                     rhythm.last_key, rhythm.replied = item.key, now
                     coming = rhythm.pending[0].key if rhythm.pending else item.key
                     rhythm.arrive_at(coming, self._cost.get(coming, 0.0))
+        if self.policy == "opportunistic" and not self._queues:
+            if now > self._looked + ALONE_S:
+                self._forget_silent(now)
+            self._foresee(now)
+
+    def _forget_silent(self, now: float) -> None:
+        """Who has long not called, and is not expected to, is not live until the next call."""
+        self._looked = now
+        for session, rhythm in list(self._live.items()):
+            pause = rhythm.pause * PATIENCE if rhythm.next is not None else 0.0
+            if not rhythm.pending and now > rhythm.replied + max(ALONE_S, pause):
+                del self._live[session]
 
     def _all_wait(self, now: float) -> bool:
         """Whether every session waits for an answer but those that have long been idle."""
@@ -269,7 +192,32 @@ class Batcher:
         self._wake = max(waited_for, default=inf)
         return not waited_for
 
-    def _all_here(self, queues: list[deque[Item]]) -> bool:
+    def _still_waits(self, now: float) -> bool:
+        """Whether the calls that are worth waiting for have not come, and no others either."""
+        if self._awaited is None or len(self._queues) > 1:
+            return False
+        key, calls, until, since = self._awaited
+        queue = self._queues.get(key)
+        if queue is None or queue.apart or queue.rows >= self.join_below or len(queue) >= calls:
+            return False
+        if queue[0].arrived < since:
+            return False
+        self._wake = min(until, queue[0].arrived + self.max_wait)
+        return now < self._wake
+
+    def _foresee(self, now: float) -> None:
+        """Decide before they come, while a product runs, whether to wait for all who live, if they go on together."""
+        key = next((rhythm.next for rhythm in self._live.values()), None)
+        if key is None or any(rhythm.next != key for rhythm in self._live.values()):
+            return
+        first, *others = sorted(rhythm.due(now) for rhythm in self._live.values())
+        cost = self._cost.get(key, 0.0)
+        calls, until = _worth_waiting(others, cost, first.expected, first.expected + self.max_wait)
+        if calls == len(others) > 0:
+            since = others[-1].expected - min(cost, self.max_wait)
+            self._awaited = Awaited(key, len(self._live), until, since)
+
+    def _all_here(self, queues: list[Queue]) -> bool:
         """Whether there is nobody else to wait for."""
         return len(queues) == 1 and len(queues[0]) >= len(self._live)
 
@@ -281,15 +229,18 @@ class Batcher:
                 table.setdefault(rhythm.next, []).append(due)
         return table
 
-    def _is_ready(self, queue: deque[Item], coming: list[Due] | None, now: float) -> bool:
+    def _is_ready(self, queue: Queue, coming: list[Due] | None, now: float) -> bool:
         """Whether no call that is `coming` to the queue is worth waiting for."""
         head = queue[0]
         deadline = head.arrived + self.max_wait
-        if not coming or now >= deadline or not head.joinable or sum(item.left for item in queue) >= self.join_below:
+        if not coming or now >= deadline or not head.joinable or queue.rows >= self.join_below:
             return True
-        wake = _worth_waiting(sorted(coming), self._cost.get(head.key, 0.0), now, deadline)
-        self._wake = min(self._wake, wake or inf)
-        return wake is None
+        calls, wake = _worth_waiting(sorted(coming), self._cost.get(head.key, 0.0), now, deadline)
+        if not calls:
+            return True
+        self._wake = min(self._wake, wake)
+        self._awaited = Awaited(head.key, len(queue) + calls, wake)
+        return False
 
     def _room_behind(self, item: Item) -> dict[Hashable, int]:
         """Of each call that a session is at: how many calls lie between it and the next session behind, in the round of `item`'s."""
@@ -297,7 +248,7 @@ class Batcher:
         taken = sorted({(ring[rhythm.at], rhythm.at) for rhythm in self._live.values() if rhythm.at in ring})
         return {key: (place - taken[i - 1][0]) % len(ring) for i, (place, key) in enumerate(taken)}
 
-    def _without_leaders(self, queues: list[deque[Item]], room: dict[Hashable, int], now: float) -> list[deque[Item]]:
+    def _without_leaders(self, queues: list[Queue], room: dict[Hashable, int], now: float) -> list[Queue]:
         """While the session that is furthest behind thinks, but for less than a product takes, the others do not run away.
         Calls too large to be joined gain nothing from that."""
         last = max(room, key=lambda key: room[key], default=None)
@@ -323,7 +274,7 @@ class Batcher:
                 ready.append(queue)
         return ready
 
-    def _first(self, queues: list[deque[Item]], room: dict[Hashable, int], now: float) -> Item:
+    def _first(self, queues: list[Queue], room: dict[Hashable, int], now: float) -> Item:
         """The call to run; of a queue that runs as a whole, the one that is most urgent."""
         if len(queues) == 1 and (len(queues[0]) == 1 or self._joins(queues[0])):
             return queues[0][0]
@@ -343,7 +294,7 @@ class Batcher:
                 best[rhythm.share] = rank, item
         return [item for _, item in best.values()]
 
-    def _heads(self, queue: deque[Item]) -> Iterable[Item]:
+    def _heads(self, queue: Queue) -> Iterable[Item]:
         """The calls of a queue that are to be compared: of one that runs as a whole, each tenant's most urgent."""
         if not self._joins(queue):
             return queue
@@ -354,12 +305,9 @@ class Batcher:
             first.setdefault(self._sessions[item.session].share.tenant, item)
         return first.values()
 
-    def _joins(self, queue: deque[Item]) -> bool:
+    def _joins(self, queue: Queue) -> bool:
         """Whether the whole queue can run as one product."""
-        if self.policy == "immediate":
-            return False
-        small = all(item.joinable and not item.start and item.rows < self.join_below for item in queue)
-        return small and sum(item.rows for item in queue) <= self.max_rows
+        return self.policy != "immediate" and not queue.apart and queue.rows <= self.max_rows
 
     def _rank(
         self, item: Item, caller: "Rhythm | Share", room: dict[Hashable, int], now: float
@@ -381,12 +329,7 @@ class Batcher:
             passed: set[int] = set()  # no call of a session overtakes an earlier one
             taken = Counter([self._sessions[head.session].share])
             for item in [item for item in queue if item is not head]:
-                fits = (
-                    item.joinable
-                    and item.left < self.join_below
-                    and not item.start
-                    and rows + item.left <= self.max_rows
-                )
+                fits = item.whole and rows + item.rows <= self.max_rows
                 share = self._sessions[item.session].share
                 if fits and item.session not in passed and taken[share] < most:
                     taken[share] += 1
@@ -404,7 +347,7 @@ class Batcher:
         self._least_share = max(self._least_share, self._sessions[head.session].share.used)
         return Batch(head.key, pieces, now)
 
-    def _take_all(self, queue: deque[Item], now: float) -> Batch:
+    def _take_all(self, queue: Queue, now: float) -> Batch:
         del self._queues[queue[0].key]
         least = least_share = inf
         for item in queue:
@@ -421,7 +364,7 @@ class Batcher:
         most = self._most_rows(item)
         if item.divisible and item.left > most:
             stop = start + most
-        item.start = stop
+        self._queues[item.key].cut(item, stop)
         return Slice(item, start, stop)
 
     def _most_rows(self, item: Item) -> int:
@@ -439,7 +382,7 @@ class Batcher:
     def _remove(self, item: Item) -> None:
         queue = self._queues.get(item.key)
         if queue is not None and item in queue:
-            queue.remove(item)
+            queue.drop(item)
             if not queue:
                 del self._queues[item.key]
 
@@ -448,24 +391,14 @@ def _urgency(item: Item) -> tuple[int, float]:
     return item.priority, item.arrived
 
 
-def _worth_waiting(coming: list[Due], cost: float, now: float, deadline: float) -> float | None:
-    """Until when to wait for calls, the earliest first, so that the products saved outweigh the time by most; None: not at all."""
-    best, until, wake = 0.0, now, None
+def _worth_waiting(coming: list[Due], cost: float, now: float, deadline: float) -> tuple[int, float]:
+    """For how many calls to wait, the earliest first, and until when, so that the products saved outweigh the time by most."""
+    best, until, calls, wake = 0.0, now, 0, inf
     for number, (expected, latest) in enumerate(coming, 1):
         if expected > deadline:
             break
         until = max(until, latest)
         gain = number * cost - max(0.0, expected - now)
         if gain > best:
-            best, wake = gain, min(until, deadline)
-    return wake
-
-
-def _note(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
-    if len(table) >= KEYS_KEPT and key not in table:
-        table.clear()
-    table[key] = value
-
-
-def _smooth(old: float | None, new: float) -> float:
-    return new if old is None else old + SMOOTHING * (new - old)
+            best, calls, wake = gain, number, min(until, deadline)
+    return calls, wake

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.batcher import JOIN_BELOW, Batch, Slice
+from symbiosis.executor.batch import Batch, Slice
+from symbiosis.executor.batcher import JOIN_BELOW
 from symbiosis.executor.log import log
 from symbiosis.executor.store import Store
 from symbiosis.kernels.few_rows import FewRows

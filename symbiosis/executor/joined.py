@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from symbiosis.executor.batcher import Batch
+from symbiosis.executor.batch import Batch
 from symbiosis.kernels import rows
 from symbiosis.protocol import Call
 

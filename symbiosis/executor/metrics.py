@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from symbiosis.errors import Code
-from symbiosis.executor.batcher import Batch
+from symbiosis.executor.batch import Batch
 from symbiosis.executor.store import Store
 from symbiosis.protocol import Call, Op, Reply
 

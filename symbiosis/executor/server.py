@@ -14,7 +14,8 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.account import Account
-from symbiosis.executor.batcher import Batch, Batcher, Item
+from symbiosis.executor.batch import Batch, Item
+from symbiosis.executor.batcher import Batcher
 from symbiosis.executor.engine import Engine, Work, bytes_tensor, call_error, refuse
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures

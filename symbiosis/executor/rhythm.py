@@ -1,0 +1,83 @@
+"""What the batcher learns of a session: what it has used, what it tends to call next, and when."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, NamedTuple
+
+from symbiosis.executor.batch import Item
+
+SMOOTHING = 0.25  # weight of the newest observation in the moving averages
+PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
+KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
+
+
+class Due(NamedTuple):
+    """When a call is expected, and from when no longer."""
+
+    expected: float
+    latest: float
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """What the sessions of one tenant (without keys: one session) have had of the executor together."""
+
+    tenant: str | None = None
+    used: float = 0.0
+    served: float = -inf
+    called: float = -inf
+
+
+@dataclass(slots=True)
+class Rhythm:
+    """What is known of a session: what it has used, what it waits for, what it tends to call next and when."""
+
+    share: Share
+    used: float = 0.0
+    served: float = -inf
+    pending: list[Item] = field(default_factory=list)
+    last_key: Hashable = None
+    replied: float = 0.0
+    follows: dict[Hashable, Hashable] = field(default_factory=dict)
+    gap: dict[Hashable, float] = field(default_factory=dict)
+    at: Hashable = None  # the call that this session waits for, or the last one that it made
+    next: Hashable = None  # ... and what follows on it, as far as is known
+    pause: float = inf  # so long after the answer
+    answer_s: float = 0.0  # which takes so long
+    age: int = 0  # calls since the ring was looked at
+    _ring: dict[Hashable, int] = field(default_factory=dict)
+
+    @property
+    def active(self) -> bool:
+        return self.last_key is not None
+
+    def arrive_at(self, key: Hashable, cost: float) -> None:
+        self.at, self.next, self.answer_s = key, self.follows.get(key), cost
+        self.pause = self.gap.get(key, inf)
+        if self.next == key:
+            self.next = None
+
+    def due(self, now: float) -> Due:
+        """When this session's next call is expected (or, while it waits for an answer, its next but one)."""
+        begun = now + self.answer_s if self.pending else self.replied
+        return Due(begun + self.pause, begun + self.pause * PATIENCE)
+
+    def ring(self) -> dict[Hashable, int]:
+        """Where each call comes in the round that this session makes again and again, as it was when last looked at."""
+        if self.age > len(self._ring):
+            self.age, self._ring, key = 0, {}, self.at
+            while key is not None and key not in self._ring:
+                self._ring[key] = len(self._ring)
+                key = self.follows.get(key)
+        return self._ring
+
+
+def note(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
+    if len(table) >= KEYS_KEPT and key not in table:
+        table.clear()
+    table[key] = value
+
+
+def smooth(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTHING * (new - old)
