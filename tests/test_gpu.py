@@ -69,6 +69,14 @@ def test_integer_products_are_those_of_the_cpu(bits: int, shape: tuple[int, int,
     assert torch.equal(modular_product(dy_TN.cuda(), back.cuda()).cpu(), modular_product(dy_TN, back))
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_weights_are_quantised_as_on_the_cpu(bits: int) -> None:
+    """Many columns, as a division that is not IEEE's need not go wrong in the first."""
+    v_KN = torch.randn(3, 1 << 16, generator=torch.Generator().manual_seed(0))
+    for here, there in zip(quantise(v_KN, bits), quantise(v_KN.cuda(), bits), strict=True):
+        assert torch.equal(here, there.cpu())
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_private_clients_of_gpu_executors(device: str, serve: Callable, ids: Tensor) -> None:
     """Exact, so the same as of executors on a CPU, bit for bit."""

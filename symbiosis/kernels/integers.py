@@ -26,7 +26,8 @@ def quantise(v_KN: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     if len(v_KN) >= LONGEST:
         raise ValueError(f"sums of {len(v_KN)} products do not fit into 32 bits: {LONGEST - 1} is the most")
-    unit_N = v_KN.abs().amax(0).float() / LARGEST[bits]
+    largest_N = v_KN.abs().amax(0).float()
+    unit_N = largest_N / torch.full_like(largest_N, LARGEST[bits])  # by a number, CUDA would multiply by its reciprocal
     unit_N[unit_N == 0] = 1.0
     parts = []
     for v, unit in zip(*(t.split(max(1, BLOCK // len(v_KN)), dim=-1) for t in (v_KN, unit_N)), strict=True):
