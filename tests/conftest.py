@@ -63,6 +63,23 @@ def llama() -> nn.Module:
     return tiny_llama()
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint for executors that are processes."""
+    from tests.processes import save_tiny_llama
+
+    return save_tiny_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def processes() -> Iterator[list]:
+    """Processes that are put into this list do not outlive the test."""
+    from tests.processes import killed_at_the_end
+
+    with killed_at_the_end() as processes:
+        yield processes
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., symbiosis.Executor]]:
     """Serves a copy of a model (the test keeps the original to compare with), and closes the executor at the end."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from tests.conftest import tiny_llama
 WAIT_S = 60.0  # the longest wait for anything: machines that run tests are busy
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.preload"])
+both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
 
 
 def save_tiny_llama(directory: Path, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:

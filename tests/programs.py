@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import zmq
 from peft import LoraConfig, get_peft_model
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.protocol import Call, Hello, Op, encode_call, encode_control
-from tests.processes import Say
+from tests.processes import Client, Executor, Say, killed_at_the_end
 
 
 def batches(steps: int) -> list[Tensor]:
@@ -26,6 +27,15 @@ def with_adapter(model: nn.Module) -> nn.Module:
     return get_peft_model(model, config)  # type: ignore[arg-type]
 
 
+def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> float:
+    """The loss before it."""
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
 def train_model(model: nn.Module, steps: int, say: Say = lambda _: None) -> dict[str, Any]:
     """LoRA for some steps, with dropout; the adapter at the end, and the losses on the way."""
     adapted = with_adapter(model).train()
@@ -34,11 +44,7 @@ def train_model(model: nn.Module, steps: int, say: Say = lambda _: None) -> dict
     losses = []
     for step, ids in enumerate(batches(steps)):
         say(step)
-        loss = adapted(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(one_step(adapted, optimizer, ids))
     adapter = {n: p.detach().numpy() for n, p in adapted.named_parameters() if p.requires_grad}
     return {"losses": losses, "adapter": adapter}
 
@@ -55,6 +61,22 @@ def train(say: Say, endpoint: Any, steps: int, turns: Any = None, timeout: float
     result = train_model(model, steps, begin)
     stats = symbiosis.stats(model)
     return {**result, "reconnects": stats.reconnects, "retries": stats.retries}
+
+
+def undisturbed(model: Path, steps: int) -> dict[str, Any]:
+    """What `train` gives when nothing happens to anybody."""
+    with killed_at_the_end() as processes:
+        processes.append(Executor(model, f"--listen=local://{model}/calm.sock", log=model / "calm.log"))
+        processes.append(Client(train, processes[0].endpoint, steps))
+        return processes[1].result()
+
+
+def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What two trainings gave, bit for bit."""
+    assert result["losses"] == expected["losses"]
+    assert result["adapter"].keys() == expected["adapter"].keys()
+    for name, value in expected["adapter"].items():
+        assert numpy.array_equal(result["adapter"][name], value), name
 
 
 def generate_tokens(model: nn.Module, length: int, seed: int) -> list[int]:
@@ -97,11 +119,7 @@ def train_resumably(say: Say, endpoint: str, steps: int, checkpoint: Path) -> di
         losses = kept["losses"]
     for step, ids in list(enumerate(batches(steps)))[len(losses) :]:
         say(step)
-        loss = adapted(input_ids=ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(one_step(adapted, optimizer, ids))
         now = {"optimizer": optimizer.state_dict(), "random": torch.get_rng_state(), "losses": losses}
         torch.save(
             {"adapter": {name: p.detach() for name, p in trained.items()}, **now}, checkpoint.with_suffix(".new")

@@ -64,14 +64,12 @@ from symbiosis.transport.slab import (
 )
 from symbiosis.transport.zeromq import AT_ONCE
 from tests.conftest import tiny_llama
-from tests.processes import Bystander, Client, Say, killed_at_the_end, until
+from tests.processes import Bystander, Client, Say, both_transports, killed_at_the_end, until
 
 WAIT_S = 10.0
 WIDTH = 64
 MODEL = tiny_llama()
 LIMITS = {"max_rows": 40_000, "max_call_bytes": 16 << 20, "max_in_flight": 2, "max_sessions": 6, "heartbeat_s": 60.0}
-
-both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
 
 
 @pytest.fixture

@@ -7,11 +7,10 @@ the long one (marker `soak`) is the same with more of everything.
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
@@ -25,9 +24,8 @@ from tests.processes import (
     Bystander,
     Client,
     Executor,
-    killed_at_the_end,
+    both_transports,
     layer_number,
-    save_tiny_llama,
     snapshot,
     turns,
     until,
@@ -38,33 +36,11 @@ STEPS = 30
 LENGTH, SEED = 40, 1  # of what is generated
 STEP_S = 0.05  # about what a training step takes; kills fall anywhere within a few of them
 
-both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
-
 
 @pytest.fixture(scope="module")
 def calm(model: Path) -> dict[str, Any]:
     """What training gives when nothing happens to anybody."""
-    return undisturbed(model, STEPS)
-
-
-def undisturbed(model: Path, steps: int) -> dict[str, Any]:
-    with killed_at_the_end() as processes:
-        executor = Executor(model, f"--listen=local://{model}/calm.sock", log=model / "calm.log")
-        processes.append(executor)
-        trainer = Client(programs.train, executor.endpoint, steps)
-        processes.append(trainer)
-        return trainer.result()
-
-
-@pytest.fixture
-def processes() -> Iterator[list]:
-    with killed_at_the_end() as processes:
-        yield processes
+    return programs.undisturbed(model, STEPS)
 
 
 @pytest.fixture
@@ -79,14 +55,6 @@ def start(processes: list, model: Path, tmp_path: Path, scheme: str) -> Callable
         return processes[-1]
 
     return run
-
-
-def assert_same(result: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Bit for bit."""
-    assert result["losses"] == expected["losses"]
-    assert result["adapter"].keys() == expected["adapter"].keys()
-    for name, value in expected["adapter"].items():
-        assert numpy.array_equal(result["adapter"][name], value), name
 
 
 # ---------------------------------------------------------------- the executor dies
@@ -127,7 +95,7 @@ def test_training_survives_kills_of_the_executor(
     """The client reconnects by itself and sends again, and ends with the adapter of the undisturbed run."""
     kills = 12
     result = train_while_the_executor_is_killed(start, processes, STEPS, kills, seed=1)
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["reconnects"] >= kills - 1  # the last one may come after its last call
 
 
@@ -139,7 +107,7 @@ def test_training_survives_many_kills_of_the_executor(
 ) -> None:
     steps = 300
     result = train_while_the_executor_is_killed(start, processes, steps, kills=200, seed=2)
-    assert_same(result, undisturbed(model, steps))
+    programs.assert_same(result, programs.undisturbed(model, steps))
     assert result["reconnects"] >= 199
 
 
@@ -159,7 +127,7 @@ def test_a_rolling_restart_loses_no_call(start: Callable, processes: list, calm:
                 assert successor.line, successor.log.read_text()
                 processes.append(successor)
                 executor = successor
-        assert_same(trainer.result(), calm)
+        programs.assert_same(trainer.result(), calm)
         calls = bystander.calls
         until(lambda: bystander.calls > calls + 3 or bystander.problem)
         assert bystander.problem is None
@@ -182,7 +150,7 @@ def test_a_frozen_executor_is_waited_for(start: Callable, processes: list, calm:
         result = trainer.result()
         bystander.goes_on()
         assert bystander.slowest_s > 0.9
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["reconnects"] == 0
 
 
@@ -338,7 +306,7 @@ def test_a_killed_client_resumes_from_its_checkpoint(
     start: Callable, processes: list, calm: dict[str, Any], tmp_path: Path, scheme: str
 ) -> None:
     """Adapter, optimizer, random numbers and the place in the data are the client's own: it ends as if never killed."""
-    assert_same(train_with_a_client_that_is_killed(start, processes, tmp_path, STEPS, kills=6), calm)
+    programs.assert_same(train_with_a_client_that_is_killed(start, processes, tmp_path, STEPS, kills=6), calm)
 
 
 @pytest.mark.soak
@@ -348,7 +316,7 @@ def test_a_client_killed_often_resumes_from_its_checkpoint(
     start: Callable, processes: list, model: Path, tmp_path: Path, scheme: str
 ) -> None:
     result = train_with_a_client_that_is_killed(start, processes, tmp_path, steps=150, kills=100)
-    assert_same(result, undisturbed(model, 150))
+    programs.assert_same(result, programs.undisturbed(model, 150))
 
 
 @both_transports

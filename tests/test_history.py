@@ -7,7 +7,6 @@ connections cut. A call's rows follow from its number, so the checker can make t
 import hashlib
 import random
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op
 from tests.fault_proxy import FaultProxy
-from tests.processes import Client, Executor, Say, killed_at_the_end, save_tiny_llama
+from tests.processes import Client, Executor, Say
 
 pytestmark = pytest.mark.fault
 THREADS = 2  # of each client, over one session
@@ -88,17 +87,6 @@ def check(
         weight: Tensor = model.get_submodule(layers[layer][0]).weight.detach()  # type: ignore[assignment]
         assert entry.sent == sha(x), entry
         assert entry.got == sha(nn.functional.linear(x, weight) if op is Op.FORWARD else x @ weight), entry
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def processes() -> Iterator[list]:
-    with killed_at_the_end() as processes:
-        yield processes
 
 
 def histories(model: Path, processes: list, directory: Path, clients: int, calls: int, kills: int) -> list[Any]:

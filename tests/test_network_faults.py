@@ -57,15 +57,9 @@ def train(endpoint: str, disturb: Callable[[int], None] = lambda _: None, timeou
         return trainer.result()
 
 
-def assert_same(result: dict[str, Any], calm: dict[str, Any]) -> None:
-    assert result["losses"] == calm["losses"]
-    for name, value in calm["adapter"].items():
-        assert (result["adapter"][name] == value).all(), name
-
-
 def test_a_good_network_changes_nothing(proxy: FaultProxy, calm: dict[str, Any]) -> None:
     result = train(proxy.endpoint)
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert (result["reconnects"], proxy.accepted) == (0, 1)
 
 
@@ -80,7 +74,7 @@ def test_a_cut_of_a_second(proxy: FaultProxy, calm: dict[str, Any]) -> None:
             proxy.accept()
 
     result = train(proxy.endpoint, cut)
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["reconnects"] >= 1
 
 
@@ -93,7 +87,7 @@ def test_a_storm_of_resets(proxy: FaultProxy, calm: dict[str, Any]) -> None:
             proxy.cut()
 
     result = train(proxy.endpoint, storm)
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["reconnects"] >= STEPS
 
 
@@ -110,7 +104,7 @@ def test_a_half_open_connection_is_given_up(proxy: FaultProxy, calm: dict[str, A
         until(lambda: proxy.accepted > 1, "another connection")
         proxy.resume()
         result = trainer.result()
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["reconnects"] >= 1
 
 
@@ -121,7 +115,7 @@ def test_a_short_hang_is_waited_for(proxy: FaultProxy, calm: dict[str, Any]) -> 
         proxy.resume()
 
     result = train(proxy.endpoint, hang)
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["reconnects"] == 0
 
 
@@ -129,7 +123,7 @@ def test_a_long_way(proxy: FaultProxy, calm: dict[str, Any]) -> None:
     """20 ms in each direction, give or take 10."""
     proxy.delay_s, proxy.jitter_s = 0.02, 0.01
     result = train(proxy.endpoint)
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["reconnects"] == 0
 
 
@@ -137,7 +131,7 @@ def test_a_thin_line(proxy: FaultProxy, calm: dict[str, Any]) -> None:
     """1 Mbit/s in each direction."""
     proxy.bits_per_s = 1e6
     result = train(proxy.endpoint)
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["reconnects"] == 0
 
 

@@ -17,16 +17,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
+from symbiosis.audit.exact import Unmasked
 from symbiosis.client.noise import gaussian
 from symbiosis.client.pads import AT_ONCE, PadFile
-from symbiosis.client.private import IntegerLevel, PrivateSession
-from symbiosis.client.verify import Proofs
 from symbiosis.demo_data import base_text, blocks
 from symbiosis.errors import CallError, Code, ConfigError, PadsUsedUp, WrapError
 from symbiosis.executor.load import DEMO_MODEL
-from symbiosis.kernels.integers import modular_product, quantise
 from symbiosis.pads import input_groups, make
-from symbiosis.protocol import Call, Op, Priority
+from symbiosis.protocol import Call, Op
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
 from tests.processes import until
 
@@ -58,31 +56,6 @@ def two(serve: Callable) -> Callable[[nn.Module], tuple[symbiosis.Executor, symb
         return serve(model, operator="one", **options), serve(model, operator="two", **options)
 
     return start
-
-
-class Unmasked(IntegerLevel):
-    """The integer model, computed where the weights are: what every masked level must come to, bit for bit."""
-
-    def __init__(self, bits: int) -> None:
-        super().__init__(bits, None)
-        self._digits: dict[int, Tensor] = {}
-
-    def level(self, proofs: Proofs | None) -> "Unmasked":
-        return self
-
-    def open(self, session: PrivateSession) -> None:
-        pass
-
-    def learn(self, number: int, v_KN: Tensor) -> None:
-        super().learn(number, v_KN)
-        self._digits[number] = quantise(v_KN, self.bits)[0]
-
-    def masked(self, op: Op, group: tuple, x_TK: Tensor, priority: Priority) -> list[Tensor]:
-        digits = [self._digits[member.layer] for member in group]
-        return [modular_product(x_TK, d if op is Op.FORWARD else d.transpose(1, 2)) for d in digits]
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

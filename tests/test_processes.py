@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,34 +25,27 @@ from tests.processes import (
     Bystander,
     Client,
     Executor,
-    killed_at_the_end,
+    both_transports,
     save_tiny_llama,
     snapshot,
     until,
 )
 
 COMMAND = [sys.executable, "-c", "from symbiosis.cli import executor_main; executor_main()"]  # as installed, or not
-both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
-def start(model: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
+def start(model: Path, processes: list, tmp_path: Path) -> Callable[..., Any]:
     """Starts an executor (by its options) or a client (by its program); both are gone at the end."""
-    with killed_at_the_end() as processes:
 
-        def run(first: object, *rest: object, model: Path | str = model) -> Executor | Client:
-            if callable(first):
-                processes.append(Client(first, *rest))
-            else:
-                processes.append(Executor(model, str(first), *map(str, rest), log=tmp_path / "executor.log"))
-            return processes[-1]  # type: ignore[return-value]
+    def run(first: object, *rest: object, model: Path | str = model) -> Executor | Client:
+        if callable(first):
+            processes.append(Client(first, *rest))
+        else:
+            processes.append(Executor(model, str(first), *map(str, rest), log=tmp_path / "executor.log"))
+        return processes[-1]
 
-        yield run
+    return run
 
 
 @pytest.fixture

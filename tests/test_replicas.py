@@ -27,9 +27,8 @@ from tests.processes import (
     Bystander,
     Client,
     Executor,
-    killed_at_the_end,
+    both_transports,
     layer_number,
-    save_tiny_llama,
     turns,
     until,
 )
@@ -38,27 +37,11 @@ pytestmark = pytest.mark.fault
 STEPS = 20
 LAYER = "model.layers.0.mlp.up_proj"
 
-both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_llama(tmp_path_factory.mktemp("model"))
-
 
 @pytest.fixture(scope="module")
 def calm(model: Path) -> dict[str, Any]:
     """What training gives when nothing happens to anybody."""
-    with killed_at_the_end() as processes:
-        processes.append(Executor(model, f"--listen=local://{model}/calm.sock", log=model / "calm.log"))
-        processes.append(Client(programs.train, processes[0].endpoint, STEPS))
-        return processes[1].result()
-
-
-@pytest.fixture
-def processes() -> Iterator[list]:
-    with killed_at_the_end() as processes:
-        yield processes
+    return programs.undisturbed(model, STEPS)
 
 
 @pytest.fixture
@@ -115,12 +98,6 @@ def asker(weight: Tensor) -> Iterator[Callable[..., Asker]]:
     yield make
     for one in made:
         one.session.close()
-
-
-def assert_same(result: dict[str, Any], calm: dict[str, Any]) -> None:
-    assert result["losses"] == calm["losses"]
-    for name, value in calm["adapter"].items():
-        assert (result["adapter"][name] == value).all(), name
 
 
 # ---------------------------------------------------------------- who is asked
@@ -213,7 +190,7 @@ def test_training_goes_from_replica_to_replica(
             replicas[at] = replicas[at].again()
             processes.append(replicas[at])
     result = trainer.result()
-    assert_same(result, calm)
+    programs.assert_same(result, calm)
     assert result["retries"] <= kills
 
 
@@ -226,17 +203,11 @@ def test_a_frozen_replica_is_left_and_its_late_answer_meets_nobody(
     first, second = start(), start()
     client = asker(first.endpoint, second.endpoint, timeout=1.0)
     client.ask()
-    for _ in range(2):
-        first.signal(signal.SIGSTOP)
+    for frozen, other in [(first, second), (second, first)] * 2:
+        frozen.signal(signal.SIGSTOP)
         assert client.ask() == 1
-        assert client.session.endpoint == second.endpoint
-        first.signal(signal.SIGCONT)
-        for _ in range(20):
-            assert client.ask() == 0
-        second.signal(signal.SIGSTOP)
-        assert client.ask() == 1
-        assert client.session.endpoint == first.endpoint
-        second.signal(signal.SIGCONT)
+        assert client.session.endpoint == other.endpoint
+        frozen.signal(signal.SIGCONT)
         for _ in range(20):
             assert client.ask() == 0
 
