@@ -138,8 +138,8 @@ def hard_rows(q_KN: Tensor) -> Tensor:
 @BITS
 def test_no_row_overflows(bits: int) -> None:
     """The products in k bits are the products in Python's integers, on rows made to exceed any bound that is not exact."""
-    q_DKN, _ = quantise(weights(60, 20), bits)
-    known, q_KN = Quantum.of(weights(60, 20), bits), whole(q_DKN)
+    q_DKN, unit_N = quantise(weights(60, 20), bits)
+    known, q_KN = Quantum.of(q_DKN, unit_N), whole(q_DKN)
     for matrix, norm in ((q_KN, known.column), (q_KN.t(), known.row)):
         x_int, _ = to_integers(hard_rows(matrix), norm, INTEGERS[bits])
         exact = [
@@ -154,7 +154,7 @@ def test_no_row_overflows(bits: int) -> None:
 @BITS
 def test_rows_come_back(bits: int) -> None:
     x = torch.randn(50, 64, generator=torch.Generator().manual_seed(3))
-    x_int, step = to_integers(x, Quantum.of(weights(64, 32), bits).column, INTEGERS[bits])
+    x_int, step = to_integers(x, Quantum.of(*quantise(weights(64, 32), bits)).column, INTEGERS[bits])
     error = (to_floats(x_int, step, None, torch.float64) - x.double()).norm() / x.double().norm()
     assert error < {8: 1e-4, 16: 1e-9}[bits]
 

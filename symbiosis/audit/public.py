@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from symbiosis.audit.owner import LENGTH, Truth, linear_layers
-from symbiosis.client.fixed_point import Quantum
 from symbiosis.demo_data import base_text, blocks
 from symbiosis.executor.load import DEMO_MODEL, load_model
+from symbiosis.kernels.integers import quantise
 from symbiosis.protocol import Op
 
 Key = tuple[Op, str]
@@ -29,7 +29,7 @@ class Public:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
         self.model: Any = load_model("demo")
         self.weights = {name: self.model.get_parameter(f"{name}.weight").detach() for name in linear_layers(self.model)}
-        self._units = {name: Quantum.of(w.t(), bits).unit_N for name, w in self.weights.items()}
+        self._units = {name: quantise(w.t(), bits)[1] for name, w in self.weights.items()}
         self._rows = self._rows_of_base()
         self.mean, self.covariance, self.precision = cache(self._mean), cache(self._covariance), cache(self._precision)
 

@@ -10,13 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from symbiosis.kernels.integers import BLOCK, quantise
+from symbiosis.kernels.integers import BLOCK
 from symbiosis.protocol import WEIGHT_BITS
 from symbiosis.transport.tensors import TORCH_DTYPE
 
-INTEGERS = {
-    bits: TORCH_DTYPE[name] for name, bits in WEIGHT_BITS.items()
-}  # the dtype of rows, by the bits of the weights
+# The dtype of rows, by the bits of the weights.
+INTEGERS = {bits: TORCH_DTYPE[name] for name, bits in WEIGHT_BITS.items()}
 # What is left is for rounding: it adds at most sqrt(K)/2 to the norm of a row, and with less than 2^17 columns that is less.
 NEARLY = 0.98
 SMALLEST = 1e-290
@@ -30,18 +29,17 @@ class Quantum(NamedTuple):
     row: float
 
     @classmethod
-    def of(cls, v_KN: Tensor, bits: int) -> "Quantum":
-        """`v_KN`: what rows are multiplied by in the forward pass."""
-        units, columns, rows = [], [], torch.zeros(len(v_KN), dtype=torch.float64)
-        for v in v_KN.split(max(1, BLOCK // len(v_KN)), dim=-1):
-            digits_DKN, unit_N = quantise(v, bits)
+    def of(cls, digits_DKN: Tensor, unit_N: Tensor) -> "Quantum":
+        """Of the layer that `quantise` made these of."""
+        inputs = digits_DKN.shape[1]
+        columns, rows = [], torch.zeros(inputs, dtype=torch.float64)
+        for block_DKN in digits_DKN.split(max(1, BLOCK // inputs), dim=-1):
             q_KN: Tensor = sum(  # type: ignore[assignment]
-                digit.float() * 256**place for place, digit in enumerate(digits_DKN)
+                digit.float() * 256**place for place, digit in enumerate(block_DKN)
             )
-            units.append(unit_N.cpu())
             columns.append(_norms(q_KN, 0).max().item())
             rows += _norms(q_KN, 1).square_().cpu()
-        return cls(torch.cat(units), max(1.0, *columns), max(1.0, rows.max().sqrt().item()))
+        return cls(unit_N.cpu(), max(1.0, *columns), max(1.0, rows.max().sqrt().item()))
 
 
 def _norms(q_KN: Tensor, dim: int) -> Tensor:

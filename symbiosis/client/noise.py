@@ -68,17 +68,15 @@ class NoiseLevel:
     def open(self, session: "PrivateSession") -> None:
         self._session = session
         wanted = self.options.effects
-        if wanted is None:
-            return
-        self._source = session if wanted == "same" else Pinned(wanted, fingerprint=session.welcome.fingerprint)
-        if wanted != "same":
-            session.others.append(self._source)
-        one, other = session.welcome, self._source.welcome
-        if wanted != "same" and one.operator == other.operator:
-            self._source.close()
-            raise WrapError(
-                f"{wanted} and {session.endpoint} are not known to be of two operators (--operator NAME): who runs both knows the noise"
-            )
+        if wanted == "same":
+            self._source = session
+        elif wanted is not None:
+            self._source = session.beside(wanted)
+            if session.welcome.operator == self._source.welcome.operator:
+                raise WrapError(
+                    f"{wanted} and {session.endpoint} are not known to be of two operators (--operator NAME): who runs both "
+                    "knows the noise"
+                )
 
     def learn(self, number: int, v_KN: Tensor) -> None:
         for op, w in ((Op.FORWARD, v_KN), (Op.DGRAD, v_KN.t())):
@@ -117,8 +115,7 @@ class NoiseLevel:
         return torch.arange(first, first + rows).div(every, rounding_mode="floor").remainder(pool)
 
     def close(self) -> None:
-        if self._source is not None and self._source is not self._session:
-            self._source.close()
+        pass
 
 
 def gaussian(rows: int, width: int) -> Tensor:

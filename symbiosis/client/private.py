@@ -15,6 +15,7 @@ from symbiosis.client.groups import Member
 from symbiosis.client.session import Session, Stats, _rows_call
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import CallError, CaptureError, Code, WrapError
+from symbiosis.kernels.integers import quantise
 from symbiosis.protocol import Call, Op, Priority
 from symbiosis.transport import Connection
 from symbiosis.transport.tensors import Shapes, members
@@ -107,8 +108,15 @@ class PrivateSession(Pinned):
         try:
             self.level.open(self)
         except BaseException:
-            super().close()
+            self.close()
             raise
+
+    def beside(self, endpoint: str | Sequence[str]) -> Pinned:
+        """A session with another operator's executors of the same model, which ends with this one."""
+        told = self.welcome
+        other = Pinned(endpoint, self.priority, told.fingerprint, patience=self.patience, timeout=self.timeout)
+        self.others.append(other)
+        return other
 
     def learn(self, layer: int, weight: Tensor) -> None:
         """What must be known of a layer before its weight is given away."""
@@ -160,6 +168,8 @@ class PrivateSession(Pinned):
 
     def close(self) -> None:
         self.level.close()
+        for session in self.others:
+            session.close()
         super().close()
 
 
@@ -183,16 +193,16 @@ class IntegerLevel:
     def __init__(self, bits: int, proofs: Proofs | None) -> None:
         self.bits, self.dtype, self.proofs = bits, INTEGERS[bits], proofs
         self._layers: dict[int, Quantum] = {}
-        self._norms: dict[
-            tuple[Op, int], float
-        ] = {}  # the largest, by the width of rows: how they are grouped must not matter
+        # The largest, by the width of rows: how they are grouped must not matter.
+        self._norms: dict[tuple[Op, int], float] = {}
 
     def learn(self, number: int, v_KN: Tensor) -> None:
-        known = self._layers[number] = Quantum.of(v_KN, self.bits)
+        digits_DKN, unit_N = quantise(v_KN, self.bits)
+        known = self._layers[number] = Quantum.of(digits_DKN, unit_N)
         for key, norm in (((Op.FORWARD, v_KN.shape[0]), known.column), ((Op.DGRAD, v_KN.shape[1]), known.row)):
             self._norms[key] = max(norm, self._norms.get(key, 1.0))
         if self.proofs is not None:
-            self.proofs.learn_integers(number, v_KN, self.bits)
+            self.proofs.learn_integers(number, digits_DKN)
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
         units: list[Tensor | None] = [self._layers[member.layer].unit_N for member in group]

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from symbiosis.client.private import Group, IntegerLevel, Pinned, PrivateSession, asked, checked_bits
+from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked, checked_bits
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import WrapError
 from symbiosis.keystream import keystream, new_key
@@ -25,8 +25,8 @@ class Split:
     """Perfect against each of two operators alone, up to AES; nothing against both together.
 
     Args:
-        other: The endpoint of the second executor, which gets the seeds (or those of its replicas). It must serve the same model, be started with
-            `--integers` and have another `--operator` than the one that `wrap` names.
+        other: The endpoint of the second executor, which gets the seeds (or those of its replicas). It must serve the same model,
+            be started with `--integers` and have another `--operator` than the one that `wrap` names.
         bits: Of the quantised weights: 8 (closer to float32 than bfloat16 is), or 16 (closer still, at twice the bytes).
 
     >>> import symbiosis
@@ -61,20 +61,9 @@ class SplitLevel(IntegerLevel):
     def open(self, session: PrivateSession) -> None:
         self.needs(session)  # joins
         self._first = session
-        self._second = Pinned(
-            self._other_endpoint,
-            session.priority,
-            session.fingerprint,
-            patience=session.patience,
-            timeout=session.timeout,
-        )
-        try:
-            self.needs(self._second)
-            self._two_operators()
-            session.others.append(self._second)
-        except BaseException:
-            self._second.close()
-            raise
+        self._second = session.beside(self._other_endpoint)
+        self.needs(self._second)
+        self._two_operators()
 
     def _two_operators(self) -> None:
         one, two = self._first, self._second
@@ -116,4 +105,3 @@ class SplitLevel(IntegerLevel):
         if self._pool[0] == os.getpid():
             self._pool[1].shutdown(wait=False)
             self._pool = 0, None  # type: ignore[assignment]
-        self._second.close()

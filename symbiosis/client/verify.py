@@ -12,7 +12,7 @@ from torch import Tensor
 
 from symbiosis.client.fixed_point import INTEGERS
 from symbiosis.errors import CallError, Code
-from symbiosis.kernels.integers import digits, modular_product, product_of_bytes, quantise
+from symbiosis.kernels.integers import digits, modular_product, product_of_bytes
 from symbiosis.keystream import keystream, new_key
 from symbiosis.protocol import Op
 
@@ -38,14 +38,13 @@ class Proofs:
         self.checked = 0
         self._known: dict[tuple[int, Op], Proof] = {}
 
-    def learn_integers(self, number: int, v_KN: Tensor, bits: int) -> None:
-        q_DKN, _ = quantise(v_KN, bits)
+    def learn_integers(self, number: int, q_DKN: Tensor) -> None:
+        """`q_DKN`: the digits of a quantised layer."""
+        dtype = INTEGERS[8 * len(q_DKN)]
         for op, w_DKN in ((Op.FORWARD, q_DKN.cpu()), (Op.DGRAD, q_DKN.transpose(1, 2).cpu())):
             r_NM = _random_bytes(w_DKN.shape[2])
-            s_KM = torch.stack(
-                [product_of_bytes(w, r_NM).to(INTEGERS[bits]) << 8 * n for n, w in enumerate(w_DKN)]
-            ).sum(0)
-            self._known[number, op] = Proof(r_NM.unsqueeze(0), digits(s_KM.to(INTEGERS[bits])))
+            s_KM = torch.stack([product_of_bytes(w, r_NM).to(dtype) << 8 * n for n, w in enumerate(w_DKN)]).sum(0)
+            self._known[number, op] = Proof(r_NM.unsqueeze(0), digits(s_KM.to(dtype)))
 
     def learn_floats(self, number: int, v_KN: Tensor) -> None:
         for op, w_KN in ((Op.FORWARD, v_KN), (Op.DGRAD, v_KN.t())):
