@@ -10,6 +10,7 @@ import symbiosis.executor.daemon  # noqa: F401
 import symbiosis.transport.local  # noqa: F401
 import symbiosis.transport.local_client  # noqa: F401
 import symbiosis.transport.zeromq  # noqa: F401
+import symbiosis.transport.zeromq_client  # noqa: F401
 import tests.processes  # noqa: F401
 from symbiosis.executor.load import load_model
 

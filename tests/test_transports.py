@@ -24,7 +24,7 @@ from symbiosis.transport import reactor
 from symbiosis.transport.local import FIRST_SLAB
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import TORCH_DTYPE
-from symbiosis.transport.zeromq import COPY_BELOW
+from symbiosis.transport.wire import COPY_BELOW
 from tests.conftest import tiny_llama
 from tests.processes import until
 

@@ -29,7 +29,7 @@ def connect(url: str, hello: Hello, timeout: float) -> Connection:
         from symbiosis.transport.local_client import LocalConnection
 
         return LocalConnection(address, hello, timeout)
-    from symbiosis.transport.zeromq import TcpConnection
+    from symbiosis.transport.zeromq_client import TcpConnection
 
     return TcpConnection(address, hello, timeout)
 

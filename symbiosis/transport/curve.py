@@ -43,6 +43,18 @@ class Door:
         self._fd = int(self._asked.getsockopt(zmq.FD))
         reactor.watch(self._fd, self._answer)
 
+    @classmethod
+    def at(cls, address: str, keyring: Keyring | None, reactor: Reactor) -> "Door | None":
+        """What guards an address; none where the machine itself is the guard."""
+        if keyring is not None:
+            return cls(keyring, reactor)
+        if not is_loopback(address):
+            raise ConfigError(
+                f"tcp://{address} can be reached from other machines: give --key and --tenants (symbiosis keygen makes keys), "
+                "or listen at 127.0.0.1"
+            )
+        return None
+
     def guard(self, socket: Any) -> None:
         """From now on `socket` is entered through this door only."""
         socket.curve_server = True

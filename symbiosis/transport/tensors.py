@@ -15,9 +15,16 @@ _MOST = 2**60
 Shapes = tuple[tuple[int, ...], ...]
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous CPU tensor's memory as a 1-D uint8 tensor."""
-    return tensor.reshape(-1).view(torch.uint8)
+def bytes_of(tensor: Tensor) -> memoryview:
+    """What a CPU tensor holds: its own memory, if that is contiguous."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def copied(data: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """The tensor that came as these bytes, in memory aligned as torch's is: products must not depend on the transport."""
+    memory = torch.empty(len(data), dtype=torch.uint8)
+    memory.numpy().data[:] = data
+    return tensor_at(memory, 0, dtype, shape)
 
 
 def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -30,9 +37,7 @@ def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) ->
 
 def members(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
     """What each member of a group has in `rows`, where they lie one after another, each contiguous."""
-    count = rows.shape[0]
-    parts = rows.reshape(-1).split([count * width for width in widths])
-    return [part.view(count, width) for part, width in zip(parts, widths, strict=True)]
+    return cut(rows, tuple((len(rows), width) for width in widths))
 
 
 def cut(result: Tensor, shapes: Shapes) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""The TCP connection below a ZeroMQ message: what the kernel knows of it, and how to end it, for which ZeroMQ has no call."""
+"""The TCP connections below ZeroMQ: how they are set up, what the kernel knows of one, and how to end it, for which ZeroMQ has no
+call."""
 
 import os
 import socket
@@ -9,7 +10,23 @@ from typing import NamedTuple
 
 import zmq
 
+COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
+# The kernel notices a network that is gone. Not ZeroMQ's heartbeats: they wait behind what is being sent, so on a thin line a
+# large call would look like death; and libzmq 4.3 aborts the process when one meets a full queue and a client gone.
+PROBES = (
+    (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 5), (zmq.TCP_KEEPALIVE_CNT, 3),
+    (zmq.TCP_MAXRT, 20_000),
+)  # fmt: skip
 _RECEIVED_AT = 128  # of tcpi_bytes_received in the kernel's struct tcp_info
+
+
+def harden(socket: zmq.Socket) -> None:
+    """Either end's: bounded queues, and no wait for what is gone."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 64)
+    socket.setsockopt(zmq.RCVHWM, 8)
+    for option in PROBES:
+        socket.setsockopt(*option)
 
 
 class Wire(NamedTuple):

@@ -1,8 +1,4 @@
-"""`tcp://HOST:PORT`: anything, anywhere, over ZeroMQ. A header frame and raw tensor frames; never pickle.
-
-The client's socket is replaced, not reused, when the connection breaks: ZeroMQ would reconnect by itself but never
-resend what was lost, so the session reconnects and resends instead.
-"""
+"""`tcp://HOST:PORT`: anything, anywhere, over ZeroMQ. A header frame and raw tensor frames; never pickle. The executor's end."""
 
 from collections import Counter, deque
 from contextlib import suppress
@@ -12,50 +8,34 @@ from typing import Any
 import torch
 import zmq
 from torch import Tensor
-from zmq.utils.monitor import recv_monitor_message
 
-from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost, ProtocolError
-from symbiosis.keys import Keyring
+from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
 from symbiosis.protocol import (
     LONGEST_TEXT,
     MAGIC_CALL,
-    MAGIC_REPLY,
     Beat,
     Bye,
     Call,
     Hello,
     Refusal,
     Reply,
-    Welcome,
     decode_call,
     decode_control,
-    decode_reply,
-    encode_call,
     encode_control,
     encode_reply,
 )
 from symbiosis.transport.base import Inbox
-from symbiosis.transport.curve import Address, Door, is_loopback
+from symbiosis.transport.curve import Door
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_bytes, cut, tensor_at
-from symbiosis.transport.wire import Wire
+from symbiosis.transport.tensors import bytes_of, copied
+from symbiosis.transport.wire import COPY_BELOW, Wire, harden
 
-REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
 AT_ONCE = 64  # messages taken between two products
-BEAT_S = 1.0  # between two signs of life during a call
-# The kernel notices a network that is gone. Not ZeroMQ's heartbeats: they wait behind what is being sent, so on a thin line a
-# large call would look like death; and libzmq 4.3 aborts the process when one meets a full queue and a client gone.
-PROBES = (
-    (zmq.TCP_KEEPALIVE, 1), (zmq.TCP_KEEPALIVE_IDLE, 5), (zmq.TCP_KEEPALIVE_INTVL, 5), (zmq.TCP_KEEPALIVE_CNT, 3),
-    (zmq.TCP_MAXRT, 20_000),
-)  # fmt: skip
 REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
 MOST_FRAMES = 64  # of a message: one of ours has at most 3
 FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
 SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
 FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
-COPY_BELOW = 64 << 10  # smaller payloads are cheaper to copy than to hand over
 
 
 class Peer:
@@ -81,7 +61,7 @@ class Peer:
             return
         frames = [encode_reply(reply)]
         if reply.nbytes:
-            frames.append(as_bytes(result.contiguous()).numpy().data)  # type: ignore[arg-type]
+            frames.append(bytes_of(result))  # type: ignore[arg-type]
         small = reply.nbytes < COPY_BELOW
         tracker = self._listener.send(self, frames, copy=small)
         if not small and tracker is not None:
@@ -113,12 +93,12 @@ class Listener:
         self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
         self._gone: dict[bytes, float] = {}  # connections that were hung up on, and when to forget them
         self._due = False  # whether `_drain` will run by itself
-        self._door = _door(address, reactor, inbox.keyring)
+        self._door = Door.at(address, inbox.keyring, reactor)
         context = self._door.context if self._door else zmq.Context.instance()
         self._socket: Any = context.socket(zmq.ROUTER)
         if self._door:
             self._door.guard(self._socket)
-        _harden(self._socket)
+        harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
         self._socket.setsockopt(zmq.MAXMSGSIZE, inbox.limits.max_call_bytes + 4096)
@@ -305,18 +285,6 @@ class Listener:
             self._door.close()
 
 
-def _door(address: str, reactor: Reactor, keyring: Keyring | None) -> Door | None:
-    """What guards an address; none where the machine itself is the guard."""
-    if keyring is not None:
-        return Door(keyring, reactor)
-    if not is_loopback(address):
-        raise ConfigError(
-            f"tcp://{address} can be reached from other machines: give --key and --tenants (symbiosis keygen makes keys), "
-            "or listen at 127.0.0.1"
-        )
-    return None
-
-
 def _check_sizes(call: Call, frames: list[zmq.Frame]) -> None:
     sizes = tuple(map(len, frames))
     if sizes != call.parts:
@@ -324,119 +292,6 @@ def _check_sizes(call: Call, frames: list[zmq.Frame]) -> None:
 
 
 def _payload(call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
-    """The frames' bytes in tensors of our own, aligned as torch's are (products must not depend on the transport)."""
+    """The rows, and where groups of them end."""
     kinds = ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,)))
-    return tuple(_tensor(frame, dtype, shape) for frame, (dtype, shape) in zip(frames, kinds, strict=False))
-
-
-def _tensor(frame: zmq.Frame, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    memory = torch.empty(len(frame), dtype=torch.uint8)
-    memory.numpy().data[:] = frame.buffer
-    return tensor_at(memory, 0, dtype, shape)
-
-
-def _harden(socket: zmq.Socket) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, 64)
-    socket.setsockopt(zmq.RCVHWM, 8)
-    for option in PROBES:
-        socket.setsockopt(*option)
-
-
-class TcpConnection:
-    """The client's DEALER socket, with a monitor that tells when the other side is gone."""
-
-    def __init__(self, address: str, hello: Hello, timeout: float) -> None:
-        place = Address.parse(address)
-        self._url = f"tcp://{place.where}"
-        self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
-        place.unlock(self._socket)
-        _harden(self._socket)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
-        self._monitor: Any = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS | BROKEN_HANDSHAKE
-        )
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        try:
-            self._socket.connect(self._url)
-            with suppress(zmq.Again):  # refused before we could say anything: the monitor tells
-                self._socket.send(encode_control(hello), zmq.NOBLOCK)
-            answer = decode_control(self._receive(monotonic() + timeout, timeout)[0].buffer)
-        except zmq.ZMQError as error:
-            self.close()
-            raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
-        except BaseException:  # also ctrl-C: without a reader of the monitor, ZeroMQ's thread would wait for ever
-            self.close()
-            raise
-        if isinstance(answer, Refusal):
-            self.close()
-            raise CallError(Code(answer.code), answer.message)
-        assert isinstance(answer, Welcome)
-        self.welcome = answer
-
-    def call(
-        self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
-    ) -> tuple[Reply, list[Tensor]]:
-        frames = [encode_call(call, seq), *(as_bytes(tensor.contiguous()).numpy().data for tensor in payload)]
-        deadline = monotonic() + timeout
-        try:
-            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
-        except zmq.Again:  # the signs of life that nobody took fill the queue
-            raise ConnectionLost(f"{self._url} takes no more messages: its executor hangs") from None
-        while True:
-            head, *rest = self._receive(deadline, timeout)
-            if head.buffer[:4] != MAGIC_REPLY:
-                refusal = decode_control(head.buffer)
-                assert isinstance(refusal, Refusal)
-                if refusal.code == Code.NOT_JOINED:
-                    raise ConnectionLost(f"the executor at {self._url} was restarted")
-                raise CallError(Code(refusal.code), refusal.message)
-            reply = decode_reply(head.bytes)
-            if reply.seq == seq:
-                sizes = [len(frame) for frame in rest]
-                if sizes != ([reply.nbytes] if reply.nbytes else []):
-                    raise ProtocolError(Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {sizes}")
-                if not rest:
-                    return reply, [torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])]
-                result = _tensor(rest[0], reply.dtype, reply.shape)
-                return reply, cut(result, shapes if reply.code is Code.OK else ())
-
-    def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
-        while not (ready := self._ready(deadline)) and monotonic() < deadline:
-            self.beat()
-        if self._socket in ready:
-            return self._socket.recv_multipart(copy=False)
-        if self._monitor in ready:
-            event = recv_monitor_message(self._monitor)["event"]
-            keys = f"{self._url}?server=EXECUTOR.pub&key=MINE.key"
-            if event & REFUSED_KEYS:
-                raise CallError(
-                    Code.NOT_ALLOWED,
-                    f"the executor at {self._url} did not let us in: its operator must have our .pub file among the tenants, and "
-                    f"the endpoint must read {keys} with the right files",
-                )
-            why = (
-                f"it is ending, or the endpoint must read {keys}"
-                if event & BROKEN_HANDSHAKE
-                else "the connection broke"
-            )
-            raise ConnectionLost(f"no executor at {self._url}: {why}")
-        raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
-
-    def _ready(self, deadline: float) -> dict[Any, int]:
-        """What there is to receive from; nothing if nothing came for a while."""
-        return dict(self._poller.poll(int(1000 * max(0.0, min(BEAT_S, deadline - monotonic())))))
-
-    def beat(self) -> None:
-        with suppress(zmq.ZMQError):
-            self._socket.send(encode_control(Beat()), zmq.NOBLOCK)
-
-    def close(self) -> None:
-        if not self._socket.closed:
-            with suppress(zmq.ZMQError):
-                self._socket.send(encode_control(Bye()), zmq.NOBLOCK)
-            self._socket.disable_monitor()
-            self._monitor.close()
-            self._socket.close(linger=200)
+    return tuple(copied(frame.buffer, dtype, shape) for frame, (dtype, shape) in zip(frames, kinds, strict=False))
