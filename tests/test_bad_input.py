@@ -423,8 +423,10 @@ def test_random_frames_harm_nobody(
 
 
 @only_tcp
-def test_who_is_gone_takes_nobody_along(executor: symbiosis.Executor) -> None:
-    """What he sent is read when his descriptor is another's: the refusal fails, and the other one must not be hung up on."""
+def test_who_is_gone_takes_nobody_along(executor: symbiosis.Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What he sent is read when his descriptor is another's: the first refusal fails, the second is one too many, and the other
+    one must not be hung up on."""
+    monkeypatch.setattr("symbiosis.transport.zeromq.REFUSALS", 1)
     busy, go_on = threading.Event(), threading.Event()
     executor.server.reactor.call_soon(lambda: (busy.set(), go_on.wait(WAIT_S)))  # type: ignore[arg-type, return-value]
     assert busy.wait(WAIT_S)
@@ -436,7 +438,8 @@ def test_who_is_gone_takes_nobody_along(executor: symbiosis.Executor) -> None:
             for _ in range(20):
                 gone = ended.socket(zmq.DEALER)
                 gone.connect(executor.endpoint)
-                gone.send(encode_control(Beat()))  # without having joined
+                for _ in range(2):
+                    gone.send(encode_control(Beat()))  # without having joined
             ended.destroy(linger=int(1000 * WAIT_S))
         until(lambda: descriptors() <= before, "closing of their connections")
         for other, monitor in zip(others, monitors, strict=True):

@@ -159,9 +159,9 @@ class Listener:
                 self._control(peer, identity, frames, tenant)
         except CallError as error:
             stranger = peer or Peer(self, identity, tenant)
-            stranger.wire = stranger.wire or Wire.below(frames[0])
-            if not self.too_many(stranger, 1 if len(frames) < MOST_FRAMES else REFUSALS + 1):
-                self.send(stranger, [encode_control(Refusal(error.code, error.message))])
+            stranger.wire = stranger.wire or self._wire_below(frames[0])
+            self.send(stranger, [encode_control(Refusal(error.code, error.message))])  # first: it tells who is gone
+            self.too_many(stranger, 1 if len(frames) < MOST_FRAMES else REFUSALS + 1)
 
     def _admitted(self, peer: Peer | None, frame: zmq.Frame) -> str | None:
         """The tenant who sent this; none where there are no tenants."""
@@ -178,7 +178,7 @@ class Listener:
         message = decode_control(frames[0].buffer)
         if isinstance(message, Hello) and peer is None:
             peer = Peer(self, identity, tenant)
-            peer.wire = Wire.below(frames[0])
+            peer.wire = self._wire_below(frames[0])
             welcome = self._inbox.joined(peer, message)
             self._peers[identity] = peer
             self.send(peer, [encode_control(welcome)])
@@ -188,6 +188,13 @@ class Listener:
             self.drop(peer)
         else:
             raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
+
+    def _wire_below(self, frame: zmq.Frame) -> Wire | None:
+        """What a message seems to have come by. Of who is gone it may be another's wire: ZeroMQ notices it here, and the next
+        `send` says so."""
+        wire = Wire.below(frame)
+        self._socket.getsockopt(zmq.EVENTS)
+        return wire
 
     def _call(self, peer: Peer | None, frames: list[zmq.Frame]) -> None:
         if peer is None:
@@ -210,6 +217,7 @@ class Listener:
             tracker = self._socket.send_multipart([peer.identity, *frames], zmq.NOBLOCK, copy=copy, track=not copy)
         except zmq.ZMQError as error:
             if error.errno == zmq.EHOSTUNREACH:  # gone: its descriptor may be another's by now
+                peer.wire = None
                 self.drop(peer)
             else:  # it does not read: it may join again
                 self.hang_up(peer)
