@@ -76,7 +76,7 @@ def _halves(path: Path) -> dict[str, str]:
 
 
 class Tenants:
-    """The public keys in a folder, by tenant. `look` reads the folder again when something in it changed."""
+    """The public keys in a folder, by tenant. `look` reads the folder, and again when something in it changed."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
@@ -85,7 +85,6 @@ class Tenants:
         self._seen: object = None
         self._names: dict[str, str] = {}
         self.problems: list[str] = []
-        self.look()
 
     def look(self) -> bool:
         """Whether the folder has changed since the last look."""

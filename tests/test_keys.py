@@ -74,7 +74,7 @@ def test_the_list_of_tenants_follows_its_folder(tmp_path: Path) -> None:
     folder = tmp_path / "tenants"
     folder.mkdir()
     tenants = Tenants(folder)
-    assert len(tenants) == 0 and not tenants.look()
+    assert tenants.look() and not tenants.look() and len(tenants) == 0
     _, public = generate("bob", tmp_path)
     (folder / "bob.pub").write_bytes(public.read_bytes())
     (folder / "bobby.pub").write_bytes(public.read_bytes())
@@ -87,6 +87,14 @@ def test_the_list_of_tenants_follows_its_folder(tmp_path: Path) -> None:
     (folder / "bobby.pub").unlink()
     assert tenants.look()
     assert tenants.name_of(read_public(public)) is None
+
+
+def test_a_key_that_cannot_be_read_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    realm = Realm(tmp_path)
+    realm.executor.close()
+    (realm.tenants / "broken.pub").write_text("?")
+    with symbiosis.Executor(tiny_llama(), listen="tcp://127.0.0.1:0", key=str(realm.key), tenants=str(realm.tenants)):
+        assert "broken.pub holds no public key" in caplog.text
 
 
 # ---------------------------------------------------------------- addresses

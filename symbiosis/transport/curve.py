@@ -42,6 +42,7 @@ class Door:
         self._asked.bind(ZAP)
         self._fd = int(self._asked.getsockopt(zmq.FD))
         reactor.watch(self._fd, self._answer)
+        self.look()
 
     @classmethod
     def at(cls, address: str, keyring: Keyring | None, reactor: Reactor) -> "Door | None":
@@ -66,7 +67,7 @@ class Door:
         return self.tenants.name_of(str(frame.get("User-Id")))
 
     def look(self) -> None:
-        """Read the list of tenants again, if it changed."""
+        """Read the list of tenants, if it changed."""
         if self.tenants.look():
             logger.info("%d tenants may come in", len(self.tenants))
             for problem in self.tenants.problems:
