@@ -102,7 +102,7 @@ class Program:
         self._steps[key] = symbiosis.capture(step) if captured else step
         for _ in range(WARM_UP):
             self._steps[key]()
-        self._synchronize()
+        synchronize(self._device)
 
     def _trainer(self, job: Job) -> tuple[Callable[[], Any], Callable[[], None]]:
         model, trained = self._model, [p for p in self._model.parameters() if p.requires_grad]
@@ -160,14 +160,10 @@ class Program:
             if len(took) % TOKENS == 0:
                 rewind()
             step()
-            self._synchronize()
+            synchronize(self._device)
             before, now = now, time.perf_counter()
             took.append(now - before)
         return Pace(took, now - begun)
-
-    def _synchronize(self) -> None:
-        if self._device != "cpu":
-            torch.cuda.synchronize()
 
     def peak_bytes(self) -> int:
         """The most device memory that torch had in use."""
@@ -225,16 +221,12 @@ class OneLayer:
             run()
         times = []
         for _ in range(rounds):
-            self._wait()
+            synchronize(self._device)
             begun = time.perf_counter()
             run()
-            self._wait()
+            synchronize(self._device)
             times.append((time.perf_counter() - begun) / self.CHAIN)
         return statistics.median(times) * 1e6
-
-    def _wait(self) -> None:
-        if self._device != "cpu":
-            torch.cuda.synchronize()
 
 
 class ServingOneLayer:
@@ -245,6 +237,12 @@ class ServingOneLayer:
 
     def endpoints(self) -> list[str]:
         return self._executor.endpoints
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def square(width: int, device: str) -> nn.Sequential:
