@@ -9,7 +9,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
-from symbiosis.kernels.integers import modular_product, quantise
+from symbiosis.kernels.integers import modular_product, product_by_parts, quantise
 from tests.conftest import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -75,6 +75,41 @@ def test_weights_are_quantised_as_on_the_cpu(bits: int) -> None:
     v_KN = torch.randn(3, 1 << 16, generator=torch.Generator().manual_seed(0))
     for here, there in zip(quantise(v_KN, bits), quantise(v_KN.cuda(), bits), strict=True):
         assert torch.equal(here, there.cpu())
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("rows", [1, 9, 32, 65, 2048])
+@pytest.mark.parametrize("width", [4096, 11008])
+@pytest.mark.parametrize("digits", [1, 2])
+def test_large_integer_products(digits: int, width: int, rows: int, dtype: torch.dtype) -> None:
+    """Forward and backward, also into memory with gaps."""
+    random = torch.Generator("cuda").manual_seed(rows)
+    w_DKN = torch.randint(-127, 128, (digits, 4096, width), dtype=torch.int8, device="cuda", generator=random)
+    for w in (w_DKN, w_DKN.transpose(1, 2)):
+        x = torch.randint(
+            0, 256, (rows, w.shape[1] * dtype.itemsize), dtype=torch.uint8, device="cuda", generator=random
+        ).view(dtype)
+        out = x.new_zeros(rows, w.shape[2] + 16)[:, : w.shape[2]]
+        assert torch.equal(modular_product(x, w, None, out), product_by_parts(x, w))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("rows", [1, 33, 128])
+@pytest.mark.parametrize("width", [4096, 131071])
+@pytest.mark.parametrize("digits", [1, 2])
+def test_the_largest_sums_of_integers_do_not_overflow(digits: int, width: int, rows: int, dtype: torch.dtype) -> None:
+    """All digits of the rows are -128, and those of the weights 127, -127 or -128; what comes is known in Python's integers."""
+    size = 8 * dtype.itemsize
+    number = sum(-128 << place for place in range(0, size, 8))
+    wrapped = (number + (1 << size - 1)) % (1 << size) - (1 << size - 1)
+    x = torch.full((rows, width), wrapped, dtype=dtype, device="cuda")
+    value_N = torch.tensor([127, -127, -128], dtype=torch.int8, device="cuda").repeat(6)
+    w = value_N.expand(digits, width, 18).contiguous()
+    weights = [sum(value << 8 * place for place in range(digits)) for value in value_N.tolist()]
+    exact = [(number * width * value + (1 << size - 1)) % (1 << size) - (1 << size - 1) for value in weights]
+    expected = torch.tensor(exact, dtype=dtype).expand(rows, -1)
+    assert torch.equal(modular_product(x, w).cpu(), expected)
+    assert torch.equal(modular_product(x, w.transpose(1, 2).contiguous().transpose(1, 2)).cpu(), expected)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

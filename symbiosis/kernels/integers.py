@@ -2,8 +2,11 @@
 
 Rows and weights are taken apart into signed digits of 8 bits, the digits are multiplied as bytes into 32-bit sums, and the sums are
 put together with shifts that wrap. For rows of 32 bits and weights of 8 bits that is one product of four times as many rows.
+
+GPUs of NVIDIA's Hopper generation have a kernel for all of it (`integer_products.py`); what is here is its reference.
 """
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor
 LONGEST = 1 << 17  # terms of a sum of products of digits that surely fits into 32 bits: fewer than this
 LARGEST = {8: 127, 16: 127 * 256 + 127}  # the largest weight that one digit holds, or two
 BLOCK = 1 << 24  # weights that are quantised at once
+FUSED = (4, 8)  # bytes of the integers that our kernel multiplies
 FEW = 32  # rows that CUDA's product of bytes takes at least
 
 
@@ -56,6 +60,14 @@ def modular_product(x_TK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tens
     >>> int(modular_product(x, torch.tensor([[[5], [7]]], dtype=torch.int8))) == 5 * 2**30 + 21 - 2**32
     True
     """
+    if x_TK.is_cuda and x_TK.element_size() in FUSED and len(w_DKN) <= 2 and (fused := _fused(x_TK.device)):
+        with torch.cuda.device(x_TK.device):
+            return fused(x_TK, w_DKN, out_TN)
+    return product_by_parts(x_TK, w_DKN, out_TN)
+
+
+def product_by_parts(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None) -> Tensor:
+    """The same, digit by digit, by torch's own operations."""
     size, (rows, width) = x_TK.element_size(), x_TK.shape
     if out_TN is None:
         out_TN = x_TK.new_empty(rows, w_DKN.shape[-1])
@@ -66,6 +78,18 @@ def modular_product(x_TK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tens
         for up, sum_TN in enumerate(sums.view(-1, *out_TN.shape), place):
             out_TN += sum_TN.to(out_TN.dtype) << (8 * up)
     return out_TN
+
+
+@cache
+def _fused(device: torch.device) -> Callable[..., Tensor] | None:
+    """Our kernel, on the GPUs it is written for, and only there: it needs Triton."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return None
+    try:
+        from symbiosis.kernels.integer_products import fused_product
+    except ImportError:
+        return None
+    return fused_product
 
 
 def reference_product(x_TK: Tensor, w_DKN: Tensor) -> Tensor:
