@@ -1,8 +1,8 @@
 """A LoRA training step and a decoding step, split against unsplit: alone, and four programs at once on one machine.
 
 * Alone: an executor and one client beside one unsplit program, all with `--threads` threads, taking turns.
-* Four: an executor and four clients, then four unsplit programs, then again, every time in fresh processes. What the two
-  sides have in common here is the machine, so the executor may be given more threads: `--executor-threads`.
+* Four: an executor and four clients, then four unsplit programs, then again, every time in fresh processes. Four unsplit
+  programs compute on as many cores as there are; so does this executor, with as many workers: `--workers`.
 
 The checkpoint holds bfloat16, as published ones do, and everything computes in float32, so that every unsplit program makes
 its own copy of the weights. (Programs that use a checkpoint as it lies on disk share its pages on a CPU even unsplit:
@@ -13,6 +13,7 @@ its own copy of the weights. (Programs that use a checkpoint as it lies on disk 
 """
 
 import argparse
+import os
 import statistics
 import sys
 import tempfile
@@ -54,7 +55,7 @@ class Setting:
 
     folder: Path
     threads: int
-    executor_threads: int
+    workers: int
     rounds: int
     decode_s: float
     crowd_rounds: int
@@ -65,10 +66,10 @@ class Setting:
     def checkpoint(self) -> str:
         return str(self.folder / "model")
 
-    def serve(self, stack: ExitStack, threads: int) -> tuple[int, str]:
+    def serve(self, stack: ExitStack, workers: int) -> tuple[int, str]:
         """The process id and the endpoint of a new executor."""
-        options = ["--listen", f"local://{self.folder}/executor.sock", "--dtype", "float32"]
-        served = stack.enter_context(executor(Path(self.checkpoint), threads, *options))
+        options = ["--listen", f"local://{self.folder}/executor.sock", "--dtype", "float32", "--workers", str(workers)]
+        served = stack.enter_context(executor(Path(self.checkpoint), self.threads, *options))
         return served.pid, served.endpoints[0]
 
     def run(
@@ -122,7 +123,7 @@ class IdleExecutor:
 def run_alone(setting: Setting) -> Alone:
     result = Alone()
     with ExitStack() as stack:
-        pid, endpoint = setting.serve(stack, setting.threads)
+        pid, endpoint = setting.serve(stack, 1)
         pair = stack.enter_context(workers(LoraClient, [(endpoint, *LORA), (setting.checkpoint, *LORA)]))
         turns = [
             (what, side, worker, [worker.pid, pid] if side == "split" else [worker.pid])
@@ -146,7 +147,7 @@ def run_alone(setting: Setting) -> Alone:
 def run_crowd(setting: Setting, side: str) -> Crowd:
     """Four programs at once, in fresh processes; memory is read while they train."""
     with ExitStack() as stack:
-        pid, source = setting.serve(stack, setting.executor_threads) if side == "split" else (None, setting.checkpoint)
+        pid, source = setting.serve(stack, setting.workers) if side == "split" else (None, setting.checkpoint)
         crowd = stack.enter_context(workers(LoraClient, [(source, *LORA)] * PROGRAMS))
         idle = stack.enter_context(workers(IdleExecutor, [()]))[0]
         setting.run(crowd, "train", 0.0)
@@ -205,7 +206,7 @@ def report(setting: Setting, alone: Alone, crowds: dict[str, list[Crowd]], param
     result = Report("bench_step")
     result.figure("parameters", parameters)
     result.figure("threads", setting.threads)
-    result.figure("executor_threads_of_four", setting.executor_threads)
+    result.figure("workers_of_four", setting.workers)
     for what in SHAPE:
         result.figure(f"{what}_cpu_ratio", alone.cpu_ratio(what))
         for side in SIDES:
@@ -231,7 +232,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=1024, help="hidden size, a multiple of 128")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="threads of every process")
-    parser.add_argument("--executor-threads", type=int, help="... of the executor of four, if it is to have others")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="of the executor of four")
     parser.add_argument("--checkpoint-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return parser.parse_args()
 
@@ -241,7 +242,7 @@ def main() -> int:
     prepare(args.threads)
     plan = (4, 0.7, 2, 15.0, 5.0) if args.quick else (15, 2.0, 5, 40.0, 15.0)
     with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(Path(folder), args.threads, args.executor_threads or args.threads, *plan)
+        setting = Setting(Path(folder), args.threads, args.workers, *plan)
         parameters = save_llama(Path(setting.checkpoint), args.hidden, args.layers, args.checkpoint_dtype)
         alone = run_alone(setting)
         crowds: dict[str, list[Crowd]] = {side: [] for side in SIDES}

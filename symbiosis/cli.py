@@ -26,6 +26,7 @@ def executor(
     policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,
     max_wait_us: Annotated[int | None, typer.Option(help="Longest that a call waits for company. Default: 2000.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Most rows of one product. Default: 4096.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Products that a CPU computes at the same time, each with OMP_NUM_THREADS threads. Default: 1.")] = None,
     serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve. Repeatable. Default: all linear and expert layers but the output head.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
     integers: Annotated[list[int] | None, typer.Option(help="Serve integers, too, for clients that hide what they send: by weights quantised to 8 or 16 bits. Repeatable.")] = None,

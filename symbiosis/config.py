@@ -27,6 +27,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     policy: Policy = "opportunistic"
     max_wait_us: int = 2000
     max_batch_tokens: int = 4096
+    workers: int = 1
     serve: tuple[str, ...] = ()
     allow_read: bool = False
     integers: tuple[int, ...] = ()
@@ -47,7 +48,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_tenant_rows_per_s: int = Limits().max_tenant_rows_per_s
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "heartbeat_s", *Limits.__struct_fields__):
+        for name in ("max_batch_tokens", "workers", "heartbeat_s", *Limits.__struct_fields__):
             if getattr(self, name) <= 0 and name != "max_tenant_rows_per_s":
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
         for name in ("max_wait_us", "max_tenant_rows_per_s"):
@@ -59,6 +60,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(
                 "key and tenants go together: the executor's own key, and the folder of those who may come in"
             )
+        if self.workers > 1 and self.on_gpu:
+            raise ConfigError("products run one after another on a GPU: leave out --workers")
         if self.mps and not self.on_gpu:
             raise ConfigError(f"mps shares a GPU, but device is {self.device}: add --device cuda, or leave out --mps")
 

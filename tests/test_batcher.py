@@ -124,6 +124,7 @@ class Simulation:
             sent.batches.append(len(self.batches))
         self.batches.append((now, batch))
         now += seconds
+        batch.ran()
         self.batcher.done(batch, seconds, now)
         for item, _, stop in batch.slices:
             if stop == item.rows:
@@ -276,6 +277,7 @@ def answered(batcher: Batcher, now: float) -> list[int]:
     batch = batcher.next_batch(now)
     if batch is None:
         return []
+    batch.ran()
     batcher.done(batch, BATCH_S, now)
     return sorted(piece.item.session for piece in batch.slices)
 
@@ -329,6 +331,7 @@ def two_in_rhythm(now: float, period: float = 0.001, product_s: float = 10 * MAX
             batcher.add(one_call(session, key, arrived=begun))
         batch = batcher.next_batch(begun)
         assert batch is not None and len(batch.slices) == 2
+        batch.ran()
         batcher.done(batch, product_s, begun)
     batcher.add(one_call(1, "b", arrived=now))
     return batcher
@@ -368,6 +371,7 @@ def going_on_together(sessions: int, product_s: float = 1e-4, rounds: int = 6) -
         batch = batcher.next_batch(now)
         while batch is not None:
             now += product_s
+            batch.ran()
             batcher.done(batch, product_s, now)
             batch = batcher.next_batch(now)
     return batcher, now
@@ -418,6 +422,7 @@ def test_who_has_been_silent_for_long_is_not_missed() -> None:
                 batcher.add(one_call(session, key, arrived=now))
             batch = batcher.next_batch(now) or batcher.next_batch(batcher.wake_at())
             assert batch is not None
+            batch.ran()
             batcher.done(batch, 1e-4, now + 1e-4)
             now += 1e-4
     for session in range(2):
@@ -562,6 +567,7 @@ def test_a_session_that_leaves_while_its_batch_runs_is_forgotten(rows_: int) -> 
     batcher.add(one_call(1, rows=rows_))
     batch = batcher.next_batch(0.0)
     assert batch is not None and [item.rows for item in batcher.leave(1)] == [rows_]
+    batch.ran()
     batcher.done(batch, BATCH_S, 1.0)
     assert batcher.next_batch(1.0) is None
     assert not len(batcher)
@@ -614,6 +620,7 @@ def test_a_tenant_with_many_sessions_has_no_more_turns_than_one_with_one() -> No
         item = batch.slices[0].item
         turns.append(item.session)
         now += 0.02
+        batch.ran()
         batcher.done(batch, 0.02, now)
         if item.session != 99:
             batcher.add(Item(item.session, item.key, 1, 0, now))
@@ -633,6 +640,7 @@ def test_who_calls_now_and_then_goes_before_a_crowd() -> None:
         batch = batcher.next_batch(now)
         assert batch is not None
         now += 0.02
+        batch.ran()
         batcher.done(batch, 0.02, now)
         for piece in batch.slices:
             batcher.add(Item(piece.item.session, piece.item.key, 1, 0, now))
@@ -654,6 +662,7 @@ def test_slices_are_short_while_another_tenant_calls() -> None:
         assert batch is not None
         seconds = batch.rows * 10e-6
         now += seconds
+        batch.ran()
         batcher.done(batch, seconds, now)
         if batch.key == "k":
             sizes.append(batch.rows)

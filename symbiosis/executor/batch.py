@@ -19,11 +19,16 @@ class Item:
     divisible: bool = True  # may run as several slices of rows
     joinable: bool = True  # may run with others of its key
     start: int = 0  # rows that earlier slices took
+    ran: int = 0  # rows of which the results are there
     whole: bool = True  # not cut yet, nor too large to be joined as it is; the queue knows
 
     @property
     def left(self) -> int:
         return self.rows - self.start
+
+    @property
+    def finished(self) -> bool:
+        return self.ran == self.rows
 
 
 class Queue(deque[Item]):
@@ -75,3 +80,8 @@ class Batch:
     @property
     def rows(self) -> int:
         return sum(piece.stop - piece.start for piece in self.slices)
+
+    def ran(self) -> None:
+        """Its results are there."""
+        for item, start, stop in self.slices:
+            item.ran += stop - start

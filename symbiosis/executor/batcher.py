@@ -19,7 +19,7 @@ each has. While several tenants call, a slice takes no longer than about `SLICE_
 """
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -112,22 +112,14 @@ class Batcher:
             rhythm.share.used = max(rhythm.share.used, self._least_share - CREDIT_S)
             rhythm.used = max(rhythm.used, self._least_used)  # idleness earns no credit
             if item.joinable:
-                self._learn(rhythm, item)
+                rhythm.learn(item.key, item.arrived, self._cost.get(item.key, 0.0))
+                self._live[item.session] = rhythm
         rhythm.pending.append(item)
         item.whole = item.joinable and item.rows < self.join_below
         queue = self._queues.get(item.key)
         if queue is None:
             queue = self._queues[item.key] = Queue(item.key)
         queue.put(item)
-
-    def _learn(self, rhythm: Rhythm, item: Item) -> None:
-        before = rhythm.last_key
-        if before is not None:
-            rhythm.age += 1
-            note(rhythm.follows, before, item.key)
-            note(rhythm.gap, before, smooth(rhythm.gap.get(before), max(0.0, item.arrived - rhythm.replied)))
-        rhythm.arrive_at(item.key, self._cost.get(item.key, 0.0))
-        self._live[item.session] = rhythm
 
     def next_batch(self, now: float) -> Batch | None:
         """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
@@ -152,6 +144,37 @@ class Batcher:
         """When the last `next_batch` wants to be asked again; infinity if only an arrival can change its answer."""
         return self._wake if self._queues else inf
 
+    @property
+    def awaited(self) -> Awaited | None:
+        """What was foreseen when the last product began, as long as no call waits."""
+        return self._awaited if not self._queues and self.policy == "opportunistic" else None
+
+    def went(
+        self, key: Hashable, calls: Sequence[tuple[int, float, int]], formed: float, seconds: float, now: float
+    ) -> None:
+        """The calls that were awaited, each a session, when it came, and its rows, were never added and run by themselves as
+        one product."""
+        cost = smooth(self._cost.get(key), seconds)
+        note(self._cost, key, cost)
+        rows = sum(rows for _, _, rows in calls)
+        if rows >= SMALLEST_SLICE:
+            note(self._per_row, key, smooth(self._per_row.get(key), seconds / rows))
+        self._caller = 0  # nobody is alone
+        for session, arrived, own in calls:
+            rhythm = self._sessions[session]
+            rhythm.learn(key, arrived, cost)
+            rhythm.share.called, rhythm.served, rhythm.share.served = arrived, formed, formed
+            rhythm.used += seconds * own / rows
+            rhythm.share.used += seconds * own / rows
+            rhythm.last_key, rhythm.replied = key, now
+        self._foresee(now)
+
+    def expected(self, batch: Batch) -> float:
+        """The seconds that a product will take, as far as is known."""
+        if batch.rows < SMALLEST_SLICE:
+            return self._cost.get(batch.key, 0.0)
+        return self._per_row.get(batch.key, 0.0) * batch.rows
+
     def done(self, batch: Batch, seconds: float, now: float) -> None:
         """A batch has run and its replies are out."""
         note(self._cost, batch.key, smooth(self._cost.get(batch.key), seconds))
@@ -164,15 +187,13 @@ class Batcher:
                 continue
             rhythm.used += share * (stop - start)
             rhythm.share.used += share * (stop - start)
-            if stop == item.rows:
+            if item.finished:
                 rhythm.pending.remove(item)
                 if item.joinable:  # what is only asked now and then has no rhythm, and keeps nobody active
                     rhythm.last_key, rhythm.replied = item.key, now
                     coming = rhythm.pending[0].key if rhythm.pending else item.key
                     rhythm.arrive_at(coming, self._cost.get(coming, 0.0))
-        if self.policy == "opportunistic" and not self._queues:
-            if now > self._looked + ALONE_S:
-                self._forget_silent(now)
+        if not self._queues:
             self._foresee(now)
 
     def _forget_silent(self, now: float) -> None:
@@ -206,16 +227,23 @@ class Batcher:
         return now < self._wake
 
     def _foresee(self, now: float) -> None:
-        """Decide before they come, while a product runs, whether to wait for all who live, if they go on together."""
-        key = next((rhythm.next for rhythm in self._live.values()), None)
-        if key is None or any(rhythm.next != key for rhythm in self._live.values()):
+        """Decide before they come, while a product runs, whether to wait for all who live: if they go on together, and the last
+        is expected less than a product's time after the first."""
+        self._awaited = None
+        if now > self._looked + ALONE_S:
+            self._forget_silent(now)
+        if self.policy != "opportunistic" or len(self._live) < 2:
             return
-        first, *others = sorted(rhythm.due(now) for rhythm in self._live.values())
-        cost = self._cost.get(key, 0.0)
-        calls, until = _worth_waiting(others, cost, first.expected, first.expected + self.max_wait)
-        if calls == len(others) > 0:
-            since = others[-1].expected - min(cost, self.max_wait)
-            self._awaited = Awaited(key, len(self._live), until, since)
+        live = self._live.values()
+        key = next(iter(live)).next
+        if key is None or any(rhythm.next != key for rhythm in live):
+            return
+        expected = [rhythm.replied + rhythm.pause for rhythm in live]
+        first, last = min(expected), max(expected)
+        worth = min(self._cost.get(key, 0.0), self.max_wait)
+        if last - first < worth:
+            latest = max(rhythm.replied + rhythm.pause * PATIENCE for rhythm in live)
+            self._awaited = Awaited(key, len(expected), latest, last - worth)
 
     def _all_here(self, queues: list[Queue]) -> bool:
         """Whether there is nobody else to wait for."""

@@ -8,6 +8,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -86,37 +87,58 @@ class Engine:
         """Rows from which on a call gains nothing from others."""
         return self._pace.join_below if self._pace else JOIN_BELOW
 
-    def _estimate(self, batch: Batch) -> float:
+    def _estimate(self, call: Call, rows: int) -> float:
         """The seconds that the GPU will take, if it was not waited for."""
-        call: Call = batch.slices[0].item.work.call
         if self._pace is None or call.op not in BY_ROWS:
             return 0.0
-        return self._pace.seconds(sum(self._store.weights[layer].nbytes for layer in call.layers), batch.rows)
+        return self._pace.seconds(sum(self._store.weights[layer].nbytes for layer in call.layers), rows)
 
     def step(self, batch: Batch) -> float:
-        """Compute and reply. Returns the seconds that takes. A failure in company is retried alone: it must hit its own call only."""
+        """Compute and reply. Returns the seconds that takes."""
         begun = perf_counter()
         piece = batch.slices[0]
         if piece.item.work.number and len(batch.slices) == 1 and piece.start == 0 and piece.last:
             self._on_done(piece.item.work, self.launch(piece.item.work))
-            return max(perf_counter() - begun, self._estimate(batch))
-        try:
-            if self._joined is not None and len(batch.slices) > 1 and self._joined.takes(batch):
-                self._joined.run(batch)
+            return max(perf_counter() - begun, self._estimate(piece.item.work.call, batch.rows))
+        if self._are_copied_by_the_gpu(batch.slices):
+            with suppress(Exception):  # then one copy after the other, which tells whose call is to blame
+                seconds = self.join([piece.item.work for piece in batch.slices])
                 self._on_joined(batch)
-                return max(perf_counter() - begun, self._estimate(batch))
+                return seconds
+        seconds = self.compute(batch)
+        self.reply(batch, seconds)
+        return seconds
+
+    def _are_copied_by_the_gpu(self, slices: list[Slice]) -> bool:
+        """Whether they are several whole calls that `join` takes."""
+        return len(slices) > 1 and all(
+            item.work.places is not None and start == 0 and stop == item.rows for item, start, stop in slices
+        )
+
+    def join(self, works: Sequence[Work]) -> float:
+        """Compute and answer calls of this GPU that can be copied word by word. Returns the seconds that takes."""
+        begun = perf_counter()
+        self._joined.run(works)
+        return max(perf_counter() - begun, self._estimate(works[0].call, sum(work.plan.rows for work in works)))
+
+    def compute(self, batch: Batch) -> float:
+        """The product alone, in any thread. A failure in company is retried alone: it must hit its own call only."""
+        begun = perf_counter()
+        try:
             self._compute(batch.slices)
         except Exception as error:  # whatever it is: the executor has other clients
             if len(batch.slices) > 1:
                 for piece in batch.slices:
-                    self.step(Batch(batch.key, [piece], batch.formed))
-                return perf_counter() - begun
-            batch.slices[0].item.work.error = error
-        seconds = perf_counter() - begun
+                    self.compute(Batch(batch.key, [piece], batch.formed))
+            else:
+                batch.slices[0].item.work.error = error
+        return perf_counter() - begun
+
+    def reply(self, batch: Batch, seconds: float) -> None:
+        """... to the calls of which all rows have been computed."""
         for piece in batch.slices:
-            if piece.last:
+            if piece.item.finished:
                 self._reply(piece, batch, seconds)
-        return seconds
 
     def launch(self, work: Work) -> Reply:
         """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again."""

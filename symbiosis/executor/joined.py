@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from symbiosis.executor.batch import Batch
 from symbiosis.kernels import rows
 from symbiosis.protocol import Call
 
@@ -79,18 +78,13 @@ class Joined:
         self._pages: OrderedDict[tuple[int, ...], Page] = OrderedDict()
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self._turn.device)
 
-    def takes(self, batch: Batch) -> bool:
-        """Whether all of it are whole calls of this GPU that can be copied word by word."""
-        if len(batch.slices) > rows.PLACES:
-            return False
-        return all(
-            item.work.places is not None and start == 0 and stop == item.rows for item, start, stop in batch.slices
-        )
-
-    def run(self, batch: Batch) -> None:
-        works = sorted((piece.item.work for piece in batch.slices), key=_number)
+    def run(self, works: "Sequence[Work]") -> None:
+        """Calls that have places."""
+        if len(works) > rows.PLACES:
+            raise ValueError(f"{len(works)} calls do not fit a page")
+        works = sorted(works, key=_number)
         numbers = tuple(map(_number, works))
-        page = self._pages.get(numbers) or self._new_page(numbers, batch.key, works)
+        page = self._pages.get(numbers) or self._new_page(numbers, works[0].plan.key, works)
         recipe, memory = page.recipe, self._memory[self._turns % rows.PAGES]
         memory[: len(page.answers)] = page.answers
         memory[8 * rows.IN : 8 * rows.IN + len(page.copies_in)] = page.copies_in

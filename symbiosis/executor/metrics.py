@@ -129,6 +129,16 @@ class Figures:
         line.rows += batch.rows
         line.wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
 
+    def together(self, call: Call, calls: int, rows: int, wait_s: float, seconds: float) -> None:
+        """Calls of GPUs were answered by one product that had been foreseen."""
+        line = self._line(call)
+        line.calls += calls
+        line.rows += rows
+        line.wait_s += wait_s
+        line.batches += 1
+        line.compute_s += seconds
+        self.batch_sizes[calls] += 1
+
     def answered(self, call: Call, reply: Reply, transport: str) -> None:
         line = self._line(call)
         line.calls += 1

@@ -52,6 +52,16 @@ class Rhythm:
     def active(self) -> bool:
         return self.last_key is not None
 
+    def learn(self, key: Hashable, arrived: float, cost: float) -> None:
+        """This session, which waited for nothing, has made a call."""
+        before = self.last_key
+        if before is not None:
+            self.age += 1
+            if self.next != key:
+                note(self.follows, before, key)
+            note(self.gap, before, smooth(self.gap.get(before), max(0.0, arrived - self.replied)))
+        self.arrive_at(key, cost)
+
     def arrive_at(self, key: Hashable, cost: float) -> None:
         self.at, self.next, self.answer_s = key, self.follows.get(key), cost
         self.pause = self.gap.get(key, inf)

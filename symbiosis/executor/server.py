@@ -4,6 +4,8 @@ import itertools
 import logging
 import os
 import platform
+import threading
+from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic
@@ -16,6 +18,7 @@ from symbiosis.errors import CallError, Code
 from symbiosis.executor.account import Account
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
+from symbiosis.executor.cohort import Cohort
 from symbiosis.executor.engine import Engine, Work, bytes_tensor, call_error, refuse
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures
@@ -29,6 +32,7 @@ from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 TICK_S = 0.5
+LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
 LONGEST_NAME = 64  # characters of what a client calls itself
 
 
@@ -53,7 +57,7 @@ class Session:
 
 
 class Server:
-    """Owns the reactor's thread. Everything but `stop` and `drain` runs in it."""
+    """Owns the reactor. Everything but `stop` and `drain` runs in the thread that has the turn."""
 
     def __init__(self, store: Store, options: Options) -> None:
         self.store, self.options, self.limits = store, options, options.limits
@@ -63,11 +67,14 @@ class Server:
         self._accounts: dict[str, Account] = {}
         self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens, options.heartbeat_s)
         self.engine = Engine(store, self._answered, self._joined)
+        self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.device, self.stream = self.engine.device, self.engine.stream
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
         self._numbers = itertools.count(1)
         self._more = self._draining = self._stopped = False
+        self._turn = threading.Lock()  # of the workers
+        self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of those who do not have it
         self._next_tick = 0.0
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
 
@@ -78,32 +85,81 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`, or until `drain` has answered everything."""
-        torch.set_grad_enabled(False)  # of this thread
         self.engine.use_stream()
         self.batcher.join_below = self.engine.join_below
+        others = [threading.Thread(target=self._work, daemon=True) for _ in range(self.options.workers - 1)]
+        for thread in others:
+            thread.start()
         try:
-            while not self._stopped and not (self._draining and self.batcher.idle):
-                self.reactor.poll(self._patience())
-                self._step()
+            self._work()
+            for thread in others:
+                thread.join()
         finally:
             for listener in self.listeners:
                 listener.close()
             self.reactor.close()
 
+    def _work(self) -> None:
+        """What each worker does. One at a time has the turn: it listens, decides and answers. For as long as a product takes
+        that is worth it, it leaves that to the next."""
+        torch.set_grad_enabled(False)  # of this thread
+        try:
+            with self._turn:
+                while not self._over():
+                    self.reactor.poll(self._patience())
+                    self._step()
+        finally:
+            self.stop()  # the others, too
+
+    def _over(self) -> bool:
+        idle = self.batcher.idle and not self._computing and not self.cohort
+        return self._stopped or (self._draining and idle)
+
     def _step(self) -> None:
         """Run one batch, if one is ready; calls may arrive in a tick, too."""
+        while self._computed:
+            self._answer(*self._computed.popleft())
         if monotonic() >= self._next_tick:
             self._tick()
-        batch = self.batcher.next_batch(monotonic())
+        now = monotonic()
+        if self.cohort and self.cohort.step(now):
+            return
+        batch = self.batcher.next_batch(now)
         self._more = batch is not None and not self.batcher.idle
-        if batch is not None:
-            seconds = self.engine.step(batch)
-            self.figures.ran(batch, seconds)
-            self.batcher.done(batch, seconds, max(monotonic(), batch.formed + seconds))  # a GPU has yet to end
+        if batch is None:
+            return
+        if self.options.workers > 1 and self.batcher.expected(batch) > LONG_S:
+            self._compute_meanwhile(batch)
+            return
+        batch.ran()
+        self._ran(batch, self.engine.step(batch))
+
+    def _compute_meanwhile(self, batch: Batch) -> None:
+        """Others have the turn."""
+        self._computing += 1
+        self._turn.release()
+        try:
+            seconds = self.engine.compute(batch)
+            self._computed.append((batch, seconds))
+            self.reactor.wake()  # whoever has the turn may answer at once
+        finally:
+            self._turn.acquire()
+
+    def _answer(self, batch: Batch, seconds: float) -> None:
+        self._computing -= 1
+        batch.ran()
+        self.engine.reply(batch, seconds)
+        self._ran(batch, seconds)
+
+    def _ran(self, batch: Batch, seconds: float) -> None:
+        self.figures.ran(batch, seconds)
+        self.batcher.done(batch, seconds, max(monotonic(), batch.formed + seconds))  # a GPU has yet to end
 
     def _patience(self) -> float:
         """How long to sleep if nothing arrives; not at all while there is more to run."""
-        return 0.0 if self._more else max(0.0, min(self.batcher.wake_at(), self._next_tick) - monotonic())
+        if self._more:
+            return 0.0
+        return max(0.0, min(self.batcher.wake_at(), self.cohort.wake_at(), self._next_tick) - monotonic())
 
     def _tick(self) -> None:
         """Once in a while: signs of life, and sessions that gave none."""
@@ -253,19 +309,33 @@ class Server:
         session: Session = work.peer.session
         plan = work.plan
         session.heard = now = monotonic()
+        if self.cohort.takes(work, now):
+            return True
+        self.cohort.disband()
         alone = self.batcher.alone(session.number, now)
-        reply = self.engine.launch(work) if alone else None
+        if not alone:
+            self._enqueue(work, now)
+            return True
+        reply = self.engine.launch(work)
         session.calls += 1
         session.rows += plan.rows
         session.bytes += plan.nbytes
-        if reply is not None:
-            self.figures.launched(work.call, reply)
-            return False
+        self.figures.launched(work.call, reply)
+        return False
+
+    def _enqueue(self, work: Work, arrived: float) -> None:
+        """A call of a GPU."""
+        session: Session = work.peer.session
+        plan = work.plan
+        session.calls += 1
+        session.rows += plan.rows
+        session.bytes += plan.nbytes
         session.in_flight += 1
         session.account.begin(0, 0)
         priority = work.call.priority if session.priority is None else session.priority
-        self.batcher.add(Item(session.number, plan.key, plan.rows, priority, now, work, plan.divisible, plan.joinable))
-        return True
+        self.batcher.add(
+            Item(session.number, plan.key, plan.rows, priority, arrived, work, plan.divisible, plan.joinable)
+        )
 
     def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
         peer = session.peer
@@ -310,6 +380,7 @@ class Server:
     def left(self, peer: Peer) -> None:
         session: Session | None = peer.session
         if session is not None:
+            self.cohort.disband()
             self.batcher.leave(session.number)
             self.sessions.pop(session.number, None)
             session.account.readers.discard(peer)

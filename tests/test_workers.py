@@ -1,0 +1,181 @@
+"""Several workers on a CPU: products at the same time, each call answered once and by its own rows, whoever comes and goes."""
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import symbiosis
+from symbiosis.client.wrap import remote_weights
+from symbiosis.errors import CallError, ConfigError
+from symbiosis.executor import server
+from tests.conftest import tiny_llama
+from tests.processes import until
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def every_product_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "LONG_S", -1.0)
+
+
+@pytest.fixture
+def linear() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 48)).requires_grad_(False)
+
+
+def leave(model: nn.Module) -> None:
+    next(remote_weights(model)).handle.session.close()
+
+
+def two_at_once(executor: symbiosis.Executor) -> list[int]:
+    """From now on a product waits until another one has begun; how many were under way."""
+    engine, meet, met = executor.server.engine, threading.Barrier(2), []
+    compute = engine._compute
+
+    def wait_and_compute(slices: Any) -> None:
+        meet.wait(WAIT_S)
+        met.append(1)
+        compute(slices)
+
+    engine._compute = wait_and_compute  # type: ignore[method-assign]
+    return met
+
+
+def test_products_are_computed_at_the_same_time(serve: Callable, url: str, linear: nn.Sequential) -> None:
+    executor = serve(linear, workers=2, policy="immediate", listen=[url])
+    models = [symbiosis.wrap(copy.deepcopy(linear), executor.endpoint) for _ in range(2)]
+    met = two_at_once(executor)
+    xs = [torch.randn(5, 32) for _ in models]
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda pair: pair[0](pair[1]), zip(models, xs, strict=True)))
+    assert len(met) == 2
+    for x, y in zip(xs, results, strict=True):
+        assert torch.equal(y, linear(x))
+
+
+@pytest.mark.parametrize("policy", ["immediate", "opportunistic", "lockstep"])
+def test_everybody_trains_as_without_an_executor(policy: str, serve: Callable, ids: Tensor) -> None:
+    base = tiny_llama()
+    executor = serve(base, workers=3, policy=policy, max_batch_tokens=64 if policy == "immediate" else 4096)
+
+    def adapted(model: nn.Module, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        return get_peft_model(model, config).train()
+
+    def train(model: nn.Module) -> dict[str, Tensor]:
+        for _ in range(3):
+            model(input_ids=ids, labels=ids).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    def train_and_leave(model: nn.Module) -> dict[str, Tensor]:
+        grads = train(model)
+        leave(model)
+        return grads
+
+    expected = [train(adapted(copy.deepcopy(base), seed)) for seed in range(4)]
+    clients = [adapted(symbiosis.wrap(copy.deepcopy(base), executor.endpoint), seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(train_and_leave, clients))
+    for mine, plain in zip(got, expected, strict=True):
+        for name in plain:
+            if policy == "immediate":
+                assert torch.equal(mine[name], plain[name]), name
+            else:
+                torch.testing.assert_close(mine[name], plain[name], rtol=1e-4, atol=1e-5)
+
+
+def test_slices_of_one_call_at_the_same_time(serve: Callable, linear: nn.Sequential) -> None:
+    executor = serve(linear, workers=2, max_batch_tokens=8)
+    model, x = symbiosis.wrap(copy.deepcopy(linear), executor.endpoint), torch.randn(16, 32)
+    met = two_at_once(executor)
+    assert torch.equal(model(x)[:8], linear(x[:8]))
+    assert len(met) == 2
+
+
+@pytest.mark.parametrize("slow", [0, 8])
+def test_a_call_is_answered_when_its_last_row_is_there(slow: int, serve: Callable, linear: nn.Sequential) -> None:
+    """Also if slices end in another order than they began, and one of them fails."""
+    executor = serve(linear, workers=2, max_batch_tokens=8)
+    model, x = symbiosis.wrap(copy.deepcopy(linear), executor.endpoint), torch.randn(16, 32)
+    engine = executor.server.engine
+    compute, failing = engine._compute, []
+
+    def late(slices: Any) -> None:
+        if slices[0].start == slow:
+            time.sleep(0.2)
+            if failing:
+                raise ValueError("on purpose")
+        compute(slices)
+
+    engine._compute = late  # type: ignore[method-assign]
+    assert torch.allclose(model(x), linear(x), atol=1e-6)
+    failing.append(1)
+    with pytest.raises(CallError, match="on purpose"):
+        model(x)
+    failing.clear()
+    assert torch.allclose(model(x), linear(x), atol=1e-6)
+
+
+def test_a_client_leaves_while_its_product_is_computed(serve: Callable, linear: nn.Sequential) -> None:
+    executor = serve(linear, workers=2, listen=["tcp://127.0.0.1:0"])
+    gone, other = (symbiosis.wrap(copy.deepcopy(linear), executor.endpoint, timeout=0.3) for _ in range(2))
+    engine, begun, go_on = executor.server.engine, threading.Event(), threading.Event()
+    compute = engine._compute
+
+    def held(slices: Any) -> None:
+        if not begun.is_set():
+            begun.set()
+            assert go_on.wait(WAIT_S)
+        compute(slices)
+
+    engine._compute = held  # type: ignore[method-assign]
+    x = torch.randn(4, 32)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(gone, x)
+        assert begun.wait(WAIT_S)
+        assert torch.equal(other(x), linear(x)), "nobody waits for that product"
+        until(lambda: symbiosis.stats(gone).reconnects > 0, "the client to give up waiting, and to come again")
+        go_on.set()
+        assert torch.equal(answer.result(WAIT_S), linear(x))
+    assert torch.equal(other(x), linear(x))
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_the_end_waits_for_products_under_way(drain: bool, linear: nn.Sequential) -> None:
+    executor = symbiosis.Executor(copy.deepcopy(linear), workers=3)
+    model, x = symbiosis.wrap(copy.deepcopy(linear), executor.endpoint), torch.randn(4, 32)
+    engine, begun = executor.server.engine, threading.Event()
+    compute = engine._compute
+
+    def slow(slices: Any) -> None:
+        begun.set()
+        time.sleep(0.3)
+        compute(slices)
+
+    engine._compute = slow  # type: ignore[method-assign]
+    results: list[Tensor] = []
+    threading.Thread(target=lambda: results.append(model(x)), daemon=True).start()
+    assert begun.wait(WAIT_S)
+    executor.close(drain=drain)
+    assert not executor._thread.is_alive()
+    if drain:
+        until(lambda: bool(results), "the answer")
+        assert torch.equal(results[0], linear(x))
+
+
+def test_workers_are_for_cpus() -> None:
+    with pytest.raises(ConfigError, match="workers"):
+        symbiosis.Executor("demo", device="cuda", workers=2)
+    with pytest.raises(ConfigError, match="workers"):
+        symbiosis.Executor("demo", workers=0)
