@@ -186,6 +186,9 @@ def many(setting: Setting, jobs: Sequence[Job]) -> None:
                 for count in counts:
                     progress(f"{count} {side} programs, {name_of(job)}")
                     some = crowd[:count]
+                    together(
+                        some, "run", min(1.0, setting.seconds), job, setting.captured
+                    )  # they meet, and are recorded
                     paces = together(some, "run", setting.seconds, job, setting.captured)
                     rates[job, count, side] = tokens_per_s(paces, [job] * count)
                     if side == "split":

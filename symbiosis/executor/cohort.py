@@ -49,7 +49,7 @@ class Cohort:
         """Run what has come, or wait on. Else, what has come is the batcher's."""
         awaited = self._batcher.awaited
         if awaited is not None:
-            complete = len(self._rung) == awaited.calls or self._rows >= self._batcher.join_below
+            complete = len(self._rung) == awaited.calls
             if self._run() if complete else now < self.wake_at():
                 return True
         self.disband()

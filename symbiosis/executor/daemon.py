@@ -63,6 +63,7 @@ def load_and_serve(model_name: str, options: Options) -> None:
     """Prints one line when it is ready."""
     store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
     gc.collect()
+    gc.freeze()  # what is loaded stays: looking through it for garbage takes a tenth of a second
     server = Server(store, options)
     server.listen(options.listen or default_endpoints())
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.fingerprint import digest, model_fingerprint
-from symbiosis.kernels.integers import quantise
+from symbiosis.kernels.integers import quantise, warm
 from symbiosis.protocol import MAX_DIM, WEIGHT_BITS, Layer, Op, View
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
@@ -44,6 +44,8 @@ class Store:
         self.on_gpu = any(weight.is_cuda for weight in self.weights)
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
         self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._linear() for bits in integers}
+        for digits_DKN in {digits.shape: digits for digits in self._digits.values() if digits.is_cuda}.values():
+            warm(digits_DKN)
 
     def _add(self, name: str, kind: str, weight: Tensor, bias: Tensor | None, sha: str) -> None:
         self.weights.append(weight)

@@ -39,15 +39,16 @@ class Blocks(NamedTuple):
 
 # The first whose number of rows is not less. M is at least 64, and P x 8.
 FEW, MANY = 1 << 5, 1 << 62
-CHOICES: dict[int, list[tuple[int, Blocks]]] = {  # by P
+CHOICES: dict[int, list[tuple[int, Blocks]]] = {  # by P; measured on an H200
     4: [
         (16, Blocks(64, 64, 128, 4, 4, 264, True, "inside")),
         (FEW, Blocks(128, 64, 128, 4, 4, 264, True, "inside")),
-        (MANY, Blocks(256, 128, 128, 8, 4, 132, False, "before")),
+        (MANY, Blocks(128, 128, 128, 4, 3, 264, False, "before")),
     ],
     8: [
         (8, Blocks(64, 64, 128, 4, 4, 264, True, "inside")),
         (16, Blocks(128, 64, 128, 4, 4, 264, True, "inside")),
+        (256, Blocks(128, 128, 128, 4, 3, 264, False, "before")),
         (MANY, Blocks(256, 128, 128, 8, 4, 132, False, "before")),
     ],
 }

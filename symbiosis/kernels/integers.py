@@ -16,6 +16,7 @@ LONGEST = 1 << 17  # terms of a sum of products of digits that surely fits into 
 LARGEST = {8: 127, 16: 127 * 256 + 127}  # the largest weight that one digit holds, or two
 BLOCK = 1 << 24  # weights that are quantised at once
 FUSED = (4, 8)  # bytes of the integers that our kernel multiplies
+ROWS_WARMED = (1, 9, 17, 33, 257)
 FEW = 32  # rows that CUDA's product of bytes takes at least
 
 
@@ -64,6 +65,14 @@ def modular_product(x_TK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tens
         with torch.cuda.device(x_TK.device):
             return fused(x_TK, w_DKN, out_TN)
     return product_by_parts(x_TK, w_DKN, out_TN)
+
+
+def warm(w_DKN: Tensor) -> None:
+    """Have all kernels compiled that products with such weights need: nobody shall wait for that later."""
+    dtype = torch.int32 if len(w_DKN) == 1 else torch.int64
+    for w in (w_DKN, w_DKN.transpose(1, 2)):
+        for rows in ROWS_WARMED:
+            modular_product(w.new_zeros(rows, w.shape[1], dtype=dtype), w)
 
 
 def product_by_parts(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None) -> Tensor:

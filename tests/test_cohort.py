@@ -1,0 +1,181 @@
+"""Calls of GPU clients who go on together, without a GPU: the batcher is the real one, what launches is counted."""
+
+from collections import Counter
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis.executor.batch import Item
+from symbiosis.executor.batcher import Batcher
+from symbiosis.executor.cohort import Cohort
+
+MAX_WAIT, PRODUCT_S = 2e-3, 1e-4
+KEYS = ("a", "b", "c")
+
+
+class Executor:
+    """A batcher and a cohort as the server drives them; calls have sessions, keys and numbers."""
+
+    def __init__(self, sessions: int, policy: Any = "opportunistic") -> None:
+        self.now, self.answered, self.products = 1.0, Counter[int](), list[list[int]]()
+        self.failing = False
+        self.batcher = Batcher(policy, MAX_WAIT, 4096)
+        engine: Any = SimpleNamespace(join=self.launch)
+        figures: Any = SimpleNamespace(together=lambda *_: None)
+        self.cohort = Cohort(self.batcher, engine, figures, self.enqueue)
+        self.peers = {number: self.join(number) for number in range(1, sessions + 1)}
+        self._numbers = 0
+
+    def join(self, number: int) -> Any:
+        self.batcher.join(number)
+        session = SimpleNamespace(number=number, calls=0, rows=0, bytes=0)
+        return SimpleNamespace(session=session, count=lambda together: None)
+
+    def call(self, session: int, key: str, rows: int = 1, placed: bool = True) -> int:
+        """A bell rings."""
+        self._numbers += 1
+        plan = SimpleNamespace(key=key, rows=rows, nbytes=0)
+        work: Any = SimpleNamespace(
+            number=self._numbers, plan=plan, places=placed or None, peer=self.peers[session], call=None
+        )
+        if not self.cohort.takes(work, self.now):
+            self.cohort.disband()
+            self.enqueue(work, self.now)
+        return self._numbers
+
+    def enqueue(self, work: Any, arrived: float) -> None:
+        self.batcher.add(Item(work.peer.session.number, work.plan.key, work.plan.rows, 1, arrived, work))
+
+    def launch(self, works: Sequence[Any]) -> float:
+        if self.failing:
+            raise RuntimeError("the kernel does not start")
+        self.answered.update(work.number for work in works)
+        self.products.append(sorted(work.peer.session.number for work in works))
+        return PRODUCT_S
+
+    def step(self) -> None:
+        """What is ready now."""
+        while True:
+            if self.cohort and self.cohort.step(self.now):
+                return
+            batch = self.batcher.next_batch(self.now)
+            if batch is None:
+                return
+            batch.ran()
+            self.answered.update(piece.item.work.number for piece in batch.slices)
+            self.products.append(sorted(piece.item.session for piece in batch.slices))
+            self.batcher.done(batch, PRODUCT_S, self.now + PRODUCT_S)
+
+    def wait(self) -> None:
+        """Until all that can run has run."""
+        for _ in range(50):
+            self.step()
+            at = min(self.batcher.wake_at(), self.cohort.wake_at())
+            if at == float("inf"):
+                return
+            self.now = max(self.now, at)
+
+    def round(self, sessions: Sequence[int], key: str) -> None:
+        self.now += PRODUCT_S + 5e-5
+        for session in sessions:
+            self.call(session, key)
+        self.step()
+
+
+@pytest.fixture
+def together() -> Executor:
+    """Three sessions that have gone round together until everybody knows."""
+    return in_step(3)
+
+
+def in_step(sessions: int) -> Executor:
+    executor = Executor(sessions)
+    for turn in range(4 * len(KEYS)):
+        executor.round(range(1, sessions + 1), KEYS[turn % len(KEYS)])
+    assert executor.products[-1] == list(range(1, sessions + 1))
+    executor.products.clear()
+    executor.now += PRODUCT_S + 5e-5
+    return executor
+
+
+def test_the_last_one_starts_the_product_and_nobody_is_queued(together: Executor) -> None:
+    for session in (2, 1):
+        together.call(session, "a")
+        together.step()
+    assert not together.products and len(together.cohort) == 2 and together.batcher.idle
+    together.call(3, "a")
+    together.step()
+    assert together.products == [[1, 2, 3]] and not together.cohort
+
+
+def test_who_does_not_come_is_not_waited_for_long(together: Executor) -> None:
+    begun = together.now
+    for session in (2, 1):
+        together.call(session, "a")
+    together.wait()
+    assert together.products == [[1, 2]]
+    assert together.now - begun <= MAX_WAIT
+
+
+@pytest.mark.parametrize(
+    "event", ["another key", "a large call", "elsewhere", "somebody leaves", "no kernel", "draining"]
+)
+def test_what_was_not_foreseen_goes_through_the_queue(event: str, together: Executor) -> None:
+    numbers = [together.call(session, "a") for session in (1, 2)]
+    if event == "another key":
+        numbers.append(together.call(3, "z"))
+    elif event == "a large call":
+        numbers.append(together.call(3, "a", rows=together.batcher.join_below))
+    elif event == "elsewhere":
+        numbers.append(together.call(3, "a", placed=False))
+    elif event == "somebody leaves":
+        together.cohort.disband()
+        together.batcher.leave(2)
+        numbers.pop()
+    elif event == "draining":
+        together.batcher.policy = "immediate"
+    else:
+        together.failing = True
+        numbers.append(together.call(3, "a"))
+    together.wait()
+    assert all(together.answered[number] == 1 for number in numbers)
+    assert not together.cohort and together.batcher.idle
+
+
+def test_calls_that_are_not_foreseen_are_not_taken() -> None:
+    executor = Executor(2)
+    executor.call(1, "a")
+    assert not executor.cohort and not executor.batcher.idle
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.integers(1, 4), st.sampled_from((*KEYS, "next", "next", "next")), st.sampled_from((0.0, 2e-5, 1e-4, 5e-3))
+    ),
+    max_size=60,
+)
+
+
+@given(ACTIONS, st.integers(2, 4))
+def test_every_call_is_answered_once_whatever_comes(actions: list[tuple[int, str, float]], sessions: int) -> None:
+    """`next`: what the session calls in its usual round."""
+    executor = in_step(sessions)
+    at, waiting, made = dict.fromkeys(range(1, sessions + 1), 0), dict[int, int](), list[int]()
+    for session, key, pause in actions:
+        if session > sessions:
+            continue
+        if executor.answered[waiting.get(session, 0)] == 0 and session in waiting:
+            executor.wait()  # a session has one call under way
+        if key == "next":
+            key, at[session] = KEYS[at[session] % len(KEYS)], at[session] + 1
+        number = waiting[session] = executor.call(session, key)
+        made.append(number)
+        executor.step()
+        executor.now += pause
+    executor.wait()
+    assert all(executor.answered[number] == 1 for number in made)
+    assert not executor.cohort and executor.batcher.idle
