@@ -200,6 +200,8 @@ class OneLayer:
 
     def __init__(self, endpoint: str | None, width: int, device: str) -> None:
         self._device, self._width = device, width
+        if device.startswith("cuda:"):
+            torch.cuda.set_device(device)
         self._layer = square(width, device)
         if endpoint is not None:
             symbiosis.wrap(self._layer, endpoint)

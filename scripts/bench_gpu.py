@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from _gpu import ATTENTION, MLP, Gauge, Job, Lora, OneLayer, Program, Serving, ServingOneLayer, Shape
 from _processes import Pace, Worker, prepare, progress, together, workers
 
@@ -306,9 +307,11 @@ def call(setting: Setting) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(workers(ServingOneLayer, [(width, setting.device, urls)]))[0]
         local, tcp = server.call("endpoints")
-        ways = {"no executor": None, "local": local, "tcp": tcp}
-        for way, endpoint in ways.items():
-            worker = stack.enter_context(workers(OneLayer, [(endpoint, width, setting.device)]))[0]
+        ways = {"no executor": (None, setting.device), "local": (local, setting.device), "tcp": (tcp, setting.device)}
+        if setting.captured and torch.cuda.device_count() > 1:
+            ways["other GPU"] = (local, "cuda:1")
+        for way, (endpoint, device) in ways.items():
+            worker = stack.enter_context(workers(OneLayer, [(endpoint, width, device)]))[0]
             for count in (1, 1024):
                 for captured in (False, True) if setting.captured and way != "tcp" else (False,):
                     progress(f"{way}, {count} rows, {'captured' if captured else 'eager'}")

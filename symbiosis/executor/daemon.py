@@ -3,11 +3,14 @@
 import ctypes
 import gc
 import logging
+import os
 import resource
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+import torch
 
 from symbiosis import mps
 from symbiosis.config import Options, default_endpoints
@@ -65,6 +68,7 @@ def load_and_serve(model_name: str, options: Options) -> None:
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage takes a tenth of a second
     server = Server(store, options)
+    log(logging.INFO, "memory", **memory_plan(store, options))
     server.listen(options.listen or default_endpoints())
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.drain())
@@ -78,6 +82,17 @@ def load_and_serve(model_name: str, options: Options) -> None:
     )
     server.run()
     log(logging.INFO, "stopped", calls=sum(line.calls for line in server.figures.lines.values()))
+
+
+def memory_plan(store: Store, options: Options) -> dict[str, int]:
+    """MiB of the weights, of what a session may come to have, and of what is left for all sessions. What a client on a GPU
+    sends and gets lies in memory of its own."""
+    if store.on_gpu:
+        free, _ = torch.cuda.mem_get_info(options.device)
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free}
+    return {f"{name}_mib": value >> 20 for name, value in nbytes.items()} | {"sessions": options.max_sessions}
 
 
 def serve_metrics(server: Server, port: int) -> None:
