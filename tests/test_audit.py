@@ -1,5 +1,6 @@
 """`symbiosis audit`: its attacks succeed where nothing is hidden, fail where all is, and find what is broken on purpose."""
 
+import dataclasses
 import json
 import os
 import random
@@ -7,9 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,23 +19,25 @@ from torch import Tensor
 
 import symbiosis
 from symbiosis.audit import recorder as recorder_module
-from symbiosis.audit.owner import QUICK, Size, Work, own
+from symbiosis.audit.owner import Size, Work, own
 from symbiosis.audit.public import Public
 from symbiosis.audit.recorder import Recorder
 from symbiosis.audit.run import (
     CHI_SQUARE,
+    COPY,
     COSINE,
-    Scores,
+    HEAD,
+    LABELS,
+    ROWS,
+    SUCCESS,
+    TOKENS,
     Setup,
-    attacked,
     chi_square,
-    cosines,
-    judged,
-    report,
     setup,
     uniformity,
 )
 from symbiosis.audit.view import View
+from symbiosis.client import session as session_module
 from symbiosis.client import split as split_module
 from symbiosis.client.groups import Member
 from symbiosis.client.pads import PadFile
@@ -49,18 +51,12 @@ from symbiosis.keystream import keystream, new_key
 from symbiosis.pads import make
 from symbiosis.protocol import Op, Priority
 
+SUBSPACE, NEIGHBOURS = "rows, outside the log's subspace", "difference of two rows of a call"
+ADAPTED = ("v_proj", "gate_proj", "down_proj")
 AUDIT = [sys.executable, "-c", "from symbiosis.cli import main; main()", "audit", "--quick"]
 SMALL = Size(steps=1, logged_steps=3, known=24, first=1, distil_steps=1)  # enough for attacks on rows
 
 pytestmark = pytest.mark.timeout(600)
-
-
-class Scene(NamedTuple):
-    """What audits of one size share."""
-
-    public: Public
-    work: Work
-    control: Scores
 
 
 @pytest.fixture(scope="module")
@@ -68,44 +64,36 @@ def public() -> Public:
     return Public()
 
 
-@pytest.fixture(scope="module")
-def scene(public: Public, tmp_path_factory: pytest.TempPathFactory) -> Scene:
-    """With the attacks on a client that hides nothing."""
-    work = Work.of(public.tokenizer, QUICK)
-    with setup("none", QUICK, work, tmp_path_factory.mktemp("none")) as plain:
-        owner = own(*plain, work, QUICK)
-        return Scene(public, work, attacked(View(plain.recorders[0]), owner, QUICK, work, public))
-
-
-def test_the_command() -> None:
-    """As a user runs it; without protection all attacks succeed."""
-    done = subprocess.run([*AUDIT, "--level", "none"], capture_output=True, text=True, timeout=580)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = json.loads(done.stdout.splitlines()[-1])
-    assert line["script"] == "audit" and line["figures"]["level"] == "none"
-    assert len(line["bars"]) > 30 and all(bar["holds"] for bar in line["bars"])
+@pytest.fixture(autouse=True)
+def lost_calls_are_sent_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner loses some on purpose."""
+    monkeypatch.setattr(session_module, "LONGEST_PAUSE_S", session_module.FIRST_PAUSE_S)
 
 
 @pytest.mark.parametrize(
-    "level",
-    ["split", *(pytest.param(level, marks=pytest.mark.soak) for level in ("noise", "pads"))],  # a minute each
+    "level", ["split", *(pytest.param(level, marks=pytest.mark.soak) for level in ("none", "noise", "pads"))]
 )
-def test_a_level_holds_what_it_promises(level: Any, scene: Scene, tmp_path: Path) -> None:
-    public, work, control = scene
-    with setup(level, QUICK, work, tmp_path) as protected:
-        owner = own(*protected, work, QUICK)
-        rows = judged(level, protected, owner, control, QUICK, work, public)
-    assert [row for row in rows if row.verdict != "yes"] == []
-    assert report(level, rows).holds
-    operators = {"noise": {"one"}, "split": {"one", "two"}, "pads": {"one"}}[level]
-    assert {row.operator for row in rows} - {""} == operators
-    assert all(sum(row.operator == name for row in rows) >= len(control) for name in operators)
+def test_a_level_holds_what_it_promises(level: str) -> None:
+    """As a user asks for it. Without protection all attacks succeed, else nothing would be shown."""
+    done = subprocess.run([*AUDIT, "--level", level], capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert line["script"] == "audit" and line["figures"]["level"] == level
+    assert all(bar["holds"] for bar in line["bars"])
+    attacks = {*ROWS, SUBSPACE, TOKENS, HEAD, LABELS, COPY, *(f"adapter, {name}" for name in ADAPTED)}
+    operators = {"none": [], "noise": ["one"], "split": ["one", "two"], "pads": ["one"]}[level]
+    wanted = {f"{attack}, {operator}" for attack in attacks for operator in operators} or attacks
+    assert wanted <= line["figures"].keys()
+    for operator in operators if level in ("split", "pads") else ():
+        assert any(name.startswith("chi-square, ") and name.endswith(f", {operator}") for name in line["figures"])
+    plain = {bar["name"] for bar in line["bars"] if bar["bar"] == SUCCESS}
+    assert plain >= ({f"{name}, plain" for name in wanted} if operators else attacks)
 
 
 # ---------------------------------------------------------------- what is broken must be found
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Broken(Split):
     """`Split` with another level."""
 
@@ -124,14 +112,27 @@ class Trusting(SplitLevel):
 
 def flagged(protected: Setup, public: Public) -> set[str]:
     """The attacks on rows that got more than they may, and the bytes that are not uniform."""
-    work = Work.of(public.tokenizer, SMALL)
-    owner = own(*protected, work, SMALL)
+    owner = own(*protected, small_work(public), SMALL)
     found = set()
     for recorder in protected.recorders:
         view = View(recorder)
-        found |= {name for name, score in cosines(view, view, owner, public).items() if not abs(score or 0) <= COSINE}
-        found |= {" ".join(row.attack.split()[:3]) for row in uniformity(view) if row.verdict != "yes"}
+        truth = view.truth(owner, public)
+        for name, attack in ROWS.items():
+            if not abs(view.cosine(attack(view), truth, public)) <= COSINE:
+                found.add(name)
+        found |= uneven(view)
     return found
+
+
+def uneven(view: View) -> set[str]:
+    """The bytes that are not uniform."""
+    return {" ".join(row.attack.split()[:3]) for row in uniformity(view) if row.verdict != "yes"}
+
+
+def small_work(public: Public) -> Work:
+    """No attack on rows asks what the owner makes of held-out text."""
+    work = Work.of(public.tokenizer, SMALL)
+    return dataclasses.replace(work, held_out=work.held_out[:1])
 
 
 def everywhere(monkeypatch: pytest.MonkeyPatch, pads: Callable[..., Tensor]) -> None:
@@ -152,27 +153,34 @@ def one_for_all_rows(key: bytes, shape: tuple[int, int], dtype: torch.dtype) -> 
     return keystream(key, (1, shape[1]), dtype).expand(shape).contiguous()
 
 
-@pytest.mark.parametrize(
-    ("pads", "finding"),
-    [
-        (keystream, None),
-        (half_range, "chi-square, top byte"),
-        (of_24_bits, "chi-square, top byte"),
-        (one_for_all_rows, "difference of two rows of a call"),
-    ],
-)
-def test_bad_pads_are_found(
-    pads: Callable[..., Tensor], finding: str | None, public: Public, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("pads", "uniform"), [(keystream, True), (half_range, False), (of_24_bits, False)])
+def test_pads_that_are_not_uniform_are_found(
+    pads: Callable[..., Tensor], uniform: bool, public: Public, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     everywhere(monkeypatch, pads)
-    with setup("split", SMALL, Work.of(public.tokenizer, SMALL), tmp_path) as protected:
+    work = small_work(public)
+    with setup("split", SMALL, work, tmp_path) as protected:
+        model = symbiosis.wrap(load_model("demo"), protected.endpoint, privacy=protected.privacy)
+        with torch.no_grad():
+            model(input_ids=work.known)
+        found = uneven(View(protected.recorders[0]))
+    assert ("chi-square, top byte" in found) is not uniform
+    assert uniform is (found == set())
+
+
+@pytest.mark.parametrize(("pads", "findings"), [(keystream, set()), (one_for_all_rows, {NEIGHBOURS})])
+def test_one_pad_for_all_rows_is_found(
+    pads: Callable[..., Tensor], findings: set[str], public: Public, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    everywhere(monkeypatch, pads)
+    with setup("split", SMALL, small_work(public), tmp_path) as protected:
         found = flagged(protected, public)
-    assert finding in found if finding else found == set()
+    assert findings <= found if findings else found == set()
 
 
 def test_pads_that_are_used_again_are_found(public: Public, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(split_module, "new_key", lambda: bytes(32))
-    with setup("split", SMALL, Work.of(public.tokenizer, SMALL), tmp_path) as protected:
+    with setup("split", SMALL, small_work(public), tmp_path) as protected:
         found = flagged(protected, public)
     assert {"difference of two requests", "difference of two layers", "chi-square, any byte"} <= found
 
