@@ -396,6 +396,7 @@ by_the_thousand = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fault
 @only_tcp
 @by_the_thousand
 def test_random_frames_harm_nobody(
@@ -595,6 +596,7 @@ def test_bytes_that_are_not_even_zeromq_harm_nobody(executor: symbiosis.Executor
                 pass
 
 
+@pytest.mark.fault
 @only_tcp
 @pytest.mark.parametrize("times", [300, pytest.param(10_000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))])
 def test_random_greetings_harm_nobody(executor: symbiosis.Executor, times: int) -> None:
@@ -700,6 +702,7 @@ def test_a_wrong_header_in_shared_memory_is_refused(
     assert raw.answer(reply_at(ECHO))[1] == bytes(range(64))
 
 
+@pytest.mark.fault
 @only_local
 @by_the_thousand
 def test_random_headers_in_shared_memory_harm_nobody(executor: symbiosis.Executor, raw: RawLocal, times: int) -> None:

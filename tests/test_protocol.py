@@ -227,6 +227,7 @@ SEEDS: dict[str, tuple[Callable[[bytes], Any], list[bytes]]] = {
 }
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("kind", SEEDS)
 @pytest.mark.parametrize("frames", [FRAMES, pytest.param(10 * FRAMES, marks=pytest.mark.soak)])
 def test_no_bytes_do_more_than_raise_protocol_error(kind: str, frames: int) -> None:
