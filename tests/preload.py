@@ -4,9 +4,10 @@ import gc
 import threading
 
 import peft  # noqa: F401
+import torch
 import transformers
+import typer
 
-import symbiosis.cli  # noqa: F401
 import symbiosis.client.build  # noqa: F401
 import symbiosis.executor.daemon  # noqa: F401
 import symbiosis.transport.local  # noqa: F401
@@ -14,10 +15,17 @@ import symbiosis.transport.local_client  # noqa: F401
 import symbiosis.transport.zeromq  # noqa: F401
 import symbiosis.transport.zeromq_client  # noqa: F401
 import tests.processes  # noqa: F401
+from symbiosis.cli import executor_app
 from symbiosis.executor.load import load_model
+from symbiosis.executor.store import Store
+from symbiosis.kernels.few_rows import FewRows
+from tests.conftest import tiny_llama
 
+torch.set_num_threads(1)  # others would not survive the fork
+typer.main.get_command(executor_app).make_context("symbiosis-executor", ["demo"])  # typer imports when it parses
 transformers.utils.logging.disable_progress_bar()
 load_model("demo")  # transformers compiles hundreds of patterns at the first model
+FewRows(Store(tiny_llama()).linear_weights())  # and oneDNN code for each shape
 for thread in threading.enumerate():
     if thread is not threading.main_thread():
         thread.join(60)  # transformers does not wait for those that loaded the weights

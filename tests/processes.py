@@ -19,11 +19,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
+from symbiosis import top
 from symbiosis.client.session import Session
 from symbiosis.executor.metrics import Snapshot
 from symbiosis.protocol import Op
@@ -210,13 +210,19 @@ def killed_at_the_end() -> Iterator[list[Process]]:
             process.kill()
 
 
-def snapshot(endpoint: str) -> Snapshot:
-    """The executor's own figures, as an observer sees them."""
+@contextmanager
+def watching(endpoint: str) -> Iterator[Callable[[], Snapshot]]:
+    """The executor's own figures, as an observer sees them whenever it looks."""
     session = Session(endpoint, observer=True)
     try:
-        return msgspec.msgpack.decode(session.call(Op.STATS, 0, dtype=torch.uint8).numpy().tobytes(), type=Snapshot)
+        yield lambda: top.snapshot(session)
     finally:
         session.close()
+
+
+def snapshot(endpoint: str) -> Snapshot:
+    with watching(endpoint) as look:
+        return look()
 
 
 def layer_number(session: Session, name: str) -> int:

@@ -29,6 +29,7 @@ from tests.processes import (
     snapshot,
     turns,
     until,
+    watching,
 )
 
 pytestmark = pytest.mark.fault
@@ -84,7 +85,7 @@ def train_while_the_executor_is_killed(
         assert trainer.heard() == step
         turn.release()
         if step in deadly:
-            until(lambda executor=executor: sessions(executor) == 2, "the clients' return")  # type: ignore[misc]
+            until_clients(executor, 2, "the clients' return")
             time.sleep(chance.uniform(0, STEP_S))
             executor.kill()
             executor = executor.again()
@@ -206,19 +207,20 @@ def kills_of_clients_leave_nothing_behind(start: Callable[..., Executor], proces
     chance = random.Random(3)
     with Bystander(executor.endpoint, tiny_llama()) as bystander:
         kill_clients(executor, processes, 3, rows, chance)  # the allocator's first stock
-        until(lambda: sessions(executor) == 1, "leaving of the first clients")
+        until_clients(executor, 1, "leaving of the first clients")
         memory, descriptors = executor.resident_bytes, executor.descriptors
         kill_clients(executor, processes, kills, rows, chance)
-        until(lambda: sessions(executor) == 1, "leaving of the killed clients")
+        until_clients(executor, 1, "leaving of the killed clients")
         until(lambda: executor.descriptors <= descriptors, "closing of their descriptors")
         assert executor.resident_bytes - memory < 10 * (8 << 20)  # a few payloads, however many were killed
         bystander.goes_on()
-    until(lambda: sessions(executor) == 0, "leaving of the bystander")
+    until_clients(executor, 0, "leaving of the bystander")
 
 
-def sessions(executor: Executor) -> int:
-    """How many clients the executor knows."""
-    return sum(not session.observer for session in snapshot(executor.endpoint).sessions)
+def until_clients(executor: Executor, number: int, what: str) -> None:
+    """Returns when the executor knows so many."""
+    with watching(executor.endpoint) as look:
+        until(lambda: sum(not session.observer for session in look().sessions) == number, what)
 
 
 @pytest.mark.timeout(300)
@@ -240,7 +242,7 @@ def test_a_killed_client_is_noticed_by_its_connection(start: Callable, processes
     executor = start("--heartbeat-s=600")
     with Bystander(executor.endpoint, tiny_llama()) as bystander:
         kill_clients(executor, processes, 3, 1 << 15, random.Random(6))
-        until(lambda: sessions(executor) == 1, "leaving of the killed clients")
+        until_clients(executor, 1, "leaving of the killed clients")
         bystander.goes_on()
 
 
@@ -255,7 +257,7 @@ def memory_of_clients_that_read_nothing(start: Callable[..., Executor], processe
             processes.append(client)
             assert client.heard() == "asked"
             client.signal(signal.SIGSTOP)
-            until(lambda: sessions(executor) == 1, "dropping it")
+            until_clients(executor, 1, "dropping it")
             bystander.goes_on()
             grown.append(executor.resident_bytes - before)
             client.kill()
@@ -286,7 +288,7 @@ def test_a_hung_client_is_dropped_and_may_come_back(start: Callable, processes: 
     with Bystander(executor.endpoint, tiny_llama()) as bystander:
         client.heard()
         client.signal(signal.SIGSTOP)
-        until(lambda: sessions(executor) == 1, "dropping the hung client")
+        until_clients(executor, 1, "dropping the hung client")
         assert snapshot(executor.endpoint).dropped == 1
         client.signal(signal.SIGCONT)
         assert client.result() == 1  # it found out, and joined again
