@@ -7,9 +7,12 @@ Whatever is waited for is waited for on a descriptor or on a condition, and not 
 import atexit
 import multiprocessing
 import os
+import runpy
 import select
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -141,15 +144,59 @@ class Executor(Process):
 
 
 def _run_executor(stdout: Connection, log: str, arguments: list[str]) -> None:
-    os.dup2(stdout.fileno(), 1)
+    _become(["symbiosis-executor", *arguments], stdout.fileno(), log)
     stdout.close()
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115, PTH123
-    sys.argv = ["symbiosis-executor", *arguments]
-    torch.set_num_threads(1)
     from symbiosis.cli import executor_main
 
     executor_main()
+
+
+def _become(command: list[str], stdout: int, stderr: str) -> None:
+    """What a shell makes of a process."""
+    os.dup2(stdout, 1)
+    os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115, PTH123
+    sys.argv = command
+    torch.set_num_threads(1)
+
+
+class Program(Process):
+    """`symbiosis WORD ...`; or, if the first word is a file of Python, that file."""
+
+    def __init__(self, *words: str, folder: Path | None = None, **environment: str) -> None:
+        self._written = tempfile.TemporaryDirectory()
+        self._out, self._err = (Path(self._written.name) / name for name in ("out", "err"))
+        super().__init__(_run_program, words, folder or Path.cwd(), environment, str(self._out), str(self._err))
+
+    def done(self, seconds: float = WAIT_S) -> "subprocess.CompletedProcess[str]":
+        """Its exit code, and what it wrote."""
+        code = self.wait(seconds)
+        return subprocess.CompletedProcess(str(self), code, self._out.read_text(), self._err.read_text())
+
+    def kill(self) -> None:
+        super().kill()
+        self._written.cleanup()
+
+
+def run(*words: str, seconds: float = WAIT_S, folder: Path | None = None, **environment: str) -> Any:
+    """A program to its end."""
+    with killed_at_the_end() as processes:
+        program = Program(*words, folder=folder, **environment)
+        processes.append(program)
+        return program.done(seconds)
+
+
+def _run_program(words: tuple[str, ...], folder: Path, environment: dict[str, str], stdout: str, stderr: str) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    if words[0].endswith(".py"):
+        _become([*words], os.open(stdout, os.O_WRONLY | os.O_CREAT, 0o600), stderr)
+        runpy.run_path(words[0], run_name="__main__")
+        return
+    _become(["symbiosis", *words], os.open(stdout, os.O_WRONLY | os.O_CREAT, 0o600), stderr)
+    from symbiosis.cli import main
+
+    main()
 
 
 Say = Callable[[Any], None]

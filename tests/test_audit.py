@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,10 +48,10 @@ from symbiosis.executor.load import load_model
 from symbiosis.keystream import keystream, new_key
 from symbiosis.pads import make
 from symbiosis.protocol import Op, Priority
+from tests.processes import run
 
 SUBSPACE, NEIGHBOURS = "rows, outside the log's subspace", "difference of two rows of a call"
 ADAPTED = ("v_proj", "gate_proj", "down_proj")
-AUDIT = [sys.executable, "-c", "from symbiosis.cli import main; main()", "audit", "--quick"]
 SMALL = Size(steps=1, logged_steps=3, known=24, first=1, distil_steps=1)  # enough for attacks on rows
 
 pytestmark = pytest.mark.timeout(600)
@@ -75,7 +73,7 @@ def lost_calls_are_sent_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_level_holds_what_it_promises(level: str) -> None:
     """As a user asks for it. Without protection all attacks succeed, else nothing would be shown."""
-    done = subprocess.run([*AUDIT, "--level", level], capture_output=True, text=True, timeout=580)
+    done = run("audit", "--quick", "--level", level, seconds=580)
     assert done.returncode == 0, done.stdout + done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["script"] == "audit" and line["figures"]["level"] == level

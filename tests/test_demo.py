@@ -1,10 +1,7 @@
 """`symbiosis demo`: it runs, its verdict is earned, and it leaves nothing behind."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +20,8 @@ from symbiosis.demo.run import Outcome, report
 from symbiosis.demo.tasks import BATCH, HELD_OUT, LENGTH, TASKS, examples
 from symbiosis.executor.load import DEMO_MODEL, load_model
 from symbiosis.top import snapshot
+from tests.processes import Program, killed_at_the_end, run, until
 
-DEMO = [sys.executable, "-c", "from symbiosis.cli import main; main()", "demo"]
 STEPS, TOKENS = 10, 24
 
 
@@ -40,8 +37,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("one_thread")
 def test_demo(tmp_path: Path) -> None:
-    command = [*DEMO, "--steps", str(STEPS), "--tokens", str(TOKENS), "--keep", str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    result = run("demo", "--steps", str(STEPS), "--tokens", str(TOKENS), "--keep", str(tmp_path), seconds=280)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert "identical: yes" in lines
@@ -71,19 +67,14 @@ def test_demo(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_sigterm_ends_all_its_processes() -> None:
-    with subprocess.Popen([*DEMO, "--steps", "1000"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as demo:
-        try:
-            children: list[psutil.Process] = []
-            deadline = time.monotonic() + 100
-            while len(children) < 4 and time.monotonic() < deadline:
-                time.sleep(0.1)
-                children = psutil.Process(demo.pid).children()
-            assert len(children) == 4
-            demo.send_signal(signal.SIGTERM)
-            assert demo.wait(60) == 143
-            assert not any(child.is_running() for child in children)
-        finally:
-            demo.kill()
+    with killed_at_the_end() as processes:
+        processes.append(Program("demo", "--steps", "1000"))
+        demo = psutil.Process(processes[0].pid)
+        until(lambda: len(demo.children()) == 4, "a start of all", 100)
+        children = demo.children()
+        processes[0].signal(signal.SIGTERM)
+        assert processes[0].wait() == 143
+        assert not any(child.is_running() for child in children)
 
 
 def test_a_client_that_fails_is_shown(tmp_path: Path) -> None:
@@ -170,7 +161,5 @@ def test_held_out_text_is_held_out(name: str) -> None:
 
 
 def test_help_tells_the_options() -> None:
-    result = subprocess.run(
-        [*DEMO, "--help"], capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "120"}
-    )
+    result = run("demo", "--help", COLUMNS="120")
     assert all(option in result.stdout for option in ("--steps", "--tokens", "--keep"))

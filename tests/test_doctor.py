@@ -13,15 +13,17 @@ import pytest
 from torch import nn
 
 from symbiosis import doctor, mps
+from tests.processes import run
 
 DOCTOR = [sys.executable, "-c", "from symbiosis.cli import main; main()", "doctor"]
 
 
 def diagnose(*arguments: str, **environment: str) -> tuple[int, dict[str, str]]:
     """Exit status and the lines by the name of their check."""
-    result = subprocess.run(
-        [*DOCTOR, *arguments], capture_output=True, text=True, timeout=100, env={**os.environ, **environment}
-    )
+    return diagnosis(run("doctor", *arguments, **environment))
+
+
+def diagnosis(result: subprocess.CompletedProcess) -> tuple[int, dict[str, str]]:
     assert "Traceback" not in result.stderr, result.stderr
     lines = dict(
         re.match(r"(?:ok|warn|FAIL) +(.*?)  ", line).group(1, 0)[:1] + (line,) for line in result.stdout.splitlines()
@@ -31,7 +33,9 @@ def diagnose(*arguments: str, **environment: str) -> tuple[int, dict[str, str]]:
 
 def test_a_healthy_executor(llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
     executor = serve(llama, listen=[f"local://{tmp_path}/executor.sock"])
-    status, lines = diagnose(executor.endpoint, OMP_NUM_THREADS="1")
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*DOCTOR, executor.endpoint], capture_output=True, text=True, timeout=100, env=one_thread)
+    status, lines = diagnosis(done)
     assert status == 0
     assert "serves LlamaForCausalLM, 14 layers" in lines["executor"]
     assert float(re.search(r"([\d.]+) us", lines["round trip"]).group(1)) > 0  # type: ignore[union-attr]

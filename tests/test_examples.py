@@ -8,33 +8,44 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import Executor, run
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    url = f"local://{tmp_path_factory.mktemp('executor')}/executor.sock"
-    command = [sys.executable, "-c", "from symbiosis.cli import executor_main as m; m()", "demo", "--listen", url]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout and "ready" in process.stdout.readline()
-    yield url
-    process.terminate()
-    assert process.wait(timeout=20) == 0
+    folder = tmp_path_factory.mktemp("executor")
+    executor = Executor("demo", f"--listen=local://{folder}/executor.sock", log=folder / "log")
+    yield executor.endpoint
+    assert executor.stop() == 0
 
 
-def run(name: str, endpoint: str, folder: Path, *arguments: str) -> str:
-    environment = {**os.environ, "SYMBIOSIS_ENDPOINT": endpoint, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, str(EXAMPLES / name), *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=110)
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def example(name: str, endpoint: str, folder: Path, *arguments: str) -> str:
+    """What it prints."""
+    done = run(str(EXAMPLES / name), *arguments, folder=folder, seconds=110, SYMBIOSIS_ENDPOINT=endpoint, **OFFLINE)
     assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    return str(done.stdout)
 
 
 def test_finetune_then_generate(endpoint: str, tmp_path: Path) -> None:
-    output = run("finetune.py", endpoint, tmp_path)
+    """The first one by a Python of its own, that has imported nothing yet."""
+    command, environment = [sys.executable, EXAMPLES / "finetune.py"], {"SYMBIOSIS_ENDPOINT": endpoint, **OFFLINE}
+    output = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=110,
+        check=True,
+    ).stdout
     assert "wrapped 35/36 (kept: lm_head, not served)" in output
-    plain = run("generate.py", endpoint, tmp_path)
-    adapted = run("generate.py", endpoint, tmp_path, "adapters/shouting")
+    plain = example("generate.py", endpoint, tmp_path)
+    adapted = example("generate.py", endpoint, tmp_path, "adapters/shouting")
     assert plain.startswith("The return value is")
     assert adapted.partition("Stats(")[0] != plain.partition("Stats(")[0]
 
@@ -43,7 +54,7 @@ def test_finetune_then_generate(endpoint: str, tmp_path: Path) -> None:
 def test_example(name: str, endpoint: str, tmp_path: Path) -> None:
     if "trl" in name:
         pytest.importorskip("trl")
-    run(name, endpoint, tmp_path)
+    example(name, endpoint, tmp_path)
 
 
 def test_every_example_is_tested() -> None:

@@ -3,11 +3,7 @@
 import json
 import os
 import re
-import selectors
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.request
@@ -27,8 +23,8 @@ from symbiosis.client.session import Session
 from symbiosis.errors import CallError
 from symbiosis.executor.metrics import PrometheusCollector
 from symbiosis.protocol import Hello, Op
+from tests.processes import Executor
 
-EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
 LAYER = "model.layers.0.self_attn.q_proj"
 Sample = dict[tuple[str, ...], float]
 
@@ -37,8 +33,7 @@ Sample = dict[tuple[str, ...], float]
 class Daemon:
     """A running `symbiosis-executor demo`."""
 
-    process: subprocess.Popen[str]
-    endpoints: list[str]
+    process: Executor
     metrics_port: int
     log: list[str] = field(default_factory=list)
 
@@ -56,10 +51,9 @@ class Daemon:
 
     def stop(self) -> list[dict[str, Any]]:
         """End it; its log, if that is JSON."""
-        self.process.send_signal(signal.SIGTERM)
-        _, errors = self.process.communicate(timeout=30)
-        self.log = [line for line in errors.splitlines() if "Loading weights" not in line]
-        assert self.process.returncode == 0, errors
+        status, written = self.process.stop(), self.process.log.read_text()
+        assert status == 0, written
+        self.log = [line for line in written.splitlines() if "Loading weights" not in line]
         return [json.loads(line) for line in self.log if line.startswith("{")]
 
 
@@ -73,21 +67,12 @@ def free_port() -> int:
 def daemon(tmp_path: Path, *options: str) -> Iterator[Daemon]:
     port = free_port()
     listen = ["--listen", f"local://{tmp_path}/executor.sock", "--listen", "tcp://127.0.0.1:0"]
-    command = [sys.executable, "-c", EXECUTOR, "demo", *listen, "--metrics-port", str(port), *options]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+    process = Executor("demo", *listen, "--metrics-port", str(port), *options, log=tmp_path / "executor.log")
     try:
-        assert process.stdout
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            assert selector.select(90), "the executor does not get ready"
-        ready = process.stdout.readline()
-        assert ready.startswith("symbiosis-executor ready"), process.stderr and process.stderr.read()
-        yield Daemon(process, ready.rpartition(" at ")[2].split(), port)
+        assert process.line.startswith("symbiosis-executor ready"), process.log.read_text()
+        yield Daemon(process, port)
     finally:
         process.kill()
-        process.communicate()
 
 
 def within(seconds: float, condition: Callable[[], bool]) -> bool:
@@ -100,7 +85,7 @@ def within(seconds: float, condition: Callable[[], bool]) -> bool:
 def test_prometheus(tmp_path: Path) -> None:
     with daemon(tmp_path) as executor:
         idle = executor.scrape()
-        local, tcp = (Session(endpoint) for endpoint in executor.endpoints)
+        local, tcp = (Session(endpoint) for endpoint in executor.process.endpoints)
         layer = next(index for index, entry in enumerate(local.manifest) if entry.name == LAYER)
         width = local.manifest[layer].shape[1]
         for rows in (3, 5):
@@ -173,7 +158,7 @@ def test_the_histogram_counts_calls_per_product(llama: nn.Module, serve: Callabl
 
 def test_the_log_tells_who_came_left_and_was_refused(tmp_path: Path) -> None:
     with daemon(tmp_path, "--log-format", "json") as executor:
-        local, tcp = executor.endpoints
+        local, tcp = executor.process.endpoints
         with pytest.raises(CallError):
             assert Session(tcp, fingerprint="of another model").welcome
         client = Session(tcp)
@@ -207,7 +192,7 @@ def test_the_log_tells_who_came_left_and_was_refused(tmp_path: Path) -> None:
 
 def test_a_silent_client_is_dropped_and_that_is_logged(tmp_path: Path) -> None:
     with daemon(tmp_path, "--heartbeat-s", "0.5") as executor:
-        connection = transport.connect(executor.endpoints[0], Hello(client="mute\n12:00:00 INFO forged"), 10)
+        connection = transport.connect(executor.process.endpoints[0], Hello(client="mute\n12:00:00 INFO forged"), 10)
         assert within(20, lambda: executor.scrape()["symbiosis_dropped_sessions_total"] == {(): 1})
         connection.close()
         executor.stop()

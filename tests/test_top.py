@@ -1,7 +1,5 @@
 """`symbiosis top`: what it shows is what happened, and watching holds nobody up."""
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ from symbiosis import top
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import Op
+from tests.processes import run
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
@@ -147,11 +146,10 @@ def test_a_name_is_shown_as_it_is(llama: nn.Module, serve: Callable) -> None:
 
 def test_once_prints_one_plain_view(llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
     executor = serve(llama, listen=[f"local://{tmp_path}/executor.sock"])
-    command = [sys.executable, "-c", "from symbiosis.cli import main; main()", "top", executor.endpoint, "--once"]
     model = symbiosis.from_executor(executor.endpoint)
     with torch.no_grad():
         model(torch.tensor([[3, 4, 5]]))
-    result = subprocess.run([*command, "--interval", "0.2"], capture_output=True, text=True, timeout=100)
+    result = run("top", executor.endpoint, "--once", "--interval", "0.2")
     assert result.returncode == 0, result.stderr
     assert "1 sessions, 1 observing" in result.stdout
     assert "\x1b" not in result.stdout
@@ -159,8 +157,7 @@ def test_once_prints_one_plain_view(llama: nn.Module, serve: Callable, tmp_path:
 
 
 def test_no_executor_is_said_in_one_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "from symbiosis.cli import main; main()", "top", f"local://{tmp_path}/none.sock"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    result = run("top", f"local://{tmp_path}/none.sock")
     assert result.returncode == 2
     assert result.stderr.startswith("error: no executor at")
     assert result.stderr.count("symbiosis-executor MODEL") == 1
