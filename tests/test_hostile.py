@@ -1,6 +1,7 @@
 """Clients that mean harm, over tcp://, against an executor in a process of its own: what they cost is bounded, nobody else notices."""
 
 import resource
+import select
 import socket
 import struct
 import threading
@@ -200,12 +201,12 @@ class Stream:
     def send_until_hung_up(self, most: int) -> int:
         """Frames of 100 bytes, each of which promises another; how many bytes went out before the other side said goodbye."""
         block = (struct.pack("BB", 1, 100) + bytes(100)) * 640
-        sent = 0
-        self.socket.settimeout(5.0)
-        with suppress(OSError):  # broken; or, after the other side has closed, nobody takes what we send
-            while sent < most:
-                self.socket.sendall(block)
-                sent += len(block)
+        sent, poll = 0, select.poll()
+        poll.register(self.socket, select.POLLOUT | select.POLLRDHUP)
+        self.socket.setblocking(False)
+        with suppress(ConnectionError):
+            while sent < most and poll.poll(1000 * WAIT_S) == [(self.socket.fileno(), select.POLLOUT)]:
+                sent += self.socket.send(block[sent % len(block) :])
         self.socket.settimeout(WAIT_S)
         with self.socket, suppress(ConnectionError):
             while self.socket.recv(1 << 16):
