@@ -23,6 +23,14 @@ settings.register_profile("symbiosis", deadline=None)  # a busy machine is no bu
 settings.load_profile("symbiosis")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The long forms run when `-m` names them, and only then."""
+    if "soak" not in config.option.markexpr:
+        long = [item for item in items if item.get_closest_marker("soak")]
+        config.hook.pytest_deselected(items=long)
+        items[:] = [item for item in items if item not in long]
+
+
 def tiny_llama() -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
