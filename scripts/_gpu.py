@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import symbiosis
+from symbiosis.kernels.integers import modular_product, quantise
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 TOKENS = 128  # that a decoder makes from one prompt, then it begins again
+ROWS = {8: torch.int32, 16: torch.int64}  # what rows consist of, by the bits of the weights
 WARM_UP = 4  # steps before anything is measured; captured ones are recorded in the third
 
 
@@ -229,6 +231,35 @@ class OneLayer:
             synchronize(self._device)
             times.append((time.perf_counter() - begun) / self.CHAIN)
         return statistics.median(times) * 1e6
+
+
+class Products:
+    """Products of one weight: of integers as private clients send them, and of floats."""
+
+    TURNS = 20
+
+    def __init__(self, inputs: int, outputs: int, device: str) -> None:
+        self._device = device
+        weight = torch.randn(inputs, outputs, dtype=torch.bfloat16, device=device)
+        self._weights = {bits: quantise(weight, bits)[0] for bits in ROWS}
+        self._float = weight
+
+    def product_us(self, rows: int, bits: int | None, rounds: int) -> float:
+        """The median over the rounds of what a product takes; `bits`: of the weights, or None for floats."""
+        if bits is None:
+            x, multiply, w = self._float[:1, :1].expand(rows, len(self._float)).contiguous(), torch.mm, self._float
+        else:
+            x = torch.randint(0, 1 << 30, (rows, len(self._float)), dtype=ROWS[bits], device=self._device)
+            multiply, w = modular_product, self._weights[bits]
+        times = []
+        for _ in range(rounds + WARM_UP):
+            synchronize(self._device)
+            begun = time.perf_counter()
+            for _ in range(self.TURNS):
+                multiply(x, w)
+            synchronize(self._device)
+            times.append((time.perf_counter() - begun) / self.TURNS)
+        return statistics.median(times[WARM_UP:]) * 1e6
 
 
 class ServingOneLayer:

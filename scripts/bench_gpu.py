@@ -6,6 +6,7 @@
 * `mixed`     8 decoders, then 6 decoders beside 2 trainers.
 * `policies`  8 generators of different batch sizes and adapters under each batching policy.
 * `call`      a call of one layer by each way there is to the executor.
+* `integers`  products of private clients' integers against those of floats.
 
 The processes share the GPU by CUDA MPS, which is started if it does not run.
 
@@ -26,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _gpu import ATTENTION, MLP, Gauge, Job, Lora, OneLayer, Program, Serving, ServingOneLayer, Shape
+from _gpu import ATTENTION, MLP, Gauge, Job, Lora, OneLayer, Products, Program, Serving, ServingOneLayer, Shape
 from _processes import Pace, Worker, prepare, progress, together, workers
 
 from symbiosis import mps
@@ -322,6 +323,28 @@ def call(setting: Setting) -> None:
     print_table(("way", "rows", "", "µs"), rows, title=f"a call of {width} × {width}")
 
 
+# ---------------------------------------------------------------- integers
+
+
+def integers(setting: Setting) -> None:
+    """Products of private clients' integers against the same in floats."""
+    rows = []
+    for outputs in (setting.shape.hidden, setting.shape.inner):
+        with workers(Products, [(setting.shape.hidden, outputs, setting.device)]) as (worker,):
+            for count, bar in ((32, 3.0), (2048, 5.0)):
+                plain = worker.call("product_us", count, None, 10)
+                for bits in (8, 16):
+                    progress(f"{count} rows, {outputs} columns, {bits} bits")
+                    took = worker.call("product_us", count, bits, 10)
+                    name = f"integers_{bits}_bits_{outputs}_columns_{count}_rows"
+                    if bits == 8:
+                        setting.bar(name, took / plain, "<=", bar)
+                    else:
+                        setting.report.figure(name, took / plain)
+                    rows.append((f"{bits} bits", f"{setting.shape.hidden} x {outputs}", str(count), f"{took:.1f}", f"{plain:.1f}", f"{took / plain:.2f}"))  # fmt: skip
+    print_table(("integers", "weight", "rows", "µs", "bfloat16", "ratio"), rows)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -343,6 +366,7 @@ SUITES: dict[str, Callable[[Setting], None]] = {
     "mixed": lambda setting: mixed(setting, LONG),
     "policies": policies,
     "call": call,
+    "integers": integers,
 }
 
 
