@@ -2,9 +2,11 @@
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from math import inf
+from random import Random
 from typing import get_args
 
 import pytest
@@ -668,3 +670,33 @@ def test_slices_are_short_while_another_tenant_calls() -> None:
             sizes.append(batch.rows)
     assert sizes[:6] == [4096] * 6, "nobody else is there"
     assert set(sizes[6:]) == {200}, "2 ms at 10 us a row"
+
+
+@given(
+    st.sampled_from(POLICIES),
+    st.lists(st.tuples(st.integers(0, 3), st.sampled_from("ab"), st.integers(1, 3 * MAX_ROWS)), max_size=20),
+    st.randoms(use_true_random=False),
+)
+def test_products_that_are_under_way_at_the_same_time_may_end_in_any_order(
+    policy: Policy, calls: list[tuple[int, Hashable, int]], random: Random
+) -> None:
+    batcher, now = Batcher(policy, MAX_WAIT, MAX_ROWS, idle_s=1.0), 0.0
+    for session in range(4):
+        batcher.join(session)
+    left, items, running = list(calls), list[Item](), list[Batch]()
+    finished = Counter[int]()
+    while left or running or not batcher.idle:
+        now += 1e-4
+        if left and random.random() < 0.5:
+            session, key, rows = left.pop()
+            items.append(Item(session, key, rows, 1, now))
+            batcher.add(items[-1])
+        if len(running) < 3 and (batch := batcher.next_batch(now)):
+            running.append(batch)
+        elif running:
+            batch = running.pop(random.randrange(len(running)))
+            batch.ran()
+            finished.update(id(piece.item) for piece in batch.slices if piece.item.finished)
+            batcher.done(batch, 1e-4, now)
+    assert all(item.finished and finished[id(item)] == 1 for item in items)
+    assert not any(batcher.leave(session) for session in range(4)), "somebody still waits"
