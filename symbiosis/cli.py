@@ -26,6 +26,7 @@ def executor(
     policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,
     max_wait_us: Annotated[int | None, typer.Option(help="Longest that a call waits for company. Default: 2000.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Most rows of one product. Default: 4096.")] = None,
+    batch_invariant: Annotated[bool | None, typer.Option("--batch-invariant", help="A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined then.")] = None,
     workers: Annotated[int | None, typer.Option(help="Products that a CPU computes at the same time, each with OMP_NUM_THREADS threads. Default: 1.")] = None,
     serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve. Repeatable. Default: all linear and expert layers but the output head.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
@@ -164,12 +165,14 @@ class Level(StrEnum):
 def audit(
     level: Annotated[Level, typer.Option(help="none: rows as they are. noise, split, pads: as privacy= of wrap.")],
     quick: Annotated[bool, typer.Option("--quick", help="Less data.")] = False,
-) -> None:
+    bits: Annotated[int, typer.Option(help="Of the quantised weights of split and pads: 8 or 16.")] = 8,
+    tcp: Annotated[bool, typer.Option("--tcp", help="Over tcp://, not within one process.")] = False,
+) -> None:  # fmt: skip
     """Attack, as an operator would, what executors see of a demo client; exit status 0 if the level holds what it promises."""
     with _errors_for_people():
         from symbiosis.audit.run import run
 
-        raise typer.Exit(run(level.value, quick))
+        raise typer.Exit(run(level.value, quick, bits, tcp))
 
 
 @app.command()

@@ -27,6 +27,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     policy: Policy = "opportunistic"
     max_wait_us: int = 2000
     max_batch_tokens: int = 4096
+    batch_invariant: bool = False
     workers: int = 1
     serve: tuple[str, ...] = ()
     allow_read: bool = False

@@ -26,6 +26,7 @@ class Public:
     def __init__(self, bits: int = 8) -> None:
         from transformers import AutoTokenizer
 
+        self.bits = bits
         self.tokenizer: Any = AutoTokenizer.from_pretrained(DEMO_MODEL)
         self.model: Any = load_model("demo")
         self.weights = {name: self.model.get_parameter(f"{name}.weight").detach() for name in linear_layers(self.model)}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -87,45 +87,49 @@ class Row:
         return f">= {self.least:g}" if self.most == 1.0 else f"{self.least:g} - {self.most:g}"
 
 
-def run(level: Level, quick: bool) -> int:
-    """The whole audit; 0 if every row holds."""
+def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False) -> int:
+    """The whole audit; 0 if every row holds. `bits`: of quantised weights."""
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
     size = QUICK if quick else FULL
-    public = Public()
+    public = Public(bits)
     work = Work.of(public.tokenizer, size)
-    rows = audit(level, size, work, public)
+    rows = audit(level, size, work, public, tcp)
     show(level, rows)
     return report(level, rows).finish(table=False)
 
 
-def audit(level: Level, size: Size, work: Work, public: Public) -> list[Row]:
+def audit(level: Level, size: Size, work: Work, public: Public, tcp: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
-        with setup("none", size, work, Path(folder)) as plain:
+        with setup("none", size, work, Path(folder), public.bits, tcp) as plain:
             owner = own(*plain, work, size)
             control = attacked(View(plain.recorders[0]), owner, size, work, public)
         if level == "none":
             return [Row(attack, "", score, score, SUCCESS, 1.0) for attack, score in control.items()]
-        with setup(level, size, work, Path(folder)) as protected:
+        with setup(level, size, work, Path(folder), public.bits, tcp) as protected:
             owner = own(*protected, work, size)
             return judged(level, protected, owner, control, size, work, public)
 
 
 @contextmanager
-def setup(level: Level, size: Size, work: Work, folder: Path) -> Iterator[Setup]:
+def setup(level: Level, size: Size, work: Work, folder: Path, bits: int = 8, tcp: bool = False) -> Iterator[Setup]:
     """The executors of one level, and the owner's side of it."""
     privacy: Privacy | None = None
+
+    def record(operator: str, **options: Any) -> Recorder:
+        return Recorder("demo", operator=operator, **options, listen=["tcp://127.0.0.1:0"] if tcp else [])
+
     if level == "none":
-        recorders = [Recorder("demo", operator="one", serve=["*"])]
+        recorders = [record("one", serve=["*"])]
     elif level == "noise":
-        recorders = [Recorder("demo", operator="one")]
+        recorders = [record("one")]
         privacy = symbiosis.Noise(effects="same", allow_known_noise=True)
     elif level == "split":
-        recorders = [Recorder("demo", operator=name, integers=[8]) for name in ("one", "two")]
-        privacy = symbiosis.Split(recorders[1].endpoint)
+        recorders = [record(name, integers=[bits]) for name in ("one", "two")]
+        privacy = symbiosis.Split(recorders[1].endpoint, bits)
     else:
-        make("demo", rows_needed(size, work), folder / "pads", training=True)
-        recorders, privacy = [Recorder("demo", operator="one", integers=[8])], symbiosis.Pads(folder / "pads")
+        make("demo", rows_needed(size, work), folder / "pads", bits, training=True)
+        recorders, privacy = [record("one", integers=[bits])], symbiosis.Pads(folder / "pads")
     try:
         yield Setup(recorders[0].endpoint, privacy, recorders)
     finally:
@@ -154,7 +158,7 @@ def judged(
     if level != "noise":
         for recorder in protected.recorders:
             recorder.server.log.clear()
-        reference = own(protected.endpoint, Unmasked(), [], work, size)
+        reference = own(protected.endpoint, Unmasked(public.bits), [], work, size)
         rows.append(Row("values that masks have changed", "", None, unequal_values(owner, reference), 0, 0))
     return rows
 

@@ -57,7 +57,13 @@ class Batcher:
     [3]
     """
 
-    def __init__(self, policy: Policy, max_wait: float = 0.0, max_rows: int = 4096, idle_s: float = inf) -> None:
+    def __init__(
+        self, policy: Policy, max_wait: float = 0.0, max_rows: int = 4096, idle_s: float = inf, invariant: bool = False
+    ) -> None:
+        """`invariant`: what runs together, and how calls are cut, never depends on other sessions."""
+        if invariant:
+            policy = "immediate"
+        self._invariant = invariant
         self.policy, self.max_wait, self.max_rows, self.idle_s = policy, max_wait, max_rows, idle_s
         self.join_below = JOIN_BELOW
         self._queues: dict[Hashable, Queue] = {}
@@ -397,7 +403,7 @@ class Batcher:
 
     def _most_rows(self, item: Item) -> int:
         """Of one slice: fewer while other tenants call."""
-        if not self._others_call(item):
+        if self._invariant or not self._others_call(item):
             return self.max_rows
         per_row = self._per_row.get(item.key, inf)
         return min(self.max_rows, max(SMALLEST_SLICE, int(SLICE_S / max(per_row, 1e-12))))

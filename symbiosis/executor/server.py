@@ -65,7 +65,13 @@ class Server:
         self.figures = Figures(store)
         self.sessions: dict[int, Session] = {}
         self._accounts: dict[str, Account] = {}
-        self.batcher = Batcher(options.policy, options.max_wait_us / 1e6, options.max_batch_tokens, options.heartbeat_s)
+        self.batcher = Batcher(
+            options.policy,
+            options.max_wait_us / 1e6,
+            options.max_batch_tokens,
+            options.heartbeat_s,
+            options.batch_invariant,
+        )
         self.engine = Engine(store, self._answered, self._joined)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.device, self.stream = self.engine.device, self.engine.stream
