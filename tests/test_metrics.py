@@ -173,7 +173,10 @@ def test_the_log_tells_who_came_left_and_was_refused(tmp_path: Path) -> None:
         assert within(10, lambda: sum(executor.scrape()["symbiosis_sessions"].values()) == 0)
         log = executor.stop()
     events = {event: [entry for entry in log if entry["event"] == event] for event in {entry["event"] for entry in log}}
-    assert events.keys() == {"join refused", "session joined", "call refused", "session left", "stopped"}
+    assert events.keys() == {"memory", "join refused", "session joined", "call refused", "session left", "stopped"}
+    (plan,) = events["memory"]
+    assert plan["weights_mib"] == 7 and plan["session_at_most_mib"] == 2048 and plan["sessions"] == 256
+    assert 0 < plan["free_mib"] < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 20
     assert [(e["code"], e["transport"], e["level"]) for e in events["join refused"]] == [
         ("WRONG_MODEL", "tcp", "warning")
     ]
@@ -196,7 +199,7 @@ def test_a_silent_client_is_dropped_and_that_is_logged(tmp_path: Path) -> None:
         assert within(20, lambda: executor.scrape()["symbiosis_dropped_sessions_total"] == {(): 1})
         connection.close()
         executor.stop()
-    lines = [line for line in executor.log if "session" in line]
+    lines = [line for line in executor.log if " session " in line]
     assert [re.sub(r"^\d\d:\d\d:\d\d ", "", line).partition(" session=")[0] for line in lines] == [
         "INFO session joined", "WARNING session dropped", "INFO session left",
     ]  # fmt: skip

@@ -303,9 +303,9 @@ def test_the_executor_warns_without_it(
     events = serve(tmp_path, monkeypatch, device="cuda")
     assert "300 us" in events[0] and "--mps" in events[0]
     assert on_a_pretended_gpu == [State.ABSENT]
-    assert serve(tmp_path, monkeypatch, device="cpu") == ["stopped"]
+    assert serve(tmp_path, monkeypatch, device="cpu") == ["memory", "stopped"]
     with mps.running():
-        assert serve(tmp_path, monkeypatch, device="cuda") == ["stopped"], "nothing to warn of"
+        assert serve(tmp_path, monkeypatch, device="cuda") == ["memory", "stopped"], "nothing to warn of"
 
 
 def test_an_executor_that_cannot_load_stops_it(

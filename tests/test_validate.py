@@ -132,6 +132,7 @@ def test_slices_and_company_get_their_own_rows() -> None:
         for rows in (x, other)
     ]
     items = [Item(number, None, len(work.out), 0, 0.0, work) for number, work in enumerate(works)]
+    items[0].ran = 8
     with torch.no_grad():
         Engine(STORE, lambda *_: None, lambda *_: None).step(
             Batch(None, [Slice(items[0], 8, 10), Slice(items[1], 0, 3)], 0.0)

@@ -99,11 +99,13 @@ class Engine:
         piece = batch.slices[0]
         if piece.item.work.number and len(batch.slices) == 1 and piece.start == 0 and piece.last:
             self._on_done(piece.item.work, self.launch(piece.item.work))
+            batch.ran()
             return max(perf_counter() - begun, self._estimate(piece.item.work.call, batch.rows))
         if self._are_copied_by_the_gpu(batch.slices):
             with suppress(Exception):  # then one copy after the other, which tells whose call is to blame
                 seconds = self.join([piece.item.work for piece in batch.slices])
                 self._on_joined(batch)
+                batch.ran()
                 return seconds
         seconds = self.compute(batch)
         self.reply(batch, seconds)
@@ -135,7 +137,8 @@ class Engine:
         return perf_counter() - begun
 
     def reply(self, batch: Batch, seconds: float) -> None:
-        """... to the calls of which all rows have been computed."""
+        """... to the calls of which all rows have been computed by now."""
+        batch.ran()
         for piece in batch.slices:
             if piece.item.finished:
                 self._reply(piece, batch, seconds)

@@ -137,7 +137,6 @@ class Server:
         if self.options.workers > 1 and self.batcher.expected(batch) > LONG_S:
             self._compute_meanwhile(batch)
             return
-        batch.ran()
         self._ran(batch, self.engine.step(batch))
 
     def _compute_meanwhile(self, batch: Batch) -> None:
@@ -153,7 +152,6 @@ class Server:
 
     def _answer(self, batch: Batch, seconds: float) -> None:
         self._computing -= 1
-        batch.ran()
         self.engine.reply(batch, seconds)
         self._ran(batch, seconds)
 
