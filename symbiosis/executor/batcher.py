@@ -176,9 +176,7 @@ class Batcher:
         self._foresee(now)
 
     def expected(self, batch: Batch) -> float:
-        """The seconds that a product will take, as far as is known."""
-        if batch.rows < SMALLEST_SLICE:
-            return self._cost.get(batch.key, 0.0)
+        """The seconds that the rows of a batch will take, as far as is known; what a product of few takes besides is not counted."""
         return self._per_row.get(batch.key, 0.0) * batch.rows
 
     def done(self, batch: Batch, seconds: float, now: float) -> None:
