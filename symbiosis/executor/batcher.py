@@ -173,6 +173,7 @@ class Batcher:
             rhythm.used += seconds * own / rows
             rhythm.share.used += seconds * own / rows
             rhythm.last_key, rhythm.replied = key, now
+        self._least_used = max(self._least_used, min(self._sessions[session].used for session, _, _ in calls))
         self._foresee(now)
 
     def expected(self, batch: Batch) -> float:
