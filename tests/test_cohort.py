@@ -146,6 +146,13 @@ def test_what_was_not_foreseen_goes_through_the_queue(event: str, together: Exec
     assert not together.cohort and together.batcher.idle
 
 
+def test_who_was_not_foreseen_takes_nobodys_place(together: Executor) -> None:
+    together.peers[4] = together.join(4)
+    numbers = [together.call(session, "a") for session in (4, 1, 1, 2, 3)]
+    together.wait()
+    assert all(together.answered[number] == 1 for number in numbers)
+
+
 def test_calls_that_are_not_foreseen_are_not_taken() -> None:
     executor = Executor(2)
     executor.call(1, "a")

@@ -1,6 +1,7 @@
 """The three transports carry the same: every dtype, shape and size, for threads, forks, copies, and after a break."""
 
 import contextlib
+import copy
 import os
 import pickle
 import re
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import symbiosis
+import symbiosis.client.session
 from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
@@ -421,3 +423,23 @@ def test_looking_at_bells_does_not_keep_descriptors_waiting(monkeypatch: pytest.
     assert time.monotonic() - begun < 5
     loop.close()
     os.close(bell)
+
+
+def test_very_many_rows_go_in_several_calls(serve: Callable, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... with the same results, gradients too, also for layers that are asked together."""
+    model = tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model, listen=[url]).endpoint)
+    ids = torch.randint(3, 100, (3, 120), generator=torch.Generator().manual_seed(1))
+    found = []
+    for largest in (symbiosis.client.session.LARGEST, 64 * 64 * 4):
+        monkeypatch.setattr(symbiosis.client.session, "LARGEST", largest)
+        before = symbiosis.stats(split).calls
+        x = split.get_input_embeddings()(ids).detach().requires_grad_()
+        logits = split(inputs_embeds=x).logits
+        logits.sum().backward()
+        assert x.grad is not None
+        found.append((logits, x.grad, symbiosis.stats(split).calls - before))
+    (logits, grad, calls), (in_parts, grad_in_parts, more_calls) = found
+    assert more_calls > 3 * calls
+    torch.testing.assert_close(in_parts, logits, rtol=1e-5, atol=1e-5)  # fewer rows may round in another way
+    torch.testing.assert_close(grad_in_parts, grad, rtol=1e-5, atol=1e-5)

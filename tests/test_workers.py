@@ -5,6 +5,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 
 import symbiosis
 from symbiosis.client.wrap import remote_weights
-from symbiosis.errors import CallError, ConfigError
+from symbiosis.config import Options
+from symbiosis.errors import CallError, ConfigError, SymbiosisError
 from symbiosis.executor import server
 from tests.conftest import tiny_llama
 from tests.processes import until
@@ -35,6 +38,16 @@ def linear() -> nn.Sequential:
 
 def leave(model: nn.Module) -> None:
     next(remote_weights(model)).handle.session.close()
+
+
+def in_the_background(model: nn.Module, x: Tensor, results: list[Tensor]) -> None:
+    """An answer that may never come."""
+
+    def ask() -> None:
+        with suppress(SymbiosisError):
+            results.append(model(x))
+
+    threading.Thread(target=ask, daemon=True).start()
 
 
 def two_at_once(executor: symbiosis.Executor) -> list[int]:
@@ -165,7 +178,7 @@ def test_the_end_waits_for_products_under_way(drain: bool, linear: nn.Sequential
 
     engine._compute = slow  # type: ignore[method-assign]
     results: list[Tensor] = []
-    threading.Thread(target=lambda: results.append(model(x)), daemon=True).start()
+    in_the_background(model, x, results)
     assert begun.wait(WAIT_S)
     executor.close(drain=drain)
     assert not executor._thread.is_alive()
@@ -174,7 +187,27 @@ def test_the_end_waits_for_products_under_way(drain: bool, linear: nn.Sequential
         assert torch.equal(results[0], linear(x))
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_worker_that_fails_ends_the_executor_and_is_heard_of(
+    linear: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = symbiosis.Executor(copy.deepcopy(linear), workers=3)
+    model = symbiosis.wrap(copy.deepcopy(linear), executor.endpoint)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(executor.server.batcher, "done", fail)
+    in_the_background(model, torch.ones(3, 32), [])
+    executor._thread.join(WAIT_S)
+    assert not executor._thread.is_alive()
+    assert str(executor.server._failure) == "on purpose"
+
+
 def test_workers_are_for_cpus() -> None:
+    on_gpu: Any = SimpleNamespace(on_gpu=True)
+    with pytest.raises(ConfigError, match="workers"):  # whatever the options say of the device
+        server.Server(on_gpu, Options(workers=2))
     with pytest.raises(ConfigError, match="workers"):
         symbiosis.Executor("demo", device="cuda", workers=2)
     with pytest.raises(ConfigError, match="workers"):

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
 from symbiosis.errors import CallError, CaptureError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
-from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
+from symbiosis.protocol import BY_ROWS, DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 
 if TYPE_CHECKING:
@@ -36,6 +36,10 @@ PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a l
 JOIN_S = 10.0  # how long a join may take
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+LARGEST = (
+    64 << 20
+)  # bytes of rows in one call through the host: an executor takes in one call at a time, and others wait
+FEWEST = 64  # rows of a part of them
 
 logger = logging.getLogger("symbiosis")
 _numbers = itertools.count(1)
@@ -189,6 +193,9 @@ class Session:
         if x.is_cuda and op in BY_DEVICE and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.call(call, payload)
+        if call.nbytes > LARGEST and call.rows > FEWEST and op in BY_ROWS and x.dim() == 2 and not also:
+            one = partial(self.call, op, layer, dtype=dtype, bias=bias, view=view, priority=priority, gradient=gradient)
+            return torch.cat([one(part) for part in _parts(x)])
         return self._by_host(call, payload, x.device)[0]
 
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
@@ -197,6 +204,11 @@ class Session:
         if x.is_cuda and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.rows(call, x, widths)
+        if call.nbytes > LARGEST and call.rows > FEWEST and (op is Op.FORWARD or len(group) == 1):
+            results = [self.rows(op, group, part, priority) for part in _parts(x.reshape(-1, x.shape[-1]))]
+            return [
+                torch.cat(parts).view(shape) for parts, shape in zip(zip(*results, strict=True), shapes, strict=True)
+            ]
         return self._by_host(call, (x.detach() if x.requires_grad else x,), x.device, shapes)
 
     def _by_host(
@@ -390,6 +402,12 @@ class Session:
             self.timeout,
             self.exact,
         )
+
+
+def _parts(x_TK: Tensor) -> Sequence[Tensor]:
+    """Rows that go one call after another."""
+    most = LARGEST // max(1, x_TK.shape[1] * x_TK.element_size())
+    return x_TK.split(max(FEWEST, most // FEWEST * FEWEST))
 
 
 @lru_cache(maxsize=1 << 14)

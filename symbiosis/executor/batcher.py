@@ -155,6 +155,10 @@ class Batcher:
         """What was foreseen when the last product began, as long as no call waits."""
         return self._awaited if not self._queues and self.policy == "opportunistic" else None
 
+    def lives(self, session: int) -> bool:
+        """Whether it is one of those that are foreseen."""
+        return session in self._live
+
     def went(
         self, key: Hashable, calls: Sequence[tuple[int, float, int]], formed: float, seconds: float, now: float
     ) -> None:
@@ -168,6 +172,7 @@ class Batcher:
         self._caller = 0  # nobody is alone
         for session, arrived, own in calls:
             rhythm = self._sessions[session]
+            rhythm.used = max(rhythm.used, self._least_used)
             rhythm.learn(key, arrived, cost)
             rhythm.share.called, rhythm.served, rhythm.share.served = arrived, formed, formed
             rhythm.used += seconds * own / rows
@@ -220,7 +225,7 @@ class Batcher:
 
     def _still_waits(self, now: float) -> bool:
         """Whether the calls that are worth waiting for have not come, and no others either."""
-        if self._awaited is None or len(self._queues) > 1:
+        if self._awaited is None or len(self._queues) > 1 or self.policy != "opportunistic":
             return False
         key, calls, until, since = self._awaited
         queue = self._queues.get(key)
@@ -241,7 +246,7 @@ class Batcher:
             return
         live = self._live.values()
         key = next(iter(live)).next
-        if key is None or any(rhythm.next != key for rhythm in live):
+        if key is None or any(rhythm.next != key or rhythm.pending for rhythm in live):
             return
         expected = [rhythm.replied + rhythm.pause for rhythm in live]
         first, last = min(expected), max(expected)

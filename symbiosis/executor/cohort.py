@@ -21,7 +21,7 @@ class Cohort:
     ) -> None:
         """`enqueue`: leaves a call, and when it came, to the batcher."""
         self._batcher, self._engine, self._figures, self._enqueue = batcher, engine, figures, enqueue
-        self._rung: list[tuple[Work, float]] = []
+        self._rung: dict[int, tuple[Work, float]] = {}  # by session
         self._rows = 0
 
     def __len__(self) -> int:
@@ -32,9 +32,12 @@ class Cohort:
         awaited = self._batcher.awaited
         if awaited is None or work.plan.key != awaited.key or work.places is None:
             return False
+        number = work.peer.session.number
+        if number in self._rung or not self._batcher.lives(number):
+            return False
         if work.plan.rows >= self._batcher.join_below or (not self._rung and now < awaited.since):
             return False
-        self._rung.append((work, now))
+        self._rung[number] = work, now
         self._rows += work.plan.rows
         return True
 
@@ -43,7 +46,8 @@ class Cohort:
         awaited = self._batcher.awaited
         if not self._rung or awaited is None:
             return -inf if self._rung else inf
-        return min(awaited.until, self._rung[0][1] + self._batcher.max_wait)
+        first = next(arrived for _, arrived in self._rung.values())
+        return min(awaited.until, first + self._batcher.max_wait)
 
     def step(self, now: float) -> bool:
         """Run what has come, or wait on. Else, what has come is the batcher's."""
@@ -57,29 +61,30 @@ class Cohort:
 
     def disband(self) -> None:
         """The calls that have come wait in the batcher's queue, as any others."""
-        rung, self._rung, self._rows = self._rung, [], 0
-        for work, arrived in rung:
+        rung, self._rung, self._rows = self._rung, {}, 0
+        for work, arrived in rung.values():
             self._enqueue(work, arrived)
 
     def _run(self) -> bool:
         formed = monotonic()
         if self._rows > self._batcher.max_rows:
             return False
-        works = [work for work, _ in self._rung]
+        works = [work for work, _ in self._rung.values()]
         try:
             seconds = self._engine.join(works)
         except Exception:  # whatever it is: the engine tells whose call is to blame when they come one by one
             return False
         rung, rows = self._rung, self._rows
-        self._rung, self._rows = [], 0
-        calls = []
-        for work, arrived in rung:
+        self._rung, self._rows = {}, 0
+        calls, waited = [], 0.0
+        for number, (work, arrived) in rung.items():
             work.peer.count(len(rung))
             session = work.peer.session
             session.calls += 1
             session.rows += work.plan.rows
             session.bytes += work.plan.nbytes
-            calls.append((session.number, arrived, work.plan.rows))
+            calls.append((number, arrived, work.plan.rows))
+            waited += formed - arrived
         self._batcher.went(works[0].plan.key, calls, formed, seconds, formed + seconds)
-        self._figures.together(works[0].call, len(rung), rows, sum(formed - arrived for _, arrived in rung), seconds)
+        self._figures.together(works[0].call, len(rung), rows, waited, seconds)
         return True

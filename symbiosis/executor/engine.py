@@ -8,7 +8,6 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batch import Batch, Slice
 from symbiosis.executor.batcher import JOIN_BELOW
-from symbiosis.executor.log import log
+from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.store import Store
 from symbiosis.kernels.few_rows import FewRows
 from symbiosis.kernels.grouped import grouped, merge
@@ -64,6 +63,7 @@ class Engine:
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
         self.stream = 0
         self._joined: Any = None
+        self._not_joined = 0  # products that failed so
         self._pace: Pace | None = None
         self._product_of_joined = FewRows(store.linear_weights()) if self.device.type == "cpu" else product
         if self.device.type == "cuda":
@@ -102,8 +102,13 @@ class Engine:
             batch.ran()
             return max(perf_counter() - begun, self._estimate(piece.item.work.call, batch.rows))
         if self._are_copied_by_the_gpu(batch.slices):
-            with suppress(Exception):  # then one copy after the other, which tells whose call is to blame
+            try:
                 seconds = self.join([piece.item.work for piece in batch.slices])
+            except Exception as error:  # then one copy after the other, which tells whose call is to blame
+                self._not_joined += 1
+                if worth_logging(self._not_joined):
+                    log(logging.WARNING, "calls were not joined", error=type(error).__name__, times=self._not_joined)
+            else:
                 self._on_joined(batch)
                 batch.ran()
                 return seconds
@@ -113,8 +118,10 @@ class Engine:
 
     def _are_copied_by_the_gpu(self, slices: list[Slice]) -> bool:
         """Whether they are several whole calls that `join` takes."""
-        return len(slices) > 1 and all(
-            item.work.places is not None and start == 0 and stop == item.rows for item, start, stop in slices
+        return (
+            self._joined is not None
+            and 1 < len(slices) <= self._joined.most
+            and all(item.work.places is not None and start == 0 and stop == item.rows for item, start, stop in slices)
         )
 
     def join(self, works: Sequence[Work]) -> float:

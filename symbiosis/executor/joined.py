@@ -69,6 +69,8 @@ class Page:
 class Joined:
     """On one GPU and stream."""
 
+    most = rows.PLACES  # calls in one product
+
     def __init__(self, multiply: Multiply, pool: Any) -> None:
         self._multiply, self._pool = multiply, pool
         self._table, self._turn = rows.new_table()
@@ -80,7 +82,7 @@ class Joined:
 
     def run(self, works: "Sequence[Work]") -> None:
         """Calls that have places."""
-        if len(works) > rows.PLACES:
+        if len(works) > self.most:
             raise ValueError(f"{len(works)} calls do not fit a page")
         works = sorted(works, key=_number)
         numbers = tuple(map(_number, works))

@@ -167,7 +167,7 @@ class Figures:
         now = monotonic()
         snapshot = Snapshot(
             uptime_s=now - self.started,
-            policy=server.options.policy,
+            policy=server.batcher.policy,
             endpoints=[listener.url for listener in server.listeners],
             rss_bytes=rss_bytes(),
             weights_bytes=self.weights_bytes,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.config import Options
-from symbiosis.errors import CallError, Code
+from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.executor.account import Account
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
@@ -60,6 +60,8 @@ class Server:
     """Owns the reactor. Everything but `stop` and `drain` runs in the thread that has the turn."""
 
     def __init__(self, store: Store, options: Options) -> None:
+        if store.on_gpu and options.workers > 1:  # of a model that was handed over: options do not tell
+            raise ConfigError("products run one after another on a GPU: leave out --workers")
         self.store, self.options, self.limits = store, options, options.limits
         self.keyring = Keyring.open(options.key, options.tenants) if options.key and options.tenants else None
         self.figures = Figures(store)
@@ -80,6 +82,7 @@ class Server:
         self._numbers = itertools.count(1)
         self._more = self._draining = self._stopped = False
         self._turn = threading.Lock()  # of the workers
+        self._failure: BaseException | None = None  # of the first of them that failed
         self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of those who do not have it
         self._next_tick = 0.0
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
@@ -96,25 +99,26 @@ class Server:
         others = [threading.Thread(target=self._work, daemon=True) for _ in range(self.options.workers - 1)]
         for thread in others:
             thread.start()
-        try:
-            self._work()
-            for thread in others:
-                thread.join()
-        finally:
-            for listener in self.listeners:
-                listener.close()
-            self.reactor.close()
+        self._work()
+        for thread in others:
+            thread.join()
+        for listener in self.listeners:
+            listener.close()
+        self.reactor.close()
+        if self._failure:
+            raise self._failure
 
     def _work(self) -> None:
         """What each worker does. One at a time has the turn: it listens, decides and answers. For as long as a product takes
         that is worth it, it leaves that to the next."""
         torch.set_grad_enabled(False)  # of this thread
-        try:
-            with self._turn:
+        with self._turn:
+            try:
                 while not self._over():
                     self.reactor.poll(self._patience())
                     self._step()
-        finally:
+            except BaseException as error:
+                self._failure = self._failure or error
             self.stop()  # the others, too
 
     def _over(self) -> bool:

@@ -6,6 +6,7 @@ put together with shifts that wrap. For rows of 32 bits and weights of 8 bits th
 GPUs of NVIDIA's Hopper generation have a kernel for all of it (`integer_products.py`); what is here is its reference.
 """
 
+import warnings
 from collections.abc import Callable
 from functools import cache
 
@@ -96,7 +97,12 @@ def _fused(device: torch.device) -> Callable[..., Tensor] | None:
         return None
     try:
         from symbiosis.kernels.integer_products import fused_product
-    except ImportError:
+
+        with torch.cuda.device(device):
+            w_DKN = torch.zeros(1, 16, 16, dtype=torch.int8, device=device)
+            fused_product(w_DKN.new_zeros(1, 16, dtype=torch.int32), w_DKN)
+    except Exception as error:  # no Triton, or nothing that it can compile with
+        warnings.warn(f"products of integers will be slow: no kernel for them ({type(error).__name__})", stacklevel=2)
         return None
     return fused_product
 

@@ -84,7 +84,7 @@ class DevicePeer:
         self._listener, self._inbox, self._socket = listener, listener.inbox, sock
         if len(fds) != 1:
             raise CallError(Code.BAD_FRAME, "a client on a GPU passes one page of words")
-        reason = self._why_not(sock)
+        reason = "an observer makes no calls" if hello.observer else self._why_not(sock)
         if reason is not None:
             os.close(fds[0])
             raise CallError(Code.UNKNOWN_OP, f"this executor takes no calls of GPUs: {reason}")
@@ -104,7 +104,13 @@ class DevicePeer:
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looking = False
         self._beats = 0
-        self._welcome(welcome)
+        try:
+            self._welcome(welcome)
+        except OSError:  # the client has gone meanwhile
+            self._inbox.left(self)
+            os.close(self._awake)
+            self._words.close()
+            raise
         listener.reactor.watch(self._awake, self.look, on_change=True)
 
     def _why_not(self, sock: socket.socket) -> str | None:
