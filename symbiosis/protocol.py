@@ -326,6 +326,10 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
     code: int
     message: str
 
+    def error(self) -> CallError:
+        """What the client raises."""
+        return CallError(Code(self.code), self.message)
+
 
 class Grow(msgspec.Struct, frozen=True, tag="grow"):
     """A client on the same host asks for a larger shared memory segment."""

@@ -32,7 +32,7 @@ class Executor:
 
     def join(self, number: int) -> Any:
         self.batcher.join(number)
-        session = SimpleNamespace(number=number, calls=0, rows=0, bytes=0)
+        session = SimpleNamespace(number=number, count=lambda plan: None)
         return SimpleNamespace(session=session, count=lambda together: None)
 
     def call(self, session: int, key: str, rows: int = 1, placed: bool = True) -> int:

@@ -16,10 +16,11 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from msgspec.structs import replace as replace_fields
 from torch import Tensor
 
 from symbiosis import transport
@@ -36,9 +37,7 @@ PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a l
 JOIN_S = 10.0  # how long a join may take
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
-LARGEST = (
-    64 << 20
-)  # bytes of rows in one call through the host: an executor takes in one call at a time, and others wait
+LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
 FEWEST = 64  # rows of a part of them
 
 logger = logging.getLogger("symbiosis")
@@ -193,9 +192,6 @@ class Session:
         if x.is_cuda and op in BY_DEVICE and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.call(call, payload)
-        if call.nbytes > LARGEST and call.rows > FEWEST and op in BY_ROWS and x.dim() == 2 and not also:
-            one = partial(self.call, op, layer, dtype=dtype, bias=bias, view=view, priority=priority, gradient=gradient)
-            return torch.cat([one(part) for part in _parts(x)])
         return self._by_host(call, payload, x.device)[0]
 
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
@@ -204,17 +200,14 @@ class Session:
         if x.is_cuda and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.rows(call, x, widths)
-        if call.nbytes > LARGEST and call.rows > FEWEST and (op is Op.FORWARD or len(group) == 1):
-            results = [self.rows(op, group, part, priority) for part in _parts(x.reshape(-1, x.shape[-1]))]
-            return [
-                torch.cat(parts).view(shape) for parts, shape in zip(zip(*results, strict=True), shapes, strict=True)
-            ]
         return self._by_host(call, (x.detach() if x.requires_grad else x,), x.device, shapes)
 
     def _by_host(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor]:
-        """The results of a call through the host's memory, on `device`."""
+        """The results of a call through the host's memory, on `device`; very many rows go in several calls."""
+        if call.nbytes > LARGEST and call.rows > FEWEST and _is_separable(call, shapes):
+            return self._in_parts(call, payload[0], device, shapes)
         if device.type == "cpu":
             return self._answer(call, payload, shapes)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -223,6 +216,14 @@ class Session:
             )
         results = self._answer(call, tuple(tensor.cpu() for tensor in payload), shapes)
         return [result.to(device) for result in results]
+
+    def _in_parts(self, call: Call, x: Tensor, device: torch.device, shapes: Shapes) -> list[Tensor]:
+        results = []
+        for part in _parts(x.reshape(call.shape)):
+            some = replace_fields(call, shape=tuple(part.shape))
+            results.append(self._by_host(some, (part,), device, tuple((len(part), shape[-1]) for shape in shapes)))
+        whole = [torch.cat(parts) for parts in zip(*results, strict=True)]
+        return [y.view(shape) for y, shape in zip(whole, shapes, strict=True)] if shapes else whole
 
     def _line(self, device: torch.device) -> "DeviceLine | None":
         """The way of this GPU's calls; None if they must go through the host."""
@@ -402,6 +403,13 @@ class Session:
             self.timeout,
             self.exact,
         )
+
+
+def _is_separable(call: Call, shapes: Shapes) -> bool:
+    """Whether its rows may go by themselves. What several members get or make lies one member after another: results can be taken
+    apart where their shapes are known."""
+    members_apart = not call.also or (call.op is Op.FORWARD and bool(shapes))
+    return call.op in BY_ROWS and len(call.shape) == 2 and members_apart
 
 
 def _parts(x_TK: Tensor) -> Sequence[Tensor]:

@@ -34,9 +34,9 @@ class Item:
 class Queue(deque[Item]):
     """The calls of one key, the rows that are left of them, and how many of them cannot be joined as a whole."""
 
-    def __init__(self, key: Hashable) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.key, self.rows, self.apart = key, 0, 0
+        self.rows = self.apart = 0
 
     def put(self, item: Item) -> None:
         self.append(item)

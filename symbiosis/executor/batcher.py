@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from symbiosis.config import Policy
 from symbiosis.executor.batch import Batch, Item, Queue, Slice
-from symbiosis.executor.rhythm import PATIENCE, Due, Rhythm, Share, note, smooth
+from symbiosis.executor.rhythm import Due, Rhythm, Share, note, smooth
 
 AGING_S = 0.05  # a call gains one step of priority per this time in which its session is not served
 JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining two gains nothing and costs copies
@@ -124,7 +124,7 @@ class Batcher:
         item.whole = item.joinable and item.rows < self.join_below
         queue = self._queues.get(item.key)
         if queue is None:
-            queue = self._queues[item.key] = Queue(item.key)
+            queue = self._queues[item.key] = Queue()
         queue.put(item)
 
     def next_batch(self, now: float) -> Batch | None:
@@ -164,11 +164,8 @@ class Batcher:
     ) -> None:
         """The calls that were awaited, each a session, when it came, and its rows, were never added and run by themselves as
         one product."""
-        cost = smooth(self._cost.get(key), seconds)
-        note(self._cost, key, cost)
         rows = sum(rows for _, _, rows in calls)
-        if rows >= SMALLEST_SLICE:
-            note(self._per_row, key, smooth(self._per_row.get(key), seconds / rows))
+        cost = self._learn_cost(key, rows, seconds)
         self._caller = 0  # nobody is alone
         for session, arrived, own in calls:
             rhythm = self._sessions[session]
@@ -187,10 +184,9 @@ class Batcher:
 
     def done(self, batch: Batch, seconds: float, now: float) -> None:
         """A batch has run and its replies are out."""
-        note(self._cost, batch.key, smooth(self._cost.get(batch.key), seconds))
-        share = seconds / max(1, batch.rows)
-        if batch.rows >= SMALLEST_SLICE:
-            note(self._per_row, batch.key, smooth(self._per_row.get(batch.key), share))
+        rows = batch.rows
+        self._learn_cost(batch.key, rows, seconds)
+        share = seconds / max(1, rows)
         for item, start, stop in batch.slices:
             rhythm = self._sessions.get(item.session)
             if rhythm is None:
@@ -206,12 +202,20 @@ class Batcher:
         if not self._queues:
             self._foresee(now)
 
+    def _learn_cost(self, key: Hashable, rows: int, seconds: float) -> float:
+        """What a product of the key costs, as far as is known now."""
+        if rows >= SMALLEST_SLICE:
+            note(self._per_row, key, smooth(self._per_row.get(key), seconds / rows))
+        cost = smooth(self._cost.get(key), seconds)
+        note(self._cost, key, cost)
+        return cost
+
     def _forget_silent(self, now: float) -> None:
         """Who has long not called, and is not expected to, is not live until the next call."""
         self._looked = now
         for session, rhythm in list(self._live.items()):
-            pause = rhythm.pause * PATIENCE if rhythm.next is not None else 0.0
-            if not rhythm.pending and now > rhythm.replied + max(ALONE_S, pause):
+            latest = rhythm.due(now).latest if rhythm.next is not None else rhythm.replied
+            if not rhythm.pending and now > max(rhythm.replied + ALONE_S, latest):
                 del self._live[session]
 
     def _all_wait(self, now: float) -> bool:
@@ -248,12 +252,11 @@ class Batcher:
         key = next(iter(live)).next
         if key is None or any(rhythm.next != key or rhythm.pending for rhythm in live):
             return
-        expected = [rhythm.replied + rhythm.pause for rhythm in live]
-        first, last = min(expected), max(expected)
+        coming = [rhythm.due(now) for rhythm in live]
+        first, last = min(coming).expected, max(coming).expected
         worth = min(self._cost.get(key, 0.0), self.max_wait)
         if last - first < worth:
-            latest = max(rhythm.replied + rhythm.pause * PATIENCE for rhythm in live)
-            self._awaited = Awaited(key, len(expected), latest, last - worth)
+            self._awaited = Awaited(key, len(coming), max(due.latest for due in coming), last - worth)
 
     def _all_here(self, queues: list[Queue]) -> bool:
         """Whether there is nobody else to wait for."""

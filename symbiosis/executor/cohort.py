@@ -79,10 +79,7 @@ class Cohort:
         calls, waited = [], 0.0
         for number, (work, arrived) in rung.items():
             work.peer.count(len(rung))
-            session = work.peer.session
-            session.calls += 1
-            session.rows += work.plan.rows
-            session.bytes += work.plan.nbytes
+            work.peer.session.count(work.plan)
             calls.append((number, arrived, work.plan.rows))
             waited += formed - arrived
         self._batcher.went(works[0].plan.key, calls, formed, seconds, formed + seconds)

@@ -22,7 +22,7 @@ from symbiosis.executor.cohort import Cohort
 from symbiosis.executor.engine import Engine, Work, bytes_tensor, call_error, refuse
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures
-from symbiosis.executor.plan import make_plan
+from symbiosis.executor.plan import Plan, make_plan
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_values
 from symbiosis.keys import Keyring
@@ -54,6 +54,12 @@ class Session:
     bytes: int = 0
     refused: int = 0
     joined: float = field(default_factory=monotonic)
+
+    def count(self, plan: Plan) -> None:
+        """A call has come."""
+        self.calls += 1
+        self.rows += plan.rows
+        self.bytes += plan.nbytes
 
 
 class Server:
@@ -287,8 +293,7 @@ class Server:
         session.in_flight += 1
         session.held += held
         session.account.begin(held, item.rows)
-        session.calls += 1
-        session.rows += item.rows
+        session.count(item.work.plan)
         self.batcher.add(item)
 
     def _refuse(self, session: Session, seq: int, call: Call, error: CallError) -> None:
@@ -315,19 +320,15 @@ class Server:
     def rang(self, work: Work) -> bool:
         """On a GPU; what nobody can join is launched at once."""
         session: Session = work.peer.session
-        plan = work.plan
         session.heard = now = monotonic()
         if self.cohort.takes(work, now):
             return True
         self.cohort.disband()
-        alone = self.batcher.alone(session.number, now)
-        if not alone:
+        if not self.batcher.alone(session.number, now):
             self._enqueue(work, now)
             return True
         reply = self.engine.launch(work)
-        session.calls += 1
-        session.rows += plan.rows
-        session.bytes += plan.nbytes
+        session.count(work.plan)
         self.figures.launched(work.call, reply)
         return False
 
@@ -335,9 +336,7 @@ class Server:
         """A call of a GPU."""
         session: Session = work.peer.session
         plan = work.plan
-        session.calls += 1
-        session.rows += plan.rows
-        session.bytes += plan.nbytes
+        session.count(plan)
         session.in_flight += 1
         session.account.begin(0, 0)
         priority = work.call.priority if session.priority is None else session.priority
@@ -357,7 +356,6 @@ class Server:
         out = peer.out(call, plan.shape)
         if out is None:
             out = torch.empty(plan.shape, dtype=TORCH_DTYPE[call.dtype])
-        session.bytes += plan.nbytes
         priority = call.priority if session.priority is None else session.priority
         work = Work(peer, seq, call, payload, out, plan.widths, plan)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)

@@ -370,6 +370,6 @@ def _answer(raw: bytes) -> Control:
         raise ConnectionLost("the executor hung up")
     answer = decode_control(raw)
     if isinstance(answer, Refusal):
-        raise CallError(Code(answer.code), answer.message)
+        raise answer.error()
     assert isinstance(answer, Done | Registered)
     return answer

@@ -99,7 +99,7 @@ class InprocConnection:
         listener.post(self._peer, hello)
         answer = self._next(timeout)
         if isinstance(answer, Refusal):
-            raise CallError(Code(answer.code), answer.message)
+            raise answer.error()
         assert isinstance(answer, Welcome)
         self.welcome = answer
 

@@ -82,7 +82,7 @@ class LocalConnection:
             raise ConnectionLost(f"the executor at {self._url} closed the connection")
         message = decode_control(raw)
         if isinstance(message, Refusal):
-            raise CallError(Code(message.code), message.message)
+            raise message.error()
         return message, received
 
     def call(

@@ -66,7 +66,7 @@ class TcpConnection:
             raise
         if isinstance(answer, Refusal):
             self.close()
-            raise CallError(Code(answer.code), answer.message)
+            raise answer.error()
         assert isinstance(answer, Welcome)
         self.welcome = answer
 
@@ -86,7 +86,7 @@ class TcpConnection:
                 assert isinstance(refusal, Refusal)
                 if refusal.code == Code.NOT_JOINED:
                     raise ConnectionLost(f"the executor at {self._url} was restarted")
-                raise CallError(Code(refusal.code), refusal.message)
+                raise refusal.error()
             reply = decode_reply(head.bytes)
             if reply.seq == seq:
                 sizes = [len(frame) for frame in rest]
