@@ -317,7 +317,7 @@ def step(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     torch.manual_seed(5)
     logits = logits_of(adapted(**inputs))
     targets = torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=torch.Generator().manual_seed(6))
-    loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+    loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten().to(logits.device))
     loss.backward()
     gradients = [p.grad for p in adapted.parameters() if p.requires_grad and p.grad is not None]
     assert any(gradient.any() for gradient in gradients), "no adapter has a gradient"
