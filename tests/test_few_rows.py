@@ -11,6 +11,7 @@ from symbiosis.kernels import few_rows
 from symbiosis.kernels.few_rows import FewRows, by_columns, by_onednn, by_rows
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.inproc import Peer
+from symbiosis.transport.tensors import DTYPE_NAME
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -70,15 +71,16 @@ def test_weights_without_values_are_left_alone() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 40])
 @pytest.mark.parametrize("biased", [True, False])
-def test_calls_that_run_together_get_their_own_rows(rows: int, biased: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_calls_that_run_together_get_their_own_rows(dtype: torch.dtype, rows: int, biased: bool) -> None:
     torch.manual_seed(0)
-    store = Store(nn.Sequential(nn.Linear(32, 48), nn.Linear(32, 24)))  # a group: both take the same rows
+    store = Store(nn.Sequential(nn.Linear(32, 48), nn.Linear(32, 24)).to(dtype))  # a group: both take the same rows
     peers = [Peer() for _ in range(3)]
     first, second = (n for n, layer in enumerate(store.manifest) if layer.kind == "linear")
-    call = Call(Op.FORWARD, first, "float32", (rows, 32), bias=biased, also=(second,))
-    x = [torch.randn(rows, 32) for _ in peers]
+    call = Call(Op.FORWARD, first, DTYPE_NAME[dtype], (rows, 32), bias=biased, also=(second,))
+    x = [torch.randn(rows, 32, dtype=dtype) for _ in peers]
     works = [
-        Work(peer, 1, call, (rows_TK,), torch.empty(rows, 72), widths=(48, 24))
+        Work(peer, 1, call, (rows_TK,), torch.empty(rows, 72, dtype=dtype), widths=(48, 24))
         for peer, rows_TK in zip(peers, x, strict=True)
     ]
     items = [Item(number, None, rows, 0, 0.0, work) for number, work in enumerate(works)]
