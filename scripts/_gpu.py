@@ -279,6 +279,7 @@ def synchronize(device: str) -> None:
 
 
 def square(width: int, device: str) -> nn.Sequential:
+    """A layer of the same weights on every device."""
     torch.manual_seed(0)
-    layer = nn.Linear(width, width, bias=False, device=device, dtype=torch.bfloat16).requires_grad_(False)
-    return nn.Sequential(layer)
+    layer = nn.Linear(width, width, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    return nn.Sequential(layer.to(device))

@@ -309,12 +309,14 @@ def call(setting: Setting) -> None:
         server = stack.enter_context(workers(ServingOneLayer, [(width, setting.device, urls)]))[0]
         local, tcp = server.call("endpoints")
         ways = {"no executor": (None, setting.device), "local": (local, setting.device), "tcp": (tcp, setting.device)}
+        if setting.captured:
+            ways["CPU client"] = (local, "cpu")
         if setting.captured and torch.cuda.device_count() > 1:
             ways["other GPU"] = (local, "cuda:1")
         for way, (endpoint, device) in ways.items():
             worker = stack.enter_context(workers(OneLayer, [(endpoint, width, device)]))[0]
             for count in (1, 1024):
-                for captured in (False, True) if setting.captured and way != "tcp" else (False,):
+                for captured in (False, True) if device != "cpu" and way != "tcp" else (False,):
                     progress(f"{way}, {count} rows, {'captured' if captured else 'eager'}")
                     took = worker.call("call_us", count, captured, rounds)
                     name = f"call_{way.replace(' ', '_')}_{count}_{'captured' if captured else 'eager'}_us"

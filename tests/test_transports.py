@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import mmap
 import os
 import pickle
 import re
@@ -22,7 +23,8 @@ from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Op, Priority
-from symbiosis.transport import reactor
+from symbiosis.transport import reactor, slab
+from symbiosis.transport.cuda_driver import CudaError
 from symbiosis.transport.local import FIRST_SLAB
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import TORCH_DTYPE
@@ -443,3 +445,43 @@ def test_very_many_rows_go_in_several_calls(serve: Callable, url: str, monkeypat
     assert more_calls > 3 * calls
     torch.testing.assert_close(in_parts, logits, rtol=1e-5, atol=1e-5)  # fewer rows may round in another way
     torch.testing.assert_close(grad_in_parts, grad, rtol=1e-5, atol=1e-5)
+
+
+class FakePin:
+    """Stands for what only a GPU's driver does."""
+
+    open: "set[FakePin]" = set()
+    refuses = False
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        if self.refuses:
+            raise CudaError("cuMemHostRegister: no more")
+        self.nbytes = len(memory)
+        self.open.add(self)
+
+    def close(self) -> None:
+        self.open.remove(self)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_segments_for_a_gpu_are_pinned_as_long_as_they_are_used(
+    refuses: bool, serve: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slab, "Pinned", FakePin)
+    monkeypatch.setattr(FakePin, "open", set())
+    monkeypatch.setattr(FakePin, "refuses", refuses)
+    monkeypatch.setattr(slab, "PINNED_AT_MOST", 4 * FIRST_SLAB)
+    executor = serve(tiny_llama(), listen=[f"local://{tmp_path}/executor.sock"])
+    executor.server.device = torch.device("cuda")
+    sessions = [Session(executor.endpoint) for _ in range(2)]
+    pinned = []
+    for times in (0.1, 2, 10):  # the last is too large
+        assert all(echoed(session, torch.randn(int(times * FIRST_SLAB) // 512, 64)) for session in sessions)
+        pinned.append(sorted(pin.nbytes // FIRST_SLAB for pin in FakePin.open))
+    assert pinned == [[], [], []] if refuses else [[1, 1], [4, 4], []]
+    sessions += [Session(executor.endpoint)]
+    assert echoed(sessions[-1], torch.ones(2, 2))
+    assert len(FakePin.open) == (not refuses)
+    for session in sessions:
+        session.close()
+    until(lambda: not FakePin.open and not executor.server.sessions)

@@ -205,12 +205,15 @@ class Engine:
     def _compute(self, slices: list[Slice]) -> None:
         first: Work = slices[0].item.work
         by_rows = first.call.op in BY_ROWS and len(first.call.shape) == 2
-        if len(slices) > 1:
-            (self._rows_together if by_rows else self._together)(first.call, slices)
-        elif by_rows:
-            self._rows_alone(first.call, slices[0])
-        else:
-            first.out.copy_(self._whole(first))
+        try:
+            if len(slices) > 1:
+                (self._rows_together if by_rows else self._together)(first.call, slices)
+            elif by_rows:
+                self._rows_alone(first.call, slices[0])
+            else:
+                first.out.copy_(self._whole(first), non_blocking=True)
+        finally:  # a copy must not come behind the answer, be it an error's
+            self._land(slices)
 
     def _rows_alone(self, call: Call, piece: Slice) -> None:
         """Straight from the session's memory into the session's memory, where that is the device's."""
@@ -218,21 +221,18 @@ class Engine:
         if out[0].device == self.device:
             self._multiply(call, x, out)
         else:
-            y = self._multiply(call, [x_TK.to(self.device) for x_TK in x])
+            y = self._multiply(call, [self._here(x_TK) for x_TK in x])
             for out_TN, y_TN in zip(out, y, strict=True):
-                out_TN.copy_(y_TN)
+                out_TN.copy_(y_TN, non_blocking=True)
 
     def _rows_together(self, call: Call, slices: list[Slice]) -> None:
         """Gather the rows of all, one product (or one for each layer of a group), scatter."""
         rows = [piece.stop - piece.start for piece in slices]
-        x = [
-            torch.cat([part.to(self.device) for part in parts])
-            for parts in zip(*map(self._inputs, slices), strict=True)
-        ]
+        x = [torch.cat(list(map(self._here, parts))) for parts in zip(*map(self._inputs, slices), strict=True)]
         y = self._multiply(call, x, forward=self._product_of_joined)
         for y_TN, outs in zip(y, zip(*map(self._outputs, slices), strict=True), strict=True):
             for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
-                out_TN.copy_(part_TN)
+                out_TN.copy_(part_TN, non_blocking=True)
 
     def _inputs(self, piece: Slice) -> list[Tensor]:
         """The slice's rows: for a group's DGRAD those of each member."""
@@ -274,7 +274,7 @@ class Engine:
         if call.op is Op.LOOKUP:
             y_TN = self._operand(call)[x_TK]
         else:
-            order, ends = self._local(merge([work.payload[1] for work in works], rows))
+            order, ends = (t.to(self.device) for t in merge([work.payload[1] for work in works], rows))
             sorted_TN = grouped(x_TK[order], self._operand(call), ends)
             y_TN = torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
         for work, part_TN in zip(works, y_TN.split(rows), strict=True):
@@ -284,16 +284,16 @@ class Engine:
         """Ops that are not cut into slices, by themselves."""
         call = work.call
         if call.op in BY_ROWS:
-            return product(work.payload[0].to(self.device), self._operand(call), None)
+            return product(self._here(work.payload[0]), self._operand(call), None)
         if call.op is Op.GROUPED:
-            x_TK, ends = self._local(work.payload)
+            x_TK, ends = map(self._here, work.payload)
             if work.number:  # values that no CPU has checked
                 ends = ends.clamp(0, len(x_TK)).cummax(0).values.to(torch.int32)
             return grouped(x_TK, self._operand(call), ends)
         if call.op is Op.LOOKUP:
-            return self._operand(call)[work.payload[0].to(self.device)]
+            return self._operand(call)[self._here(work.payload[0])]
         if call.op is Op.LEFT:
-            return torch.matmul(self._operand(call), work.payload[0].to(self.device))
+            return torch.matmul(self._operand(call), self._here(work.payload[0]))
         if call.op is Op.NORMS:
             weight = self._store.matrix(call.layer, Op.NORMS, None)
             rows = weight if self._store.manifest[call.layer].kind == "linear" else weight.t()
@@ -306,8 +306,14 @@ class Engine:
     def _operand(self, call: Call) -> Tensor:
         return self._store.operand(call.layer, call.op, call.view, call.dtype)
 
-    def _local(self, payload: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(tensor.to(self.device) for tensor in payload)
+    def _here(self, tensor: Tensor) -> Tensor:
+        """A call's payload on our device. The copy is not waited for: the payload is there until the call is answered."""
+        return tensor.to(self.device, non_blocking=True)
+
+    def _land(self, slices: list[Slice]) -> None:
+        """Wait, once for all, until what was copied between the host's memory and the GPU is there."""
+        if self.stream and not all(piece.item.work.out.is_cuda for piece in slices):
+            self._stream.synchronize()
 
     def _reply(self, piece: Slice, batch: Batch, seconds: float) -> None:
         work: Work = piece.item.work

@@ -166,7 +166,25 @@ class _Array:
         }  # fmt: skip
 
 
-# ---------------------------------------------------------------- host words
+# ---------------------------------------------------------------- host memory
+
+
+class Pinned:
+    """Host memory that stays in its place and that GPUs know, by `address`: they copy from and to it without a CPU's help."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory  # must not be unmapped before
+        self._host = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+        check(_driver().cuMemHostRegister_v2(self._host, ctypes.c_size_t(len(memory)), _PORTABLE_MAPPED), "cuMemHostRegister")  # fmt: skip
+        address = ctypes.c_uint64()
+        check(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(address), self._host, 0), "cuMemHostGetDevicePointer")
+        self.address: int = address.value
+
+    def close(self) -> None:
+        """No stream may use it any more."""
+        if self.address:
+            self.address = 0
+            check(_driver().cuMemHostUnregister(self._host), "cuMemHostUnregister")
 
 
 class Words:
@@ -177,22 +195,15 @@ class Words:
     def __init__(self, fd: int) -> None:
         self.memory = mmap.mmap(fd, self.nbytes)
         self.words = memoryview(self.memory).cast("I")
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        self._host = ctypes.c_void_p(start)
-        check(_driver().cuMemHostRegister_v2(self._host, ctypes.c_size_t(self.nbytes), _PORTABLE_MAPPED), "cuMemHostRegister")  # fmt: skip
-        address = ctypes.c_uint64()
-        check(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(address), self._host, 0), "cuMemHostGetDevicePointer")
-        self.address: int = address.value
+        self._pinned = Pinned(self.memory)
 
     def at(self, index: int) -> int:
         """The address by which a GPU knows the word."""
-        return self.address + 4 * index
+        return self._pinned.address + 4 * index
 
     def close(self) -> None:
         """No stream may use it any more."""
-        if self.address:
-            check(_driver().cuMemHostUnregister(self._host), "cuMemHostUnregister")
-            self.address = 0
+        self._pinned.close()
 
 
 # ---------------------------------------------------------------- streams

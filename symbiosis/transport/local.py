@@ -106,7 +106,7 @@ class Peer:
         self._max_slab = 2 * (PAYLOAD_AT + self._listener.inbox.limits.max_call_bytes) + 128 + LONGEST_TEXT
         for _ in range(2):
             self._bells.append(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC))
-        self._slab = Slab.create(min(FIRST_SLAB, self._max_slab))
+        self._slab = self._new_slab(min(FIRST_SLAB, self._max_slab))
         raw = encode_control(welcome)
         letter = os.memfd_create("symbiosis-welcome", os.MFD_CLOEXEC)  # a manifest may be larger than a socket's buffer
         try:
@@ -124,12 +124,18 @@ class Peer:
         assert self._slab
         if not self._slab.nbytes < nbytes <= self._max_slab:
             raise CallError(Code.TOO_LARGE, f"a session's shared memory grows to at most {self._max_slab} bytes")
-        old, self._slab = self._slab, Slab.create(min(1 << (nbytes - 1).bit_length(), self._max_slab))
+        old, self._slab = self._slab, self._new_slab(min(1 << (nbytes - 1).bit_length(), self._max_slab))
         old.close()
         self._payloads.clear()
         self._number = bytes(WORD.size)
         self.sleeping(not CAN_SPIN)
         socket.send_fds(self._socket, [encode_control(Grown(self._slab.nbytes))], [self._slab.fd])
+
+    def _new_slab(self, nbytes: int) -> Slab:
+        slab = Slab.create(nbytes)
+        if self._listener.inbox.device.type == "cuda":
+            slab.pin()
+        return slab
 
     def look(self) -> bool:
         """Whether a new call lies in the segment, which is then taken."""

@@ -11,6 +11,7 @@ A call is written once into it and never serialised:
 """
 
 import fcntl
+import logging
 import mmap
 import os
 import struct
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.protocol import Call
+from symbiosis.transport.cuda_driver import CudaError, Pinned
 from symbiosis.transport.tensors import tensor_at
 
 EXECUTOR_SLEEPS_AT, CLIENT_SLEEPS_AT, CALL_BELL_AT, REPLY_BELL_AT = 8, 16, 24, 32
@@ -27,6 +29,8 @@ CALL_AT, REPLY_AT, PAYLOAD_AT = 64, 256, 4096
 MAX_CONTROL = 4096  # bytes of a message on the socket beside it
 WORD = struct.Struct("<Q")
 VIEWS_KEPT = 512
+PINNED_AT_MOST = 256 << 20  # bytes of a segment: pinning more takes too long, and takes the memory from everybody else
+logger = logging.getLogger("symbiosis")
 
 
 class Slab:
@@ -37,6 +41,7 @@ class Slab:
         self.memory = mmap.mmap(fd, nbytes)
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
+        self._pinned: Pinned | None = None
 
     @classmethod
     def create(cls, nbytes: int) -> "Slab":
@@ -54,10 +59,23 @@ class Slab:
             view = self._views[key] = tensor_at(self._bytes, start, dtype, shape)
         return view
 
+    def pin(self) -> None:
+        """For a process with a GPU, whose copies are faster then and wait for nobody; it works without, too."""
+        if self.nbytes <= PINNED_AT_MOST:
+            try:
+                self._pinned = Pinned(self.memory)
+            except CudaError as error:
+                logger.warning("copies between a session's shared memory and the GPU are slow: %s", error)
+
     def close(self) -> None:
-        """Drop our handle; the mapping goes when the last tensor over it does."""
+        """Drop our handle; the mapping goes when the last tensor over it does. No copy by a GPU may be under way."""
         self._views.clear()
         os.close(self.fd)
+        if self._pinned is not None:
+            try:
+                self._pinned.close()
+            except CudaError as error:  # it broke before
+                logger.warning("a session's shared memory stays pinned: %s", error)
 
 
 def ring(memory: mmap.mmap, at: int, number: int) -> None:
