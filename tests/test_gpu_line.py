@@ -20,6 +20,7 @@ import symbiosis
 from symbiosis.client.wrap import remote_weights
 from symbiosis.errors import CallError
 from symbiosis.protocol import Op
+from symbiosis.transport.line import ANSWERED, ENQUEUED
 from tests.conftest import tiny_llama, tiny_mixtral
 from tests.processes import until, watching
 
@@ -224,6 +225,31 @@ def test_what_cannot_be_captured_says_so(endpoint: str, ids: Tensor) -> None:
         captured(ids)
     with torch.no_grad():  # and nothing is broken
         assert torch.equal(split(ids).logits, tiny_llama().cuda()(ids).logits)
+
+
+def test_a_graph_that_the_program_makes_itself(endpoint: str, ids: Tensor) -> None:
+    """Its calls are not announced: they are answered all the same, and what comes later is as before."""
+    model = tiny_llama().cuda()
+    split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+    mine, stream, graph = ids.clone(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                split(mine)
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            logits = split(mine).logits
+        for turn in range(20):
+            mine.copy_((ids + turn) % 100)
+            graph.replay()
+            assert (
+                logits - model(mine).logits
+            ).abs().max() < 1e-5  # while capturing, attention may choose another kernel
+            if turn % 5 == 4:
+                assert torch.equal(split(ids).logits, model(ids).logits)
+    words = line_of(split).words
+    until(lambda: words[ENQUEUED] == words[ANSWERED], "the count of all that was announced")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -24,7 +24,9 @@ from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Op, Priority
 from symbiosis.transport import reactor, slab
+from symbiosis.transport.cuda import DevicePeer
 from symbiosis.transport.cuda_driver import CudaError
+from symbiosis.transport.line import ANSWERED, BATCHED, ENQUEUED
 from symbiosis.transport.local import FIRST_SLAB
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import TORCH_DTYPE
@@ -485,3 +487,19 @@ def test_segments_for_a_gpu_are_pinned_as_long_as_they_are_used(
     for session in sessions:
         session.close()
     until(lambda: not FakePin.open and not executor.server.sessions)
+
+
+def test_calls_that_a_gpu_makes_unannounced_leave_nothing_behind() -> None:
+    """A graph that is replayed without us: the executor is not told, and later it must know again who is about to call."""
+    peer, words = DevicePeer.__new__(DevicePeer), [0] * 1024
+    peer.words = words  # type: ignore[assignment]
+    words[ENQUEUED] = words[ANSWERED] = 0xFFFFFFFE
+    for _ in range(5):
+        words[ENQUEUED] = (words[ENQUEUED] + 1) & 0xFFFFFFFF
+        assert peer.busy
+        peer.count(1)
+        assert not peer.busy
+        for _ in range(3):
+            peer.count(2)
+            assert not peer.busy
+    assert words[ANSWERED] == words[ENQUEUED] == 3 and words[BATCHED] == 5 * 7

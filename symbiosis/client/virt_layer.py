@@ -26,7 +26,12 @@ from symbiosis.protocol import Op, Priority
 DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 
 _library = torch.library.Library("symbiosis", "DEF")
-_library.define("product(Tensor x, int session, int layer, int op, int width, bool bias, int priority) -> Tensor")
+_library.define(
+    "product(Tensor x, int session, int layer, int op, int width, bool bias, int priority) -> Tensor",
+    tags=(
+        torch.Tag.cudagraph_unsafe,
+    ),  # graphs that a compiler replays would neither announce calls nor see their errors
+)
 
 
 def _product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:

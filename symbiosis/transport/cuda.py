@@ -264,7 +264,8 @@ class DevicePeer:
     def count(self, batch: int) -> None:
         """One more call is answered, in a batch of so many."""
         words = self.words
-        words[ANSWERED] = (words[ANSWERED] + 1) & 0xFFFFFFFF
+        if words[ANSWERED] != words[ENQUEUED]:  # else a graph made it of which nobody told us
+            words[ANSWERED] = (words[ANSWERED] + 1) & 0xFFFFFFFF
         words[BATCHED] = (words[BATCHED] + batch) & 0xFFFFFFFF
 
     def _refuse(self, reply: Reply, text: Tensor) -> None:

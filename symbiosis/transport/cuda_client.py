@@ -130,11 +130,11 @@ class DeviceLine:
                 self._follow(stream)
             for target, tensor in zip(prepared.payload, payload, strict=True):
                 target.copy_(tensor)
-            prepared.ring.enqueue(stream)
             if torch.cuda.is_current_stream_capturing():
                 self.recorded += 1
             else:
                 self.announce(1)
+            prepared.ring.enqueue(stream)
             return prepared.out.clone()
 
     def rows(self, call: Call, x: Tensor, widths: tuple[int, ...]) -> list[Tensor]:
@@ -147,11 +147,11 @@ class DeviceLine:
             if stream != self._stream:
                 self._follow(stream)
             shaped.x.copy_(x)
-            shaped.ring.enqueue(stream)
             if torch._C._cuda_isCurrentStreamCapturing():
                 self.recorded += 1
             else:
                 self.announce(1)
+            shaped.ring.enqueue(stream)
             return [out.clone() for out in shaped.outs]
 
     def _shape(self, call: Call, x: Tensor, widths: tuple[int, ...]) -> "Shaped":

@@ -14,7 +14,8 @@ ENQUEUED, ANSWERED, BATCHED = (
     32,
     48,
     49,
-)  # calls that the client's CPU enqueued, that were answered, that ran together with these
+)  # calls that the client's CPU announced, those of them that were answered, and the
+# sum over all calls of how many ran together
 SLEEPS = 64  # the executor must be woken by an eventfd
 BEAT = 80
 ERROR, ERROR_LENGTH, ERROR_TEXT = 96, 97, 98  # the code of the newest refusal, and its text
