@@ -80,7 +80,7 @@ def test_calls_that_run_together_get_their_own_rows(dtype: torch.dtype, rows: in
     call = Call(Op.FORWARD, first, DTYPE_NAME[dtype], (rows, 32), bias=biased, also=(second,))
     x = [torch.randn(rows, 32, dtype=dtype) for _ in peers]
     works = [
-        Work(peer, 1, call, (rows_TK,), torch.empty(rows, 72, dtype=dtype), widths=(48, 24))
+        Work(peer, 1, call, (rows_TK,), torch.empty(rows, 72, dtype=dtype), parts=((rows, 48), (rows, 24)))
         for peer, rows_TK in zip(peers, x, strict=True)
     ]
     items = [Item(number, None, rows, 0, 0.0, work) for number, work in enumerate(works)]

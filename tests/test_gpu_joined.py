@@ -90,7 +90,7 @@ def call_of(client: Client, store: Store, call: Call, number: int) -> tuple[Work
     out = torch.empty(plan.shape, dtype=x.dtype)
     memory = torch.zeros(GUARD + out.nbytes + GUARD, dtype=torch.uint8, device=DEVICE)
     out = memory[GUARD : GUARD + out.nbytes].view(x.dtype).view(plan.shape)
-    return Work(client, number, call, (x,), out, plan.widths, plan, number), memory
+    return Work(client, number, call, (x,), out, plan.parts, plan, number), memory
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +173,7 @@ def test_joined_calls_are_right_to_within_one_rounding(dtype: torch.dtype, case:
 
 
 def parts_like(result: Tensor, work: Work, engine: Engine) -> list[Tensor]:
-    mine = Work(work.peer, 0, work.call, work.payload, result, work.widths)
+    mine = Work(work.peer, 0, work.call, work.payload, result, work.parts)
     return engine._parts(mine, Op.FORWARD)
 
 
@@ -187,7 +187,7 @@ def exact(work: Work, store: Store) -> list[Bounded]:
         ]
     weights = [store.weights[layer] for layer in call.layers]
     flat, start, parts = x.reshape(-1), 0, []
-    for weight in weights:  # one member's rows after the other's, as `members` has them
+    for weight in weights:  # one member's rows after the other's, as a group has them
         stop = start + len(x) * len(weight)
         parts.append(bounded_product(flat[start:stop].view(len(x), -1), weight, None))
         start = stop

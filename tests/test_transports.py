@@ -469,7 +469,7 @@ class FakePin:
 def test_segments_for_a_gpu_are_pinned_as_long_as_they_are_used(
     refuses: bool, serve: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slab, "Pinned", FakePin)
+    monkeypatch.setattr(slab, "PinnedMemory", FakePin)
     monkeypatch.setattr(FakePin, "open", set())
     monkeypatch.setattr(FakePin, "refuses", refuses)
     monkeypatch.setattr(slab, "PINNED_AT_MOST", 4 * FIRST_SLAB)

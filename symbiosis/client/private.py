@@ -18,7 +18,7 @@ from symbiosis.errors import CallError, CaptureError, Code, WrapError
 from symbiosis.kernels.integers import quantise
 from symbiosis.protocol import Call, Op, Priority
 from symbiosis.transport import Connection
-from symbiosis.transport.tensors import Shapes, members
+from symbiosis.transport.tensors import Shapes, cut
 
 Group = tuple[Member, ...]
 
@@ -64,7 +64,7 @@ class Plain:
             self.proofs.learn_floats(number, v_KN)
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
-        call, _, shapes = _rows_call(op, group, x_TK.dtype, x_TK.shape, priority)
+        call, shapes = _rows_call(op, group, x_TK.dtype, x_TK.shape, priority)
         return asked(self._session, self.proofs, call, (x_TK,), shapes, x_TK)
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class PrivateSession(Pinned):
             self._refuse(op, layer)
         layers = (layer, *words.get("also", ()))
         width = self.width(layer, op)
-        parts = members(x, [self.width(n, Op.FORWARD) for n in layers]) if len(layers) > 1 else [x]
+        parts = cut(x, tuple((len(x), self.width(n, Op.FORWARD)) for n in layers)) if len(layers) > 1 else [x]
         priority = words.get("priority", Priority.PREFILL)
         results = [
             self.rows(op, (Member(n, width, False),), part, priority)[0] for n, part in zip(layers, parts, strict=True)
@@ -217,8 +217,7 @@ class IntegerLevel:
         raise NotImplementedError
 
     def call_for(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> tuple[Call, Shapes]:
-        call, _, shapes = _rows_call(op, group, self.dtype, x_TK.shape, priority)
-        return call, shapes
+        return _rows_call(op, group, self.dtype, x_TK.shape, priority)
 
     def needs(self, session: Pinned) -> None:
         """The executor must serve integers."""

@@ -196,10 +196,10 @@ class Session:
 
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
         """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
-        call, widths, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
+        call, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
         if x.is_cuda and (line := self._line(x.device)):
             self.stats.enqueue(call)
-            return line.rows(call, x, widths)
+            return line.rows(call, x, shapes)
         return self._by_host(call, (x.detach() if x.requires_grad else x,), x.device, shapes)
 
     def _by_host(
@@ -441,13 +441,12 @@ def _call(
 @lru_cache(maxsize=1 << 14)
 def _rows_call(
     op: Op, group: tuple[Member, ...], dtype: torch.dtype, shape: torch.Size, priority: Priority
-) -> tuple[Call, tuple[int, ...], Shapes]:
-    """The call for the rows of a tensor of this shape, and the widths and shapes of its results."""
+) -> tuple[Call, Shapes]:
+    """The call for the rows of a tensor of this shape, and the shapes of its results."""
     first, *others = group
     also, rows = tuple(member.layer for member in others), (shape[:-1].numel(), shape[-1])
     call = _call(op, first.layer, dtype, rows, first.bias, priority, None, 0, False, also)
-    widths = tuple(member.width for member in group)
-    return call, widths, tuple((*shape[:-1], width) for width in widths)
+    return call, tuple((*shape[:-1], member.width) for member in group)
 
 
 def _restore(

@@ -26,7 +26,7 @@ from symbiosis.kernels.integers import modular_product
 from symbiosis.kernels.product import product
 from symbiosis.protocol import BY_ROWS, LONGEST_TEXT, WEIGHT_BITS, Call, Op, Reply
 from symbiosis.transport.base import Peer
-from symbiosis.transport.tensors import TORCH_DTYPE, members
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class Work:
     call: Call
     payload: tuple[Tensor, ...]
     out: Tensor
-    widths: tuple[int, ...] = ()  # of what each member of a group makes
+    parts: Shapes = ()  # of what lies in memory for each member of a group
     plan: Any = None
     number: int = 0  # of a call that a GPU makes, again and again from the same places
     launches: int = 0  # so often did it run from the same places
@@ -245,7 +245,7 @@ class Engine:
     def _parts(self, work: Work, op: Op) -> list[Tensor]:
         """What goes in (DGRAD) or comes out (FORWARD), by member where it is of several."""
         rows = work.payload[0] if op is Op.DGRAD else work.out
-        return members(rows, work.widths) if work.widths and work.call.op is op else [rows]
+        return cut(rows, work.parts if work.call.op is op else ())
 
     def _multiply(
         self, call: Call, x: list[Tensor], out: list[Tensor] | None = None, forward: Callable[..., Tensor] = product

@@ -9,6 +9,7 @@ from symbiosis.config import Options
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import reply_shape
 from symbiosis.protocol import BY_ROWS, ITEMSIZE, Call, Op, View
+from symbiosis.transport.tensors import Shapes
 
 
 class Key(msgspec.Struct, frozen=True, cache_hash=True):
@@ -29,7 +30,7 @@ class Plan(msgspec.Struct, frozen=True):
     nbytes: int
     shape: tuple[int, ...]
     held: int  # bytes of the payload and the reply
-    widths: tuple[int, ...]
+    parts: Shapes  # of what lies in memory for each member of a group
     divisible: bool
     joinable: bool
 
@@ -45,7 +46,7 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
         nbytes=call.nbytes,
         shape=shape,
         held=rows.nbytes + prod(shape) * ITEMSIZE[call.dtype],
-        widths=tuple(store.width(layer) for layer in call.layers) if call.also else (),
+        parts=tuple((call.shape[0], store.width(layer)) for layer in call.layers) if call.also else (),
         divisible=divisible,
         joinable=divisible or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),
     )

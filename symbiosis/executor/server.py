@@ -313,7 +313,7 @@ class Server:
         if call.seeded:
             raise CallError(Code.UNKNOWN_OP, "a seed is sent with each call, and cannot be registered")
         plan = self._plan(call)
-        work = Work(peer, 0, call, payload, out, plan.widths, plan, number)
+        work = Work(peer, 0, call, payload, out, plan.parts, plan, number)
         self.engine.place(work)
         return work
 
@@ -357,7 +357,7 @@ class Server:
         if out is None:
             out = torch.empty(plan.shape, dtype=TORCH_DTYPE[call.dtype])
         priority = call.priority if session.priority is None else session.priority
-        work = Work(peer, seq, call, payload, out, plan.widths, plan)
+        work = Work(peer, seq, call, payload, out, plan.parts, plan)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:

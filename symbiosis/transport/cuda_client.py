@@ -61,7 +61,7 @@ from symbiosis.transport.line import (
     aligned,
 )
 from symbiosis.transport.slab import MAX_CONTROL
-from symbiosis.transport.tensors import members
+from symbiosis.transport.tensors import Shapes, cut
 
 FIRST_SEGMENT = 64 << 20
 PAUSE_S = 0.05  # between two attempts to find an executor again
@@ -137,10 +137,10 @@ class DeviceLine:
             prepared.ring.enqueue(stream)
             return prepared.out.clone()
 
-    def rows(self, call: Call, x: Tensor, widths: tuple[int, ...]) -> list[Tensor]:
-        """What each layer of `call` makes of the rows of `x`, in the shape of `x` but for the width."""
+    def rows(self, call: Call, x: Tensor, shapes: Shapes) -> list[Tensor]:
+        """What each layer of `call` makes of the rows of `x`, in these shapes."""
         with self._calls:
-            shaped = self._shaped.get((call, x.shape)) or self._shape(call, x, widths)
+            shaped = self._shaped.get((call, x.shape)) or self._shape(call, x, shapes)
             if self._failed or self.words[ERROR]:
                 self._raise()
             stream = torch._C._cuda_getCurrentRawStream(self._index)
@@ -154,12 +154,11 @@ class DeviceLine:
             shaped.ring.enqueue(stream)
             return [out.clone() for out in shaped.outs]
 
-    def _shape(self, call: Call, x: Tensor, widths: tuple[int, ...]) -> "Shaped":
+    def _shape(self, call: Call, x: Tensor, shapes: Shapes) -> "Shaped":
         prepared = self._prepared.get(call) or self._prepare(call)
-        outs = members(prepared.out, widths) if len(widths) > 1 else [prepared.out]
-        shaped = [out.view(*x.shape[:-1], -1) for out in outs]
-        result = self._shaped[call, x.shape] = Shaped(prepared.payload[0].view(x.shape), shaped, prepared.ring)
-        return result
+        outs = cut(prepared.out, shapes)
+        shaped = self._shaped[call, x.shape] = Shaped(prepared.payload[0].view(x.shape), outs, prepared.ring)
+        return shaped
 
     def announce(self, calls: int) -> None:
         """Tell the executor's CPU that the stream is going to make so many calls."""

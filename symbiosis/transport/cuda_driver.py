@@ -169,7 +169,7 @@ class _Array:
 # ---------------------------------------------------------------- host memory
 
 
-class Pinned:
+class PinnedMemory:
     """Host memory that stays in its place and that GPUs know, by `address`: they copy from and to it without a CPU's help."""
 
     def __init__(self, memory: mmap.mmap) -> None:
@@ -195,7 +195,7 @@ class Words:
     def __init__(self, fd: int) -> None:
         self.memory = mmap.mmap(fd, self.nbytes)
         self.words = memoryview(self.memory).cast("I")
-        self._pinned = Pinned(self.memory)
+        self._pinned = PinnedMemory(self.memory)
 
     def at(self, index: int) -> int:
         """The address by which a GPU knows the word."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.protocol import Call
-from symbiosis.transport.cuda_driver import CudaError, Pinned
+from symbiosis.transport.cuda_driver import CudaError, PinnedMemory
 from symbiosis.transport.tensors import tensor_at
 
 EXECUTOR_SLEEPS_AT, CLIENT_SLEEPS_AT, CALL_BELL_AT, REPLY_BELL_AT = 8, 16, 24, 32
@@ -41,7 +41,7 @@ class Slab:
         self.memory = mmap.mmap(fd, nbytes)
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
-        self._pinned: Pinned | None = None
+        self._pinned: PinnedMemory | None = None
 
     @classmethod
     def create(cls, nbytes: int) -> "Slab":
@@ -63,7 +63,7 @@ class Slab:
         """For a process with a GPU, whose copies are faster then and wait for nobody; it works without, too."""
         if self.nbytes <= PINNED_AT_MOST:
             try:
-                self._pinned = Pinned(self.memory)
+                self._pinned = PinnedMemory(self.memory)
             except CudaError as error:
                 logger.warning("copies between a session's shared memory and the GPU are slow: %s", error)
 

@@ -1,6 +1,5 @@
 """Tensors over raw memory, and the names their dtypes have on the wire."""
 
-from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -33,11 +32,6 @@ def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) ->
     if not count and prod(max(1, dim) for dim in shape) >= _MOST:  # nothing to hold, yet torch cannot count it
         raise ProtocolError(Code.BAD_SHAPE, f"the shape {shape} is larger than any memory")
     return memory[start : start + count * target.itemsize].view(target).view(shape)
-
-
-def members(rows: Tensor, widths: Sequence[int]) -> list[Tensor]:
-    """What each member of a group has in `rows`, where they lie one after another, each contiguous."""
-    return cut(rows, tuple((len(rows), width) for width in widths))
 
 
 def cut(result: Tensor, shapes: Shapes) -> list[Tensor]:
