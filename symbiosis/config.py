@@ -61,8 +61,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(
                 "key and tenants go together: the executor's own key, and the folder of those who may come in"
             )
-        if self.workers > 1 and self.on_gpu:
-            raise ConfigError("products run one after another on a GPU: leave out --workers")
         if self.mps and not self.on_gpu:
             raise ConfigError(f"mps shares a GPU, but device is {self.device}: add --device cuda, or leave out --mps")
 

@@ -66,7 +66,7 @@ class Server:
     """Owns the reactor. Everything but `stop` and `drain` runs in the thread that has the turn."""
 
     def __init__(self, store: Store, options: Options) -> None:
-        if store.on_gpu and options.workers > 1:  # of a model that was handed over: options do not tell
+        if store.on_gpu and options.workers > 1:
             raise ConfigError("products run one after another on a GPU: leave out --workers")
         self.store, self.options, self.limits = store, options, options.limits
         self.keyring = Keyring.open(options.key, options.tenants) if options.key and options.tenants else None
