@@ -235,6 +235,22 @@ def test_bare_model_of_what_is_served(llama: nn.Module, serve: Callable, ids: Te
         assert torch.equal(bare(ids).last_hidden_state, llama.model(ids).last_hidden_state)
 
 
+def test_generation_does_not_gather_experts(serve: Callable, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU `generate` decodes by copies of experts' weights, which only a model that has them can make."""
+    model = tiny_mixtral()
+    executor = serve(model, allow_read=True)
+    split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint)
+    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("cuda")))
+
+    def formula_of_decoding(model: nn.Module) -> object:
+        with model._optimize_model_for_decode():
+            return model.config._experts_implementation
+
+    assert formula_of_decoding(model) == "batched_mm"
+    assert formula_of_decoding(split) == formula_of_decoding(copy.deepcopy(split)) == "grouped_mm"
+    assert formula_of_decoding(symbiosis.unwrap(split)) == "batched_mm"
+
+
 def test_compiled_without_graph_breaks(llama: nn.Module, split: nn.Module, ids: Tensor) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(split, backend="aot_eager", fullgraph=True)

@@ -7,6 +7,7 @@ anything is changed.
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,6 +39,7 @@ PROXY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: VirtLinear, Conv1D: 
 ORIGINAL = {proxy: original for original, proxy in PROXY.items()}
 # Names that PEFT, torch and accelerate put between a layer and its parent.
 DETOURS = frozenset(("base_layer", "original_module", "parametrizations", "original", "_orig_mod", "module"))
+DECODES = "_optimize_model_for_decode"  # the method that transformers' `generate` decodes within
 
 
 @dataclass
@@ -126,7 +128,7 @@ def attach(
     if device is None:
         for places, index in plan:
             check_same(places[0], session.manifest[index])
-    if any(layer.kind == "tensor" for layer in session.manifest):
+    if any(session.manifest[index].kind == "tensor" for _, index in plan):
         _gather_no_experts(model)
     support_peft_methods()
     biases = {layer.name: layer.digest for layer in session.manifest if layer.name.endswith(".bias") and not private}
@@ -323,6 +325,7 @@ def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) 
                 module._parameters[name] = nn.Parameter(values[id(parameter)], requires_grad=False)
                 module._state_dict_hooks.clear()
                 module.__class__ = ORIGINAL.get(type(module), type(module))
+    vars(base_model(model)).pop(DECODES, None)
     for session in sessions:
         session.close()
     return model
@@ -418,8 +421,11 @@ def _nothing_matches(session: Session, patterns: Sequence[str] | None) -> str:
 
 
 def _gather_no_experts(model: nn.Module) -> None:
-    """`batched_mm` copies each token's expert weights, which would read them; `grouped_mm` multiplies in place."""
+    """`batched_mm` copies each token's expert weights, which would read them; `grouped_mm` multiplies in place. On a GPU
+    `generate` turns from the latter to the former for as long as it decodes: not here."""
     root = base_model(model)
+    if hasattr(root, DECODES):
+        setattr(root, DECODES, nullcontext)
     if getattr(root.config, "_experts_implementation", None) == "batched_mm":
         root.set_experts_implementation("grouped_mm")  # type: ignore[operator]
         logger.warning("experts_implementation 'batched_mm' reads the experts' weights: set to 'grouped_mm'")
