@@ -94,10 +94,13 @@ def call_of(client: Client, store: Store, call: Call, number: int) -> tuple[Work
 
 
 @pytest.fixture(autouse=True)
-def partial_sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"):
-        monkeypatch.setattr(torch.backends.cuda.matmul, name, False)
-    assert not torch.backends.cuda.matmul.allow_tf32
+def partial_sums_in_float32() -> Iterator[None]:
+    settings = torch.backends.cuda.matmul
+    assert not settings.allow_tf32
+    before = settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction
+    settings.allow_bf16_reduced_precision_reduction = settings.allow_fp16_reduced_precision_reduction = False
+    yield
+    settings.allow_bf16_reduced_precision_reduction, settings.allow_fp16_reduced_precision_reduction = before
 
 
 @pytest.fixture

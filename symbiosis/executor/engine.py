@@ -21,6 +21,7 @@ from symbiosis.executor.batcher import JOIN_BELOW
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.store import Store
 from symbiosis.kernels.few_rows import FewRows
+from symbiosis.kernels.graphs import captured
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.integers import modular_product
 from symbiosis.kernels.product import product
@@ -169,7 +170,7 @@ class Engine:
             work.peer.reply(Reply(0, Code.OK, work.call.dtype), work.out)
             return
         try:
-            work.graph = self._captured(work)
+            work.graph = captured(lambda: self._run_and_reply(work), self._pool)
         except RuntimeError:  # grouped products of some dtypes ask the GPU for sizes
             work.launches = -sys.maxsize
             self._launch_first(work)
@@ -177,15 +178,9 @@ class Engine:
             work.graph.replay()
             work.peer.count(1)
 
-    def _captured(self, work: Work) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
-        try:
-            self._run(work)
-            work.peer.enqueue_reply()
-        finally:
-            graph.capture_end()
-        return graph
+    def _run_and_reply(self, work: Work) -> None:
+        self._run(work)
+        work.peer.enqueue_reply()
 
     def place(self, work: Work) -> None:
         """Note where the rows of a call lie that a GPU makes again and again, if others can join it."""
@@ -270,7 +265,7 @@ class Engine:
         """The same for calls whose rows belong to groups of matrices, and for lookups."""
         works: list[Work] = [piece.item.work for piece in slices]
         rows = [len(work.payload[0]) for work in works]
-        x_TK = torch.cat([work.payload[0] for work in works]).to(self.device)
+        x_TK = torch.cat([self._here(work.payload[0]) for work in works])
         if call.op is Op.LOOKUP:
             y_TN = self._operand(call)[x_TK]
         else:

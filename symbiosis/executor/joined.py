@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.kernels import rows
+from symbiosis.kernels.graphs import captured
 from symbiosis.protocol import Call
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Joined:
         memory[8 * rows.IN : 8 * rows.IN + len(page.copies_in)] = page.copies_in
         memory[8 * rows.OUT : 8 * rows.OUT + len(page.copies_out)] = page.copies_out
         if recipe.graph is None and recipe.runs:
-            recipe.graph = self._captured(recipe)
+            recipe.graph = captured(lambda: self._enqueue(recipe), self._pool)
         if recipe.graph is None:
             self._enqueue(recipe)
         else:
@@ -131,15 +132,6 @@ class Joined:
         self._multiply(recipe.call, recipe.x, recipe.y)
         rows.copy_out(self._table, self._turn, recipe.sessions * len(recipe.y), nbytes_out)
         rows.answer(self._table, self._turn)
-
-    def _captured(self, recipe: Recipe) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(self._pool, capture_error_mode="thread_local")
-        try:
-            self._enqueue(recipe)
-        finally:
-            graph.capture_end()
-        return graph
 
     def _recipe(self, key: Hashable, work: "Work", count: int, sessions: int) -> Recipe:
         recipe = self._recipes.get((key, count, sessions))
