@@ -51,11 +51,6 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
     ctx.width = x.shape[-1]
 
 
-def _gradient(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    dx = product(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, False, Priority.TRAIN)
-    return dx, None, None, None, None, None, None
-
-
 class EagerProduct(torch.autograd.Function):
     """The same op for code that is not compiled: a custom op's way through the dispatcher costs as much as a small call."""
 
@@ -67,7 +62,8 @@ class EagerProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_gradient(ctx, dy), None
+        dx = product(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, False, Priority.TRAIN)
+        return dx, None, None, None, None, None, None, None
 
 
 def product(
@@ -128,9 +124,15 @@ def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, pr
     return _product(x, session, layer, Op(op), width, bias, Priority(priority))
 
 
+def _gradient_of_op(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """As an op again: a compiler traces this in a thread that does not know that it is compiling."""
+    arguments = ctx.session, ctx.layer, int(ctx.inverse), ctx.width, False, int(Priority.TRAIN)
+    return torch.ops.symbiosis.product(dy, *arguments), None, None, None, None, None, None
+
+
 _library.impl("product", _op, "CompositeExplicitAutograd")
 torch.library.register_fake("symbiosis::product", _shape_of_product)
-torch.library.register_autograd("symbiosis::product", _gradient, setup_context=_remember)
+torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_context=_remember)
 
 
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
