@@ -313,12 +313,18 @@ def call(setting: Setting) -> None:
             ways["CPU client"] = (local, "cpu")
         if setting.captured and torch.cuda.device_count() > 1:
             ways["other GPU"] = (local, "cuda:1")
+            ways["NCCL"] = (tcp, "cuda:1")
         for way, (endpoint, device) in ways.items():
             worker = stack.enter_context(workers(OneLayer, [(endpoint, width, device)]))[0]
             for count in (1, 1024):
-                for captured in (False, True) if device != "cpu" and way != "tcp" else (False,):
+                for captured in (False, True) if device != "cpu" and endpoint != tcp else (False,):
                     progress(f"{way}, {count} rows, {'captured' if captured else 'eager'}")
-                    took = worker.call("call_us", count, captured, rounds)
+                    took = worker.call(
+                        "call_us",
+                        count,
+                        captured,
+                        rounds if device == setting.device != "cpu" and endpoint != tcp else 5,
+                    )
                     name = f"call_{way.replace(' ', '_')}_{count}_{'captured' if captured else 'eager'}_us"
                     setting.report.figure(name, took)
                     rows.append((way, str(count), "captured" if captured else "eager", f"{took:.1f}"))

@@ -26,7 +26,7 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
-VERSION = 3
+VERSION = 4
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 5  # of a convolution over video, which a client may read
@@ -292,8 +292,8 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back; `device` the GPU (its
-    number as the client counts) whose stream will make the calls."""
+    """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back; `device` the GPU (by its UUID)
+    whose stream will make the calls, or where rows lie that go by NCCL of version `nccl`."""
 
     version: int = VERSION
     client: str = ""
@@ -301,10 +301,12 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     fingerprint: str | None = None
     observer: bool = False
     device: str | None = None
+    nccl: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """The executor accepts: what it serves, under which limits; for integers, too, by weights of so many bits; and who runs it."""
+    """The executor accepts: what it serves, under which limits; for integers, too, by weights of so many bits; and who runs it.
+    Headers of calls whose rows go by NCCL come to `port`, where the client begins with `token` and where to meet it."""
 
     session: int
     fingerprint: str
@@ -318,6 +320,8 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     slab_bytes: int = 0
     integers: tuple[int, ...] = ()
     operator: str = ""
+    port: int = 0
+    token: bytes = b""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

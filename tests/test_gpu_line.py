@@ -67,10 +67,11 @@ MODELS = {"llama": tiny_llama, "mixtral": tiny_mixtral}
 
 
 def serve_forever(
-    path: str, ready: Any, policy: str = "opportunistic", name: str = "llama", dtype: torch.dtype = torch.float32
+    where: str, ready: Any, policy: str = "opportunistic", name: str = "llama", dtype: torch.dtype = torch.float32
 ) -> None:
     model = MODELS[name]().to("cuda", dtype)
-    with symbiosis.Executor(model, listen=[f"local://{path}"], policy=policy, heartbeat_s=2.0) as executor:
+    url = where if "://" in where else f"local://{where}"
+    with symbiosis.Executor(model, listen=[url], policy=policy, heartbeat_s=2.0) as executor:
         ready.put(executor.endpoint)
         while os.getppid() != 1:
             time.sleep(0.1)

@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
 from symbiosis.errors import CallError, CaptureError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import BY_ROWS, DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
-from symbiosis.transport.tensors import DTYPE_NAME, Shapes
+from symbiosis.transport.tensors import DTYPE_NAME, Shapes, on_host
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
@@ -139,6 +140,7 @@ class Session:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._connection: transport.Connection | None = None
+        self._device = torch.device("cpu")  # where rows may be when they need not go through the host
         self._lines: dict[torch.device, DeviceLine | None] = {}  # for the calls of GPUs
         self._welcome: Welcome | None = None
         _sessions[self.number] = self
@@ -205,17 +207,16 @@ class Session:
     def _by_host(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor]:
-        """The results of a call through the host's memory, on `device`; very many rows go in several calls."""
+        """The results of a call that this CPU makes, on `device`; very many rows go in several calls."""
         if call.nbytes > LARGEST and call.rows > FEWEST and _is_separable(call, shapes):
             return self._in_parts(call, payload[0], device, shapes)
         if device.type == "cpu":
             return self._answer(call, payload, shapes)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
-                f"{call.op.name} of {self.name(call.layer)} goes through the host, which a CUDA graph cannot capture"
+                f"{call.op.name} of {self.name(call.layer)} is made by the CPU, which a CUDA graph cannot capture: use local://"
             )
-        results = self._answer(call, tuple(tensor.cpu() for tensor in payload), shapes)
-        return [result.to(device) for result in results]
+        return [result.to(device) for result in self._answer(call, payload, shapes)]
 
     def _in_parts(self, call: Call, x: Tensor, device: torch.device, shapes: Shapes) -> list[Tensor]:
         results = []
@@ -238,7 +239,13 @@ class Session:
         name = str(torch.cuda.get_device_properties(device).uuid)
         line = transport.open_line(self.endpoint, lambda: self._hello(name), device, self.patience)
         if line is not None:
-            self._disconnect()  # a session of its own; should a call go through the host again, it joins again
+            self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
+        elif transport.may_go_by_nccl(self.endpoint):
+            self._device, reconnects = device, self.stats.reconnects
+            self._disconnect()
+            with suppress(ConnectionLost):  # the call will look for another one
+                self._connected()
+            self.stats.reconnects = reconnects  # nothing was lost
         return line
 
     def replayed(self, made: Stats) -> None:
@@ -289,6 +296,8 @@ class Session:
     def _attempt(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
         connection = self._connection or self._connected()
         connection.welcome.limits.check(call)
+        if payload and payload[0].is_cuda and payload[0].device != connection.device:
+            payload = tuple(map(on_host, payload))
         reply, results = connection.call(next(self._seq), call, payload, self.timeout, shapes)
         if reply.code is not Code.OK:
             raise CallError(reply.code, bytes(results[0].numpy()).decode(errors="replace"), reply.wait_us / 1e6)
@@ -315,7 +324,7 @@ class Session:
         return self._connection
 
     def _join(self) -> transport.Connection:
-        return transport.connect(self.endpoint, self._hello(), JOIN_S)
+        return transport.connect(self.endpoint, self._hello(), JOIN_S, self._device)
 
     def _join_first(self) -> transport.Connection:
         """Whichever replica answers: nobody waits for an executor that was never there."""

@@ -6,20 +6,21 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symbiosis.errors import CallError, ConfigError, ConnectionLost
+from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import Hello
 from symbiosis.transport.base import Connection, Inbox, Listener, Peer
 from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.tensors import CPU
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
 
-__all__ = ["Connection", "Inbox", "Listener", "Peer", "Reactor", "connect", "listen", "open_line"]
+__all__ = ["Connection", "Inbox", "Listener", "Peer", "Reactor", "connect", "listen", "may_go_by_nccl", "open_line"]
 logger = logging.getLogger("symbiosis")
 
 
-def connect(url: str, hello: Hello, timeout: float) -> Connection:
-    """Join the executor at `url`; `ConnectionLost` if nobody answers in `timeout` seconds."""
+def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU) -> Connection:
+    """Join the executor at `url`, for rows on `device`; `ConnectionLost` if nobody answers in `timeout` seconds."""
     scheme, address = _parts(url)
     if scheme == "inproc":
         from symbiosis.transport import inproc
@@ -31,7 +32,26 @@ def connect(url: str, hello: Hello, timeout: float) -> Connection:
         return LocalConnection(address, hello, timeout)
     from symbiosis.transport.zeromq_client import TcpConnection
 
-    return TcpConnection(address, hello, timeout)
+    by_nccl = _by_nccl(address, hello, timeout, device) if device.type == "cuda" else None
+    return by_nccl or TcpConnection(address, hello, timeout, device.type == "cuda")
+
+
+def may_go_by_nccl(url: str) -> bool:
+    """Whether it makes a difference to `connect` that rows are on a GPU."""
+    return _parts(url)[0] == "tcp"
+
+
+def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device) -> Connection | None:
+    """None where it cannot be had, and why is logged."""
+    from symbiosis.transport.nccl_client import NcclConnection
+
+    try:
+        return NcclConnection(address, hello, timeout, device)
+    except (CallError, RuntimeError) as error:  # the latter of NCCL and CUDA
+        if isinstance(error, CallError) and error.code is not Code.UNKNOWN_OP:
+            raise
+        logger.warning("tcp://%s: rows of %s go through the host's memory, which is slow: %s", address, device, error)
+        return None
 
 
 def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patience: float) -> "DeviceLine | None":

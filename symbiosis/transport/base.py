@@ -15,12 +15,13 @@ class Connection(Protocol):
     """The client's end. One call at a time: the session holds a lock around it."""
 
     welcome: Welcome
+    device: torch.device  # where it takes rows from besides the CPU, and puts results
 
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
         """Send a call, wait for its reply. The rows of the payload may have any shape of as many values as the call's.
-        The result comes as fresh tensors on the CPU: one, or one of each of the `shapes`."""
+        The result comes as fresh tensors where the rows were: one, or one of each of the `shapes`."""
         ...
 
     def beat(self) -> None:
@@ -62,6 +63,7 @@ class Inbox(Protocol):
     keyring: Keyring | None  # of an executor that strangers may reach
     device: torch.device
     stream: int  # the device's stream that products run on; 0 where there is none
+    nccl: bool  # whether rows may come and go by NCCL
 
     def joined(self, peer: Peer, hello: Hello) -> Welcome:
         """A client asks to join; raises `CallError` to refuse it."""

@@ -10,7 +10,7 @@ from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome
 from symbiosis.transport.base import Inbox
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tensors import Shapes, cut
+from symbiosis.transport.tensors import CPU, Shapes, cut
 
 _listeners: dict[str, "Listener"] = {}
 
@@ -92,6 +92,8 @@ class Listener:
 
 class InprocConnection:
     """The client's end."""
+
+    device = CPU
 
     def __init__(self, listener: Listener, hello: Hello, timeout: float) -> None:
         self._listener, self._peer = listener, Peer()

@@ -41,13 +41,15 @@ from symbiosis.transport.slab import (
     reply_at,
     ring,
 )
-from symbiosis.transport.tensors import Shapes
+from symbiosis.transport.tensors import CPU, Shapes
 
 NAP_S = 0.5  # a sleeping client looks again after this time, whatever happened to the bell
 
 
 class LocalConnection:
     """Joined by the socket, calls through the segment; asleep on an eventfd when looking found no answer."""
+
+    device = CPU
 
     def __init__(self, address: str, hello: Hello, timeout: float) -> None:
         self._url = f"local://{address}"

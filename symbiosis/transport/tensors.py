@@ -10,7 +10,9 @@ from symbiosis.protocol import DTYPES, Call
 
 TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 DTYPE_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
+CPU = torch.device("cpu")
 _MOST = 2**60
+MOST_PINNED = 64 << 20  # bytes of a tensor: torch keeps such memory
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -19,11 +21,20 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def copied(data: memoryview, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that came as these bytes, in memory aligned as torch's is: products must not depend on the transport."""
-    memory = torch.empty(len(data), dtype=torch.uint8)
+def copied(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool = False) -> Tensor:
+    """The tensor that came as these bytes, in memory aligned as torch's is: products must not depend on the transport. One that a
+    GPU is to fetch is pinned."""
+    memory = torch.empty(len(data), dtype=torch.uint8, pin_memory=for_gpu and len(data) <= MOST_PINNED)
     memory.numpy().data[:] = data
     return tensor_at(memory, 0, dtype, shape)
+
+
+def on_host(rows: Tensor) -> Tensor:
+    """A copy of a GPU's rows, which the GPU writes by itself."""
+    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.nbytes <= MOST_PINNED)
+    host.copy_(rows, non_blocking=True)
+    torch.cuda.current_stream(rows.device).synchronize()
+    return host
 
 
 def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:

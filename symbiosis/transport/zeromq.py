@@ -2,8 +2,9 @@
 
 from collections import Counter, deque
 from contextlib import suppress
+from math import inf
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import zmq
@@ -19,6 +20,7 @@ from symbiosis.protocol import (
     Hello,
     Refusal,
     Reply,
+    Welcome,
     decode_call,
     decode_control,
     encode_control,
@@ -29,6 +31,9 @@ from symbiosis.transport.curve import Door
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import bytes_of, copied
 from symbiosis.transport.wire import COPY_BELOW, Wire, harden
+
+if TYPE_CHECKING:
+    from symbiosis.transport.nccl import NcclPeer
 
 AT_ONCE = 64  # messages taken between two products
 REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
@@ -53,7 +58,7 @@ class Peer:
         self.received = 0  # ... at the last tick
         self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
 
-    def out(self, call: Call, shape: tuple[int, ...]) -> None:
+    def out(self, call: Call, shape: tuple[int, ...]) -> Tensor | None:
         return None
 
     def reply(self, reply: Reply, result: Tensor) -> None:
@@ -83,13 +88,18 @@ class Peer:
     def close(self) -> None:
         self._listener.hang_up(self)
 
+    def release(self) -> None:
+        """The session is over."""
+
 
 class Listener:
     """The executor's ROUTER socket."""
 
     def __init__(self, address: str, reactor: Reactor, inbox: Inbox) -> None:
-        self._reactor, self._inbox = reactor, inbox
+        self.reactor, self.inbox = reactor, inbox
         self._peers: dict[bytes, Peer] = {}
+        self._by_nccl: tuple[NcclPeer, ...] = ()
+        self._rings = False  # whether the reactor looks for bells
         self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
         self._gone: dict[bytes, float] = {}  # connections that were hung up on, and when to forget them
         self._due = False  # whether `_drain` will run by itself
@@ -138,7 +148,7 @@ class Listener:
     def _drain_soon(self) -> None:
         if not self._due:
             self._due = True
-            self._reactor.call_soon(self._drain)
+            self.reactor.call_soon(self._drain)
 
     def _handle(self, frames: list[zmq.Frame]) -> None:
         name, *frames = frames
@@ -177,17 +187,29 @@ class Listener:
             raise ProtocolError(Code.BAD_FRAME, f"a control message has 1 frame, not {len(frames)}")
         message = decode_control(frames[0].buffer)
         if isinstance(message, Hello) and peer is None:
-            peer = Peer(self, identity, tenant)
-            peer.wire = self._wire_below(frames[0])
-            welcome = self._inbox.joined(peer, message)
+            peer, welcome = self._joined(identity, tenant, self._wire_below(frames[0]), message)
             self._peers[identity] = peer
             self.send(peer, [encode_control(welcome)])
         elif peer is not None and isinstance(message, Beat):
-            self._inbox.heard(peer)
+            self.inbox.heard(peer)
         elif peer is not None and isinstance(message, Bye):
             self.drop(peer)
         else:
             raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
+
+    def _joined(self, identity: bytes, tenant: str | None, wire: Wire | None, hello: Hello) -> tuple[Peer, Welcome]:
+        if hello.device is None:
+            peer = Peer(self, identity, tenant)
+            peer.wire = wire
+            return peer, self.inbox.joined(peer, hello)
+        from symbiosis.transport.nccl import NcclPeer
+
+        by_nccl = NcclPeer(self, identity, tenant, wire, hello)
+        self._by_nccl += (by_nccl,)
+        if not self._rings:
+            self._rings = True
+            self.reactor.watch_bells(self)
+        return by_nccl, by_nccl.welcome
 
     def _wire_below(self, frame: zmq.Frame) -> Wire | None:
         """What a message seems to have come by. Of who is gone it may be another's wire: ZeroMQ notices it here, and the next
@@ -206,8 +228,8 @@ class Listener:
             text = torch.frombuffer(bytearray(error.message, "utf-8")[:LONGEST_TEXT], dtype=torch.uint8)
             peer.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
         else:
-            if self._inbox.admits(peer, seq, call):
-                self._inbox.arrived(peer, seq, call, _payload(call, frames[1:]))
+            if self.inbox.admits(peer, seq, call):
+                self.inbox.arrived(peer, seq, call, _payload(call, frames[1:], self.inbox.device.type == "cuda"))
 
     def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
@@ -225,6 +247,25 @@ class Listener:
             self._drain_soon()
         return tracker
 
+    # ------------------------------------------------------------------ headers that are looked at like bells (reactor.Bells)
+
+    def scan(self) -> bool:
+        found = False
+        for peer in self._by_nccl:
+            found |= peer.look()
+        return found
+
+    def sleeping(self, flag: bool) -> None:
+        """They wake up a descriptor anyway."""
+
+    def busy(self) -> bool:
+        return any(peer.busy for peer in self._by_nccl)
+
+    def nap(self) -> float:
+        return inf
+
+    # ------------------------------------------------------------------ who comes and goes
+
     def too_many(self, peer: Peer, weight: int = 1) -> bool:
         """Who goes on with what is refused costs others time: hang up, and do not let the tenant come back at once."""
         self._refusals[peer.tenant or peer.identity] += weight
@@ -237,7 +278,9 @@ class Listener:
 
     def drop(self, peer: Peer) -> None:
         if self._peers.pop(peer.identity, None):
-            self._inbox.left(peer)
+            self._by_nccl = tuple(other for other in self._by_nccl if other is not peer)
+            self.inbox.left(peer)
+            peer.release()
 
     def hang_up(self, peer: Peer) -> None:
         """End the connection; what was sent by it and to it is forgotten."""
@@ -271,10 +314,10 @@ class Listener:
                 self.drop(peer)
             elif peer.before is None:
                 peer.before = received
-            elif received - peer.before > self._inbox.limits.max_call_bytes + SLACK_BYTES:
+            elif received - peer.before > self.inbox.limits.max_call_bytes + SLACK_BYTES:
                 self.hang_up(peer)
             elif received > peer.received:
-                self._inbox.heard(peer)
+                self.inbox.heard(peer)
             peer.received = received
         for wire in Wire.all_at(self._port, known):
             if wire.received() > FIRST_BYTES:
@@ -285,7 +328,7 @@ class Listener:
             self._socket.unbind(self.url)
 
     def close(self) -> None:
-        self._reactor.forget(self._fd)
+        self.reactor.forget(self._fd)
         for peer in list(self._peers.values()):
             self.drop(peer)
         self._socket.close(linger=2000)  # the last replies still go out
@@ -299,7 +342,9 @@ def _check_sizes(call: Call, frames: list[zmq.Frame]) -> None:
         raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts} bytes, {sizes[:3]} came")
 
 
-def _payload(call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
+def _payload(call: Call, frames: list[zmq.Frame], for_gpu: bool) -> tuple[Tensor, ...]:
     """The rows, and where groups of them end."""
     kinds = ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,)))
-    return tuple(copied(frame.buffer, dtype, shape) for frame, (dtype, shape) in zip(frames, kinds, strict=False))
+    return tuple(
+        copied(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in zip(frames, kinds, strict=False)
+    )

@@ -29,7 +29,7 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.transport.curve import Address
-from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_of, copied, cut
+from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
 from symbiosis.transport.wire import COPY_BELOW, harden
 
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -40,7 +40,11 @@ BEAT_S = 1.0  # between two signs of life during a call
 class TcpConnection:
     """The client's DEALER socket, with a monitor that tells when the other side is gone."""
 
-    def __init__(self, address: str, hello: Hello, timeout: float) -> None:
+    device = CPU
+
+    def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False) -> None:
+        """`for_gpu`: results go there."""
+        self._for_gpu = for_gpu
         place = Address.parse(address)
         self._url = f"tcp://{place.where}"
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
@@ -94,7 +98,7 @@ class TcpConnection:
                     raise ProtocolError(Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {sizes}")
                 if not rest:
                     return reply, [torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])]
-                result = copied(rest[0].buffer, reply.dtype, reply.shape)
+                result = copied(rest[0].buffer, reply.dtype, reply.shape, self._for_gpu)
                 return reply, cut(result, shapes if reply.code is Code.OK else ())
 
     def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
