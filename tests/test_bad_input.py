@@ -205,6 +205,14 @@ def test_another_protocol_version_is_refused_with_both_named(executor: symbiosis
     assert error.value.code is Code.BAD_VERSION
 
 
+def test_rows_of_gpus_are_refused_by_an_executor_without_one() -> None:
+    with symbiosis.Executor(tiny_llama(), listen="tcp://127.0.0.1:0") as executor:
+        with pytest.raises(CallError, match="by NCCL: it computes on the CPU") as error:
+            transport.connect(executor.endpoint, Hello(device="GPU-1", nccl=22809), WAIT_S)
+        assert error.value.code is Code.UNKNOWN_OP
+        transport.connect(executor.endpoint, Hello(), WAIT_S).close()
+
+
 @both_transports
 def test_a_client_of_another_model_is_refused(executor: symbiosis.Executor) -> None:
     with pytest.raises(CallError, match="another model.*same checkpoint") as error:

@@ -21,6 +21,7 @@ from symbiosis.config import load_options
 from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
 from symbiosis.keys import Tenants, generate, read_pair, read_public
 from symbiosis.protocol import Hello, Op, encode_control
+from symbiosis.transport import may_go_by_nccl
 from symbiosis.transport.curve import Address, is_loopback
 from tests.conftest import tiny_llama
 from tests.processes import until
@@ -132,6 +133,18 @@ def test_with_keys_an_executor_listens_to_other_machines(realm: Realm) -> None:
 def test_half_a_set_of_keys_is_none(query: str) -> None:
     with pytest.raises(ConfigError, match=r"server=EXECUTOR.pub&key=MINE.key"):
         Address.parse(f"127.0.0.1:7000?{query}")
+
+
+def test_rows_go_in_clear_only_if_the_client_says_so(realm: Realm) -> None:
+    """... where it has keys."""
+    endpoint = realm.endpoint("alice", address="tcp://127.0.0.1:7000")
+    assert [may_go_by_nccl(url) for url in (endpoint, f"{endpoint}&nccl=no", f"{endpoint}&nccl=yes")] == [
+        False,
+        False,
+        True,
+    ]
+    assert may_go_by_nccl("tcp://127.0.0.1:7000") and not may_go_by_nccl("tcp://127.0.0.1:7000?nccl=no")
+    assert not may_go_by_nccl("local:///tmp/executor.sock")
 
 
 # ---------------------------------------------------------------- who comes in

@@ -32,13 +32,18 @@ def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU) 
         return LocalConnection(address, hello, timeout)
     from symbiosis.transport.zeromq_client import TcpConnection
 
-    by_nccl = _by_nccl(address, hello, timeout, device) if device.type == "cuda" else None
+    by_nccl = _by_nccl(address, hello, timeout, device) if device.type == "cuda" and may_go_by_nccl(url) else None
     return by_nccl or TcpConnection(address, hello, timeout, device.type == "cuda")
 
 
 def may_go_by_nccl(url: str) -> bool:
     """Whether it makes a difference to `connect` that rows are on a GPU."""
-    return _parts(url)[0] == "tcp"
+    scheme, address = _parts(url)
+    if scheme != "tcp":
+        return False
+    from symbiosis.transport.curve import Address
+
+    return Address.parse(address).nccl
 
 
 def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device) -> Connection | None:

@@ -132,20 +132,24 @@ class Address(NamedTuple):
     where: str
     server: str | None = None
     own: Pair | None = None
+    nccl: bool = True  # whether rows of a GPU may go by NCCL, which does not encrypt them
 
     @classmethod
     def parse(cls, address: str) -> "Address":
-        """`HOST:PORT`, or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`."""
+        """`HOST:PORT`, or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`; with `nccl=yes` or `no`."""
         where, _, query = address.partition("?")
-        if not query:
-            return cls(where)
-        given = parse_qs(query)
-        if sorted(given) != ["key", "server"]:
+        given = {name: values[-1] for name, values in parse_qs(query).items()}
+        said = bool(given) or not query
+        nccl = given.pop("nccl", "no" if given else "yes")
+        if not said or sorted(given) not in ([], ["key", "server"]) or nccl not in ("yes", "no"):
             raise ConfigError(
-                f"tcp://{address}: with keys an endpoint reads tcp://HOST:PORT?server=EXECUTOR.pub&key=MINE.key"
+                f"tcp://{address}: with keys an endpoint reads tcp://HOST:PORT?server=EXECUTOR.pub&key=MINE.key, and &nccl=yes if rows "
+                "on a GPU may go by NCCL, unencrypted"
             )
-        files = {name: Path(values[-1]).expanduser() for name, values in given.items()}
-        return cls(where, read_public(files["server"]), read_pair(files["key"]))
+        if not given:
+            return cls(where, nccl=nccl == "yes")
+        files = {name: Path(value).expanduser() for name, value in given.items()}
+        return cls(where, read_public(files["server"]), read_pair(files["key"]), nccl == "yes")
 
     def unlock(self, socket: Any) -> None:
         """Let `socket` prove who we are, and accept nobody but that executor."""
