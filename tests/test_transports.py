@@ -289,8 +289,7 @@ def test_a_client_that_was_dropped_joins_again(url: str, serve: Callable) -> Non
     session = Session(executor.endpoint)
     with session._lock:
         session._connected()  # and the lock is held, so that nothing beats
-        until(lambda: executor.server.figures.dropped == 1)
-    assert not executor.server.sessions
+        until(lambda: executor.server.figures.dropped == 1 and not executor.server.sessions)
     assert echoed(session, anything((3, 5)))
     assert session.stats.reconnects == 1
     session.close()
