@@ -114,7 +114,7 @@ class View:
             length = torch.linalg.vector_norm(true, dim=1)
             cosine = F.cosine_similarity(claimed, true, dim=1, eps=SHORTEST)
             cosines.append(cosine[length > NOTHING * length.max()])
-        return torch.cat(cosines).mean().item()
+        return min(1.0, torch.cat(cosines).mean().item())  # rounding can exceed it
 
 
 def _alike(entries: list[Entry], claims: Iterable[Claim]) -> dict[tuple[Key, Key | None], list[Claim]]:
