@@ -5,7 +5,7 @@ import json
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "numpy", "pyzmq", "msgspec")
@@ -17,8 +17,16 @@ class Bar:
 
     name: str
     value: float
+    relation: Literal["<=", ">="]
     bar: float
-    holds: bool
+
+    @property
+    def holds(self) -> bool:
+        return self.value <= self.bar if self.relation == "<=" else self.value >= self.bar
+
+    def told(self) -> dict[str, Any]:
+        """For programs."""
+        return {"name": self.name, "value": self.value, "bar": self.bar, "holds": self.holds}
 
 
 @dataclass
@@ -42,7 +50,7 @@ class Report:
     def bar(self, name: str, value: float, relation: Literal["<=", ">="], bar: float) -> None:
         """A figure that must reach `bar`; it is among the figures, too."""
         self.figures[name] = value
-        self.bars.append(Bar(name, value, bar, value <= bar if relation == "<=" else value >= bar))
+        self.bars.append(Bar(name, value, relation, bar))
 
     @property
     def holds(self) -> bool:
@@ -53,13 +61,16 @@ class Report:
         holds."""
         if table:
             print_table(
-                ("bar", "value", "must reach", "holds"),
-                [(b.name, f"{b.value:.4g}", f"{b.bar:.4g}", "yes" if b.holds else "NO") for b in self.bars],
+                ("bar", "value", "must be", "holds"),
+                [
+                    (b.name, f"{b.value:.4g}", f"{b.relation} {b.bar:.4g}", "yes" if b.holds else "NO")
+                    for b in self.bars
+                ],
             )
         line = {
             "script": self.script,
             "figures": self.figures,
-            "bars": [asdict(bar) for bar in self.bars],
+            "bars": [bar.told() for bar in self.bars],
             "versions": versions(),
         }
         print(json.dumps(line), flush=True)
