@@ -103,12 +103,13 @@ class Benchmark(StrEnum):
     BATCHING = "batching"
     ISOLATION = "isolation"
     PRIVACY = "privacy"
+    GPU = "gpu"
 
 
 @app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def bench(
     context: typer.Context,
-    what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients. isolation: one tenant beside another's floods. privacy: what each level costs.")],
+    what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients. isolation: one tenant beside another's floods. privacy: what each level costs. gpu: all of it on a GPU.")],
 ) -> None:  # fmt: skip
     """Run one of the benchmarks in the repository's scripts folder. What follows its name goes to it (try --help)."""
     script = Path(__file__).parent.parent / "scripts" / f"bench_{what}.py"
@@ -131,7 +132,9 @@ def keygen(
 
         secret, public = generate(name, folder)
         typer.echo(f"{secret}: keep it where only {name} can read it")
-        typer.echo(f"{public}: an executor's clients name it as server=, a tenant's lies in the executor's --tenants")
+        typer.echo(
+            f"{public}: give it to others: an executor's to its clients (server=), a tenant's to the executor (--tenants)"
+        )
 
 
 @app.command()
