@@ -106,7 +106,7 @@ def _convert(values: dict[str, object]) -> Options:
     try:
         return msgspec.convert(values, Options)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"wrong option: {error}") from None
+        raise ConfigError(f"wrong option: {error} (symbiosis-executor --help says what each one takes)") from None
 
 
 def default_endpoints() -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.fixed_point import INTEGERS
 from symbiosis.client.pads import Contents, Effect, PadFile, Stream, laid_out
+from symbiosis.client.private import checked_bits
 from symbiosis.errors import ConfigError
 from symbiosis.executor.load import DEMO_MODEL, load_model, model_class
 from symbiosis.fingerprint import digest
@@ -27,6 +28,9 @@ def make(
     name: str, tokens: int, file: Path, bits: int = 8, training: bool = False, dtype: str | None = None
 ) -> Contents:
     """Write `tokens` pads for every layer of the model that a client with `Pads(file)` has computed elsewhere."""
+    checked_bits(bits)
+    if not file.parent.is_dir():
+        raise ConfigError(f"there is no folder {file.parent} for {file.name}: make it first")
     if file.exists():
         raise ConfigError(f"{file} exists: pads must not be used twice, so choose another name or remove it")
     folder = DEMO_MODEL if name == "demo" else Path(name)
@@ -35,7 +39,7 @@ def make(
     streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(structure)]
     contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, structure, weights, training)))
     contents, nbytes = laid_out(contents)
-    free = disk_usage(file.parent if file.parent.exists() else ".").free
+    free = disk_usage(file.parent).free
     if nbytes > free:
         raise ConfigError(
             f"{file} would have {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: make fewer --tokens"

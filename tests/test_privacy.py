@@ -15,8 +15,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 import symbiosis
+from symbiosis import cli
 from symbiosis.audit.exact import Unmasked
 from symbiosis.client.noise import gaussian
 from symbiosis.client.pads import AT_ONCE, PadFile
@@ -453,6 +455,18 @@ def test_a_file_of_pads_is_its_owners_and_is_not_made_again(pads: Callable, tmp_
     with pytest.raises(ConfigError, match="GB are free"):
         make(str(tmp_path / "model"), 10**12, tmp_path / "huge.pads")
     assert not (tmp_path / "huge.pads").exists()
+    with pytest.raises(ConfigError, match="there is no folder .*: make it first"):
+        make(str(tmp_path / "model"), 5, tmp_path / "new" / "my.pads")
+
+
+@pytest.mark.parametrize("command", [["pads", "demo", "--tokens", "1", "-o", "my.pads"], ["audit", "--level", "pads"]])
+def test_bits_that_there_are_not_are_said_in_one_line(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, [*command, "--bits", "7"])
+    assert result.exit_code == 2
+    assert "error: weights are quantised to 8 or 16 bits, not to 7" in result.output
 
 
 def test_pads_of_other_weights_are_refused(serve: Callable, pads: Callable) -> None:

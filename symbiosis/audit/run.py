@@ -21,7 +21,7 @@ from symbiosis.audit.owner import BYTES, FULL, QUICK, REPEATS, TRAIN_BATCH, Owne
 from symbiosis.audit.public import Public
 from symbiosis.audit.recorder import Recorder
 from symbiosis.audit.view import Claim, View
-from symbiosis.client.private import Privacy
+from symbiosis.client.private import Privacy, checked_bits
 from symbiosis.pads import make
 from symbiosis.reporting import Report, print_table
 
@@ -91,6 +91,7 @@ def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False) -> int:
     """The whole audit; 0 if every row holds. `bits`: of quantised weights."""
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
+    checked_bits(bits)
     size = QUICK if quick else FULL
     public = Public(bits)
     work = Work.of(public.tokenizer, size)

@@ -352,7 +352,7 @@ class Session:
     def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
         return ExecutorUnavailable(
             f"no executor at {' or '.join(self.endpoints)} ({cause}). "
-            f"Start one with: symbiosis-executor MODEL --listen {self.endpoints[0]}"
+            f"Start one with: symbiosis-executor MODEL --listen {self.endpoints[0].partition('?')[0]}"
         )
 
     def _disconnect(self) -> None:

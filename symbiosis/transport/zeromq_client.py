@@ -46,7 +46,7 @@ class TcpConnection:
         """`for_gpu`: results go there."""
         self._for_gpu = for_gpu
         place = Address.parse(address)
-        self._url = f"tcp://{place.where}"
+        self._url, self._has_keys = f"tcp://{place.where}", place.own is not None
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         place.unlock(self._socket)
         harden(self._socket)
@@ -115,11 +115,12 @@ class TcpConnection:
                     f"the executor at {self._url} did not let us in: its operator must have our .pub file among the tenants, and "
                     f"the endpoint must read {keys} with the right files",
                 )
-            why = (
-                f"it is ending, or the endpoint must read {keys}"
-                if event & BROKEN_HANDSHAKE
-                else "the connection broke"
-            )
+            why = "the connection broke"
+            if event & BROKEN_HANDSHAKE:
+                asked = (
+                    "server= names another executor's .pub file" if self._has_keys else f"the endpoint must read {keys}"
+                )
+                why = f"it is ending, or {asked}"
             raise ConnectionLost(f"no executor at {self._url}: {why}")
         raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
 
