@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from symbiosis.config import Policy
 from symbiosis.executor.batch import Batch, Item
-from symbiosis.executor.batcher import AGING_S, JOIN_BELOW, Batcher
+from symbiosis.executor.batcher import AGING_S, ALONE_S, JOIN_BELOW, Batcher
 from symbiosis.executor.rhythm import KEYS_KEPT
 
 POLICIES = get_args(Policy)
@@ -451,6 +451,21 @@ def test_who_waits_alone_is_served_at_once() -> None:
     """A budget is no delay: with nobody due, a call does not wait at all."""
     crowd = [Client([Step(3e-4, layer, 8) for layer in range(8)] * 4), Client([Step(0.0, "other", 8)])]
     assert all(sent.idled == 0 for sent in Simulation("opportunistic", crowd, max_wait=1.0).run().calls)
+
+
+@pytest.mark.parametrize(("policy", "until"), [("immediate", 0.0), ("opportunistic", ALONE_S), ("lockstep", 3.0)])
+def test_a_session_is_alone_when_nobody_else_has_called_for_a_while(policy: Policy, until: float) -> None:
+    batcher = Batcher(policy, MAX_WAIT, MAX_ROWS, idle_s=3.0)
+    batcher.join(1)
+    batcher.join(2)
+    batcher.alone(2, 10.0)
+    for begun, session in ((20.0, 1), (30.0, 2), (40.0, 1)):  # whoever calls takes the turn, and begins anew
+        assert batcher.alone(session, begun) is (until == 0.0)
+        if until:
+            assert not batcher.alone(session, begun + until - 0.01)
+        assert batcher.alone(session, begun + until + 0.01)
+    batcher.add(Item(2, "a", 1, 1, 50.0))
+    assert not batcher.alone(1, 60.0)  # somebody's call waits, which it could meet
 
 
 def test_idleness_earns_no_credit() -> None:

@@ -13,7 +13,7 @@ from symbiosis.executor.batch import Item
 from symbiosis.executor.batcher import Batcher
 from symbiosis.executor.cohort import Cohort
 
-MAX_WAIT, PRODUCT_S = 2e-3, 1e-4
+MAX_WAIT, PRODUCT_S, MAX_ROWS = 2e-3, 1e-4, 4096
 KEYS = ("a", "b", "c")
 
 
@@ -23,7 +23,7 @@ class Executor:
     def __init__(self, sessions: int, policy: Any = "opportunistic") -> None:
         self.now, self.answered, self.products = 1.0, Counter[int](), list[list[int]]()
         self.failing = False
-        self.batcher = Batcher(policy, MAX_WAIT, 4096)
+        self.batcher = Batcher(policy, MAX_WAIT, MAX_ROWS)
         engine: Any = SimpleNamespace(join=self.launch)
         figures: Any = SimpleNamespace(together=lambda *_: None)
         self.cohort = Cohort(self.batcher, engine, figures, self.enqueue)
@@ -122,7 +122,16 @@ def test_who_does_not_come_is_not_waited_for_long(together: Executor) -> None:
 
 
 @pytest.mark.parametrize(
-    "event", ["another key", "a large call", "elsewhere", "somebody leaves", "no kernel", "draining"]
+    "event",
+    [
+        "another key",
+        "a large call",
+        "more than a product takes",
+        "elsewhere",
+        "somebody leaves",
+        "no kernel",
+        "draining",
+    ],
 )
 def test_what_was_not_foreseen_goes_through_the_queue(event: str, together: Executor) -> None:
     numbers = [together.call(session, "a") for session in (1, 2)]
@@ -130,6 +139,11 @@ def test_what_was_not_foreseen_goes_through_the_queue(event: str, together: Exec
         numbers.append(together.call(3, "z"))
     elif event == "a large call":
         numbers.append(together.call(3, "a", rows=together.batcher.join_below))
+    elif event == "more than a product takes":
+        together.batcher.join_below = MAX_ROWS
+        numbers.append(together.call(3, "a", rows=MAX_ROWS - 1))
+        together.step()
+        assert [1, 2, 3] not in together.products
     elif event == "elsewhere":
         numbers.append(together.call(3, "a", placed=False))
     elif event == "somebody leaves":

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 
 import pytest
 import torch
@@ -178,6 +179,55 @@ def test_gradients_of_some_members_only(used: str, serve: Callable) -> None:
             made = dict(zip("abc", module(x), strict=True))
             sum(made[name].sum() for name in used).backward()
         assert torch.equal(inputs[0].grad, inputs[1].grad)
+
+
+def show_the_group(split: nn.Module) -> None:
+    for _ in range(2):
+        split(torch.ones(3, 8, requires_grad=True))
+
+
+class Unwanted(torch.autograd.Function):
+    """Nothing of its input's gradient is wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+def test_gradients_that_nobody_wants_are_no_call(serve: Callable) -> None:
+    split = symbiosis.wrap(Branches(), serve(Branches()).endpoint, exact=False)
+    show_the_group(split)
+    x = torch.ones(3, 8, requires_grad=True)
+    total = sum(Unwanted.apply(y).sum() for y in split(x))
+    assert calls_of(split, total.backward) == {}
+    assert x.grad is None or not x.grad.any()
+
+
+def test_fast_gradients_have_no_gradients(serve: Callable) -> None:
+    """It is said, and what to do instead; nothing wrong is computed."""
+    split = symbiosis.wrap(Branches(), serve(Branches()).endpoint, exact=False)
+    show_the_group(split)
+    x = torch.ones(3, 8, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"wrap\(\.\.\., exact=True\)"):
+        torch.autograd.grad(sum(y.pow(2).sum() for y in split(x)), x, create_graph=True)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_no_rows_are_no_call(grouped: bool, serve: Callable) -> None:
+    """As the last part of a batch that was cut may have none; forward and backward."""
+    split = symbiosis.wrap(Branches(), serve(Branches()).endpoint)
+    if grouped:
+        show_the_group(split)
+    x = torch.ones(2, 0, 8, requires_grad=True)
+    made: list[Tensor] = []
+    assert calls_of(split, lambda: made.extend(split(x))) == {}
+    assert [y.shape for y in made] == [y.shape for y in Branches()(x)]
+    assert calls_of(split, sum(y.sum() for y in made).backward) == {}
+    assert x.grad is not None and x.grad.shape == x.shape
 
 
 def test_no_graph_outlives_its_step(pair: tuple[Branches, Branches]) -> None:

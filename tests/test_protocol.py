@@ -20,6 +20,7 @@ from symbiosis.protocol import (
     MAX_DIM,
     MAX_GROUP,
     REPLY_SIZE,
+    SEED_BYTES,
     VERSION,
     Beat,
     Bye,
@@ -54,16 +55,16 @@ views = st.integers(0, MAX_DIM).flatmap(
 )
 calls = st.builds(
     Call, st.sampled_from(Op), u32, st.sampled_from(DTYPES), shapes, st.booleans(), st.sampled_from(Priority),
-    st.none() | views, u32, st.booleans(), st.lists(u32, max_size=MAX_GROUP - 1).map(tuple),
+    st.none() | views, u32, st.booleans(), st.lists(u32, max_size=MAX_GROUP - 1).map(tuple), st.booleans(),
 )  # fmt: skip
 replies = st.builds(Reply, u64, st.sampled_from(Code), st.sampled_from(DTYPES), shapes, u32, u32, u32)
 i64, text, flag = st.integers(-(2**63), 2**63 - 1), st.text(max_size=20), st.booleans()
 layers = st.builds(Layer, text, text, st.lists(i64, max_size=4).map(tuple), text, text, flag)
 control_messages = st.one_of(
-    st.builds(Hello, i64, text, st.none() | i64, st.none() | text, flag),
+    st.builds(Hello, i64, text, st.none() | i64, st.none() | text, flag, st.none() | text),
     st.builds(
         Welcome, i64, text, st.lists(layers, max_size=3), text, text, st.builds(Limits, i64, i64, i64, i64), flag,
-        st.floats(allow_nan=False), text, i64,
+        st.floats(allow_nan=False), text, i64, st.lists(i64, max_size=2).map(tuple), text,
     ),
     st.builds(Refusal, i64, text), st.builds(Grow, i64), st.builds(Grown, i64), st.builds(Beat), st.builds(Bye),
 )  # fmt: skip
@@ -87,6 +88,14 @@ def test_control_messages_come_back(message: protocol.Control) -> None:
     assert decode_control(encode_control(message)) == message
 
 
+@given(st.sampled_from(Code), text)
+def test_a_refusal_is_raised_with_its_code_and_message(code: Code, message: str) -> None:
+    refusal = decode_control(encode_control(Refusal(code, message)))
+    assert isinstance(refusal, Refusal)
+    error = refusal.error()
+    assert error.code is code and error.message == message
+
+
 def test_times_beyond_the_field_are_cut() -> None:
     late = Reply(1, batch=2**40, wait_us=2**40, compute_us=2**40)
     most = 2**32 - 1
@@ -98,7 +107,7 @@ def test_a_calls_size_is_that_of_its_rows_and_groups(call: Call) -> None:
     count = 1
     for dim in call.shape:
         count *= dim
-    rows = count * ITEMSIZE["int64" if call.op is Op.LOOKUP else call.dtype]
+    rows = SEED_BYTES if call.seeded else count * ITEMSIZE["int64" if call.op is Op.LOOKUP else call.dtype]
     if call.op in (Op.READ, Op.NORMS, Op.STATS):
         assert call.nbytes == 0
     elif call.groups:
