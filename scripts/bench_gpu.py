@@ -66,6 +66,10 @@ class Setting:
     def captured(self) -> bool:
         return self.device != "cpu"
 
+    def rows(self, count: int) -> int:
+        """... of a call: few where nothing is judged."""
+        return count if self.judged else min(count, 32)
+
     @contextmanager
     def executor(self, **options: Any) -> Iterator[str]:
         """The endpoint of a new one."""
@@ -302,7 +306,7 @@ def policies(setting: Setting) -> None:
 
 
 def call(setting: Setting) -> None:
-    width, rounds = setting.shape.hidden, 30
+    width, rounds = setting.shape.hidden, 10 * setting.rounds
     urls = [f"local://{setting.folder}/call.sock", "tcp://127.0.0.1:0"]
     rows = []
     with ExitStack() as stack:
@@ -319,14 +323,13 @@ def call(setting: Setting) -> None:
             for count in (1, 1024):
                 for captured in (False, True) if device != "cpu" and endpoint != tcp else (False,):
                     progress(f"{way}, {count} rows, {'captured' if captured else 'eager'}")
-                    took = worker.call(
-                        "call_us",
-                        count,
-                        captured,
-                        rounds if device == setting.device != "cpu" and endpoint != tcp else 5,
-                    )
+                    few = device == "cpu" or endpoint == tcp  # such calls take milliseconds
+                    took = worker.call("call_us", setting.rows(count), captured, 5 if few else rounds)
                     name = f"call_{way.replace(' ', '_')}_{count}_{'captured' if captured else 'eager'}_us"
-                    setting.report.figure(name, took)
+                    if way == "local" and count == 1 and captured:
+                        setting.bar(name, took, "<=", 25.0)
+                    else:
+                        setting.report.figure(name, took)
                     rows.append((way, str(count), "captured" if captured else "eager", f"{took:.1f}"))
     print_table(("way", "rows", "", "µs"), rows, title=f"a call of {width} × {width}")
 
@@ -337,13 +340,14 @@ def call(setting: Setting) -> None:
 def integers(setting: Setting) -> None:
     """Products of private clients' integers against the same in floats."""
     rows = []
-    for outputs in (setting.shape.hidden, setting.shape.inner):
-        with workers(Products, [(setting.shape.hidden, outputs, setting.device)]) as (worker,):
+    widths = setting.shape.hidden, setting.shape.inner
+    with workers(Products, [(setting.shape.hidden, outputs, setting.device) for outputs in widths]) as both:
+        for outputs, worker in zip(widths, both, strict=True):
             for count, bar in ((32, 3.0), (2048, 5.0)):
-                plain = worker.call("product_us", count, None, 10)
+                plain = worker.call("product_us", setting.rows(count), None, 10)
                 for bits in (8, 16):
                     progress(f"{count} rows, {outputs} columns, {bits} bits")
-                    took = worker.call("product_us", count, bits, 10)
+                    took = worker.call("product_us", setting.rows(count), bits, 10)
                     name = f"integers_{bits}_bits_{outputs}_columns_{count}_rows"
                     if bits == 8:
                         setting.bar(name, took / plain, "<=", bar)
@@ -380,18 +384,18 @@ SUITES: dict[str, Callable[[Setting], None]] = {
 
 def main() -> int:
     args = arguments()
-    prepare(threads=2)
+    prepare(threads=1 if args.tiny else 2)
     report = Report("bench_gpu")
     with ExitStack() as stack:
         stack.enter_context(nullcontext() if args.no_mps or args.tiny else mps.running())
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if args.tiny:
-            shape, device, seconds, rounds = Shape(2, 128, 256, 4, 512), "cpu", 0.2, 1
+            shape, device, seconds, rounds = Shape(2, 128, 256, 4, 512), "cpu", 0.1, 1
         else:
             shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
         setting = Setting(shape, device, seconds, rounds, args.programs, folder, report, not args.tiny)
         report.figure("layers", shape.layers)
-        report.figure("mps", not args.no_mps)
+        report.figure("mps", not (args.no_mps or args.tiny))
         for suite in args.suites or SUITES:
             SUITES[suite](setting)
     return report.finish()

@@ -7,6 +7,7 @@ Run from the repository root (about an hour on one core, a minute or two on a GP
 import argparse
 import json
 import math
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from symbiosis import demo_data
+from symbiosis.reporting import Report, print_table
 
 END, PAD = "<|end|>", "<|pad|>"
 CONTEXT, BATCH = 512, 8
@@ -120,7 +122,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     settings.write_text(json.dumps(contents, indent=2) + "\n")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("symbiosis/demo_model"), help="folder to write")
     parser.add_argument("--steps", type=int, default=4000, help="optimizer steps")
@@ -131,11 +133,19 @@ def main() -> None:
     torch.manual_seed(args.seed)
     tokenizer = build_tokenizer()
     model = build_model(tokenizer).to(args.device)
-    print(f"{model.num_parameters():,} parameters")
     loss = train(model, training_streams(tokenizer), args.steps, args.seed)
     save(model, tokenizer, args.out)
-    print(f"final loss {loss:.3f} nats per byte; greedy text:\n{sample(model, tokenizer)}")
+    text = sample(model, tokenizer)
+    print_table(
+        ("parameters", "steps", "final loss, nats per byte"),
+        [(f"{model.num_parameters():,}", args.steps, f"{loss:.3f}")],
+    )
+    print(f"greedy text:\n{text}")
+    report = Report("train_demo_model")
+    for name, value in (("parameters", model.num_parameters()), ("steps", args.steps), ("loss", loss), ("text", text)):
+        report.figure(name, value)
+    return report.finish()
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -59,7 +59,7 @@ class Report:
     def finish(self, table: bool = True) -> int:
         """Print the bars (unless the caller's own table shows them) and the JSON line; the exit status is 0 only if every bar
         holds."""
-        if table:
+        if table and self.bars:
             print_table(
                 ("bar", "value", "must be", "holds"),
                 [

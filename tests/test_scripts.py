@@ -1,0 +1,215 @@
+"""The scripts' reports: suites run to the end on a tiny model, bars are computed from what was measured, the last line is JSON.
+
+Processes are threads here (how the scripts' processes start is tested with one suite); what is measured so says nothing.
+"""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from symbiosis import demo_data
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports one by its name."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module
+
+
+def last_line(text: str, name: str) -> Any:
+    """What it reports for programs."""
+    line = json.loads(text.splitlines()[-1])
+    assert line.keys() == {"script", "figures", "bars", "versions"} and line["script"] == name
+    assert all(bar.keys() == {"name", "value", "bar", "holds"} for bar in line["bars"])
+    assert all(line["figures"][bar["name"]] == bar["value"] for bar in line["bars"])
+    return line
+
+
+class Worker:
+    """As that of scripts/_processes.py, but a thread."""
+
+    def __init__(self, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self._pool, self._last = ThreadPoolExecutor(1), Future[Any]()
+        self._thing = self._pool.submit(kind, *args).result(60)
+
+    def send(self, method: str, *args: Any) -> None:
+        self._last = self._pool.submit(getattr(self._thing, method), *args)
+
+    def result(self, timeout: float = 60.0) -> Any:
+        return self._last.result(timeout)
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.send(method, *args)
+        return self.result()
+
+    def end(self) -> None:
+        self._pool.shutdown()
+        if executor := getattr(self._thing, "_executor", None):
+            executor.close()
+
+
+@contextmanager
+def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Worker]]:
+    started = [Worker(kind, args) for args in arguments]
+    try:
+        yield started
+    finally:
+        for worker in started:
+            worker.end()
+
+
+CALLS = {f"call_{way}_{rows}_eager_us" for way in ("no_executor", "local", "tcp") for rows in (1, 1024)}
+SIDES = ("split", "split, grads grouped", "unsplit")
+POLICIES = {
+    f"{p}_{what}" for p in ("immediate", "lockstep", "opportunistic") for what in ("tokens_per_s", "ms_per_token")
+}
+WANTED = {
+    "call": CALLS,
+    "decode": {*(f"decode_eager_ms_{side}" for side in SIDES), "decode_eager_over_eager"},
+    "many": {f"decode_{count}_tokens_per_s_{side}" for count in (1, 2) for side in ("split", "unsplit")},
+    "policies": {*POLICIES, "policies_throughput_ratio", "policies_latency_ratio"},
+}
+
+
+@pytest.mark.parametrize("suite", WANTED)
+def test_a_suite_of_the_gpu_benchmark(
+    suite: str, script: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_gpu")
+    monkeypatch.setattr(bench, "workers", workers)
+    monkeypatch.setattr(bench, "prepare", lambda threads: None)  # settings of processes
+    monkeypatch.setitem(bench.SUITES, "many", lambda setting: bench.many(setting, [bench.DECODE]))
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", suite, "--tiny", "--programs", "2"])
+    assert bench.main() == 0
+    figures = last_line(capsys.readouterr().out, "bench_gpu")["figures"]
+    assert figures.keys() >= WANTED[suite]
+    assert all(math.isfinite(figures[name]) and figures[name] > 0 for name in WANTED[suite])
+
+
+@pytest.mark.timeout(300)
+def test_a_suite_in_processes_of_its_own() -> None:
+    command = [sys.executable, str(SCRIPTS / "bench_gpu.py"), "integers", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = last_line(done.stdout, "bench_gpu")["figures"]
+    assert sum(name.startswith("integers_") for name in figures) == 8
+
+
+def test_the_training_of_the_demo_model(
+    script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training, text = script("train_demo_model"), demo_data.base_text()[:20_000]
+    monkeypatch.setattr(demo_data, "base_text", lambda: text)
+    monkeypatch.setattr(demo_data, "python_text", lambda: text)
+    monkeypatch.setattr(sys, "argv", ["train_demo_model.py", "--steps", "1", "--out", str(tmp_path)])
+    assert training.main() == 0
+    figures = last_line(capsys.readouterr().out, "train_demo_model")["figures"]
+    assert figures["steps"] == 1 and 1.0 < figures["loss"] < 10.0 and figures["text"].startswith("The statement ")
+    assert (tmp_path / "model.safetensors").stat().st_size > figures["parameters"]
+
+
+# ---------------------------------------------------------------- what the bars are made of
+
+
+def holding(report: Any, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[float, bool]]:
+    """The bars as they are printed; the exit status is what they say."""
+    status = report.finish()
+    bars = last_line(capsys.readouterr().out, report.script)["bars"]
+    assert status == (0 if all(bar["holds"] for bar in bars) else 1)
+    return {bar["name"]: (round(bar["value"], 6), bar["holds"]) for bar in bars}
+
+
+@pytest.mark.parametrize(("local", "holds"), [(40.0, True), (50.0, False)])
+def test_bars_of_calls(local: float, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of rounds that are compared each within itself: the machine's speed between them does not count."""
+    bench = script("bench_call")
+    p50 = {"bare": 20.0, "local": local, "tcp": 4 * local, "inproc": 1.0}
+    rounds = {
+        cell: [bench.Round(p50[cell.transport] + drift, 0.0, 0.0, 0.0) for drift in (0.0, 100.0, 0.0)]
+        for cell in bench.CELLS
+    }
+    assert holding(bench.report(rounds), capsys) == {
+        "local_8KB_over_bare_us": (local - 20.0, holds),
+        "tcp_over_local_8KB": (4.0, True),
+    }
+
+
+@pytest.mark.parametrize(("mine", "holds"), [(12.0, True), (9.0, False)])
+def test_bars_of_batching(mine: float, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """The policy is held against the better of the two others."""
+    bench = script("bench_batching")
+    speeds = {"immediate": 5.0, "lockstep": 10.0, "opportunistic": mine}
+    rounds = {policy: [bench.Round(speed, 1 / speed, 0.0, 0.0, 1.0)] * 2 for policy, speed in speeds.items()}
+    found = holding(bench.report(rounds, SimpleNamespace(threads=1, executor_threads=1), 7), capsys)
+    assert found == {
+        "opportunistic_throughput_ratio": (mine / 10, holds),
+        "opportunistic_latency_ratio": (round(10 / mine, 6), holds),
+    }
+
+
+@pytest.mark.parametrize(("p99", "kept", "holds"), [(5.0, 4.0, True), (5.1, 4.0, False), (5.0, 4.1, False)])
+def test_bars_of_isolation(
+    p99: float, kept: float, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_isolation")
+    rounds = {situation: [bench.Round(2.0, 1.0, 6.0, p99, 9.0, 3)] * 3 for situation in bench.SITUATIONS}
+    found = holding(bench.report(rounds, kept), capsys)
+    assert found["flood_p50_over_alone"] == (3.0, True) and found["crowd_p99_over_alone"] == (p99, p99 <= 5.0)
+    assert found["frozen_replies_kept"] == (kept, kept <= 4.0)
+    assert all(held for _, held in found.values()) == holds
+
+
+@pytest.mark.parametrize(("loss_difference", "decode"), [(0.0, 3.0), (1e-3, 2.0)])
+def test_bars_of_steps(
+    loss_difference: float, decode: float, script: Callable, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_step")
+    alone = bench.Alone(loss_difference=loss_difference)
+    for what in ("train", "decode"):
+        for side, seconds in (("split", [1.1, 2.2]), ("unsplit", [1.0, 2.0])):
+            alone.seconds[what, side], alone.cpu[what, side] = seconds, seconds
+    unsplit = bench.Crowd(10.0, 2.0, 4_000, 0, 0)
+    split = bench.Crowd(9.0, decode, 1_000 + 30, 400 + 70, 100)  # three copies of 1,000 bytes fewer, a process more
+    setting = bench.Setting(tmp_path, 1, 2, 1, 1.0, 1, 1.0, 1.0)
+    found = holding(bench.report(setting, alone, {"split": [split], "unsplit": [unsplit]}, 250), capsys)
+    assert found == {
+        "loss_difference": (loss_difference, loss_difference == 0.0),
+        "train_step_ratio": (1.1, True),
+        "decode_step_ratio": (1.1, True),
+        "four_memory_over_ideal": (round(1500 / 1100, 6), False),
+        "four_decode_ratio": (decode / 2, decode >= 3.0),
+        "four_train_ratio": (0.9, True),
+    }
+
+
+@pytest.mark.parametrize("kind", ["bit", "read", "SILENT", "ERROR"])
+def test_bars_of_peft_methods(kind: str, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """A silent difference, or an error that is not ours, is a failure; a method that says why it cannot is none."""
+    bench = script("compat_peft")
+    outcomes = [bench.Outcome(bench.CASES[0], order, kind, "") for order in bench.ORDERS]
+    found = holding(bench.report(outcomes, {}, False), capsys)
+    assert found["silent"][1] == (kind != "SILENT") and found["errors_not_ours"][1] == (kind != "ERROR")
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_bars_of_architectures(equal: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    bench, reporting = script("compat_models"), script("symbiosis.reporting")
+    report = reporting.Report("compat_models")
+    outcome = bench.Outcome("llama", equal={"forward": True, "step": equal}, covered=1.0)
+    bench.summarise("causal", [outcome], report)
+    found = holding(report, capsys)
+    assert found["causal_forward_equal"] == (1, True) and found["causal_step_equal"] == (int(equal), equal)
+    assert found["causal_mostly_served"] == (1, True)
