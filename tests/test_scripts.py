@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from symbiosis import demo_data
+from symbiosis.reporting import Report
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 
@@ -213,3 +215,60 @@ def test_bars_of_architectures(equal: bool, script: Callable, capsys: pytest.Cap
     found = holding(report, capsys)
     assert found["causal_forward_equal"] == (1, True) and found["causal_step_equal"] == (int(equal), equal)
     assert found["causal_mostly_served"] == (1, True)
+
+
+# ---------------------------------------------------------------- plots
+
+HIGH, LOW, LEVEL, FAR = (
+    ("slow", 3.0, "<=", 2.0),
+    ("fast", 1.0, "<=", 2.0),
+    ("none", 0.0, "<=", 0.0),
+    ("far", 50.0, ">=", 2.0),
+)
+
+
+def drawn(file: Path) -> list[tuple[str, float, str]]:
+    """Names, lengths and colours of the rows of a plot, and its texts."""
+    root = ElementTree.parse(file).getroot()
+    rects = [(float(r.get("width", 0)), r.get("fill", "")) for r in root.findall("{*}rect") if r.get("x")]
+    names = [text.text or "" for text in root.findall("{*}text") if text.get("text-anchor") == "end"]
+    return [(name, *rect) for name, rect in zip(names, rects, strict=True)]
+
+
+def test_a_report_is_plotted(
+    script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot, made = script("plot_benchmarks"), Report("bench_<x>")
+    for name, value, relation, bar in (HIGH, LOW, LEVEL, FAR):
+        made.bar(name, value, relation, bar)  # type: ignore[arg-type]
+    times, nothing = Report("bench"), Report("bench")
+    times.figure("a_call_us", 10.0)
+    times.figure("b_call_us", 1000.0)
+    for name, report in (("bars", made), ("times", times), ("nothing", nothing)):
+        report.finish(table=False)
+        (tmp_path / f"{name}.json").write_text(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "argv", ["plot_benchmarks.py", *map(str, sorted(tmp_path.glob("*.json")))])
+    assert plot.main() == 0
+    figures = last_line(capsys.readouterr().out, "plot_benchmarks")["figures"]
+    assert figures == {"bars.json": 4, "times.json": 2, "nothing.json": 0}
+    width = float(plot.WIDTH)
+    assert drawn(tmp_path / "bars.svg") == [
+        ("slow", 0.75 * width, plot.FAILS),
+        ("fast", 0.25 * width, plot.HOLDS),
+        ("none", 0.0, plot.HOLDS),
+        ("far", width, plot.HOLDS),
+    ]
+    text = (tmp_path / "bars.svg").read_text()
+    assert "3 (≤ 2)" in text and "1 (≤ 2)" in text and "0 (= 0)" in text and "50 (≥ 2)" in text
+    assert [length for _, length, _ in drawn(tmp_path / "times.svg")] == [round(width / 3, 1), width]
+    assert not (tmp_path / "nothing.svg").exists()
+
+
+def test_the_plots_are_those_of_the_results(script: Callable) -> None:
+    plot = script("plot_benchmarks")
+    results = sorted(plot.RESULTS.glob("*.json"))
+    for file in results:
+        chart = plot.chart_of(file.stem, json.loads(file.read_text()))
+        assert file.with_suffix(".svg").read_text() == plot.svg(chart), "run scripts/plot_benchmarks.py"
+        assert f"({file.stem}.svg)" in (plot.RESULTS / "README.md").read_text()
+    assert len(results) >= 12
