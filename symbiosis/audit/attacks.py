@@ -168,7 +168,11 @@ def _projected(view: View, public: Public, key: Key, numbers: list[int]) -> Iter
         seen *= usual.trace() / seen.trace()
     lower = torch.linalg.cholesky(usual)
     white = torch.linalg.solve_triangular(lower, seen, upper=False)
-    values, vectors = torch.linalg.eigh(torch.linalg.solve_triangular(lower, white.t(), upper=False))
+    white = torch.linalg.solve_triangular(lower, white.t(), upper=False)
+    if torch.linalg.eigvalsh(white)[-1] <= FOREIGN:  # nothing is to be projected away
+        yield from (Claim(entry.rows, n) for n, entry in zip(numbers, entries, strict=True))
+        return
+    values, vectors = torch.linalg.eigh(white)
     foreign, _ = torch.linalg.qr(lower @ vectors[:, values > FOREIGN])
     keep = torch.eye(len(usual)) - foreign @ foreign.t()
     filled = usual @ keep @ torch.linalg.pinv(keep @ usual @ keep, rtol=1e-9, hermitian=True)
