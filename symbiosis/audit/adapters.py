@@ -17,7 +17,6 @@ from symbiosis.protocol import Op
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 LEAST, MOST = 0.02, 20.0  # factors by which the attacker dares to divide
 TOKENS = 1920  # of which the equations are made
-COLUMNS = 64  # solved at once
 RIDGE = 1e-4
 DISTIL_RATE = 1e-2
 
@@ -71,13 +70,16 @@ def _silu_inverse(y: Tensor) -> Tensor:
 
 
 def _regression(x_TK: Tensor, y_TN: Tensor, weights_TN: Tensor) -> Tensor:
-    """The matrix that makes y of x, by least squares, with weights of their own for each column."""
-    parts = []
-    for y, weights in zip(y_TN.t().split(COLUMNS), weights_TN.t().split(COLUMNS), strict=True):
-        gram = (weights[:, :, None] * x_TK).transpose(1, 2) @ x_TK
-        gram += (1e-8 * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] + 1e-12) * torch.eye(x_TK.shape[1])
-        parts.append(torch.linalg.solve(gram, (weights * y) @ x_TK))
-    return torch.cat(parts)
+    """The matrix that makes y of x, by least squares, with weights of their own for each column; many are zero."""
+    columns, eye = [], torch.eye(x_TK.shape[1])
+    for y, weights in zip(y_TN.t(), weights_TN.t(), strict=True):
+        counted = weights > 0
+        x = x_TK[counted]
+        weighted = x * weights[counted, None]
+        gram = weighted.t() @ x
+        gram += (1e-8 * gram.diagonal().mean() + 1e-12) * eye
+        columns.append(torch.linalg.solve(gram, weighted.t() @ y[counted]))
+    return torch.stack(columns)
 
 
 MATRICES: dict[str, Callable[[View, Public], list[Tensor]]] = {
