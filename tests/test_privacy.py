@@ -133,6 +133,15 @@ def test_hard_rows_are_exact(bits: int, level: str, two: Callable, pads: Callabl
     assert torch.equal(*found) and found[0].isfinite().all()
 
 
+@pytest.mark.parametrize("asked", [{"privacy": symbiosis.Noise()}, {"verify": True}])
+def test_privacy_without_the_weights_is_refused_not_ignored(asked: dict[str, Any], serve: Callable) -> None:
+    executor = serve(tiny_llama())
+    with pytest.raises(WrapError, match=f"knows no {next(iter(asked))}.*: wrap a model from a checkpoint for that"):
+        symbiosis.from_executor(executor.endpoint, **asked)
+    with pytest.raises(WrapError, match="knows no atn_implementation, nor does the configuration of LlamaForCausalLM$"):
+        symbiosis.from_executor(executor.endpoint, atn_implementation="eager")
+
+
 def test_an_infinite_gradient_stays_one_and_is_not_sent(two: Callable, ids: Tensor) -> None:
     """As loss scaling needs it."""
     model = tiny_llama()

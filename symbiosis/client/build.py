@@ -31,7 +31,8 @@ def from_executor(
     exact: bool = True,
     **config: Any,
 ) -> nn.Module:
-    """A wrapped model of the executor's kind; no checkpoint, and no base weights in this process's memory.
+    """A wrapped model of the executor's kind; no checkpoint, and no base weights in this process's memory. (What hides or proves
+    something needs the weights: `privacy` and `verify` are for `wrap` only.)
 
     Args:
         endpoint, timeout, layers, priority, exact: as for `wrap`.
@@ -68,6 +69,12 @@ def _structure(session: Session, changes: dict[str, Any]) -> nn.Module:
             f"{session.endpoint} serves a {welcome.model_class}, not a transformers model: use wrap instead"
         )
     attention = {key: changes.pop(key) for key in ("attn_implementation", "experts_implementation") if key in changes}
+    config = transformers.AutoConfig.for_model(**content)
+    if unknown := sorted(name for name in changes if not hasattr(config, name)):
+        raise WrapError(
+            f"from_executor knows no {', '.join(unknown)}, nor does the configuration of {welcome.model_class}"
+            + (": wrap a model from a checkpoint for that" if {"privacy", "verify"} & {*unknown} else "")
+        )
     config = transformers.AutoConfig.for_model(**{**content, **changes})
     model_class = getattr(transformers, welcome.model_class, None)
     if model_class is None:
