@@ -347,6 +347,14 @@ class Grown(msgspec.Struct, frozen=True, tag="grown"):
     nbytes: int
 
 
+class Share(msgspec.Struct, frozen=True, tag="share"):
+    """A client on the same host asks for the memory in which lies what every client holds for itself."""
+
+
+class Shared(msgspec.Struct, frozen=True, tag="shared"):
+    """... and gets it, by descriptor."""
+
+
 class Segment(msgspec.Struct, frozen=True, tag="segment"):
     """A client hands over device memory of this size, by descriptor. Segments are counted from 0."""
 
@@ -384,7 +392,22 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
     """The client leaves."""
 
 
-Control = Hello | Welcome | Refusal | Grow | Grown | Segment | Register | Registered | Resume | Done | Beat | Bye
+Control = (
+    Hello
+    | Welcome
+    | Refusal
+    | Grow
+    | Grown
+    | Share
+    | Shared
+    | Segment
+    | Register
+    | Registered
+    | Resume
+    | Done
+    | Beat
+    | Bye
+)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Control)
 

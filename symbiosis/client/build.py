@@ -1,7 +1,8 @@
 """`from_executor`: a client model without a checkpoint, from what the executor tells at the join.
 
 The structure is built on the meta device. What is served becomes remote; non-persistent buffers are computed by the
-model's own code; embeddings, norms and whatever else is the client's own are read from the executor, by name.
+model's own code; embeddings, norms and whatever else is the client's own come from the executor, by name: in memory that the
+clients of a host share until they change it, where there is such, else by reading.
 """
 
 import json
@@ -10,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import CALL_S, Session
@@ -95,19 +96,20 @@ def _fill(model: nn.Module, session: Session, device: torch.device) -> None:
             module._buffers[name] = torch.empty_like(buffer, device=device)
         if computed:
             _compute_buffers(model, module)
+    own = _Own(session, device)
     numbers = {layer.name: index for index, layer in enumerate(session.manifest)}
     filled: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             full = f"{path}.{name}" if path else name
             number = numbers.get(full, numbers.get(path) if name == "weight" else None)
-            own = (
+            wanted = (
                 tensor is not None
                 and not isinstance(tensor, RemoteWeight)
                 and name not in module._non_persistent_buffers_set
             )
-            if own and number is not None:
-                _put(module, name, session, number, device, filled)
+            if wanted and number is not None:
+                _put(module, name, number, own, filled)
     model.tie_weights()  # type: ignore[operator]
     for module in model.modules():
         weight, bias = getattr(module, "weight", None), module._parameters.get("bias")
@@ -120,19 +122,32 @@ def _fill(model: nn.Module, session: Session, device: torch.device) -> None:
         )
 
 
-def _put(
-    module: nn.Module, name: str, session: Session, number: int, device: torch.device, filled: dict[int, nn.Parameter]
-) -> None:
-    layer = session.manifest[number]
-    held = getattr(torch, layer.dtype)
+class _Own:
+    """Values of what is the client's own, by number: in shared memory where there is such, else read."""
+
+    def __init__(self, session: Session, device: torch.device) -> None:
+        self._session, self._device, self._shared = session, device, session.shared()
+        self._given: set[int] = set()
+
+    def __call__(self, number: int) -> Tensor:
+        value = self._shared.get(number)
+        if value is None:
+            dtype = getattr(torch, self._session.manifest[number].dtype)
+            return self._session.call(Op.READ, number, dtype=dtype).to(self._device)
+        if id(value) in self._given:  # equal tensors lie there once, but who changes one does not mean the other
+            return value.to(self._device, copy=True)
+        self._given.add(id(value))
+        return value.to(self._device)
+
+
+def _put(module: nn.Module, name: str, number: int, own: _Own, filled: dict[int, nn.Parameter]) -> None:
     if name in module._buffers:
-        module._buffers[name] = session.call(Op.READ, number, dtype=held).to(device)
+        module._buffers[name] = own(number)
         return
     old = module._parameters[name]
     assert old is not None
     if id(old) not in filled:
-        value = session.call(Op.READ, number, dtype=held).to(device)
-        filled[id(old)] = nn.Parameter(value, requires_grad=False)
+        filled[id(old)] = nn.Parameter(own(number), requires_grad=False)
     module._parameters[name] = filled[id(old)]
 
 

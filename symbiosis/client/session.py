@@ -360,6 +360,15 @@ class Session:
             self._connection.close()
             self._connection = None
 
+    def shared(self) -> dict[int, Tensor]:
+        """What is the client's own, as far as an executor on this host shares it; the rest is to be read."""
+        with self._lock:
+            try:
+                return self._connected().shared()
+            except ConnectionLost:
+                self._disconnect()
+                return {}
+
     def beat(self) -> None:
         """Tell the executor that this client lives; during a call it knows anyway."""
         if self._lock.acquire(blocking=False):

@@ -9,6 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -309,6 +310,9 @@ class Server:
         except CallError as error:
             self.figures.refused(error.code)
             raise
+
+    def shared(self) -> BinaryIO:
+        return self.store.shared()
 
     def prepare(self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
         if call.seeded:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any
+from typing import Any, BinaryIO
 
 from torch import Tensor, nn
 
@@ -12,6 +12,7 @@ from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.fingerprint import digest, model_fingerprint
 from symbiosis.kernels.integers import quantise, warm
 from symbiosis.protocol import MAX_DIM, WEIGHT_BITS, Layer, Op, View
+from symbiosis.transport import commons
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
@@ -41,6 +42,7 @@ class Store:
             self._add(name, kind, weight, bias if kind in ("linear", "conv1d") else None, sha)
         self.fingerprint = model_fingerprint(self.config_json, self.manifest)
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
+        self._commons: BinaryIO | None = None
         self.on_gpu = any(weight.is_cuda for weight in self.weights)
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
         self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._linear() for bits in integers}
@@ -52,6 +54,16 @@ class Store:
         self.biases.append(bias)
         shape, dtype = tuple(weight.shape), DTYPE_NAME.get(weight.dtype, str(weight.dtype))
         self.manifest.append(Layer(name, kind, shape, dtype, sha, bias is not None))
+
+    def shared(self) -> BinaryIO:
+        """What every client holds for itself, in memory that all clients of this host share, and this process, too."""
+        if self._commons is None:
+            self._commons = commons.publish(self.manifest, self.weights.__getitem__)
+            if not self.on_gpu:
+                for number, tensor in commons.taken(self.manifest, self._commons.fileno()).items():
+                    self.weights[number] = tensor
+                self.matrix.cache_clear()
+        return self._commons
 
     def served(self) -> list[Layer]:
         return [layer for layer in self.manifest if layer.kind in SERVED_KINDS]

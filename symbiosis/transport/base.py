@@ -1,7 +1,7 @@
 """The two ends of every transport, and what a listener tells the server."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +22,11 @@ class Connection(Protocol):
     ) -> tuple[Reply, list[Tensor]]:
         """Send a call, wait for its reply. The rows of the payload may have any shape of as many values as the call's.
         The result comes as fresh tensors where the rows were: one, or one of each of the `shapes`."""
+        ...
+
+    def shared(self) -> dict[int, Tensor]:
+        """What is the client's own, by number in the manifest, in memory that the clients of a host share as long as they do not
+        change it; nothing where there is no such memory."""
         ...
 
     def beat(self) -> None:
@@ -79,6 +84,10 @@ class Inbox(Protocol):
 
     def shape(self, call: Call) -> tuple[int, ...]:
         """The shape of the reply to `call`; raises `CallError` if it is wrong."""
+        ...
+
+    def shared(self) -> BinaryIO:
+        """The memory in which lies what every client holds for itself."""
         ...
 
     def prepare(self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:

@@ -32,6 +32,8 @@ from symbiosis.protocol import (
     Op,
     Refusal,
     Reply,
+    Share,
+    Shared,
     decode_control,
     encode_control,
     encode_reply,
@@ -91,6 +93,8 @@ class Peer:
                 self._join(message)
             elif isinstance(message, Grow) and self._slab:
                 self._grow(message.nbytes)
+            elif isinstance(message, Share) and self._slab:
+                socket.send_fds(self._socket, [encode_control(Shared())], [self._listener.inbox.shared().fileno()])
             else:
                 self._listener.drop(self)
         except BlockingIOError:

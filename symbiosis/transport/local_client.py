@@ -20,12 +20,15 @@ from symbiosis.protocol import (
     Hello,
     Refusal,
     Reply,
+    Share,
+    Shared,
     Welcome,
     decode_control,
     decode_reply,
     encode_call,
     encode_control,
 )
+from symbiosis.transport import commons
 from symbiosis.transport.reactor import CAN_SPIN, fence, spin
 from symbiosis.transport.slab import (
     CALL_AT,
@@ -146,6 +149,16 @@ class LocalConnection:
         self._slab.close()
         self._slab = Slab(fds[0], grown.nbytes)
         return self._slab
+
+    def shared(self) -> dict[int, Tensor]:
+        try:
+            self._socket.send(encode_control(Share()))
+            answer, fds = self._receive(1)
+        except OSError as error:
+            raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
+        assert isinstance(answer, Shared)
+        with os.fdopen(fds[0], "rb") as file:
+            return commons.taken(self.welcome.manifest, file.fileno())
 
     def beat(self) -> None:
         self._beats += 1

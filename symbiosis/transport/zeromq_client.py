@@ -128,6 +128,9 @@ class TcpConnection:
         """What there is to receive from; nothing if nothing came for a while."""
         return dict(self._poller.poll(int(1000 * max(0.0, min(BEAT_S, deadline - monotonic())))))
 
+    def shared(self) -> dict[int, Tensor]:
+        return {}
+
     def beat(self) -> None:
         with suppress(zmq.ZMQError):
             self._socket.send(encode_control(Beat()), zmq.NOBLOCK)
