@@ -61,6 +61,11 @@ def turns() -> Any:
     return _context.Semaphore(0)
 
 
+def pipe() -> tuple[Connection, Connection]:
+    """Between two children."""
+    return _context.Pipe()
+
+
 class Process:
     """A child process that is killed at the end of the test, whatever state it is in."""
 
@@ -94,6 +99,12 @@ class Process:
         """Memory of its own and shared memory that it has touched."""
         with Path(f"/proc/{self.pid}/statm").open() as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    @property
+    def cpu_seconds(self) -> float:
+        """That it has used so far."""
+        used = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        return sum(map(int, used)) / os.sysconf("SC_CLK_TCK")
 
     @property
     def descriptors(self) -> int:
