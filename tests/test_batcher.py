@@ -666,6 +666,22 @@ def test_who_calls_now_and_then_goes_before_a_crowd() -> None:
     assert batch is not None and batch.slices[0].item.session == 99
 
 
+@pytest.mark.parametrize("most", [3, 50], ids=["all", "some"])
+def test_who_has_the_fewest_calls_in_a_product_is_answered_first(most: int) -> None:
+    """Whether the whole queue runs at once, or as much of it as one tenant may have."""
+    batcher = Batcher("lockstep")
+    for number in range(most):
+        batcher.join(number, "crowd")
+        batcher.add(Item(number, "key", 1, 0, 0.0))
+    batcher.join(99, "single")
+    batcher.add(Item(99, "key", 1, 0, 0.0))
+    batch = batcher.next_batch(0.0)
+    assert batch is not None
+    sessions = [piece.item.session for piece in batch.slices]
+    assert sessions[0] == 99 and len(sessions) > 3
+    assert sessions[1:] == sorted(sessions[1:])
+
+
 def test_slices_are_short_while_another_tenant_calls() -> None:
     batcher, now = Batcher("immediate", max_rows=4096), 0.0
     batcher.join(1, "trainer")

@@ -1,6 +1,7 @@
 """What one tenant has under way in the executor, and whether that leaves room for another call."""
 
 from dataclasses import dataclass, field
+from itertools import chain
 
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import Limits
@@ -37,7 +38,10 @@ class Account:
         unread = peer.unread
         if len(unread) > 1 and sum(unread) + held > ALWAYS_ROOM:
             raise _busy(BUSY_S, f"{len(unread)} large replies are on their way to this session: read them")
-        if self.bytes + held + sum(sum(reader.unread) for reader in self.readers) > limits.max_tenant_bytes:
+        if (
+            self.bytes + held + sum(chain.from_iterable(reader.unread for reader in self.readers))
+            > limits.max_tenant_bytes
+        ):
             raise _busy(
                 BUSY_S, f"a tenant's calls and unread replies may have {limits.max_tenant_bytes} bytes", "bytes"
             )

@@ -386,7 +386,7 @@ class Batcher:
             rhythm.served = rhythm.share.served = now
         self._least_used = max(self._least_used, self._sessions[head.session].used)
         self._least_share = max(self._least_share, self._sessions[head.session].share.used)
-        return Batch(head.key, pieces, now)
+        return Batch(head.key, self._in_order(pieces), now)
 
     def _take_all(self, queue: Queue, now: float) -> Batch:
         del self._queues[queue[0].key]
@@ -398,7 +398,16 @@ class Batcher:
             least, least_share = min(least, rhythm.used), min(least_share, rhythm.share.used)
         self._least_used = max(self._least_used, least)
         self._least_share = max(self._least_share, least_share)
-        return Batch(queue[0].key, [Slice(item, 0, item.rows) for item in queue], now)
+        return Batch(queue[0].key, self._in_order([Slice(item, 0, item.rows) for item in queue]), now)
+
+    def _in_order(self, pieces: list[Slice]) -> list[Slice]:
+        """Who has the fewest in a product is answered first: replies take time, too."""
+        if len(self._shares) < 2 or len(pieces) < 2:
+            return pieces
+        shares = [self._sessions[piece.item.session].share for piece in pieces]
+        count = Counter(shares)
+        order = sorted(range(len(pieces)), key=lambda number: count[shares[number]])
+        return [pieces[number] for number in order]
 
     def _slice(self, item: Item) -> Slice:
         start, stop = item.start, item.rows

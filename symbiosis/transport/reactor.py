@@ -75,7 +75,7 @@ class Reactor:
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._bells: list[Bells] = []
-        self._turns = 0
+        self.turns = 0  # of the loop
         self._quiet = False  # nothing happened during the last sleep
         self._callbacks: dict[int, Callable[[], object]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -96,7 +96,7 @@ class Reactor:
 
     def poll(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for something to happen, and handle it."""
-        self._turns += 1
+        self.turns += 1
         if self._bells and CAN_SPIN:
             short = timeout <= SHORTEST_SLEEP_S
             found = (
@@ -106,7 +106,7 @@ class Reactor:
                 self._sleep(timeout)
                 return
             self._quiet = False
-            if found and self._turns % DESCRIPTORS_EVERY:
+            if found and self.turns % DESCRIPTORS_EVERY:
                 return
             timeout = 0.0
         self._handle(self._epoll.poll(timeout))
