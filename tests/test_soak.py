@@ -25,7 +25,7 @@ AT_ONCE = 4  # of them, where a machine is too slow for that
 WINDOWS = 10  # of a third: a burst of other work on the machine is in few of them
 STOCK_BYTES = 16 << 20  # by which an executor's memory differs from one moment to another
 GROWTH_BYTES = 24 << 20  # in half an hour, which stands for a day of people's use: 1 MB in an hour of that
-SLOWER, COSTLIER = 1.1, 1.25  # the last third over the first: p99 of a call, the executor's time for one
+SLOWER, COSTLIER = 1.1, 1.25  # the last third over the first: p99 of a call, the executor's CPU time for one
 COSTLIER_SHORT = 3.0  # what is asked for in seconds differs from third to third
 FEWEST = 9  # samples
 
@@ -193,5 +193,8 @@ def test_nothing_grows_or_gets_slower(town: Town, long: bool) -> None:
         assert (told.errors, told.dropped) == ({}, 0)
         assert "Traceback" not in watched.executor.log.read_text()
     if long:
-        first, last = p99(times, 0), p99(times, 2)
-        assert last.call / first.call < SLOWER * max(1.0, last.control / first.control)
+        if found["control_last_over_first"] > SLOWER:
+            pytest.skip(
+                "all the rest holds, but of p99 nothing can be said: the machine had more other work in the end"
+            )
+        assert found["p99_last_over_first"] < SLOWER
