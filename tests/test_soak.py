@@ -193,8 +193,7 @@ def test_nothing_grows_or_gets_slower(town: Town, long: bool) -> None:
         assert (told.errors, told.dropped) == ({}, 0)
         assert "Traceback" not in watched.executor.log.read_text()
     if long:
-        if found["control_last_over_first"] > SLOWER:
-            pytest.skip(
-                "all the rest holds, but of p99 nothing can be said: the machine had more other work in the end"
-            )
-        assert found["p99_last_over_first"] < SLOWER
+        slower = found["p99_last_over_first"] >= SLOWER
+        if slower and found["control_last_over_first"] >= SLOWER:
+            pytest.skip("all the rest holds, but not the p99: in the end the machine had more other work")
+        assert not slower
