@@ -15,7 +15,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,7 @@ from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
 from symbiosis.errors import CallError, CaptureError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import BY_ROWS, DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
-from symbiosis.transport.tensors import DTYPE_NAME, Shapes, on_host
+from symbiosis.transport.tensors import CPU, DTYPE_NAME, Shapes, on_host
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
@@ -140,7 +139,7 @@ class Session:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._connection: transport.Connection | None = None
-        self._device = torch.device("cpu")  # where rows may be when they need not go through the host
+        self._device = CPU  # where rows may be when they need not go through the host
         self._lines: dict[torch.device, DeviceLine | None] = {}  # for the calls of GPUs
         self._welcome: Welcome | None = None
         _sessions[self.number] = self
@@ -241,11 +240,7 @@ class Session:
         if line is not None:
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
         elif transport.may_go_by_nccl(self.endpoint):
-            self._device, reconnects = device, self.stats.reconnects
-            self._disconnect()
-            with suppress(ConnectionLost):  # the call will look for another one
-                self._connected()
-            self.stats.reconnects = reconnects  # nothing was lost
+            self._join_for(device)
         return line
 
     def replayed(self, made: Stats) -> None:
@@ -253,6 +248,20 @@ class Session:
         self.stats.add(made)
         for line in self.lines:
             line.replay(made.calls)
+
+    def _join_for(self, device: torch.device) -> None:
+        """Join again, as one whose rows are on a GPU."""
+        if self._device.type == "cuda":
+            logger.warning("rows of %s go by NCCL already, those of %s through the host's memory", self._device, device)
+            return
+        self._device, reconnects = device, self.stats.reconnects
+        self._disconnect()
+        try:
+            self._connected()
+        except (ConnectionLost, CallError) as error:
+            if not _is_away(error) and getattr(error, "code", None) is not Code.LIMIT:
+                raise
+        self.stats.reconnects = reconnects  # nothing was lost
 
     @property
     def lines(self) -> "list[DeviceLine]":
@@ -296,7 +305,7 @@ class Session:
     def _attempt(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
         connection = self._connection or self._connected()
         connection.welcome.limits.check(call)
-        if payload and payload[0].is_cuda and payload[0].device != connection.device:
+        if payload and payload[0].device.type != "cpu" and payload[0].device != connection.device:
             payload = tuple(map(on_host, payload))
         reply, results = connection.call(next(self._seq), call, payload, self.timeout, shapes)
         if reply.code is not Code.OK:
@@ -406,6 +415,7 @@ class Session:
         """In a forked child: the connection is the parent's."""
         self._lock = threading.Lock()
         self._connection = None
+        self._device = CPU
         self._lines = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":

@@ -142,7 +142,10 @@ class Engine:
                     self.compute(Batch(batch.key, [piece], batch.formed))
             else:
                 batch.slices[0].item.work.error = error
-        return perf_counter() - begun
+        seconds = perf_counter() - begun
+        if not self.stream or not all(piece.item.work.out.is_cuda for piece in batch.slices):
+            return seconds
+        return max(seconds, self._estimate(batch.slices[0].item.work.call, batch.rows))  # the GPU was not waited for
 
     def reply(self, batch: Batch, seconds: float) -> None:
         """... to the calls of which all rows have been computed by now."""

@@ -30,7 +30,7 @@ from symbiosis.keys import Keyring
 from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
-from symbiosis.transport.tensors import DTYPE_NAME, MOST_PINNED, TORCH_DTYPE
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, empty
 
 TICK_S = 0.5
 LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
@@ -71,7 +71,7 @@ class Server:
             raise ConfigError("products run one after another on a GPU: leave out --workers")
         self.store, self.options, self.limits = store, options, options.limits
         self.keyring = Keyring.open(options.key, options.tenants) if options.key and options.tenants else None
-        self.nccl = options.nccl or self.keyring is None
+        self.nccl = self.keyring is None if options.nccl is None else options.nccl
         self.figures = Figures(store)
         self.sessions: dict[int, Session] = {}
         self._accounts: dict[str, Account] = {}
@@ -360,14 +360,10 @@ class Server:
             payload = (keystream(payload[0].numpy().tobytes(), call.shape, TORCH_DTYPE[call.dtype]),)  # type: ignore[arg-type]
         out = peer.out(call, plan.shape)
         if out is None:
-            out = torch.empty(plan.shape, dtype=TORCH_DTYPE[call.dtype], pin_memory=self._pins(plan))
+            out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
         priority = call.priority if session.priority is None else session.priority
         work = Work(peer, seq, call, payload, out, plan.parts, plan)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
-
-    def _pins(self, plan: Plan) -> bool:
-        """Whether the GPU is to write a result into the host's memory by itself."""
-        return self.device.type == "cuda" and plan.held <= MOST_PINNED
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         """Figures; and an observer's echo, for which no client is made to wait, and which waits for none."""

@@ -6,23 +6,24 @@ A call waits for its answer, like any other over `tcp://`: so one whose executor
 import select
 import socket
 import threading
+from contextlib import suppress
 from time import monotonic
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from symbiosis.errors import Code, ConnectionLost, ProtocolError
+from symbiosis.errors import Code, ConnectionLost
 from symbiosis.protocol import REPLY_SIZE, Call, Hello, Reply, decode_reply, encode_call
 from symbiosis.transport import nccl_driver
-from symbiosis.transport.curve import Address
-from symbiosis.transport.nccl_driver import Communicator, NcclError, met
+from symbiosis.transport.nccl_driver import Communicator, NcclError, communicator_within
 from symbiosis.transport.reactor import spin
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 from symbiosis.transport.zeromq_client import BEAT_S, TcpConnection
 
+CONNECT_S = 3.0  # that the executor's port for headers may take to answer: shorter than a heartbeat
+MEET_S = 30.0  # ... and its GPU
 ABORT_S = 5.0  # that a broken communicator may take to end
-PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 
 
 class NcclConnection(TcpConnection):
@@ -34,16 +35,18 @@ class NcclConnection(TcpConnection):
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         super().__init__(address, replace(hello, device=uuid, nccl=nccl_driver.version()), timeout)
         self.device = device
-        host = Address.parse(address).where.rpartition(":")[0].strip("[]")
         try:
-            self._side = socket.create_connection((host, self.welcome.port), timeout)
+            self._side = socket.create_connection((self.host, self.welcome.port), CONNECT_S)
             self._side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             meeting = nccl_driver.new_unique()
             self._side.sendall(self.welcome.token + meeting)
-            self._comm = met(meeting, 0, device)
+            self._woken = select.poll()
+            self._woken.register(self._side, select.POLLIN)
+            self._side.setblocking(False)  # with a timeout every look would wait
+            self._comm = communicator_within(MEET_S, meeting, 0, device, self.beat)
         except OSError as error:
             self.close()
-            raise ConnectionLost(f"{self._url} was left before rows could go by NCCL: {error}") from None
+            raise NcclError(f"port {self.welcome.port} of {self.host} cannot be reached: {error}") from None
         except BaseException:
             self.close()
             raise
@@ -57,19 +60,22 @@ class NcclConnection(TcpConnection):
         deadline = monotonic() + timeout
         stream = torch.cuda.current_stream(self.device)
         try:
-            self._side.sendall(encode_call(call, seq))
             sent = [rows.contiguous() for rows in payload]
+            assert tuple(rows.nbytes for rows in sent) == call.parts, "the executor would wait for other rows"
+            self._side.sendall(encode_call(call, seq))
             for rows in sent:
                 self._comm.send(rows, stream.cuda_stream)
             reply = decode_reply(self._read(REPLY_SIZE, deadline))
             if reply.seq != seq:
-                raise ProtocolError(Code.BAD_FRAME, f"the answer to call {reply.seq} came for {seq}")
+                raise ConnectionLost(f"the answer to call {reply.seq} came for {seq}")
             if reply.code is not Code.OK:
                 text = torch.frombuffer(bytearray(self._read(reply.nbytes, deadline)), dtype=torch.uint8)
                 return reply, [text]
             result = torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype], device=self.device)
             self._comm.receive(result, stream.cuda_stream)
             self._wait(stream, deadline)
+        except ConnectionLost:
+            raise
         except (OSError, NcclError) as error:
             raise ConnectionLost(f"the connection to {self._url} broke: {error}") from None
         return reply, cut(result, shapes)
@@ -80,7 +86,7 @@ class NcclConnection(TcpConnection):
         raw = b""
         while len(raw) < nbytes:
             if not spin(self._something_came):
-                while not select.select([self._side], [], [], BEAT_S)[0]:
+                while not self._woken.poll(1e3 * BEAT_S):
                     self._give_up_after(deadline)
                     self.beat()
             came = self._side.recv(nbytes - len(raw))
@@ -92,9 +98,11 @@ class NcclConnection(TcpConnection):
     def _something_came(self) -> bool:
         assert self._side is not None
         try:
-            self._side.recv(1, PEEK)
+            self._side.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
             return False
+        except OSError:
+            pass
         return True  # be it the end
 
     def _wait(self, stream: torch.cuda.Stream, deadline: float) -> None:
@@ -114,6 +122,7 @@ class NcclConnection(TcpConnection):
             self._side.close()
         comm, self._comm = self._comm, None
         if comm is not None:
-            ending = threading.Thread(target=comm.abort, name="symbiosis-abort", daemon=True)
-            ending.start()
-            ending.join(ABORT_S)
+            with suppress(RuntimeError):  # an interpreter that ends starts no threads
+                ending = threading.Thread(target=comm.abort, name="symbiosis-abort", daemon=True)
+                ending.start()
+                ending.join(ABORT_S)

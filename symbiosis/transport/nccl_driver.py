@@ -4,6 +4,7 @@ ctypes, from the library that torch has loaded."""
 import ctypes
 import threading
 import time
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 UNIQUE_BYTES = 128
-JOIN_S, MEET_S = 20.0, 10.0  # that it may take to find each other, and the first exchange
+EXCHANGE_S = 10.0  # that the first exchange may take
 _BYTES = 0  # ncclInt8
 
 
@@ -64,26 +65,32 @@ def new_unique() -> bytes:
 class Communicator:
     """Two processes, each with a GPU: the client is rank 0, the executor rank 1. Whatever a stream is given is enqueued there."""
 
-    def __init__(self, unique: bytes, rank: int, device: torch.device) -> None:
+    def __init__(self, unique: bytes, rank: int, device: torch.device, stream: torch.cuda.Stream) -> None:
         """Returns when both have come, and have sent each other something: what CUDA must load and allocate for that is there."""
-        self._other, self.ended = 1 - rank, False
+        self._other = 1 - rank
+        self._ended = False
         self._comm = ctypes.c_void_p()
         self._ending = threading.Lock()
         with torch.cuda.device(device):
             both = _Unique.from_buffer_copy(unique)
             _check(_library().ncclCommInitRank(ctypes.byref(self._comm), 2, both, rank), "ncclCommInitRank")
-            stream = torch.cuda.Stream(device)
-            word = torch.zeros(1, device=device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            first, second = (self.send, self.receive) if rank == 0 else (self.receive, self.send)
-            first(word, stream.cuda_stream)
-            second(word, stream.cuda_stream)
-            end = time.monotonic() + MEET_S
-            while not stream.query():
-                if time.monotonic() > end:
-                    self.abort()
-                    raise NcclError(f"the other side went away, or did nothing for {MEET_S:g} s")
-                time.sleep(1e-3)
+            try:
+                self._exchange(rank, device, stream)
+            except BaseException:
+                self.abort()
+                raise
+
+    def _exchange(self, rank: int, device: torch.device, stream: torch.cuda.Stream) -> None:
+        word = torch.zeros(1, device=device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        first, second = (self.send, self.receive) if rank == 0 else (self.receive, self.send)
+        first(word, stream.cuda_stream)
+        second(word, stream.cuda_stream)
+        end = time.monotonic() + EXCHANGE_S
+        while not stream.query():
+            if time.monotonic() > end:
+                raise NcclError(f"the other side went away, or did nothing for {EXCHANGE_S:g} s")
+            time.sleep(1e-3)
 
     def send(self, rows: Tensor, stream: int) -> None:
         if not rows.nbytes:
@@ -101,26 +108,36 @@ class Communicator:
         """What a stream still waits for ends, undone. Returns when the device is done with it: so no other stream of this process may
         be waiting for something that only this thread can bring about."""
         with self._ending:
-            if not self.ended:
-                self.ended = True
+            if not self._ended:
+                self._ended = True
                 _library().ncclCommAbort(self._comm)
 
 
-def met(meeting: bytes, rank: int, device: torch.device) -> Communicator:
-    """The two of them, or `NcclError` within a while: NCCL itself may wait for ever."""
+def communicator_within(
+    seconds: float, unique: bytes, rank: int, device: torch.device, meanwhile: Callable[[], None]
+) -> Communicator:
+    """... or `NcclError`: NCCL itself may wait for ever. `meanwhile` is called about once a second."""
     made: list[Communicator | RuntimeError] = []
+    given_up = threading.Event()
 
-    def meet() -> None:
+    def make() -> None:
         try:
-            made.append(Communicator(meeting, rank, device))
+            comm = Communicator(unique, rank, device, torch.cuda.Stream(device))
+            made.append(comm)
+            if given_up.is_set():
+                comm.abort()
         except RuntimeError as error:
             made.append(error)
 
-    thread = threading.Thread(target=meet, name="symbiosis-meeting", daemon=True)
+    thread = threading.Thread(target=make, name="symbiosis-meeting", daemon=True)
     thread.start()
-    thread.join(JOIN_S + MEET_S)
+    end = time.monotonic() + seconds
+    while not made and time.monotonic() < end:
+        thread.join(1.0)
+        meanwhile()
     if not made:
-        raise NcclError(f"the other side did not come to the meeting within {JOIN_S + MEET_S:g} s")
+        given_up.set()
+        raise NcclError(f"the other side did not come to the meeting within {seconds:g} s")
     if isinstance(made[0], RuntimeError):
         raise NcclError(str(made[0]))
     return made[0]

@@ -1,5 +1,6 @@
 """Tensors over raw memory, and the names their dtypes have on the wire."""
 
+from contextlib import suppress
 from math import prod
 
 import torch
@@ -24,14 +25,24 @@ def bytes_of(tensor: Tensor) -> memoryview:
 def copied(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool = False) -> Tensor:
     """The tensor that came as these bytes, in memory aligned as torch's is: products must not depend on the transport. One that a
     GPU is to fetch is pinned."""
-    memory = torch.empty(len(data), dtype=torch.uint8, pin_memory=for_gpu and len(data) <= MOST_PINNED)
+    memory = empty((len(data),), torch.uint8, for_gpu)
     memory.numpy().data[:] = data
     return tensor_at(memory, 0, dtype, shape)
 
 
+def empty(shape: tuple[int, ...], dtype: torch.dtype, for_gpu: bool) -> Tensor:
+    """Memory of the host, from which and to which a GPU copies by itself if it is to, and there is such memory."""
+    if for_gpu and prod(shape) * dtype.itemsize <= MOST_PINNED:
+        with suppress(RuntimeError):
+            return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return torch.empty(shape, dtype=dtype)
+
+
 def on_host(rows: Tensor) -> Tensor:
     """A copy of a GPU's rows, which the GPU writes by itself."""
-    host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.nbytes <= MOST_PINNED)
+    if not rows.is_cuda:
+        return rows.cpu()
+    host = empty(tuple(rows.shape), rows.dtype, True)
     host.copy_(rows, non_blocking=True)
     torch.cuda.current_stream(rows.device).synchronize()
     return host

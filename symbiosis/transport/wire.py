@@ -55,6 +55,13 @@ class Wire(NamedTuple):
                 if fd not in known and (wire := cls.of(fd, port)):
                     yield wire
 
+    def near_end(self) -> str:
+        """The address by which this process was reached; that of any if the connection has ended."""
+        with suppress(OSError), _opened(self.fd) as kept:
+            if kept.getpeername() == self.other_end:
+                return str(kept.getsockname()[0])
+        return ""
+
     def received(self) -> int:
         """Bytes that came in so far; 0 if the connection has ended."""
         with suppress(OSError), _opened(self.fd) as kept:

@@ -43,6 +43,7 @@ REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, af
 MOST_FRAMES = 64  # of a message: one of ours has at most 3
 FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
 SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
+NO_MEMORY = b"the executor has no memory for this call: send fewer rows at once"
 FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
 
 
@@ -227,7 +228,7 @@ class Listener:
             raise ProtocolError(Code.BAD_FRAME, f"a control message has 1 frame, not {len(frames)}")
         message = decode_control(frames[0].buffer)
         if isinstance(message, Hello) and peer is None:
-            peer, welcome = self._joined(identity, tenant, self._wire_below(frames[0]), message)
+            peer, welcome = self._joined(identity, tenant, frames[0], message)
             self._peers[identity] = peer
             self.send(peer, [encode_control(welcome)])
         elif peer is not None and isinstance(message, Beat):
@@ -237,14 +238,16 @@ class Listener:
         else:
             raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
 
-    def _joined(self, identity: bytes, tenant: str | None, wire: Wire | None, hello: Hello) -> tuple[Peer, Welcome]:
+    def _joined(self, identity: bytes, tenant: str | None, frame: zmq.Frame, hello: Hello) -> tuple[Peer, Welcome]:
+        wire = self._wire_below(frame)
         if hello.device is None:
             peer = Peer(self, identity, tenant)
             peer.wire = wire
             return peer, self.inbox.joined(peer, hello)
         from symbiosis.transport.nccl import NcclPeer
 
-        by_nccl = NcclPeer(self, identity, tenant, wire, hello)
+        key = str(frame.get("User-Id")) if self._door else ""
+        by_nccl = NcclPeer(self, identity, tenant, wire, hello, key)
         self._by_nccl += (by_nccl,)
         if not self._rings:
             self._rings = True
@@ -267,9 +270,16 @@ class Listener:
         except CallError as error:
             text = torch.frombuffer(bytearray(error.message, "utf-8")[:LONGEST_TEXT], dtype=torch.uint8)
             peer.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
+            return
+        if not self.inbox.admits(peer, seq, call):
+            return
+        try:
+            payload = _payload(call, frames[1:], self.inbox.device.type == "cuda")
+        except (RuntimeError, MemoryError):
+            text = torch.frombuffer(bytearray(NO_MEMORY), dtype=torch.uint8)
+            peer.reply(Reply(seq, Code.RESOURCE, shape=(text.numel(),)), text)
         else:
-            if self.inbox.admits(peer, seq, call):
-                self.inbox.arrived(peer, seq, call, _payload(call, frames[1:], self.inbox.device.type == "cuda"))
+            self.inbox.arrived(peer, seq, call, payload)
 
     def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
@@ -337,6 +347,9 @@ class Listener:
         if self._door:
             self._door.look()
             self._door.answer_held()
+            for peer in self._by_nccl:  # whose calls do not come through it
+                if self._door.tenants.name_of(peer.key) != peer.tenant:
+                    self.hang_up(peer)
         self._look_at_wires()
         self._drain()
 

@@ -30,7 +30,7 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.curve import Address
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
-from symbiosis.transport.wire import COPY_BELOW, harden
+from symbiosis.transport.wire import COPY_BELOW, Wire, harden
 
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
@@ -61,7 +61,9 @@ class TcpConnection:
             self._socket.connect(self._url)
             with suppress(zmq.Again):  # refused before we could say anything: the monitor tells
                 self._socket.send(encode_control(hello), zmq.NOBLOCK)
-            answer = decode_control(self._receive(monotonic() + timeout, timeout)[0].buffer)
+            head = self._receive(monotonic() + timeout, timeout)[0]
+            answer = decode_control(head.buffer)
+            wire = Wire.below(head)
         except zmq.ZMQError as error:
             self.close()
             raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
@@ -73,6 +75,7 @@ class TcpConnection:
             raise answer.error()
         assert isinstance(answer, Welcome)
         self.welcome = answer
+        self.host = str(wire.other_end[0]) if wire else ""  # the address of whoever answered
 
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
