@@ -8,7 +8,7 @@ from symbiosis.executor.batch import Batch, Item, Slice
 from symbiosis.executor.engine import Engine, Work
 from symbiosis.executor.store import Store
 from symbiosis.kernels import few_rows
-from symbiosis.kernels.few_rows import FewRows, by_columns, by_onednn, by_rows
+from symbiosis.kernels.few_rows import FewRows, by_columns, by_onednn, by_rows, by_stripes
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.inproc import Peer
 from symbiosis.transport.tensors import DTYPE_NAME
@@ -25,7 +25,7 @@ def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("formula", [by_rows, by_columns, by_onednn], ids=lambda formula: formula.__name__)
+@pytest.mark.parametrize("formula", [by_rows, by_columns, by_onednn, by_stripes], ids=lambda formula: formula.__name__)
 def test_every_formula_is_the_product(formula: few_rows.Formula, dtype: torch.dtype, bias: bool) -> None:
     for rows in (1, 2, 3, 7, 32):
         x, weight = torch.randn(rows, 48, dtype=dtype), torch.randn(80, 48, dtype=dtype)
@@ -33,7 +33,7 @@ def test_every_formula_is_the_product(formula: few_rows.Formula, dtype: torch.dt
         try:
             y = formula(x, weight, b)
         except (AttributeError, NotImplementedError, RuntimeError):
-            assert formula is by_onednn  # not on every processor, nor for every dtype: then it is not chosen
+            assert formula in (by_onednn, by_stripes)  # not everywhere, nor for every dtype: then it is not chosen
             return
         expected = x.double() @ weight.double().t() + (0 if b is None else b.double())
         assert y.shape == expected.shape
@@ -61,6 +61,60 @@ def test_a_formula_that_this_machine_lacks_is_not_chosen(monkeypatch: pytest.Mon
     monkeypatch.setattr(few_rows, "by_onednn", missing)
     few = FewRows([torch.randn(64, 64)])
     assert all(missing is not formula for formulas in few._chosen.values() for formula in formulas)
+
+
+@pytest.mark.skipif(few_rows.compiled() is None, reason="no C compiler here")
+@pytest.mark.parametrize("outputs", [1, 5, 96, 131])
+@pytest.mark.parametrize("rows", range(1, few_rows.MOST_ROWS + 1))
+def test_stripes_of_every_width_for_every_number_of_threads(rows: int, outputs: int) -> None:
+    threads = torch.get_num_threads()
+    x, weight, b = torch.randn(rows, 80), torch.randn(outputs, 80), torch.randn(outputs)
+    expected = x.double() @ weight.double().t() + b
+    try:
+        for some in (1, 2, 7):
+            torch.set_num_threads(some)
+            assert ((by_stripes(x, weight, b) - expected).abs() <= bound(x, weight, b)).all()
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.skipif(few_rows.compiled() is None, reason="no C compiler here")
+def test_stripes_let_infinities_and_tiny_numbers_through() -> None:
+    """Compiled with -ffast-math, the library would have flushed tiny numbers to zero in all of the process."""
+    x = torch.zeros(2, 16)
+    x[0, 3], x[1, 5] = torch.inf, 1e-40
+    assert by_stripes(x, torch.ones(4, 16), None)[0].isinf().all()
+    assert (by_stripes(x, torch.ones(4, 16), None)[1] == x[1, 5]).all()
+    assert (torch.tensor(1e-40) * 0.5).item() > 0
+
+
+def test_without_a_compiler_the_other_formulas_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    monkeypatch.setattr(few_rows, "compiled", few_rows.compiled.__wrapped__)
+    monkeypatch.setattr(few_rows, "BYTES_TRIED", 1)
+    assert few_rows.compiled() is None
+    few = FewRows([torch.randn(64, 64)])
+    assert all(by_stripes is not formula for formulas in few._chosen.values() for formula in formulas)
+
+
+def test_only_large_models_are_worth_compiling_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: set[few_rows.Formula] = set()
+    monkeypatch.setattr(few_rows, "_seconds", lambda formula, *_: tried.add(formula) or 1.0)
+    FewRows([torch.zeros(64, 64)])
+    assert tried == {by_rows, by_columns, by_onednn}
+    monkeypatch.setattr(few_rows, "BYTES_TRIED", 1 << 13)
+    FewRows([torch.zeros(64, 64)])
+    assert tried == {by_rows, by_columns, by_onednn, by_stripes}
+
+
+def test_a_view_that_has_the_shape_of_a_weight_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "_seconds", lambda formula, *_: 0.0 if formula is by_columns else 1.0)
+    weight, x = torch.randn(64, 64), torch.randn(4, 64)
+    few = FewRows([weight])
+    assert few._chosen[weight.shape, weight.dtype][4] is by_columns
+    assert torch.equal(few(x, weight, None), by_rows(x, weight.t(), None))
+    few._chosen[weight.shape, weight.dtype][4] = lambda *_: pytest.fail("it knows nothing of this view")
+    few(x, weight, None)
 
 
 def test_weights_without_values_are_left_alone() -> None:

@@ -2,11 +2,20 @@
 
 Each formula rounds in its own way. So these are for the joined rows of several calls only; a call by itself is computed as
 `nn.Linear` would.
+
+One formula is C of our own, `few_rows.c`. It is compiled for the very processor when an executor of a large model starts; where
+there is no C compiler, the others remain.
 """
 
+import ctypes
 import math
+import os
+import subprocess
+import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -15,6 +24,20 @@ from torch import Tensor
 ROWS_TRIED = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 BYTES_TRIED = 1 << 26  # of matrices in turn, so that they come from memory and not from a cache
 TIMES_TRIED = 3
+SOURCE = Path(__file__).with_suffix(".c")
+# Sums may be added in another order; nothing that would change how the rest of the process computes, as -ffast-math does.
+FLAGS = (
+    "-O3",
+    "-march=native",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+    "-fno-trapping-math",
+    "-fopenmp",
+    "-shared",
+    "-fPIC",
+)
+COMPILE_S = 60.0
+MOST_ROWS, MULTIPLE = 8, 16  # of the C formula: rows, and what divides their width
 WORTH = 0.9  # another formula than the usual one must take less than this much of its time
 Formula = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Kind = tuple[torch.Size, torch.dtype]
@@ -37,6 +60,32 @@ def by_onednn(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x_TK, weight_NK, bias_N, "none", [], "")
 
 
+def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """In C: a stripe of the weight's rows is read once for all rows."""
+    (T, K), N, multiply = x_TK.shape, len(weight_NK), compiled()
+    if multiply is None or T > MOST_ROWS or K % MULTIPLE or {x_TK.dtype, weight_NK.dtype} != {torch.float32}:
+        raise NotImplementedError
+    x_TK, weight_NK, y_TN = x_TK.contiguous(), weight_NK.contiguous(), torch.empty(T, N)
+    multiply(T, x_TK.data_ptr(), weight_NK.data_ptr(), y_TN.data_ptr(), K, N, torch.get_num_threads())
+    return y_TN if bias_N is None else y_TN.add_(bias_N)
+
+
+@lru_cache(maxsize=1)
+def compiled() -> Callable[..., None] | None:
+    """What `few_rows.c` says, for this processor; None where it cannot be compiled."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/few_rows.so"
+        command = [os.environ.get("CC", "cc"), *FLAGS, str(SOURCE), "-o", library]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+            function = ctypes.CDLL(library).few_rows
+        except (OSError, subprocess.SubprocessError):
+            return None
+    function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 3, *[ctypes.c_long] * 3]
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
 class FewRows:
     """Takes the place of `product`: the formula to use, by the shape of the weight and the number of rows.
 
@@ -50,24 +99,29 @@ class FewRows:
         for weight in weights:
             if weight.numel():
                 same[weight.shape, weight.dtype].append(weight)
+        formulas: list[Formula] = [by_rows, by_columns, by_onednn]
+        if sum(weight.nbytes for some in same.values() for weight in some) > BYTES_TRIED:
+            formulas.append(by_stripes)  # compiling takes a second: not for what a cache holds
         self._most = max(tried)
-        self._chosen = {kind: _choose(some, tried) for kind, some in same.items()}
+        self._chosen = {kind: _choose(some, tried, formulas) for kind, some in same.items()}
 
     def __call__(self, x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: None = None) -> Tensor:
         weight_NK = v_KN.t()
         chosen = self._chosen.get((weight_NK.shape, weight_NK.dtype))
-        if chosen is None or len(x_TK) > self._most:
+        if (
+            chosen is None or len(x_TK) > self._most or not weight_NK.is_contiguous()
+        ):  # a view, of which nothing is known
             return by_rows(x_TK, weight_NK, bias_N)
         return chosen[len(x_TK)](x_TK, weight_NK, bias_N)
 
 
-def _choose(weights: list[Tensor], tried: Sequence[int]) -> list[Formula]:
+def _choose(weights: list[Tensor], tried: Sequence[int], formulas: Sequence[Formula]) -> list[Formula]:
     """By the number of rows, for weights of one shape."""
     weights = weights[: math.ceil(BYTES_TRIED / weights[0].nbytes)]
     chosen: list[Formula] = [by_rows, by_rows]
     for rows in tried:
         x_TK = torch.ones(rows, weights[0].shape[1], dtype=weights[0].dtype)
-        seconds = {formula: _seconds(formula, x_TK, weights) for formula in (by_rows, by_columns, by_onednn)}
+        seconds = {formula: _seconds(formula, x_TK, weights) for formula in formulas}
         best = min(seconds, key=lambda formula: seconds[formula])
         chosen += [best if seconds[best] < WORTH * seconds[by_rows] else by_rows] * (rows + 1 - len(chosen))
     return chosen
