@@ -25,7 +25,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     mps: bool = False
     dtype: str | None = None
     policy: Policy = "opportunistic"
-    max_wait_us: int = 2000
+    max_wait_us: int | None = None
     max_batch_tokens: int = 4096
     batch_invariant: bool = False
     workers: int = 1
@@ -54,7 +54,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             if getattr(self, name) <= 0 and name != "max_tenant_rows_per_s":
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
         for name in ("max_wait_us", "max_tenant_rows_per_s"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must not be negative, but is {getattr(self, name)}")
         if not set(self.integers) <= {8, 16}:
             raise ConfigError(f"integers names the bits of quantised weights, 8 or 16, not {self.integers}")

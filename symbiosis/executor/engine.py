@@ -59,14 +59,16 @@ Finished = Callable[[Work, Reply], None]
 class Engine:
     """Answers batches. `on_done` hears of every reply, for the figures; `on_joined` of all that a GPU gives at once."""
 
-    def __init__(self, store: Store, on_done: Finished, on_joined: Callable[[Batch], None]) -> None:
+    def __init__(self, store: Store, on_done: Finished, on_joined: Callable[[Batch], None], workers: int = 1) -> None:
         self._store, self._on_done, self._on_joined = store, on_done, on_joined
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
         self.stream = 0
         self._joined: Any = None
         self._not_joined = 0  # products that failed so
         self._pace: Pace | None = None
-        self._product_of_joined = FewRows(store.linear_weights()) if self.device.type == "cpu" else product
+        self._product_of_joined = (
+            FewRows(store.linear_weights(), threads=workers) if self.device.type == "cpu" else product
+        )
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=-1)
             self._pool = torch.cuda.graph_pool_handle()

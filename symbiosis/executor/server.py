@@ -34,6 +34,7 @@ from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, empty
 
 TICK_S = 0.5
 LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
+MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: some products
 LONGEST_NAME = 64  # characters of what a client calls itself
 
 
@@ -77,12 +78,12 @@ class Server:
         self._accounts: dict[str, Account] = {}
         self.batcher = Batcher(
             options.policy,
-            options.max_wait_us / 1e6,
+            (MAX_WAIT_US[store.on_gpu] if options.max_wait_us is None else options.max_wait_us) / 1e6,
             options.max_batch_tokens,
             options.heartbeat_s,
             options.batch_invariant,
         )
-        self.engine = Engine(store, self._answered, self._joined)
+        self.engine = Engine(store, self._answered, self._joined, options.workers)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.device, self.stream = self.engine.device, self.engine.stream
         self.reactor = Reactor()

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from time import perf_counter
 
@@ -26,7 +26,7 @@ BYTES_TRIED = 1 << 26  # of matrices in turn, so that they come from memory and 
 TIMES_TRIED = 3
 SOURCE = Path(__file__).with_suffix(".c")
 # Sums may be added in another order; nothing that would change how the rest of the process computes, as -ffast-math does.
-FLAGS = (
+FLAGS = [
     "-O3",
     "-march=native",
     "-fassociative-math",
@@ -35,7 +35,7 @@ FLAGS = (
     "-fopenmp",
     "-shared",
     "-fPIC",
-)
+]
 COMPILE_S = 60.0
 MOST_ROWS, MULTIPLE = 8, 16  # of the C formula: rows, and what divides their width
 WORTH = 0.9  # another formula than the usual one must take less than this much of its time
@@ -60,13 +60,13 @@ def by_onednn(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x_TK, weight_NK, bias_N, "none", [], "")
 
 
-def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, threads: int = 1) -> Tensor:
     """In C: a stripe of the weight's rows is read once for all rows."""
     (T, K), N, multiply = x_TK.shape, len(weight_NK), compiled()
     if multiply is None or T > MOST_ROWS or K % MULTIPLE or {x_TK.dtype, weight_NK.dtype} != {torch.float32}:
         raise NotImplementedError
     x_TK, weight_NK, y_TN = x_TK.contiguous(), weight_NK.contiguous(), torch.empty(T, N)
-    multiply(T, x_TK.data_ptr(), weight_NK.data_ptr(), y_TN.data_ptr(), K, N, torch.get_num_threads())
+    multiply(T, x_TK.data_ptr(), weight_NK.data_ptr(), y_TN.data_ptr(), K, N, threads)
     return y_TN if bias_N is None else y_TN.add_(bias_N)
 
 
@@ -94,23 +94,25 @@ class FewRows:
     torch.Size([3, 64])
     """
 
-    def __init__(self, weights: Iterable[Tensor], tried: Sequence[int] = ROWS_TRIED) -> None:
+    def __init__(self, weights: Iterable[Tensor], tried: Sequence[int] = ROWS_TRIED, threads: int = 1) -> None:
+        """`threads`: how many may compute one product, if there are so many cores; no fewer than torch's."""
+        threads = max(torch.get_num_threads(), min(threads, len(os.sched_getaffinity(0))))
         same: dict[Kind, list[Tensor]] = defaultdict(list)
         for weight in weights:
             if weight.numel():
                 same[weight.shape, weight.dtype].append(weight)
         formulas: list[Formula] = [by_rows, by_columns, by_onednn]
         if sum(weight.nbytes for some in same.values() for weight in some) > BYTES_TRIED:
-            formulas.append(by_stripes)  # compiling takes a second: not for what a cache holds
+            formulas.append(
+                partial(by_stripes, threads=threads)
+            )  # compiling takes a second: not for what a cache holds
         self._most = max(tried)
         self._chosen = {kind: _choose(some, tried, formulas) for kind, some in same.items()}
 
     def __call__(self, x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: None = None) -> Tensor:
         weight_NK = v_KN.t()
         chosen = self._chosen.get((weight_NK.shape, weight_NK.dtype))
-        if (
-            chosen is None or len(x_TK) > self._most or not weight_NK.is_contiguous()
-        ):  # a view, of which nothing is known
+        if chosen is None or len(x_TK) > self._most or not weight_NK.is_contiguous():  # of a view nothing is known
             return by_rows(x_TK, weight_NK, bias_N)
         return chosen[len(x_TK)](x_TK, weight_NK, bias_N)
 
