@@ -20,7 +20,7 @@ from symbiosis.executor.batch import Batch, Slice
 from symbiosis.executor.batcher import JOIN_BELOW
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.store import Store
-from symbiosis.kernels.few_rows import FewRows
+from symbiosis.kernels.few_rows import MOST_ROWS, FewRows
 from symbiosis.kernels.graphs import captured
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.integers import modular_product
@@ -126,6 +126,10 @@ class Engine:
             and 1 < len(slices) <= self._joined.most
             and all(item.work.places is not None and start == 0 and stop == item.rows for item, start, stop in slices)
         )
+
+    def takes_all_threads(self, batch: Batch) -> bool:
+        """Whether a product is computed by as many threads as there are workers."""
+        return len(batch.slices) > 1 and batch.rows <= MOST_ROWS
 
     def join(self, works: Sequence[Work]) -> float:
         """Compute and answer calls of this GPU that can be copied word by word. Returns the seconds that takes."""

@@ -147,7 +147,8 @@ class Server:
         self._more = batch is not None and not self.batcher.idle
         if batch is None:
             return
-        if self.options.workers > 1 and self.batcher.expected(batch) > LONG_S:
+        by_one_thread = self.options.workers > 1 and not self.engine.takes_all_threads(batch)
+        if by_one_thread and self.batcher.expected(batch) > LONG_S:
             self._compute_meanwhile(batch)
             return
         self._ran(batch, self.engine.step(batch))
