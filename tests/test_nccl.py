@@ -21,6 +21,7 @@ from symbiosis.protocol import Op
 from symbiosis.transport.nccl_client import NcclConnection
 from tests.conftest import tiny_llama
 from tests.test_gpu_line import WAIT_S, Processes, lora, serve_forever, train_forever, trainer
+from tests.test_multi_gpu import decode_on
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -138,20 +139,8 @@ def test_leaving_and_joining_again(endpoint: str, ids: Tensor) -> None:
         session_of(split).close()
 
 
-def decode_on_the_other_gpu(endpoint: str, said: Any, seed: int) -> None:
-    torch.manual_seed(seed)
-    with torch.cuda.device(1), torch.no_grad():
-        model = tiny_llama().cuda()
-        split = symbiosis.wrap(copy.deepcopy(model), endpoint)
-        worst = 0.0
-        for turn in range(60):
-            ids = torch.randint(3, 100, (1 + turn % 3, 5), device="cuda")
-            worst = max(worst, (split(ids).logits - model(ids).logits).abs().max().item())
-        said.put(worst)
-
-
 def test_several_sessions_at_once(endpoint: str, processes: Processes) -> None:
-    queues = [processes.start(decode_on_the_other_gpu, endpoint, seed)[1] for seed in range(4)]
+    queues = [processes.start(decode_on, endpoint, 1)[1] for _ in range(4)]
     assert max(queue.get(timeout=WAIT_S) for queue in queues) < 1e-5  # one product's rounding, in float32
 
 

@@ -258,8 +258,10 @@ class Session:
         self._disconnect()
         try:
             self._connected()
-        except (ConnectionLost, CallError) as error:
-            if not _is_away(error) and getattr(error, "code", None) is not Code.LIMIT:
+        except ConnectionLost:
+            pass  # the call looks for another one
+        except CallError as error:
+            if error.code not in (Code.DRAINING, Code.LIMIT):
                 raise
         self.stats.reconnects = reconnects  # nothing was lost
 

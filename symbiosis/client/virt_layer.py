@@ -26,11 +26,10 @@ from symbiosis.protocol import Op, Priority
 DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 
 _library = torch.library.Library("symbiosis", "DEF")
+# Graphs that a compiler replays would neither announce calls nor see their errors.
 _library.define(
     "product(Tensor x, int session, int layer, int op, int width, bool bias, int priority) -> Tensor",
-    tags=(
-        torch.Tag.cudagraph_unsafe,
-    ),  # graphs that a compiler replays would neither announce calls nor see their errors
+    tags=torch.Tag.cudagraph_unsafe,
 )
 
 

@@ -38,10 +38,8 @@ class Account:
         unread = peer.unread
         if len(unread) > 1 and sum(unread) + held > ALWAYS_ROOM:
             raise _busy(BUSY_S, f"{len(unread)} large replies are on their way to this session: read them")
-        if (
-            self.bytes + held + sum(chain.from_iterable(reader.unread for reader in self.readers))
-            > limits.max_tenant_bytes
-        ):
+        all_unread = sum(chain.from_iterable(reader.unread for reader in self.readers))
+        if self.bytes + held + all_unread > limits.max_tenant_bytes:
             raise _busy(
                 BUSY_S, f"a tenant's calls and unread replies may have {limits.max_tenant_bytes} bytes", "bytes"
             )

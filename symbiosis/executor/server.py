@@ -147,11 +147,16 @@ class Server:
         self._more = batch is not None and not self.batcher.idle
         if batch is None:
             return
-        by_one_thread = self.options.workers > 1 and not self.engine.takes_all_threads(batch)
-        if by_one_thread and self.batcher.expected(batch) > LONG_S:
+        if self._leaves_time(batch):
             self._compute_meanwhile(batch)
-            return
-        self._ran(batch, self.engine.step(batch))
+        else:
+            self._ran(batch, self.engine.step(batch))
+
+    def _leaves_time(self, batch: Batch) -> bool:
+        """Whether another worker should have the turn meanwhile."""
+        if self.options.workers == 1 or self.engine.takes_all_threads(batch):
+            return False
+        return self.batcher.expected(batch) > LONG_S
 
     def _compute_meanwhile(self, batch: Batch) -> None:
         """Others have the turn."""

@@ -162,7 +162,7 @@ def check_values(call: Call, payload: tuple[Tensor, ...], store: Store, options:
         if ends != sorted(ends) or ends[0] < 0 or ends[-1] > call.rows:
             raise CallError(Code.BAD_SHAPE, f"group ends must rise from 0 to at most {call.rows}")
         payload = (payload[0][: ends[-1]],)
-    if call.dtype in WEIGHT_BITS or payload[0:1] and payload[0].is_cuda:  # nobody waits for a GPU to look
+    if call.dtype in WEIGHT_BITS or (payload and payload[0].is_cuda):  # nobody waits for a GPU to look
         return
     if call.op in _CHECKED and options.non_finite == "refuse" and not call.gradient and not _finite(payload[0]):
         raise CallError(

@@ -103,9 +103,8 @@ class FewRows:
                 same[weight.shape, weight.dtype].append(weight)
         formulas: list[Formula] = [by_rows, by_columns, by_onednn]
         if sum(weight.nbytes for some in same.values() for weight in some) > BYTES_TRIED:
-            formulas.append(
-                partial(by_stripes, threads=threads)
-            )  # compiling takes a second: not for what a cache holds
+            # Compiling takes a second: not for what a cache holds.
+            formulas.append(partial(by_stripes, threads=threads))
         self._most = max(tried)
         self._chosen = {kind: _choose(some, tried, formulas) for kind, some in same.items()}
 

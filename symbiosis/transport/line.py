@@ -10,12 +10,8 @@ client's: it outlives the executor.
 """
 
 BELL, CURRENT = 0, 16  # indices of 32-bit words; what different sides write lies on lines of its own
-ENQUEUED, ANSWERED, BATCHED = (
-    32,
-    48,
-    49,
-)  # calls that the client's CPU announced, those of them that were answered, and the
-# sum over all calls of how many ran together
+# Calls that the client's CPU announced, those of them that were answered, and the sum over all calls of how many ran together.
+ENQUEUED, ANSWERED, BATCHED = 32, 48, 49
 SLEEPS = 64  # the executor must be woken by an eventfd
 BEAT = 80
 ERROR, ERROR_LENGTH, ERROR_TEXT = 96, 97, 98  # the code of the newest refusal, and its text

@@ -104,11 +104,10 @@ class NcclPeer(Peer):
             self._reactor.watch(self._door.fileno(), self._accept)
             self._token = os.urandom(TOKEN_BYTES)
             port, welcome = self._door.getsockname()[1], self._inbox.joined(self, hello)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             self._close_door()
-            raise CallError(Code.UNKNOWN_OP, f"this executor takes no rows by NCCL now: {error}") from None
-        except CallError:
-            self._close_door()
+            if isinstance(error, OSError | RuntimeError):
+                raise CallError(Code.UNKNOWN_OP, f"this executor takes no rows by NCCL now: {error}") from None
             raise
         self.welcome = replace(welcome, port=port, token=self._token)
 

@@ -43,7 +43,7 @@ REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, af
 MOST_FRAMES = 64  # of a message: one of ours has at most 3
 FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
 SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
-NO_MEMORY = b"the executor has no memory for this call: send fewer rows at once"
+NO_MEMORY = "the executor has no memory for this call: send fewer rows at once"
 FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
 
 
@@ -267,19 +267,22 @@ class Listener:
         seq, call = decode_call(frames[0].bytes)
         try:
             _check_sizes(call, frames[1:])
+            payload = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
         except CallError as error:
             text = torch.frombuffer(bytearray(error.message, "utf-8")[:LONGEST_TEXT], dtype=torch.uint8)
             peer.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
-            return
-        if not self.inbox.admits(peer, seq, call):
-            return
-        try:
-            payload = _payload(call, frames[1:], self.inbox.device.type == "cuda")
-        except (RuntimeError, MemoryError):
-            text = torch.frombuffer(bytearray(NO_MEMORY), dtype=torch.uint8)
-            peer.reply(Reply(seq, Code.RESOURCE, shape=(text.numel(),)), text)
         else:
-            self.inbox.arrived(peer, seq, call, payload)
+            if payload is not None:
+                self.inbox.arrived(peer, seq, call, payload)
+
+    def _payload(self, call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
+        """The rows, and where groups of them end."""
+        kinds = zip(frames, ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False)
+        for_gpu = self.inbox.device.type == "cuda"
+        try:
+            return tuple(copied(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
+        except (RuntimeError, MemoryError):
+            raise CallError(Code.RESOURCE, NO_MEMORY) from None
 
     def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
@@ -394,11 +397,3 @@ def _check_sizes(call: Call, frames: list[zmq.Frame]) -> None:
     sizes = tuple(map(len, frames))
     if sizes != call.parts:
         raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts} bytes, {sizes[:3]} came")
-
-
-def _payload(call: Call, frames: list[zmq.Frame], for_gpu: bool) -> tuple[Tensor, ...]:
-    """The rows, and where groups of them end."""
-    kinds = ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,)))
-    return tuple(
-        copied(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in zip(frames, kinds, strict=False)
-    )
