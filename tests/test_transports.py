@@ -93,6 +93,19 @@ def test_a_reply_much_larger_than_its_call_arrives(url: str, serve: Callable) ->
     session.close()
 
 
+@pytest.mark.parametrize("rows", [3, 9_000], ids=["few", "many"])
+def test_a_product_is_that_of_the_layer(url: str, serve: Callable, rows: int) -> None:
+    """Wherever its rows lie in the executor's memory."""
+    layer = torch.nn.Linear(48, 32)
+    session = Session(serve(torch.nn.Sequential(layer), listen=[url]).endpoint)
+    x = torch.randn(rows, 48)
+    number = next(number for number, layer in enumerate(session.manifest) if layer.kind == "linear")
+    y = session.call(Op.FORWARD, number, x, bias=True)
+    with torch.no_grad():
+        assert torch.equal(y, torch.cat([layer(part) for part in x.split(4096)]))
+    session.close()
+
+
 def test_rows_need_not_be_contiguous(session: Session) -> None:
     x = anything((6, 4), "int32").t()
     assert torch.equal(session.call(Op.ECHO, 0, x), x)

@@ -1,6 +1,7 @@
 """Whose message is read next: by tenant, not by connection; and what is kept until then is bounded."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,18 @@ from typing import Any
 import pytest
 
 from symbiosis.errors import Code
-from symbiosis.transport import turns as module
 from symbiosis.transport.turns import Turns
-from symbiosis.transport.zeromq import OF_ONE, Peer
+from symbiosis.transport.zeromq import AT_ONCE, OF_ONE, Peer
 from tests.processes import until
 from tests.realm import WAIT_S, Raw, Realm
 
+MOST_BYTES = 1 << 20
 CONNECTIONS, CALLS = 20, 3  # 60 calls: fewer than are read at once of one tenant alone
 
 
 def waiting(**messages: int) -> Turns[str, str]:
     """So many of each tenant, each of 100 bytes, and each over a connection of its own."""
-    turns = Turns[str, str]()
+    turns = Turns[str, str](most=8, most_bytes=MOST_BYTES)
     for tenant, count in messages.items():
         for number in range(count):
             turns.put(tenant, f"{tenant}{number}".encode(), f"{tenant}{number}", 100)
@@ -33,38 +34,33 @@ def taken(turns: Turns[str, str]) -> list[str]:
 def test_everybody_has_a_turn_and_everybodys_messages_keep_their_order() -> None:
     turns = waiting(a=4, b=2, c=1)
     assert taken(turns) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
-    assert not turns.waiting and not turns.full
+    assert not turns.waiting
 
 
 def test_who_comes_later_waits_for_one_message_of_each() -> None:
     turns = waiting(a=100)
-    assert not turns.full
     assert turns.take() == "a0"
     turns.put("b", b"b", "b0", 100)
     assert taken(turns)[:3] == ["a1", "b0", "a2"]
 
 
-def test_no_more_is_taken_in_while_much_of_one_connection_waits() -> None:
+def test_much_of_one_connection_has_no_room_and_others_have() -> None:
     turns = waiting(a=3)
-    for number in range(module.MOST):
-        turns.put("b", b"one", f"b{number}", 100)
-    assert not turns.full
-    turns.put("b", b"one", "one more", 100)
-    assert turns.full
+    assert all(turns.put("b", b"one", f"b{number}", 100) for number in range(8))
+    assert not turns.put("b", b"one", "one more", 100)
+    assert turns.put("b", b"another", "of another", 100) and turns.put("c", b"c", "c0", 100)
     assert [turns.take() for _ in range(2)] == ["a0", "b0"]
-    assert not turns.full
+    assert turns.put("b", b"one", "one more", 100)
 
 
-def test_no_more_is_taken_in_while_many_bytes_wait_but_for_one_large_message() -> None:
-    turns = Turns[str, str]()
-    turns.put("a", b"1", "large", 10 * module.MOST_BYTES)
-    assert not turns.full
-    turns.put("b", b"2", "small", 1)
-    assert turns.full
+def test_many_bytes_of_one_tenant_have_no_room_but_for_one_large_message() -> None:
+    turns = waiting()
+    assert turns.put("a", b"1", "large", 10 * MOST_BYTES)
+    assert not turns.put("a", b"2", "small", 1)
+    assert turns.put("b", b"3", "large of b", 10 * MOST_BYTES)
     assert turns.take() == "large"
-    assert not turns.full
-    turns.put("a", b"1", "large", 10 * module.MOST_BYTES)
-    assert not turns.full
+    assert turns.put("a", b"2", "small", 1)
+    assert not turns.put("a", b"2", "large", 10 * MOST_BYTES)
 
 
 class Held:
@@ -85,7 +81,7 @@ class Held:
             self._problems.append(error)
 
     def _all_came(self) -> bool:
-        self._listener._take_in()
+        self._listener._take_in(AT_ONCE)
         return self._come(self._listener._turns)
 
     def __enter__(self) -> None:
@@ -135,16 +131,28 @@ def test_one_call_is_answered_before_anothers_many_are_read(tmp_path: Path, monk
     realm.executor.close()
 
 
-def test_most_of_a_flood_stays_in_the_network(tmp_path: Path) -> None:
-    """What was sent is answered in its order, or refused."""
+def test_a_flood_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that has come is looked at, however much of it is one connection's; who has sent too much is told so, at once."""
     realm = Realm(tmp_path)
-    raw = Raw.joined(realm.endpoint("alice"))
-    held = Held(realm, lambda turns: len(turns) == module.MOST + 1)
+    realm.let_in("mallory")
+    flood, alice = Raw.joined(realm.endpoint("mallory")), Raw.joined(realm.endpoint("alice"))
+    put, came = Turns.put, list[str]()
+
+    def look(turns: Any, tenant: str, *rest: Any) -> bool:
+        came.append(tenant)
+        return put(turns, tenant, *rest)
+
+    monkeypatch.setattr(Turns, "put", look)
+    held = Held(realm, lambda turns: len(came) == 50 + 1)
     with held:
         for number in range(50):
-            raw.send(number)
-    codes = raw.codes(50)
+            flood.send(number)
+        alice.send(0)
+    assert alice.codes(1) == [Code.OK]
+    codes = flood.codes(50)
     held.check()
-    assert set(codes) == {Code.OK, Code.LIMIT} and codes.count(Code.OK) >= 8
-    raw.close()
+    assert came.count("alice") == 1
+    assert Counter(codes) == {Code.OK: 8, Code.BUSY: 42}
+    flood.close()
+    alice.close()
     realm.executor.close()

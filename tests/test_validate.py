@@ -14,7 +14,7 @@ from symbiosis.executor.batch import Batch, Item, Slice
 from symbiosis.executor.engine import Engine, Work
 from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store
-from symbiosis.executor.validate import check_values, reply_shape
+from symbiosis.executor.validate import check_finite, check_values, must_be_finite, reply_shape
 from symbiosis.protocol import DTYPES, Call, Op, Reply, View
 from symbiosis.transport.inproc import Peer
 from symbiosis.transport.tensors import TORCH_DTYPE, split_payload
@@ -48,7 +48,10 @@ OPTIONS = Options(allow_read=True, max_rows=64, max_call_bytes=8192)
 def check(call: Call, payload: tuple[Tensor, ...] | None = None, options: Options = OPTIONS) -> tuple[int, ...]:
     """The shape of the reply, after all checks."""
     shape = reply_shape(call, STORE, options)
-    check_values(call, zeros(call) if payload is None else payload, STORE, options)
+    payload = zeros(call) if payload is None else payload
+    check_values(call, payload, STORE)
+    if must_be_finite(call, payload, options):
+        check_finite(call, payload, slice(None), STORE)
     return shape
 
 

@@ -19,6 +19,8 @@ from symbiosis.client.wrap import remote_weights
 from symbiosis.config import Options
 from symbiosis.errors import CallError, ConfigError, SymbiosisError
 from symbiosis.executor import server
+from symbiosis.executor.batch import Batch, Item, Slice
+from symbiosis.executor.store import Store
 from tests.conftest import tiny_llama
 from tests.processes import until
 
@@ -28,6 +30,7 @@ WAIT_S = 30.0
 @pytest.fixture(autouse=True)
 def every_product_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "LONG_S", -1.0)
+    monkeypatch.setattr(server, "MOST_ROWS", 0)  # ... and of many rows
 
 
 @pytest.fixture
@@ -106,6 +109,18 @@ def test_everybody_trains_as_without_an_executor(policy: str, serve: Callable, i
                 assert torch.equal(mine[name], plain[name]), name
             else:
                 torch.testing.assert_close(mine[name], plain[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("policy", "rows", "leaves"), [("opportunistic", 4, False), ("opportunistic", 5, True), ("immediate", 4, True)]
+)
+def test_while_few_rows_are_multiplied_calls_gather(
+    policy: Any, rows: int, leaves: bool, linear: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_ROWS", 4)
+    worker = server.Server(Store(linear), Options(workers=2, policy=policy))
+    item = Item(1, "a key", rows, 0, 0.0)
+    assert worker._leaves_time(Batch("a key", [Slice(item, 0, rows)], 0.0)) == leaves
 
 
 def test_slices_of_one_call_at_the_same_time(serve: Callable, linear: nn.Sequential) -> None:

@@ -47,11 +47,14 @@ class Account:
         if rate and (missing := self._missing(rate, now)) >= 0:
             raise _busy((missing + 1) / rate, f"a tenant may send {rate} rows a second", "rows-per-s")
 
-    def begin(self, held: int, rows: int) -> None:
-        """A call is on its way."""
+    def sent(self, rows: int) -> None:
+        """A call has come."""
+        self._rows -= rows
+
+    def begin(self, held: int) -> None:
+        """... and is on its way."""
         self.in_flight += 1
         self.bytes += held
-        self._rows -= rows
 
     def end(self, held: int, calls: int = 1) -> None:
         """... and is answered, or dropped."""

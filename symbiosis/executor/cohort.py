@@ -83,5 +83,5 @@ class Cohort:
             calls.append((number, arrived, work.plan.rows))
             waited += formed - arrived
         self._batcher.went(works[0].plan.key, calls, formed, seconds, formed + seconds)
-        self._figures.together(works[0].call, len(rung), rows, waited, seconds)
+        self._figures.together(works, rows, waited, seconds)
         return True

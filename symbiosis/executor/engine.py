@@ -20,13 +20,14 @@ from symbiosis.executor.batch import Batch, Slice
 from symbiosis.executor.batcher import JOIN_BELOW
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.store import Store
-from symbiosis.kernels.few_rows import MOST_ROWS, FewRows
+from symbiosis.executor.validate import check_finite
+from symbiosis.kernels.few_rows import FewRows
 from symbiosis.kernels.graphs import captured
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.integers import modular_product
 from symbiosis.kernels.product import product
-from symbiosis.protocol import BY_ROWS, LONGEST_TEXT, WEIGHT_BITS, Call, Op, Reply
-from symbiosis.transport.base import Peer
+from symbiosis.protocol import BY_ROWS, WEIGHT_BITS, Call, Op, Reply
+from symbiosis.transport.base import refuse
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
 
@@ -46,12 +47,14 @@ class Work:
     graph: "torch.cuda.CUDAGraph | None" = None  # of all that the stream does for it, reply included
     places: Any = None  # where its rows lie and go, as `joined` knows them; made by a GPU only
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
+    finite: bool = False  # whether rows that are not are refused
 
 
 _LAUNCHED = Reply(0)
 ROWS_TRIED = (64, 128, 256, 512, 1024, 2048, 4096)
 TIMES_TRIED = 8
 NEARLY = 0.85
+ALIGNED = 64  # bytes
 GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 Finished = Callable[[Work, Reply], None]
 
@@ -127,10 +130,6 @@ class Engine:
             and all(item.work.places is not None and start == 0 and stop == item.rows for item, start, stop in slices)
         )
 
-    def takes_all_threads(self, batch: Batch) -> bool:
-        """Whether a product is computed by as many threads as there are workers."""
-        return len(batch.slices) > 1 and batch.rows <= MOST_ROWS
-
     def join(self, works: Sequence[Work]) -> float:
         """Compute and answer calls of this GPU that can be copied word by word. Returns the seconds that takes."""
         begun = perf_counter()
@@ -176,7 +175,7 @@ class Engine:
         work.launches += 1
         if work.launches <= GRAPH_AFTER:
             self._run(work)
-            work.peer.reply(Reply(0, Code.OK, work.call.dtype), work.out)
+            work.peer.reply(Reply(work.seq, Code.OK, work.call.dtype), work.out)
             return
         try:
             work.graph = captured(lambda: self._run_and_reply(work), self._pool)
@@ -209,6 +208,7 @@ class Engine:
     def _compute(self, slices: list[Slice]) -> None:
         first: Work = slices[0].item.work
         by_rows = first.call.op in BY_ROWS and len(first.call.shape) == 2
+        self._check(slices)
         try:
             if len(slices) > 1:
                 (self._rows_together if by_rows else self._together)(first.call, slices)
@@ -219,13 +219,24 @@ class Engine:
         finally:  # a copy must not come behind the answer, be it an error's
             self._land(slices)
 
+    def _check(self, slices: list[Slice]) -> None:
+        """Note whose rows are not finite: in a product they hurt no others."""
+        for piece in slices:
+            work: Work = piece.item.work
+            if work.finite and work.error is None:
+                rows = slice(piece.start, piece.stop) if work.plan.divisible else slice(None)
+                try:
+                    check_finite(work.call, work.payload, rows, self._store)
+                except CallError as error:
+                    work.error = error
+
     def _rows_alone(self, call: Call, piece: Slice) -> None:
         """Straight from the session's memory into the session's memory, where that is the device's."""
-        x, out = self._inputs(piece), self._outputs(piece)
+        x, out = list(map(self._here, self._inputs(piece))), self._outputs(piece)
         if out[0].device == self.device:
             self._multiply(call, x, out)
         else:
-            y = self._multiply(call, [self._here(x_TK) for x_TK in x])
+            y = self._multiply(call, x)
             for out_TN, y_TN in zip(out, y, strict=True):
                 out_TN.copy_(y_TN, non_blocking=True)
 
@@ -311,8 +322,10 @@ class Engine:
         return self._store.operand(call.layer, call.op, call.view, call.dtype)
 
     def _here(self, tensor: Tensor) -> Tensor:
-        """A call's payload on our device. The copy is not waited for: the payload is there until the call is answered."""
-        return tensor.to(self.device, non_blocking=True)
+        """A call's payload on our device, aligned as torch's own memory: products must not depend on the transport. The copy is
+        not waited for: the payload is there until the call is answered."""
+        here = tensor.to(self.device, non_blocking=True)
+        return here.clone() if here.untyped_storage().data_ptr() % ALIGNED else here
 
     def _land(self, slices: list[Slice]) -> None:
         """Wait, once for all, until what was copied between the host's memory and the GPU is there."""
@@ -388,15 +401,3 @@ def call_error(error: Exception) -> CallError:
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
         return CallError(Code.RESOURCE, "the executor has no memory for this call: send fewer rows at once")
     return CallError(Code.INTERNAL, f"the call failed in the executor: {type(error).__name__} {error}".splitlines()[0])
-
-
-def refuse(peer: Peer, seq: int, error: CallError) -> Reply:
-    """Answer a call with an error."""
-    text = bytes_tensor(error.message.encode()[:LONGEST_TEXT])
-    reply = Reply(seq, error.code, shape=(text.numel(),), wait_us=round(error.retry_s * 1e6))
-    peer.reply(reply, text)
-    return reply
-
-
-def bytes_tensor(raw: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(raw or b" "), dtype=torch.uint8)

@@ -2,10 +2,11 @@
 
 import resource
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -111,12 +112,13 @@ class Figures:
         line.compute_s += seconds
         self.batch_sizes[len(batch.slices)] += 1
 
-    def launched(self, call: Call, reply: Reply) -> None:
+    def launched(self, work: Any, reply: Reply) -> None:
         """A call of a GPU was answered alone; how long it took no CPU knows."""
-        line = self._line(call)
+        line = self._line(work.call)
         line.calls += 1
-        line.rows += call.rows
+        line.rows += work.call.rows
         line.batches += 1
+        self.bytes[work.peer.transport] += work.plan.held
         self.batch_sizes[1] += 1
         if reply.code is not Code.OK:
             self.refused(reply.code)
@@ -127,17 +129,21 @@ class Figures:
         line = self._line(call)
         line.calls += len(batch.slices)
         line.rows += batch.rows
+        for item, _, _ in batch.slices:
+            self.bytes[item.work.peer.transport] += item.work.plan.held
         line.wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
 
-    def together(self, call: Call, calls: int, rows: int, wait_s: float, seconds: float) -> None:
+    def together(self, works: Sequence[Any], rows: int, wait_s: float, seconds: float) -> None:
         """Calls of GPUs were answered by one product that had been foreseen."""
-        line = self._line(call)
-        line.calls += calls
+        line = self._line(works[0].call)
+        line.calls += len(works)
         line.rows += rows
         line.wait_s += wait_s
         line.batches += 1
         line.compute_s += seconds
-        self.batch_sizes[calls] += 1
+        self.batch_sizes[len(works)] += 1
+        for work in works:
+            self.bytes[work.peer.transport] += work.plan.held
 
     def answered(self, call: Call, reply: Reply, transport: str) -> None:
         line = self._line(call)

@@ -20,17 +20,19 @@ from symbiosis.executor.account import Account
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
 from symbiosis.executor.cohort import Cohort
-from symbiosis.executor.engine import Engine, Work, bytes_tensor, call_error, refuse
+from symbiosis.executor.engine import Engine, Work, call_error
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures
 from symbiosis.executor.plan import Plan, make_plan
 from symbiosis.executor.store import Store
-from symbiosis.executor.validate import check_values
+from symbiosis.executor.validate import check_values, must_be_finite
+from symbiosis.kernels.few_rows import MOST_ROWS
 from symbiosis.keys import Keyring
 from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
-from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, empty
+from symbiosis.transport.base import refuse
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, bytes_tensor, empty
 
 TICK_S = 0.5
 LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
@@ -62,6 +64,7 @@ class Session:
         self.calls += 1
         self.rows += plan.rows
         self.bytes += plan.nbytes
+        self.account.sent(plan.rows)
 
 
 class Server:
@@ -153,10 +156,10 @@ class Server:
             self._ran(batch, self.engine.step(batch))
 
     def _leaves_time(self, batch: Batch) -> bool:
-        """Whether another worker should have the turn meanwhile."""
-        if self.options.workers == 1 or self.engine.takes_all_threads(batch):
-            return False
-        return self.batcher.expected(batch) > LONG_S
+        """Whether another worker should have the turn meanwhile. It would not let the calls gather that come while few rows are
+        multiplied; together they run faster, and on all workers' cores."""
+        gathers = batch.rows <= MOST_ROWS and self.batcher.policy != "immediate"
+        return self.options.workers > 1 and not gathers and self.batcher.expected(batch) > LONG_S
 
     def _compute_meanwhile(self, batch: Batch) -> None:
         """Others have the turn."""
@@ -301,7 +304,7 @@ class Server:
         held = item.work.plan.held
         session.in_flight += 1
         session.held += held
-        session.account.begin(held, item.rows)
+        session.account.begin(held)
         session.count(item.work.plan)
         self.batcher.add(item)
 
@@ -341,7 +344,7 @@ class Server:
             return True
         reply = self.engine.launch(work)
         session.count(work.plan)
-        self.figures.launched(work.call, reply)
+        self.figures.launched(work, reply)
         return False
 
     def _enqueue(self, work: Work, arrived: float) -> None:
@@ -350,7 +353,7 @@ class Server:
         plan = work.plan
         session.count(plan)
         session.in_flight += 1
-        session.account.begin(0, 0)
+        session.account.begin(0)
         priority = work.call.priority if session.priority is None else session.priority
         self.batcher.add(
             Item(session.number, plan.key, plan.rows, priority, arrived, work, plan.divisible, plan.joinable)
@@ -362,14 +365,15 @@ class Server:
             self._answer_at_once(session, seq, call, payload)
             return None
         plan = self._plan(call)
-        check_values(call, payload, self.store, self.options)
+        check_values(call, payload, self.store)
         if call.seeded:
             payload = (keystream(payload[0].numpy().tobytes(), call.shape, TORCH_DTYPE[call.dtype]),)  # type: ignore[arg-type]
         out = peer.out(call, plan.shape)
         if out is None:
             out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
         priority = call.priority if session.priority is None else session.priority
-        work = Work(peer, seq, call, payload, out, plan.parts, plan)
+        finite = must_be_finite(call, payload, self.options)
+        work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:

@@ -151,8 +151,8 @@ _SHAPES = {
 }
 
 
-def check_values(call: Call, payload: tuple[Tensor, ...], store: Store, options: Options) -> None:
-    """What only the values tell: ids and group ends in range, rows finite."""
+def check_values(call: Call, payload: tuple[Tensor, ...], store: Store) -> None:
+    """What only the values tell: ids and group ends in range."""
     if call.op is Op.LOOKUP:
         rows = store.manifest[call.layer].shape[0]
         if call.nbytes and not 0 <= int(payload[0].min()) <= int(payload[0].max()) < rows:
@@ -161,10 +161,18 @@ def check_values(call: Call, payload: tuple[Tensor, ...], store: Store, options:
         ends = payload[1].tolist()
         if ends != sorted(ends) or ends[0] < 0 or ends[-1] > call.rows:
             raise CallError(Code.BAD_SHAPE, f"group ends must rise from 0 to at most {call.rows}")
-        payload = (payload[0][: ends[-1]],)
-    if call.dtype in WEIGHT_BITS or (payload and payload[0].is_cuda):  # nobody waits for a GPU to look
-        return
-    if call.op in _CHECKED and options.non_finite == "refuse" and not call.gradient and not _finite(payload[0]):
+
+
+def must_be_finite(call: Call, payload: tuple[Tensor, ...], options: Options) -> bool:
+    """Whether the rows are looked at, just before they are multiplied."""
+    numbers = call.op in _CHECKED and call.dtype not in WEIGHT_BITS and not call.gradient
+    return numbers and options.non_finite == "refuse" and not payload[0].is_cuda  # nobody waits for a GPU to look
+
+
+def check_finite(call: Call, payload: tuple[Tensor, ...], rows: slice, store: Store) -> None:
+    if call.op is Op.GROUPED:  # those of no group are not used
+        rows = slice(int(payload[1][-1]))
+    if not _finite(payload[0][rows]):
         raise CallError(
             Code.NON_FINITE,
             f"{store.manifest[call.layer].name}: the rows hold NaN or infinity. Look for them in the client's "

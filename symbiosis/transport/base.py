@@ -6,9 +6,10 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
+from symbiosis.errors import CallError
 from symbiosis.keys import Keyring
-from symbiosis.protocol import Call, Hello, Limits, Reply, Welcome
-from symbiosis.transport.tensors import Shapes
+from symbiosis.protocol import LONGEST_TEXT, Call, Hello, Limits, Reply, Welcome
+from symbiosis.transport.tensors import Shapes, bytes_tensor
 
 
 class Connection(Protocol):
@@ -59,6 +60,14 @@ class Peer(Protocol):
     def reply(self, reply: Reply, result: Tensor) -> None: ...
 
     def close(self) -> None: ...
+
+
+def refuse(peer: Peer, seq: int, error: CallError) -> Reply:
+    """Answer a call with an error."""
+    text = bytes_tensor(error.message.encode()[:LONGEST_TEXT])
+    reply = Reply(seq, error.code, shape=(text.numel(),), wait_us=round(error.retry_s * 1e6))
+    peer.reply(reply, text)
+    return reply
 
 
 class Inbox(Protocol):

@@ -15,7 +15,6 @@ from math import inf, prod
 from pathlib import Path
 from time import monotonic
 
-import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError
@@ -40,7 +39,7 @@ from symbiosis.protocol import (
     parse_call_body,
     split_call,
 )
-from symbiosis.transport.base import Inbox
+from symbiosis.transport.base import Inbox, refuse
 from symbiosis.transport.cuda import DevicePeer
 from symbiosis.transport.reactor import CAN_SPIN, Reactor, fence
 from symbiosis.transport.slab import (
@@ -166,9 +165,8 @@ class Peer:
             seq, body = split_call(slab.memory[CALL_AT : CALL_AT + CALL_SIZE])
             call, payload = self._payloads.get(body) or self._parse(slab, body)
         except CallError as error:
-            text = torch.frombuffer(bytearray(error.message, "utf-8")[:LONGEST_TEXT], dtype=torch.uint8)
             self._call = Call(Op.STATS, 0, "uint8")  # of no payload: the text goes to the front
-            self.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
+            refuse(self, seq, error)
             return
         self._call = call
         if not self._listener.inbox.admits(self, seq, call):

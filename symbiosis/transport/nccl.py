@@ -1,33 +1,38 @@
 """`tcp://` for clients on a GPU of another host, the executor's end: rows come and go by NCCL, from GPU to GPU.
 
 Headers come over a TCP connection beside ZeroMQ's, which is looked at like a doorbell: no thread must wake up for them. Each
-session has a communicator and a stream of its own, so who is waited for there holds up nobody else.
+session has a communicator and a stream of its own, so who is waited for there holds up nobody else. Its rows come and go at one
+place in our memory, one call at a time: so a call that comes again runs as a GPU's own calls do, as a graph, or joined.
 """
 
 import hmac
+import itertools
 import logging
 import os
 import socket
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.protocol import CALL_SIZE, Call, Hello, Reply, decode_call, encode_reply
+from symbiosis.protocol import CALL_SIZE, ITEMSIZE, Call, Hello, Op, Reply, encode_reply, parse_call_body, split_call
 from symbiosis.transport import nccl_driver
+from symbiosis.transport.base import refuse
 from symbiosis.transport.cuda import device_name
 from symbiosis.transport.cuda_driver import new_stream
+from symbiosis.transport.line import aligned
 from symbiosis.transport.nccl_driver import UNIQUE_BYTES, Communicator, NcclError
 from symbiosis.transport.reactor import CAN_SPIN
-from symbiosis.transport.tensors import TORCH_DTYPE, bytes_of
-from symbiosis.transport.zeromq import Peer
+from symbiosis.transport.tensors import bytes_of, tensor_at
+from symbiosis.transport.zeromq import NO_MEMORY, Peer
 
 if TYPE_CHECKING:
     from symbiosis.transport.wire import Wire
@@ -39,6 +44,9 @@ LOOK_S = 0.5  # between two looks whether the client is there
 STALL_S = 30.0  # that rows may be on their way
 LAST_S = 1.0  # that the last reply may be, of a session that is over
 MOST_IN_VAIN = 64 << 20  # bytes of rows that are received though their call is refused
+PLACES_KEPT = 1 << 12  # a client may make ever new calls
+BY_NCCL = -1  # the number by which the server knows such a call: no frame can have it
+LOOKED_AT = frozenset((Op.LOOKUP, Op.GROUPED))  # calls whose indices a CPU checks each time
 _free_streams: list[torch.cuda.ExternalStream] = []  # of sessions that are over: torch may still know them
 
 logger = logging.getLogger("symbiosis")
@@ -50,7 +58,7 @@ class Transfer:
 
     nbytes: int
     there: torch.cuda.Event
-    since: float = field(default_factory=monotonic)
+    since: float
 
     @property
     def done(self) -> bool:
@@ -62,12 +70,20 @@ class Transfer:
 
 
 @dataclass(slots=True)
+class Place:
+    """Where the rows of a call lie whenever it comes, and the result of one that is prepared."""
+
+    call: Call
+    payload: tuple[Tensor, ...]
+    out: Tensor | None = None
+    prepared: Any = None
+
+
+@dataclass(slots=True)
 class Arriving:
     """A call whose rows are on their way."""
 
-    seq: int
-    call: Call
-    payload: tuple[Tensor, ...]
+    place: Place
     transfer: Transfer
     admitted: bool
 
@@ -88,24 +104,32 @@ class NcclPeer(Peer):
         self._socket: socket.socket | None = None
         self._raw = b""  # what has come of a header
         self._known = False  # the client has shown the token
+        self._memory = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self._places: dict[bytes, Place] = {}
+        self._numbers = itertools.count(1)
+        self._seq: int | None = None  # of the call whose rows came by NCCL and that is not answered
+        self._place: Place | None = None  # ... where they lie
         self._arriving: Arriving | None = None
-        self._sending: list[Transfer] = []
-        self._unanswered: set[int] = set()  # calls whose rows came by NCCL
-        self._taking = False  # one of them
+        self._sending: Transfer | None = None
+        self._taking = False  # a call whose rows came by NCCL
         self._comm: Communicator | None = None  # while the other side is there
         self._turn = threading.Lock()  # of whoever uses or ends it
         self._left = threading.Event()
         if reason := self._why_not(hello):
             raise CallError(Code.UNKNOWN_OP, f"this executor takes no rows by NCCL: {reason}")
+        self._came, self._launched, self._went = (torch.cuda.Event() for _ in range(3))
+        stream = None
         try:
             self._door = socket.create_server((wire.near_end() if wire else "", 0))
             self._door.setblocking(False)
-            self._stream = _free_streams.pop() if _free_streams else new_stream(self._device)
+            self._stream = stream = _free_streams.pop() if _free_streams else new_stream(self._device)
             self._reactor.watch(self._door.fileno(), self._accept)
             self._token = os.urandom(TOKEN_BYTES)
             port, welcome = self._door.getsockname()[1], self._inbox.joined(self, hello)
         except Exception as error:
             self._close_door()
+            if stream is not None:
+                _free_streams.append(stream)
             if isinstance(error, OSError | RuntimeError):
                 raise CallError(Code.UNKNOWN_OP, f"this executor takes no rows by NCCL now: {error}") from None
             raise
@@ -126,12 +150,11 @@ class NcclPeer(Peer):
 
     @property
     def unread(self) -> list[int]:
-        self._sending = [transfer for transfer in self._sending if not transfer.done]
-        return [*super().unread, *(transfer.nbytes for transfer in self._on_their_way())]
+        return [*super().unread, *(transfer.nbytes for transfer in self._on_their_way() if not transfer.done)]
 
     def _on_their_way(self) -> Iterable[Transfer]:
-        arriving = self._arriving
-        return [*self._sending, arriving.transfer] if arriving else list(self._sending)
+        arriving, sending = self._arriving, self._sending
+        return [transfer for transfer in (sending, arriving and arriving.transfer) if transfer]
 
     # ------------------------------------------------------------------ who comes
 
@@ -204,22 +227,57 @@ class NcclPeer(Peer):
 
     def _receive(self, raw: bytes) -> None:
         """The rows of a call. Those of a call that is not admitted come, too: the client's GPU has sent them."""
-        seq, call = decode_call(raw)
+        seq, body = split_call(raw)
+        if self._seq is not None:
+            raise CallError(Code.LIMIT, "a client makes one call at a time by NCCL")
+        self._seq = seq
+        known = self._places.get(body)
+        call = known.call if known else parse_call_body(body)
         if not call.parts or call.nbytes > self._inbox.limits.max_call_bytes:
             raise CallError(Code.TOO_LARGE, "a client checks what it sends by NCCL")
-        self._unanswered.add(seq)
-        admitted = self._inbox.admits(self, seq, call)
+        admitted = self._inbox.admits(self, BY_NCCL, call)
         if not admitted and call.nbytes > MOST_IN_VAIN:
             raise CallError(Code.BUSY, "too much to be received in vain")
-        kinds = ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,)))
-        with self._turn, torch.cuda.stream(self._stream):
-            payload = tuple(
-                torch.empty(shape, dtype=TORCH_DTYPE[dtype], device=self._device)
-                for (dtype, shape), _ in zip(kinds, call.parts, strict=False)
-            )
-            for rows in payload:
+        try:
+            place = self._place = known or self._new_place(call, body, admitted)
+        except torch.OutOfMemoryError:
+            if admitted:
+                refuse(self, BY_NCCL, CallError(Code.RESOURCE, NO_MEMORY))
+            raise  # the rows are on their way, and there is no place for them
+        with self._turn:
+            for rows in place.payload:
                 self._communicator.receive(rows, self._stream.cuda_stream)
-            self._arriving = Arriving(seq, call, payload, self._transfer(call.nbytes), admitted)
+            self._came.record(self._stream)
+        self._arriving = Arriving(place, Transfer(call.nbytes, self._came, monotonic()), admitted)
+
+    def _new_place(self, call: Call, body: bytes, admitted: bool) -> Place:
+        """A place for a call's rows; kept, and with one for the result, if it is admitted."""
+        kinds: list[tuple[str, tuple[int, ...]]] = [(call.payload_dtype, call.payload_shape)]
+        if call.groups:
+            kinds.append(("int32", (call.groups,)))
+        kinds.append((call.dtype, self._inbox.shape(call) if admitted else ()))
+        nbytes = [aligned(prod(shape) * ITEMSIZE[dtype]) for dtype, shape in kinds]
+        if sum(nbytes) > self._memory.numel():
+            self._grow(sum(nbytes))
+        starts = itertools.accumulate(nbytes, initial=0)
+        *payload, out = (tensor_at(self._memory, start, *kind) for start, kind in zip(starts, kinds, strict=False))
+        place = Place(call, tuple(payload))
+        if admitted:
+            if len(self._places) >= PLACES_KEPT:
+                self._places.clear()
+            place.out = out
+            if call.op not in LOOKED_AT and not call.seeded:
+                place.prepared = self._inbox.prepare(self, next(self._numbers), call, place.payload, out)
+                place.prepared.seq = BY_NCCL
+            self._places[body] = place
+        return place
+
+    def _grow(self, nbytes: int) -> None:
+        """Other memory, where nothing lies yet. From the old one a result may still be on its way."""
+        self._memory.record_stream(self._stream)
+        self._places.clear()
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))  # which may have used it before
 
     @property
     def _communicator(self) -> Communicator:
@@ -227,39 +285,53 @@ class NcclPeer(Peer):
             raise NcclError("the client is gone")
         return self._comm
 
-    def _transfer(self, nbytes: int) -> Transfer:
-        there = torch.cuda.Event()
-        there.record(self._stream)
-        return Transfer(nbytes, there)
-
     def _take(self, arrived: Arriving) -> bool:
-        self._arriving = None
-        if not arrived.admitted:
+        self._arriving, place = None, arrived.place
+        if not arrived.admitted or self._seq is None:
             return False
-        rows, *ends = arrived.payload
-        rows.record_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            payload = (rows, *(tensor.cpu() for tensor in ends))
+        if place.prepared is not None:
+            return self._inbox.rang(place.prepared)
+        rows, *ends = place.payload
+        with torch.cuda.stream(self._stream):  # on which nothing else is waited for
+            ends = [tensor.cpu() for tensor in ends]
         self._taking = True
         try:
-            self._inbox.arrived(self, arrived.seq, arrived.call, payload)
+            self._inbox.arrived(self, BY_NCCL, place.call, (rows, *ends))
         finally:
             self._taking = False
         return True
 
     def out(self, call: Call, shape: tuple[int, ...]) -> Tensor | None:
-        if not self._taking:
-            return None
-        return torch.empty(shape, dtype=TORCH_DTYPE[call.dtype], device=self._device)
+        return self._place.out if self._taking and self._place else None
+
+    # what an engine asks of a peer whose calls are prepared: its rows lie here, and it is answered when the product is launched
+    here = True
+
+    def answer(self, number: int) -> tuple[int, int]:
+        """No word of memory tells the client."""
+        return 0, 0
+
+    def enqueue_reply(self) -> None:
+        """`count` does, as no graph can."""
+
+    def count(self, batch: int) -> None:
+        """A prepared call was launched, in a batch of so many."""
+        place = self._place
+        assert place is not None and place.out is not None
+        self._answer(Reply(BY_NCCL, Code.OK, place.call.dtype, batch=batch), place.out)
 
     def reply(self, reply: Reply, result: Tensor) -> None:
-        if reply.seq not in self._unanswered:
+        if reply.seq != BY_NCCL:
             super().reply(reply, result)
+        elif reply.code is Code.OK or not self._too_many(reply):
+            self._answer(reply, result)
+
+    def _answer(self, reply: Reply, result: Tensor) -> None:
+        """... the call whose rows came by NCCL."""
+        seq, self._seq = self._seq, None
+        if seq is None:
             return
-        self._unanswered.discard(reply.seq)
-        if reply.code is not Code.OK and self._too_many(reply):
-            return
-        header = encode_reply(reply)
+        header = encode_reply(replace(reply, seq=seq, shape=tuple(result.shape)))
         try:
             if reply.code is not Code.OK:
                 header += bytes_of(result.cpu())
@@ -268,16 +340,18 @@ class NcclPeer(Peer):
             if self._socket is not None and self._socket.send(header) != len(header):
                 raise OSError("the client does not read")
         except (RuntimeError, OSError):
-            self.close()
+            self._reactor.call_soon(self.close)  # not now: who asks us to count still has to count us
 
-    def _send(self, result: Tensor) -> None:
+    def _send(self, rows: Tensor) -> None:
         """Behind the product."""
-        rows = result.to(self._device).contiguous()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        rows.record_stream(self._stream)
+        self._launched.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._launched)
+        before = self._sending
+        since = before.since if before and not before.done else monotonic()
+        self._sending = Transfer(rows.nbytes, self._went, since)
         with self._turn:
             self._communicator.send(rows, self._stream.cuda_stream)
-            self._sending.append(self._transfer(rows.nbytes))
+            self._went.record(self._stream)
 
     @property
     def busy(self) -> bool:
@@ -293,6 +367,7 @@ class NcclPeer(Peer):
         except RuntimeError as error:
             if not self._left.is_set():
                 logger.warning("a client's GPU was not met by NCCL: %s", error)
+            _free_streams.append(self._stream)
             self._reactor.call_soon(self.close)
             return
         self._comm = comm
@@ -301,7 +376,7 @@ class NcclPeer(Peer):
                 logger.warning("a client did not send or take its rows for %g s", STALL_S)
                 break
         end = monotonic() + LAST_S
-        while self._left.is_set() and self._sending and not self._sending[-1].done and monotonic() < end:
+        while self._left.is_set() and self._sending and not self._sending.done and monotonic() < end:
             sleep(1e-3)
         with self._turn:
             self._comm = None
@@ -313,5 +388,11 @@ class NcclPeer(Peer):
         """The session is over."""
         self._left.set()
         self._arriving = None
+        if self._inbox.stream:  # what was launched waits for nobody: let it end
+            torch.cuda.ExternalStream(self._inbox.stream, self._device).synchronize()
+        self._places.clear()
+        self._place = None
+        if not self._known:  # else the guard is done with it later
+            _free_streams.append(self._stream)
         self._close_door()
         self._close_socket()

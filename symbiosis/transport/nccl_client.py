@@ -18,7 +18,7 @@ from symbiosis.protocol import REPLY_SIZE, Call, Hello, Reply, decode_reply, enc
 from symbiosis.transport import nccl_driver
 from symbiosis.transport.nccl_driver import Communicator, NcclError, communicator_within
 from symbiosis.transport.reactor import spin
-from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_tensor, cut
 from symbiosis.transport.zeromq_client import BEAT_S, TcpConnection
 
 CONNECT_S = 3.0  # that the executor's port for headers may take to answer: shorter than a heartbeat
@@ -69,8 +69,7 @@ class NcclConnection(TcpConnection):
             if reply.seq != seq:
                 raise ConnectionLost(f"the answer to call {reply.seq} came for {seq}")
             if reply.code is not Code.OK:
-                text = torch.frombuffer(bytearray(self._read(reply.nbytes, deadline)), dtype=torch.uint8)
-                return reply, [text]
+                return reply, [bytes_tensor(self._read(reply.nbytes, deadline))]
             result = torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype], device=self.device)
             self._comm.receive(result, stream.cuda_stream)
             self._wait(stream, deadline)

@@ -4,28 +4,25 @@ from collections import Counter, deque
 from collections.abc import Hashable, Set
 from typing import Generic, TypeVar
 
-MOST = 8  # messages of one connection; and one more
-MOST_BYTES = 4 << 20  # of all of them, but for the latest
-
 Tenant = TypeVar("Tenant", bound=Hashable)
 Message = TypeVar("Message")
 
 
 class Turns(Generic[Tenant, Message]):
-    """A queue for each tenant.
+    """A queue for each tenant, with at most so many messages of one connection, and bytes of all, but for a single message.
 
-    >>> turns = Turns[str, int]()
+    >>> turns = Turns[str, int](most=8, most_bytes=1 << 20)
     >>> for tenant, message in (("a", 1), ("a", 2), ("a", 3), ("b", 4)):
-    ...     turns.put(tenant, b"a connection", message, nbytes=100)
+    ...     assert turns.put(tenant, b"a connection", message, nbytes=100)
     >>> [turns.take() for _ in range(4)]
     [1, 4, 2, 3]
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
         self._queues: dict[Tenant, deque[tuple[bytes, Message, int]]] = {}  # in the order of their turns; none is empty
         self._kept = Counter[bytes]()  # messages of each connection
-        self._ahead = set[bytes]()  # connections with too many
-        self._nbytes = self._latest = 0
+        self._nbytes = Counter[Tenant]()
 
     def __len__(self) -> int:
         return self._kept.total()
@@ -40,19 +37,15 @@ class Turns(Generic[Tenant, Message]):
         """Whose turn it is: who has had none for longest."""
         return next(iter(self._queues))
 
-    @property
-    def full(self) -> bool:
-        """Whether to take no more for now. ZeroMQ gives us messages by turns of connections: when there are many of one, those of
-        the others have been taken."""
-        return bool(self._ahead) or self._nbytes - self._latest > MOST_BYTES
-
-    def put(self, tenant: Tenant, connection: bytes, message: Message, nbytes: int) -> None:
+    def put(self, tenant: Tenant, connection: bytes, message: Message, nbytes: int) -> bool:
+        """Whether there was room for it. If not, others must not wait until there is."""
+        waiting = self._nbytes[tenant]
+        if self._kept[connection] >= self._most or (waiting and waiting + nbytes > self._most_bytes):
+            return False
         self._queues.setdefault(tenant, deque()).append((connection, message, nbytes))
-        self._nbytes += nbytes
-        self._latest = nbytes
+        self._nbytes[tenant] += nbytes
         self._kept[connection] += 1
-        if self._kept[connection] > MOST:
-            self._ahead.add(connection)
+        return True
 
     def take(self) -> Message:
         """The oldest message of the tenant whose turn it is. Then it is the others' turn."""
@@ -61,10 +54,10 @@ class Turns(Generic[Tenant, Message]):
         connection, message, nbytes = queue.popleft()
         if queue:
             self._queues[tenant] = queue
-        self._nbytes -= nbytes
+        self._nbytes[tenant] -= nbytes
+        if not queue:
+            del self._nbytes[tenant]
         self._kept[connection] -= 1
-        if self._kept[connection] <= MOST:
-            self._ahead.discard(connection)
         if not self._kept[connection]:
             del self._kept[connection]
         return message

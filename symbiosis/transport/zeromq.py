@@ -7,13 +7,11 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-import torch
 import zmq
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
 from symbiosis.protocol import (
-    LONGEST_TEXT,
     MAGIC_CALL,
     Beat,
     Bye,
@@ -27,21 +25,23 @@ from symbiosis.protocol import (
     encode_control,
     encode_reply,
 )
-from symbiosis.transport.base import Inbox
+from symbiosis.transport.base import Inbox, refuse
 from symbiosis.transport.curve import Door
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tensors import bytes_of, copied
+from symbiosis.transport.tensors import bytes_of, received
 from symbiosis.transport.turns import Turns
 from symbiosis.transport.wire import COPY_BELOW, Wire, harden
 
 if TYPE_CHECKING:
     from symbiosis.transport.nccl import NcclPeer
 
-AT_ONCE = 64  # messages read between two products
+AT_ONCE = 64  # messages taken in, or read, between two products
 OF_ONE = 8  # ... of one tenant, while others call
 REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
 MOST_FRAMES = 64  # of a message: one of ours has at most 3
 FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
+MOST_UNREAD = 256 << 20  # bytes of a tenant's messages that wait to be read, but for a single one
+BUSY_S = 0.02  # when to send again what there was no room for
 SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
 NO_MEMORY = "the executor has no memory for this call: send fewer rows at once"
 FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
@@ -108,7 +108,10 @@ class Listener:
         self._rings = False  # whether the reactor looks for bells
         self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
         self._gone: dict[bytes, float] = {}  # connections that were hung up on, and when to forget them
-        self._turns = Turns[str | bytes, list[zmq.Frame]]()  # what has come, by tenant or identity
+        # what has come, by tenant or identity
+        self._turns = Turns[str | bytes, list[zmq.Frame]](
+            inbox.limits.max_in_flight, min(MOST_UNREAD, inbox.limits.max_tenant_bytes)
+        )
         # who was heard since the last tick, and before
         self._active: tuple[set[str | bytes], set[str | bytes]] = set(), set()
         self._due = False  # whether `_drain` will run by itself
@@ -137,14 +140,15 @@ class Listener:
     def _drain(self) -> None:
         """The descriptor tells of changes only, so take all there is; by turns, or a flood would stop the products. ZeroMQ goes
         by connection, so whose message is read next is decided here."""
-        self._due, heard = False, Counter[str | bytes]()
-        for _ in range(AT_ONCE if self._drained != self.reactor.turns else 0):
+        heard = Counter[str | bytes]()
+        room = AT_ONCE if self._drained != self.reactor.turns else 0
+        for _ in range(room):
             if self._socket.closed:
                 return
-            self._take_in()
-            if not self._turns.waiting:
+            room -= self._take_in(room)
+            if not self._turns.waiting and room:
                 return
-            if self._products_first(heard):
+            if not self._turns.waiting or self._products_first(heard):
                 break
             heard[self._turns.next] += 1
             self._active[0].add(self._turns.next)
@@ -158,14 +162,17 @@ class Listener:
         many = heard[self._turns.next] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
         return many or self._turns.waiting < heard.keys()
 
-    def _take_in(self) -> None:
-        """What has come, as it is: that takes a tenth of the time of reading it."""
+    def _take_in(self, most: int) -> int:
+        """How many messages have come, at most so many. They are kept as they are, which takes a tenth of the time of reading
+        them; but who has sent too much is told at once."""
+        taken = 0
         with suppress(zmq.Again):
-            for _ in range(AT_ONCE):
-                if self._turns.full:
-                    return
+            while taken < most:
                 frames = self._receive()
-                self._turns.put(self._sender(frames), frames[0].bytes, frames, sum(map(len, frames)))
+                taken += 1
+                if not self._turns.put(self._sender(frames), frames[0].bytes, frames, sum(map(len, frames))):
+                    self._handle(frames, room=False)
+        return taken
 
     def _sender(self, frames: list[zmq.Frame]) -> str | bytes:
         """Whose turn it takes to read a message: a tenant's, or where keys tell of none a connection's."""
@@ -189,9 +196,13 @@ class Listener:
     def _drain_soon(self) -> None:
         if not self._due:
             self._due = True
-            self.reactor.call_soon(self._drain)
+            self.reactor.call_soon(self._drain_now)
 
-    def _handle(self, frames: list[zmq.Frame]) -> None:
+    def _drain_now(self) -> None:
+        self._due = False
+        self._drain()
+
+    def _handle(self, frames: list[zmq.Frame], room: bool = True) -> None:
         name, *frames = frames
         identity = name.bytes
         chosen = identity[:1] != b"\0"  # by the client: it could be another's
@@ -205,7 +216,7 @@ class Listener:
             if len(frames) >= MOST_FRAMES:
                 raise ProtocolError(Code.BAD_FRAME, f"a message of {MOST_FRAMES} frames or more is none of ours")
             if frames[0].buffer[:4] == MAGIC_CALL:
-                self._call(peer, frames)
+                self._call(peer, frames, room)
             else:
                 self._control(peer, identity, frames, tenant)
         except CallError as error:
@@ -261,16 +272,18 @@ class Listener:
         self._socket.getsockopt(zmq.EVENTS)
         return wire
 
-    def _call(self, peer: Peer | None, frames: list[zmq.Frame]) -> None:
+    def _call(self, peer: Peer | None, frames: list[zmq.Frame], room: bool) -> None:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
         seq, call = decode_call(frames[0].bytes)
         try:
+            if not room:
+                self.inbox.heard(peer)
+                raise CallError(Code.BUSY, f"more calls wait here than may: try again in {BUSY_S} s", BUSY_S)
             _check_sizes(call, frames[1:])
             payload = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
         except CallError as error:
-            text = torch.frombuffer(bytearray(error.message, "utf-8")[:LONGEST_TEXT], dtype=torch.uint8)
-            peer.reply(Reply(seq, error.code, shape=(text.numel(),)), text)
+            refuse(peer, seq, error)
         else:
             if payload is not None:
                 self.inbox.arrived(peer, seq, call, payload)
@@ -280,7 +293,7 @@ class Listener:
         kinds = zip(frames, ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False)
         for_gpu = self.inbox.device.type == "cuda"
         try:
-            return tuple(copied(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
+            return tuple(received(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
         except (RuntimeError, MemoryError):
             raise CallError(Code.RESOURCE, NO_MEMORY) from None
 
