@@ -32,6 +32,7 @@ from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.base import refuse
+from symbiosis.transport.frames import Framed
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, bytes_tensor, empty
 
 TICK_S = 0.5
@@ -292,10 +293,12 @@ class Server:
             raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
         return session.account.check(session.peer, self._plan(call).held, session.held, session.heard)
 
-    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+    def arrived(
+        self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...], framed: Framed | None = None
+    ) -> None:
         session: Session = peer.session
         try:
-            item = self._item(session, seq, call, payload)
+            item = self._item(session, seq, call, payload, framed)
         except Exception as error:  # whatever it is: the executor has other clients
             self._refuse(session, seq, call, call_error(error))
             return
@@ -359,7 +362,9 @@ class Server:
             Item(session.number, plan.key, plan.rows, priority, arrived, work, plan.divisible, plan.joinable)
         )
 
-    def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
+    def _item(
+        self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...], framed: Framed | None
+    ) -> Item | None:
         peer = session.peer
         if call.op is Op.STATS or session.observer:
             self._answer_at_once(session, seq, call, payload)
@@ -373,7 +378,7 @@ class Server:
             out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
         priority = call.priority if session.priority is None else session.priority
         finite = must_be_finite(call, payload, self.options)
-        work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite)
+        work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite, framed=framed)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:

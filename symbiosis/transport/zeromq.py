@@ -27,8 +27,8 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.base import Inbox, refuse
 from symbiosis.transport.curve import Door
+from symbiosis.transport.frames import FRAME_BYTES, Framed, check, frames_of, lengths
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tensors import bytes_of, received
 from symbiosis.transport.turns import Turns
 from symbiosis.transport.wire import COPY_BELOW, Wire, harden
 
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 AT_ONCE = 64  # messages taken in, or read, between two products
 OF_ONE = 8  # ... of one tenant, while others call
 REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
-MOST_FRAMES = 64  # of a message: one of ours has at most 3
 FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
 MOST_UNREAD = 256 << 20  # bytes of a tenant's messages that wait to be read, but for a single one
 BUSY_S = 0.02  # when to send again what there was no room for
@@ -68,9 +67,9 @@ class Peer:
     def reply(self, reply: Reply, result: Tensor) -> None:
         if reply.code is not Code.OK and self._too_many(reply):
             return
-        frames = [encode_reply(reply)]
+        frames: list[bytes | memoryview] = [encode_reply(reply)]
         if reply.nbytes:
-            frames.append(bytes_of(result))  # type: ignore[arg-type]
+            frames += frames_of(result)
         small = reply.nbytes < COPY_BELOW
         tracker = self._listener.send(self, frames, copy=small)
         if not small and tracker is not None:
@@ -124,7 +123,9 @@ class Listener:
         harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, inbox.limits.max_call_bytes + 4096)
+        most = inbox.limits.max_call_bytes
+        self._socket.setsockopt(zmq.MAXMSGSIZE, min(most, FRAME_BYTES) + 4096)
+        self._most_frames = len(lengths(most)) + 2  # of a message: a header's, the rows', and the ends' of their groups
         try:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -187,7 +188,7 @@ class Listener:
         frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         while frames[-1].more:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            if len(frames) <= MOST_FRAMES:
+            if len(frames) <= self._most_frames + 1:
                 frames.append(frame)
             else:
                 frames[-1] = frame
@@ -213,8 +214,8 @@ class Listener:
             peer.heard = True
         try:
             tenant = self._admitted(peer, frames[0])
-            if len(frames) >= MOST_FRAMES:
-                raise ProtocolError(Code.BAD_FRAME, f"a message of {MOST_FRAMES} frames or more is none of ours")
+            if len(frames) > self._most_frames:
+                raise ProtocolError(Code.BAD_FRAME, f"no message of ours has more than {self._most_frames} frames")
             if frames[0].buffer[:4] == MAGIC_CALL:
                 self._call(peer, frames, room)
             else:
@@ -223,7 +224,7 @@ class Listener:
             stranger = peer or Peer(self, identity, tenant)
             stranger.wire = stranger.wire or self._wire_below(frames[0])
             self.send(stranger, [encode_control(Refusal(error.code, error.message))])  # first: it tells who is gone
-            self.too_many(stranger, 1 if len(frames) < MOST_FRAMES else REFUSALS + 1)
+            self.too_many(stranger, 1 if len(frames) <= self._most_frames else REFUSALS + 1)
 
     def _admitted(self, peer: Peer | None, frame: zmq.Frame) -> str | None:
         """The tenant who sent this; none where there are no tenants."""
@@ -280,24 +281,33 @@ class Listener:
             if not room:
                 self.inbox.heard(peer)
                 raise CallError(Code.BUSY, f"more calls wait here than may: try again in {BUSY_S} s", BUSY_S)
-            _check_sizes(call, frames[1:])
-            payload = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
+            check(list(map(len, frames[1:])), call.parts)
+            parts = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
         except CallError as error:
             refuse(peer, seq, error)
+            return
+        if parts is None:
+            return
+        if call.divisible and len(frames) > 2:
+            self.inbox.arrived(peer, seq, call, (parts[0].tensor,), parts[0])
         else:
-            if payload is not None:
-                self.inbox.arrived(peer, seq, call, payload)
+            self.inbox.arrived(peer, seq, call, tuple(part.whole() for part in parts))
 
-    def _payload(self, call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
+    def _payload(self, call: Call, frames: list[zmq.Frame]) -> list[Framed]:
         """The rows, and where groups of them end."""
-        kinds = zip(frames, ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False)
-        for_gpu = self.inbox.device.type == "cuda"
+        kinds = ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,)))
+        buffers, for_gpu = [frame.buffer for frame in frames], self.inbox.device.type == "cuda"
+        parts = []
         try:
-            return tuple(received(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
+            for (dtype, shape), nbytes in zip(kinds, call.parts, strict=False):
+                count = len(lengths(nbytes))
+                parts.append(Framed(buffers[:count], dtype, shape, for_gpu))
+                buffers = buffers[count:]
         except (RuntimeError, MemoryError):
             raise CallError(Code.RESOURCE, NO_MEMORY) from None
+        return parts
 
-    def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
+    def send(self, peer: Peer, frames: Sequence[bytes | memoryview], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
             return None
         tracker = None
@@ -404,9 +414,3 @@ class Listener:
         self._socket.close(linger=2000)  # the last replies still go out
         if self._door:
             self._door.close()
-
-
-def _check_sizes(call: Call, frames: list[zmq.Frame]) -> None:
-    sizes = tuple(map(len, frames))
-    if sizes != call.parts:
-        raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts} bytes, {sizes[:3]} came")
