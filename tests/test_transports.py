@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import math
 import mmap
 import os
 import pickle
@@ -23,12 +24,12 @@ from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Op, Priority
-from symbiosis.transport import reactor, slab
+from symbiosis.transport import local_client, reactor, slab
 from symbiosis.transport.cuda import DevicePeer
 from symbiosis.transport.cuda_driver import CudaError
 from symbiosis.transport.line import ANSWERED, BATCHED, ENQUEUED
 from symbiosis.transport.local import FIRST_SLAB
-from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.reactor import Reactor, spin
 from symbiosis.transport.tensors import TORCH_DTYPE
 from symbiosis.transport.wire import COPY_BELOW
 from tests.conftest import tiny_llama
@@ -439,6 +440,32 @@ def test_looking_at_bells_does_not_keep_descriptors_waiting(monkeypatch: pytest.
     assert time.monotonic() - begun < 5
     loop.close()
     os.close(bell)
+
+
+def test_a_client_looks_for_what_is_answered_soon_and_sleeps_until_the_rest(
+    serve: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[int] = []
+    monkeypatch.setattr(local_client, "CAN_SPIN", True)
+    monkeypatch.setattr(local_client, "spin", lambda answered: looked.append(1) or spin(answered))
+    session = Session(serve(tiny_llama(), listen=[f"local://{tmp_path}/e.sock"]).endpoint)
+
+    def looks(call: int, long_s: float) -> bool:
+        """Whether a call of so many rows was looked for, when those are long that take `long_s`."""
+        monkeypatch.setattr(local_client, "LONG_S", long_s)
+        looked.clear()
+        x = torch.randn(call, 8)
+        assert torch.equal(session.call(Op.ECHO, 0, x), x)
+        return bool(looked)
+
+    assert looks(1, math.inf) and looks(1, math.inf)
+    assert looks(1, 0.0) and not looks(1, 0.0)  # the first time nobody knew
+    assert looks(2, math.inf)
+    assert not looks(1, math.inf) and looks(1, math.inf)
+    monkeypatch.setattr(local_client, "MOST_LONG", 1)
+    assert looks(1, 0.0) and looks(2, 0.0)
+    assert not looks(1, 0.0) and looks(2, 0.0)
+    session.close()
 
 
 def test_very_many_rows_go_in_several_calls(serve: Callable, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

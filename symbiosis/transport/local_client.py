@@ -46,6 +46,8 @@ from symbiosis.transport.slab import (
 )
 from symbiosis.transport.tensors import CPU, Shapes
 
+LONG_S = 0.5e-3  # to wait for a reply: ten times what waking up takes
+MOST_LONG = 1 << 14  # calls that are known
 NAP_S = 0.5  # a sleeping client looks again after this time, whatever happened to the bell
 
 
@@ -59,6 +61,7 @@ class LocalConnection:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.settimeout(timeout)
         self._beats = 0
+        self._long: set[Call] = set()  # those that were last answered after so long that looking is a waste
         try:
             self._socket.connect(address)
             self._socket.send(encode_control(hello))
@@ -105,7 +108,7 @@ class LocalConnection:
         fence()
         if slab.memory[EXECUTOR_SLEEPS_AT]:
             os.eventfd_write(self._call_bell, 1)
-        reply = self._await(seq, timeout)
+        reply = self._await(seq, call, timeout)
         if reply.code is Code.GROW:
             self._grow(int(bytes(slab.memory[start : start + reply.nbytes])))
             return self.call(seq, call, payload, timeout, shapes)
@@ -116,15 +119,24 @@ class LocalConnection:
             start += part.nbytes
         return reply, results
 
-    def _await(self, seq: int, timeout: float) -> Reply:
+    def _await(self, seq: int, call: Call, timeout: float) -> Reply:
+        """Looking is for calls that are answered soon: for others it takes a core from those who could use it."""
         memory, number = self._slab.memory, WORD.pack(seq)
 
         def answered() -> bool:
             return memory[REPLY_BELL_AT : REPLY_BELL_AT + WORD.size] == number
 
-        if not (CAN_SPIN and spin(answered)):
+        begun = monotonic()
+        if call in self._long or not CAN_SPIN or not spin(answered):
             self._sleep(answered, timeout)
+        self._note(call, monotonic() - begun)
         return decode_reply(memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
+
+    def _note(self, call: Call, seconds: float) -> None:
+        if seconds < LONG_S:
+            self._long.discard(call)
+        elif len(self._long) < MOST_LONG:
+            self._long.add(call)
 
     def _sleep(self, answered: Callable[[], bool], timeout: float) -> None:
         memory, deadline = self._slab.memory, monotonic() + timeout
