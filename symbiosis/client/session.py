@@ -37,9 +37,8 @@ PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a l
 JOIN_S = 10.0  # how long a join may take
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
-LARGEST = (
-    64 << 20
-)  # bytes of rows in one call through the host: an executor keeps them and their results until all are computed
+# Bytes of rows in one call through the host: an executor keeps them, and their results, until all are computed.
+LARGEST = 64 << 20
 FEWEST = 64  # rows of a part of them
 
 logger = logging.getLogger("symbiosis")

@@ -287,7 +287,7 @@ class Server:
     def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
         session: Session = peer.session
         session.heard = monotonic()
-        self._refuse(session, seq, call, busy(BUSY_S, "more of this connection's calls wait to be read than may"))
+        self._refuse(session, seq, call, busy(BUSY_S, "more calls wait to be read than may"))
 
     def _check_room(self, session: Session, call: Call) -> None:
         if call.op is Op.STATS or session.observer:

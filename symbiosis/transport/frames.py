@@ -67,7 +67,8 @@ class Framed:
 
     def _copy(self, first: int, end: int) -> None:
         for number in range(first, end):
-            frame, self._frames[number] = self._frames[number], None
+            frame = self._frames[number]
             if frame is not None:
                 start = number * FRAME_BYTES
                 self._data[start : start + len(frame)] = frame
+                self._frames[number] = None  # only now: another thread may need the frame's other rows

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 AT_ONCE = 64  # messages taken in, or read, between two products
 OF_ONE = 8  # ... of one tenant, while others call
 REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
+MORE_FRAMES = 3  # of a message than full ones of rows: the header, their last one, and where groups of them end
 FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
 MOST_UNREAD = 256 << 20  # bytes of a tenant's messages that wait to be read, but for a single one
 SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
@@ -124,7 +125,9 @@ class Listener:
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
         most = inbox.limits.max_call_bytes
         self._socket.setsockopt(zmq.MAXMSGSIZE, min(most, FRAME_BYTES) + 4096)
-        self._most_frames = len(lengths(most)) + 2  # of a message: a header's, the rows', and the ends' of their groups
+        self._most_frames = MORE_FRAMES + most // FRAME_BYTES  # of a message
+        # What is not to be copied is not, however short: its last frame tells when it has left.
+        self._socket.copy_threshold = 0
         try:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -213,8 +216,11 @@ class Listener:
             peer.heard = True
         try:
             tenant = self._admitted(peer, frames[0])
-            if len(frames) > self._most_frames:
-                raise ProtocolError(Code.BAD_FRAME, f"no message of ours has more than {self._most_frames} frames")
+            if not _may_be_ours(frames):
+                raise ProtocolError(
+                    Code.BAD_FRAME,
+                    f"a message of {len(frames)} frames is none of ours: only rows are cut, into {FRAME_BYTES} bytes",
+                )
             if frames[0].buffer[:4] == MAGIC_CALL:
                 self._call(peer, frames, room)
             else:
@@ -223,7 +229,7 @@ class Listener:
             stranger = peer or Peer(self, identity, tenant)
             stranger.wire = stranger.wire or self._wire_below(frames[0])
             self.send(stranger, [encode_control(Refusal(error.code, error.message))])  # first: it tells who is gone
-            self.too_many(stranger, 1 if len(frames) <= self._most_frames else REFUSALS + 1)
+            self.too_many(stranger, 1 if _may_be_ours(frames) else REFUSALS + 1)
 
     def _admitted(self, peer: Peer | None, frame: zmq.Frame) -> str | None:
         """The tenant who sent this; none where there are no tenants."""
@@ -287,10 +293,12 @@ class Listener:
             return
         if parts is None:
             return
-        if call.divisible and len(frames) > 2:
-            self.inbox.arrived(peer, seq, call, (parts[0].tensor,), parts[0])
+        in_slices = call.divisible and call.parts[0] > FRAME_BYTES
+        rest = [part.whole() for part in (parts[1:] if in_slices else parts)]
+        if in_slices:
+            self.inbox.arrived(peer, seq, call, (parts[0].tensor, *rest), parts[0])
         else:
-            self.inbox.arrived(peer, seq, call, tuple(part.whole() for part in parts))
+            self.inbox.arrived(peer, seq, call, tuple(rest))
 
     def _payload(self, call: Call, frames: list[zmq.Frame]) -> list[Framed]:
         """The rows, and where groups of them end."""
@@ -413,3 +421,8 @@ class Listener:
         self._socket.close(linger=2000)  # the last replies still go out
         if self._door:
             self._door.close()
+
+
+def _may_be_ours(frames: list[zmq.Frame]) -> bool:
+    """Whether there are no more frames than their bytes need."""
+    return len(frames) <= MORE_FRAMES + sum(map(len, frames)) // FRAME_BYTES
