@@ -44,7 +44,6 @@ from symbiosis.protocol import (
 )
 from symbiosis.reporting import Report, print_table
 from symbiosis.transport.curve import Address
-from symbiosis.transport.frames import lengths
 
 HIDDEN = 128
 CONNECTIONS = 50
@@ -174,7 +173,7 @@ class Nuisance:
         raw.socket.recv_multipart()
         call = Call(Op.ECHO, 0, "float32", (LARGE_ROWS, HIDDEN))
         for number in range(8):
-            raw.socket.send_multipart([encode_call(call, number), *map(bytes, lengths(call.nbytes))])
+            raw.socket.send_multipart([encode_call(call, number), bytes(call.nbytes)])
         time.sleep(1.0)
         if read:
             for _ in range(8):

@@ -26,7 +26,7 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
-VERSION = 5
+VERSION = 4
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 5  # of a convolution over video, which a client may read
@@ -121,11 +121,6 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
     def nbytes(self) -> int:
         """Bytes of the payload: the rows, then (from the next multiple of 8 on) the group offsets."""
         return _payload_nbytes(self)
-
-    @property
-    def divisible(self) -> bool:
-        """Whether some of its rows can be computed, and then others."""
-        return self.op in BY_ROWS and len(self.shape) == 2
 
     @property
     def rows(self) -> int:

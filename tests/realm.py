@@ -21,7 +21,6 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.transport.curve import Address
-from symbiosis.transport.frames import lengths
 from tests.conftest import tiny_llama
 
 WAIT_S = 30.0
@@ -83,7 +82,7 @@ class Raw:
         return raw
 
     def send(self, seq: int, call: Call = ECHO) -> None:
-        self.socket.send_multipart([encode_call(call, seq), *map(bytes, lengths(call.nbytes))])
+        self.socket.send_multipart([encode_call(call, seq), bytes(call.nbytes)])
 
     def codes(self, count: int) -> list[Code]:
         """Of the next replies."""

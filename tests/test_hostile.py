@@ -230,12 +230,11 @@ def test_a_message_that_never_ends_is_ended(joined: bool, open_house: Executor) 
         assert grown < 4 * sent + 256 * MIB, f"{grown / MIB:.0f} MiB for {sent / MIB:.0f} MiB sent"
 
 
-@pytest.mark.parametrize("frames", [10, 200_000])
-def test_a_message_of_more_frames_than_bytes_need_ends_the_connection(open_house: Executor, frames: int) -> None:
+def test_a_message_of_very_many_frames_is_not_kept(open_house: Executor) -> None:
     with Bystander(open_house.endpoint, tiny_llama()) as innocent:
         raw = Raw(open_house.endpoint)
         raw.join()
-        raw.socket.send_multipart([encode_call(ECHO, 1)] + [b"x"] * frames)
+        raw.socket.send_multipart([encode_call(ECHO, 1)] + [b"x"] * 200_000)
         until(lambda: raw.was_hung_up_on, "the end of the connection")
         innocent.goes_on()
         raw.close()

@@ -259,21 +259,3 @@ def test_what_a_client_that_left_had_under_way_is_given_back(start: Callable[...
     until(lambda: realm_is_idle(realm))
     raw.close()
     active.close()
-
-
-@pytest.mark.parametrize("rows", [1800, 1537])
-def test_a_reply_that_is_not_read_counts_however_short_its_last_frame_is(tmp_path: Path, rows: int) -> None:
-    realm = Realm(tmp_path)
-    reader = Raw(realm.endpoint("alice"))
-    reader.socket.rcvhwm = 1
-    reader.join()
-    (session,) = realm.executor.server.sessions.values()
-    large = Call(Op.ECHO, 0, "float32", (rows, 512))
-    for number in range(20):
-        reader.send(number, large)
-        until(lambda: session.calls + session.refused > number and not session.in_flight, "an answer")  # noqa: B023
-        if session.refused:
-            break
-    assert len(session.peer.unread) == 2 and realm.executor.server.figures.errors == {"BUSY": 1}
-    reader.close()
-    realm.executor.close()

@@ -11,7 +11,6 @@ from symbiosis.executor.server import Server
 from symbiosis.keystream import keystream
 from symbiosis.protocol import Call, Op
 from symbiosis.transport import Peer
-from symbiosis.transport.frames import Framed
 from symbiosis.transport.tensors import TORCH_DTYPE
 
 ROWS = frozenset((Op.FORWARD, Op.DGRAD))
@@ -60,13 +59,9 @@ class RecordingServer(Server):
         self.phase: str | None = None  # None: only the bytes are counted, as the memory of this machine is small
         self.lose = 0  # so many of the next calls
 
-    def arrived(
-        self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...], framed: Framed | None = None
-    ) -> None:
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         if call.op not in ROWS:
-            return super().arrived(peer, seq, call, payload, framed)
-        if framed is not None:
-            framed.whole()
+            return super().arrived(peer, seq, call, payload)
         lost, self.lose = self.lose > 0, max(0, self.lose - 1)
         if payload[0].dtype.is_floating_point is False:
             self.bytes[call.seeded].count(payload[0])

@@ -26,7 +26,7 @@ from torch import Tensor
 from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
 from symbiosis.errors import CallError, CaptureError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
-from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
+from symbiosis.protocol import BY_ROWS, DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, Shapes, on_host
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a l
 JOIN_S = 10.0  # how long a join may take
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
-# Bytes of rows in one call through the host: an executor keeps them, and their results, until all are computed.
-LARGEST = 64 << 20
+LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
 FEWEST = 64  # rows of a part of them
 
 logger = logging.getLogger("symbiosis")
@@ -440,7 +439,7 @@ def _is_separable(call: Call, shapes: Shapes) -> bool:
     """Whether its rows may go by themselves. What several members get or make lies one member after another: results can be taken
     apart where their shapes are known."""
     members_apart = not call.also or (call.op is Op.FORWARD and bool(shapes))
-    return call.divisible and members_apart
+    return call.op in BY_ROWS and len(call.shape) == 2 and members_apart
 
 
 def _parts(x_TK: Tensor) -> Sequence[Tensor]:

@@ -28,7 +28,6 @@ from symbiosis.kernels.integers import modular_product
 from symbiosis.kernels.product import product
 from symbiosis.protocol import BY_ROWS, WEIGHT_BITS, Call, Op, Reply
 from symbiosis.transport.base import refuse
-from symbiosis.transport.frames import Framed
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
 
@@ -49,13 +48,13 @@ class Work:
     places: Any = None  # where its rows lie and go, as `joined` knows them; made by a GPU only
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
     finite: bool = False  # whether rows that are not are refused
-    framed: Framed | None = None  # what the rows come in, if they are put together as they are multiplied
 
 
 _LAUNCHED = Reply(0)
 ROWS_TRIED = (64, 128, 256, 512, 1024, 2048, 4096)
 TIMES_TRIED = 8
 NEARLY = 0.85
+ALIGNED = 64  # bytes
 GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 Finished = Callable[[Work, Reply], None]
 
@@ -193,7 +192,7 @@ class Engine:
 
     def place(self, work: Work) -> None:
         """Note where the rows of a call lie that a GPU makes again and again, if others can join it."""
-        if self._joined is not None and work.call.divisible and work.peer.here:
+        if self._joined is not None and work.call.op in BY_ROWS and len(work.call.shape) == 2 and work.peer.here:
             from symbiosis.executor.joined import Places
 
             places = Places(self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD), work.peer.answer(work.number))
@@ -201,15 +200,14 @@ class Engine:
 
     def _run(self, work: Work) -> None:
         """The product of one call as a whole."""
-        if work.call.divisible:
+        if work.call.op in BY_ROWS and len(work.call.shape) == 2:
             self._multiply(work.call, self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD))
         else:
             work.out.copy_(self._whole(work))
 
     def _compute(self, slices: list[Slice]) -> None:
         first: Work = slices[0].item.work
-        by_rows = first.call.divisible
-        self._put_together(slices)
+        by_rows = first.call.op in BY_ROWS and len(first.call.shape) == 2
         self._check(slices)
         try:
             if len(slices) > 1:
@@ -220,14 +218,6 @@ class Engine:
                 first.out.copy_(self._whole(first), non_blocking=True)
         finally:  # a copy must not come behind the answer, be it an error's
             self._land(slices)
-
-    def _put_together(self, slices: list[Slice]) -> None:
-        """The rows of large calls, as far as they are multiplied now."""
-        for piece in slices:
-            framed: Framed | None = piece.item.work.framed
-            if framed is not None:
-                for part in self._inputs(piece):
-                    framed.need(part)
 
     def _check(self, slices: list[Slice]) -> None:
         """Note whose rows are not finite: in a product they hurt no others."""
@@ -242,11 +232,11 @@ class Engine:
 
     def _rows_alone(self, call: Call, piece: Slice) -> None:
         """Straight from the session's memory into the session's memory, where that is the device's."""
-        x, out = self._inputs(piece), self._outputs(piece)
+        x, out = list(map(self._here, self._inputs(piece))), self._outputs(piece)
         if out[0].device == self.device:
             self._multiply(call, x, out)
         else:
-            y = self._multiply(call, [self._here(x_TK) for x_TK in x])
+            y = self._multiply(call, x)
             for out_TN, y_TN in zip(out, y, strict=True):
                 out_TN.copy_(y_TN, non_blocking=True)
 
@@ -332,8 +322,10 @@ class Engine:
         return self._store.operand(call.layer, call.op, call.view, call.dtype)
 
     def _here(self, tensor: Tensor) -> Tensor:
-        """A call's payload on our device. The copy is not waited for: the payload is there until the call is answered."""
-        return tensor.to(self.device, non_blocking=True)
+        """A call's payload on our device, aligned as torch's own memory: products must not depend on the transport. The copy is
+        not waited for: the payload is there until the call is answered."""
+        here = tensor.to(self.device, non_blocking=True)
+        return here.clone() if here.untyped_storage().data_ptr() % ALIGNED else here
 
     def _land(self, slices: list[Slice]) -> None:
         """Wait, once for all, until what was copied between the host's memory and the GPU is there."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code, ConfigError
-from symbiosis.executor.account import BUSY_S, Account, busy
+from symbiosis.executor.account import Account
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
 from symbiosis.executor.cohort import Cohort
@@ -32,7 +32,6 @@ from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.base import refuse
-from symbiosis.transport.frames import Framed
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, bytes_tensor, empty
 
 TICK_S = 0.5
@@ -284,11 +283,6 @@ class Server:
             return False
         return True
 
-    def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
-        session: Session = peer.session
-        session.heard = monotonic()
-        self._refuse(session, seq, call, busy(BUSY_S, "more calls wait to be read than may"))
-
     def _check_room(self, session: Session, call: Call) -> None:
         if call.op is Op.STATS or session.observer:
             return self.limits.check(call)
@@ -298,12 +292,10 @@ class Server:
             raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
         return session.account.check(session.peer, self._plan(call).held, session.held, session.heard)
 
-    def arrived(
-        self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...], framed: Framed | None = None
-    ) -> None:
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         session: Session = peer.session
         try:
-            item = self._item(session, seq, call, payload, framed)
+            item = self._item(session, seq, call, payload)
         except Exception as error:  # whatever it is: the executor has other clients
             self._refuse(session, seq, call, call_error(error))
             return
@@ -367,9 +359,7 @@ class Server:
             Item(session.number, plan.key, plan.rows, priority, arrived, work, plan.divisible, plan.joinable)
         )
 
-    def _item(
-        self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...], framed: Framed | None
-    ) -> Item | None:
+    def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
         peer = session.peer
         if call.op is Op.STATS or session.observer:
             self._answer_at_once(session, seq, call, payload)
@@ -383,7 +373,7 @@ class Server:
             out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
         priority = call.priority if session.priority is None else session.priority
         finite = must_be_finite(call, payload, self.options)
-        work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite, framed=framed)
+        work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:

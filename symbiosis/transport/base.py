@@ -9,7 +9,6 @@ from torch import Tensor
 from symbiosis.errors import CallError
 from symbiosis.keys import Keyring
 from symbiosis.protocol import LONGEST_TEXT, Call, Hello, Limits, Reply, Welcome
-from symbiosis.transport.frames import Framed
 from symbiosis.transport.tensors import Shapes, bytes_tensor
 
 
@@ -88,14 +87,8 @@ class Inbox(Protocol):
         """Whether there is room for a call, to be asked before anything is allocated for it; else it was refused."""
         ...
 
-    def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
-        """There is no room where calls wait to be read: the client is told to come again."""
-        ...
-
-    def arrived(
-        self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...], framed: Framed | None = None
-    ) -> None:
-        """A call that was admitted. `framed`: what its rows have yet to be put together from."""
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+        """A call that was admitted."""
         ...
 
     def shape(self, call: Call) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DT
 DTYPE_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
 CPU = torch.device("cpu")
 _MOST = 2**60
+LARGE = 1 << 20  # bytes
 MOST_PINNED = 64 << 20  # bytes of a tensor: torch keeps such memory
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -24,6 +25,21 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def bytes_tensor(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw or b" "), dtype=torch.uint8)
+
+
+def copied(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool = False) -> Tensor:
+    """The tensor that came as these bytes, in memory aligned as torch's is: products must not depend on the transport. One that a
+    GPU is to fetch is pinned."""
+    memory = empty((len(data),), torch.uint8, for_gpu)
+    memory.numpy().data[:] = data
+    return tensor_at(memory, 0, dtype, shape)
+
+
+def received(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool) -> Tensor:
+    """The same, but one that is large is left where it is, aligned or not: nothing else would happen while it is copied."""
+    if for_gpu or len(data) < LARGE:
+        return copied(data, dtype, shape, for_gpu)
+    return tensor_at(torch.frombuffer(data, dtype=torch.uint8), 0, dtype, shape)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, for_gpu: bool) -> Tensor:

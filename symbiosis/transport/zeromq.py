@@ -27,8 +27,8 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.base import Inbox, refuse
 from symbiosis.transport.curve import Door
-from symbiosis.transport.frames import FRAME_BYTES, Framed, check, frames_of, lengths
 from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.tensors import bytes_of, received
 from symbiosis.transport.turns import Turns
 from symbiosis.transport.wire import COPY_BELOW, Wire, harden
 
@@ -38,9 +38,10 @@ if TYPE_CHECKING:
 AT_ONCE = 64  # messages taken in, or read, between two products
 OF_ONE = 8  # ... of one tenant, while others call
 REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
-MORE_FRAMES = 3  # of a message than full ones of rows: the header, their last one, and where groups of them end
+MOST_FRAMES = 64  # of a message: one of ours has at most 3
 FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
 MOST_UNREAD = 256 << 20  # bytes of a tenant's messages that wait to be read, but for a single one
+BUSY_S = 0.02  # when to send again what there was no room for
 SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
 NO_MEMORY = "the executor has no memory for this call: send fewer rows at once"
 FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
@@ -67,9 +68,9 @@ class Peer:
     def reply(self, reply: Reply, result: Tensor) -> None:
         if reply.code is not Code.OK and self._too_many(reply):
             return
-        frames: list[bytes | memoryview] = [encode_reply(reply)]
+        frames = [encode_reply(reply)]
         if reply.nbytes:
-            frames += frames_of(result)
+            frames.append(bytes_of(result))  # type: ignore[arg-type]
         small = reply.nbytes < COPY_BELOW
         tracker = self._listener.send(self, frames, copy=small)
         if not small and tracker is not None:
@@ -123,11 +124,7 @@ class Listener:
         harden(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 2000)
-        most = inbox.limits.max_call_bytes
-        self._socket.setsockopt(zmq.MAXMSGSIZE, min(most, FRAME_BYTES) + 4096)
-        self._most_frames = MORE_FRAMES + most // FRAME_BYTES  # of a message
-        # What is not to be copied is not, however short: its last frame tells when it has left.
-        self._socket.copy_threshold = 0
+        self._socket.setsockopt(zmq.MAXMSGSIZE, inbox.limits.max_call_bytes + 4096)
         try:
             self._socket.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -190,7 +187,7 @@ class Listener:
         frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         while frames[-1].more:
             frame = self._socket.recv(zmq.NOBLOCK, copy=False)
-            if len(frames) <= self._most_frames + 1:
+            if len(frames) <= MOST_FRAMES:
                 frames.append(frame)
             else:
                 frames[-1] = frame
@@ -216,11 +213,8 @@ class Listener:
             peer.heard = True
         try:
             tenant = self._admitted(peer, frames[0])
-            if not _may_be_ours(frames):
-                raise ProtocolError(
-                    Code.BAD_FRAME,
-                    f"a message of {len(frames)} frames is none of ours: only rows are cut, into {FRAME_BYTES} bytes",
-                )
+            if len(frames) >= MOST_FRAMES:
+                raise ProtocolError(Code.BAD_FRAME, f"a message of {MOST_FRAMES} frames or more is none of ours")
             if frames[0].buffer[:4] == MAGIC_CALL:
                 self._call(peer, frames, room)
             else:
@@ -229,7 +223,7 @@ class Listener:
             stranger = peer or Peer(self, identity, tenant)
             stranger.wire = stranger.wire or self._wire_below(frames[0])
             self.send(stranger, [encode_control(Refusal(error.code, error.message))])  # first: it tells who is gone
-            self.too_many(stranger, 1 if _may_be_ours(frames) else REFUSALS + 1)
+            self.too_many(stranger, 1 if len(frames) < MOST_FRAMES else REFUSALS + 1)
 
     def _admitted(self, peer: Peer | None, frame: zmq.Frame) -> str | None:
         """The tenant who sent this; none where there are no tenants."""
@@ -282,39 +276,28 @@ class Listener:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
         seq, call = decode_call(frames[0].bytes)
-        if not room:
-            self.inbox.turns_away(peer, seq, call)
-            return
         try:
-            check(list(map(len, frames[1:])), call.parts)
-            parts = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
+            if not room:
+                self.inbox.heard(peer)
+                raise CallError(Code.BUSY, f"more calls wait here than may: try again in {BUSY_S} s", BUSY_S)
+            _check_sizes(call, frames[1:])
+            payload = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
         except CallError as error:
             refuse(peer, seq, error)
-            return
-        if parts is None:
-            return
-        in_slices = call.divisible and call.parts[0] > FRAME_BYTES
-        rest = [part.whole() for part in (parts[1:] if in_slices else parts)]
-        if in_slices:
-            self.inbox.arrived(peer, seq, call, (parts[0].tensor, *rest), parts[0])
         else:
-            self.inbox.arrived(peer, seq, call, tuple(rest))
+            if payload is not None:
+                self.inbox.arrived(peer, seq, call, payload)
 
-    def _payload(self, call: Call, frames: list[zmq.Frame]) -> list[Framed]:
+    def _payload(self, call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
         """The rows, and where groups of them end."""
-        kinds = ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,)))
-        buffers, for_gpu = [frame.buffer for frame in frames], self.inbox.device.type == "cuda"
-        parts = []
+        kinds = zip(frames, ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False)
+        for_gpu = self.inbox.device.type == "cuda"
         try:
-            for (dtype, shape), nbytes in zip(kinds, call.parts, strict=False):
-                count = len(lengths(nbytes))
-                parts.append(Framed(buffers[:count], dtype, shape, for_gpu))
-                buffers = buffers[count:]
+            return tuple(received(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
         except (RuntimeError, MemoryError):
             raise CallError(Code.RESOURCE, NO_MEMORY) from None
-        return parts
 
-    def send(self, peer: Peer, frames: Sequence[bytes | memoryview], copy: bool = True) -> zmq.MessageTracker | None:
+    def send(self, peer: Peer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
             return None
         tracker = None
@@ -423,6 +406,7 @@ class Listener:
             self._door.close()
 
 
-def _may_be_ours(frames: list[zmq.Frame]) -> bool:
-    """Whether there are no more frames than their bytes need."""
-    return len(frames) <= MORE_FRAMES + sum(map(len, frames)) // FRAME_BYTES
+def _check_sizes(call: Call, frames: list[zmq.Frame]) -> None:
+    sizes = tuple(map(len, frames))
+    if sizes != call.parts:
+        raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts} bytes, {sizes[:3]} came")

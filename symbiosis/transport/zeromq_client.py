@@ -13,7 +13,7 @@ import zmq
 from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
-from symbiosis.errors import CallError, Code, ConnectionLost
+from symbiosis.errors import CallError, Code, ConnectionLost, ProtocolError
 from symbiosis.protocol import (
     MAGIC_REPLY,
     Beat,
@@ -29,8 +29,7 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.transport.curve import Address
-from symbiosis.transport.frames import Framed, check, frames_of
-from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, cut
+from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
 from symbiosis.transport.wire import COPY_BELOW, Wire, harden
 
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -81,7 +80,7 @@ class TcpConnection:
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
-        frames = [encode_call(call, seq), *(frame for part in payload for frame in frames_of(part))]
+        frames = [encode_call(call, seq), *map(bytes_of, payload)]
         deadline = monotonic() + timeout
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
@@ -97,10 +96,12 @@ class TcpConnection:
                 raise refusal.error()
             reply = decode_reply(head.bytes)
             if reply.seq == seq:
-                check(list(map(len, rest)), (reply.nbytes,) if reply.nbytes else ())
+                sizes = [len(frame) for frame in rest]
+                if sizes != ([reply.nbytes] if reply.nbytes else []):
+                    raise ProtocolError(Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {sizes}")
                 if not rest:
                     return reply, [torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])]
-                result = Framed([frame.buffer for frame in rest], reply.dtype, reply.shape, self._for_gpu).whole()
+                result = copied(rest[0].buffer, reply.dtype, reply.shape, self._for_gpu)
                 return reply, cut(result, shapes if reply.code is Code.OK else ())
 
     def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
