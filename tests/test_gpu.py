@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
+from symbiosis.client.wrap import remote_weights
 from symbiosis.kernels.integers import modular_product, product_by_parts, quantise
+from symbiosis.transport.cuda_driver import PinnedMemory
 from tests.conftest import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -43,6 +46,20 @@ def test_client_on_the_cpu_of_a_gpu_executor(serve: Callable, url: str, ids: Ten
     with torch.no_grad():
         difference = (split(ids).logits - model(ids).logits).abs().max()
     assert difference < 1e-4, "float32 products of two devices differ in rounding only"
+
+
+def test_what_was_pinned_for_a_refused_line_is_let_go(serve: Callable, ids: Tensor, tmp_path: Path) -> None:
+    """An executor in the client's own process refuses; else another's words might later lie where these were."""
+    pinned = len(PinnedMemory._mapped)
+    executor = serve(MODELS["llama"]().cuda(), listen=[f"local://{tmp_path}/executor.sock"])
+    split = symbiosis.wrap(MODELS["llama"]().cuda(), executor.endpoint)
+    with torch.no_grad():
+        split(ids.cuda())
+    session = next(remote_weights(split)).handle.session
+    assert not session.lines and symbiosis.stats(split).calls
+    session.close()
+    executor.close()
+    assert len(PinnedMemory._mapped) <= pinned
 
 
 def test_model_from_a_gpu_executor(serve: Callable, ids: Tensor) -> None:

@@ -20,6 +20,7 @@ import symbiosis
 from symbiosis.client.wrap import remote_weights
 from symbiosis.errors import CallError
 from symbiosis.protocol import Op
+from symbiosis.transport.cuda_driver import PinnedMemory
 from symbiosis.transport.line import ANSWERED, ENQUEUED
 from tests.conftest import tiny_llama, tiny_mixtral
 from tests.processes import until, watching
@@ -140,7 +141,7 @@ def test_calls_go_over_the_line(endpoint: str, ids: Tensor) -> None:
 
 
 def test_leaving_and_joining_again(endpoint: str, ids: Tensor) -> None:
-    model = tiny_llama().cuda()
+    model, pinned = tiny_llama().cuda(), len(PinnedMemory._mapped)
     for _ in range(5):
         split = symbiosis.wrap(copy.deepcopy(model), endpoint)
         with torch.no_grad():
@@ -148,6 +149,7 @@ def test_leaving_and_joining_again(endpoint: str, ids: Tensor) -> None:
         assert line_of(split)
         next(remote_weights(split)).handle.session.close()
         gc.collect()
+    assert len(PinnedMemory._mapped) <= pinned
 
 
 def test_growing(endpoint: str) -> None:
@@ -349,9 +351,8 @@ def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, process
 
 
 @pytest.mark.fault
-def test_without_an_executor_the_stream_is_let_go(
-    processes: Any, tmp_path: Path, ids: Tensor, monkeypatch: Any
-) -> None:
+def test_without_an_executor_the_stream_is_let_go(processes: Any, tmp_path: Path, ids: Tensor) -> None:
+    pinned = len(PinnedMemory._mapped)
     executor, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock")
     endpoint = ready.get(timeout=WAIT_S)
     split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
@@ -366,6 +367,8 @@ def test_without_an_executor_the_stream_is_let_go(
         assert logits.isnan().all()
         with pytest.raises(symbiosis.SymbiosisError, match="no executor"):
             split(ids)
+    next(remote_weights(split)).handle.session.close()
+    assert len(PinnedMemory._mapped) <= pinned
 
 
 def decode_forever(endpoint: str, said: Any, seed: int, steps: int) -> None:

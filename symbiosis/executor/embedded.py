@@ -1,5 +1,6 @@
 """An executor inside a program: the daemon's server in a thread."""
 
+import atexit
 import itertools
 import threading
 from types import TracebackType
@@ -17,7 +18,7 @@ _numbers = itertools.count(1)
 
 
 class Executor:
-    """Serves `model` (a model, a directory, a hub id or "demo") from this process until closed.
+    """Serves `model` (a model, a directory, a hub id or "demo") from this process until closed, or until the program ends.
 
     Options are those of `symbiosis-executor`, with underscores. Without `listen` it answers at an `inproc://` endpoint.
     A model that is handed over is served as it is and frozen: give it a model that nobody trains.
@@ -39,6 +40,7 @@ class Executor:
         self.server.listen(chosen.listen or (f"inproc://executor-{next(_numbers)}",))
         self._thread = threading.Thread(target=self.server.run, name="symbiosis-executor", daemon=True)
         self._thread.start()
+        atexit.register(self.close)  # a thread that computes while the interpreter goes away takes the process down
 
     @property
     def endpoints(self) -> list[str]:
@@ -50,6 +52,7 @@ class Executor:
 
     def close(self, drain: bool = True) -> None:
         """Answer what has come, then end."""
+        atexit.unregister(self.close)
         (self.server.drain if drain else self.server.stop)()
         self._thread.join(timeout=30)
 

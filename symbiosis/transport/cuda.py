@@ -91,7 +91,6 @@ class DevicePeer:
         self._elsewhere = hello.device != device_name(self._inbox.device)
         try:
             self._words = Words(fds[0])
-            welcome = self._inbox.joined(self, hello)
         except CudaError as error:
             raise CallError(Code.RESOURCE, f"the executor cannot use the client's words: {error}") from None
         finally:
@@ -105,8 +104,8 @@ class DevicePeer:
         self._looking = False
         self._beats = 0
         try:
-            self._welcome(welcome)
-        except OSError:  # the client has gone meanwhile
+            self._welcome(self._inbox.joined(self, hello))
+        except (CallError, OSError):  # it is not let in, or has gone meanwhile
             self._inbox.left(self)
             os.close(self._awake)
             self._words.close()

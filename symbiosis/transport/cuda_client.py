@@ -64,6 +64,7 @@ from symbiosis.transport.slab import MAX_CONTROL
 from symbiosis.transport.tensors import Shapes, cut
 
 FIRST_SEGMENT = 64 << 20
+JOIN_S = 10.0  # an executor may take to let us in
 PAUSE_S = 0.05  # between two attempts to find an executor again
 
 
@@ -109,12 +110,19 @@ class DeviceLine:
         self._rescue = torch.cuda.Stream(device)
         self._stream = 0  # that made the last call
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        first = DeviceMemory.create(ALIGNED, device)
-        fill(first, 0, self._rescue.cuda_stream)  # CUDA loads what that takes now; while a stream waits, it could not
-        self._rescue.synchronize()
-        self._segments.append(first)
-        self._socket, self._awake = self._join(10.0)
+        try:
+            first = DeviceMemory.create(ALIGNED, device)
+            self._segments.append(first)
+            fill(
+                first, 0, self._rescue.cuda_stream
+            )  # CUDA loads what that takes now; while a stream waits, it could not
+            self._rescue.synchronize()
+            self._socket, self._awake = self._join(JOIN_S)
+        except BaseException:
+            self._free()
+            raise
         self._watcher = threading.Thread(target=self._watch, name="symbiosis-line", daemon=True)
+        self._releaser = threading.Thread(target=self._release, name="symbiosis-release", daemon=True)
         self._watcher.start()
 
     # ------------------------------------------------------------------ calls
@@ -301,11 +309,10 @@ class DeviceLine:
     def _find_another(self) -> bool:
         give_up = time.monotonic() + self._patience
         with self._control:
-            self._socket.close()
-            os.close(self._awake)
+            self._hang_up()
             while not self._closed:
                 try:
-                    self._socket, self._awake = self._join(10.0)
+                    self._socket, self._awake = self._join(JOIN_S)
                     self.reconnects += 1
                     return True
                 except CallError as error:
@@ -334,7 +341,7 @@ class DeviceLine:
             for memory in self._segments[1:]:
                 fill(memory, 0xFF, self._rescue.cuda_stream)  # NaN in every float
             self._rescue.synchronize()
-        threading.Thread(target=self._release, name="symbiosis-release", daemon=True).start()
+        self._releaser.start()
 
     def _release(self) -> None:
         with torch.cuda.device(self.device):
@@ -347,15 +354,44 @@ class DeviceLine:
         """Leave. Calls that are enqueued are still answered."""
         if self._closed:
             return
-        if self._stream and not self._failed:
-            torch.cuda.ExternalStream(self._stream, self.device).synchronize()
+        over = self._wait()
         self._closed = True
-        with self._control:
-            self._socket.close()
-        if self._failed is None:
-            for memory in self._segments:
-                memory.close()
-            self._words.close()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the watcher
+        for thread in (self._watcher, self._releaser):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(1.0)
+                over = over and not thread.is_alive()
+        self._hang_up()
+        if over:
+            self._free()
+
+    def _wait(self) -> bool:
+        """Until our stream waits for no reply any more; false if that takes too long."""
+        if not self._stream:
+            return True
+        stream = torch.cuda.ExternalStream(self._stream, self.device)
+        give_up = time.monotonic() + self._patience + JOIN_S
+        try:
+            while not stream.query():
+                if time.monotonic() > give_up:
+                    return False
+                time.sleep(1e-3)
+        except RuntimeError:  # CUDA is broken
+            return False
+        return True
+
+    def _hang_up(self) -> None:
+        self._socket.close()
+        if self._awake >= 0:
+            os.close(self._awake)
+            self._awake = -1
+
+    def _free(self) -> None:
+        """What nothing uses any more."""
+        for memory in self._segments:
+            memory.close()
+        self._words.close()
         os.close(self._fd)
 
 

@@ -11,7 +11,7 @@ import mmap
 from collections.abc import Sequence
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -171,12 +171,17 @@ class _Array:
 
 
 class PinnedMemory:
-    """Host memory that stays in its place and that GPUs know, by `address`: they copy from and to it without a CPU's help."""
+    """Host memory that stays in its place and that GPUs know, by `address`: they copy from and to it without a CPU's help.
+
+    Until it is closed it stays mapped, whoever forgets it: else what is mapped there next would be taken for pinned already.
+    """
+
+    _mapped: ClassVar[dict[int, mmap.mmap]] = {}
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory  # must not be unmapped before
         self._host = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
         check(_driver().cuMemHostRegister_v2(self._host, ctypes.c_size_t(len(memory)), _PORTABLE_MAPPED), "cuMemHostRegister")  # fmt: skip
+        self._mapped[self._host.value or 0] = memory
         address = ctypes.c_uint64()
         check(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(address), self._host, 0), "cuMemHostGetDevicePointer")
         self.address: int = address.value
@@ -186,6 +191,7 @@ class PinnedMemory:
         if self.address:
             self.address = 0
             check(_driver().cuMemHostUnregister(self._host), "cuMemHostUnregister")
+            del self._mapped[self._host.value or 0]
 
 
 class Words:
