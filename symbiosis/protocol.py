@@ -26,7 +26,7 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
-VERSION = 4
+VERSION = 5
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 5  # of a convolution over video, which a client may read

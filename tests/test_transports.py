@@ -17,13 +17,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import zmq
 
 import symbiosis
 import symbiosis.client.session
 from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
-from symbiosis.protocol import DTYPES, Call, Hello, Op, Priority
+from symbiosis.protocol import DTYPES, Call, Hello, Limits, Op, Priority, Welcome, encode_control
 from symbiosis.transport import local_client, reactor, slab
 from symbiosis.transport.cuda import DevicePeer
 from symbiosis.transport.cuda_driver import CudaError
@@ -32,6 +33,7 @@ from symbiosis.transport.local import FIRST_SLAB
 from symbiosis.transport.reactor import Reactor, spin
 from symbiosis.transport.tensors import TORCH_DTYPE
 from symbiosis.transport.wire import COPY_BELOW
+from symbiosis.transport.zeromq_client import TcpConnection
 from tests.conftest import tiny_llama
 from tests.processes import until
 
@@ -542,3 +544,19 @@ def test_calls_that_a_gpu_makes_unannounced_leave_nothing_behind() -> None:
             peer.count(2)
             assert not peer.busy
     assert words[ANSWERED] == words[ENQUEUED] == 3 and words[BATCHED] == 5 * 7
+
+
+def test_the_largest_frame_of_a_message_goes_last() -> None:
+    """Nothing is left to be sent behind it, whenever the socket is closed (see `wire`)."""
+    call = Call(Op.GROUPED, 0, "float32", (1 << 10, 64), groups=4)
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as executor, ThreadPoolExecutor(1) as pool:
+        executor.linger = 0
+        port = executor.bind_to_random_port("tcp://127.0.0.1")
+        joining = pool.submit(TcpConnection, f"127.0.0.1:{port}", Hello("somebody"), 10.0)
+        identity, _ = executor.recv_multipart()
+        executor.send_multipart([identity, encode_control(Welcome(1, "", [], "", "", Limits(), False, 1.0, ""))])
+        connection = joining.result()
+        with pytest.raises(ConnectionLost, match="no answer"):
+            connection.call(1, call, (torch.ones(call.shape), torch.arange(4, dtype=torch.int32)), 0.01)
+        assert [len(frame) for frame in executor.recv_multipart()[2:]] == sorted(call.parts)
+        connection.close()

@@ -1,5 +1,9 @@
 """The TCP connections below ZeroMQ: how they are set up, what the kernel knows of one, and how to end it, for which ZeroMQ has no
-call."""
+call.
+
+The largest frame of a message goes last, so that none is left to be sent behind it: libzmq 4.3 aborts the process when a socket is
+closed in the midst of a message just as its connection breaks.
+"""
 
 import os
 import socket

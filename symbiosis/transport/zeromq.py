@@ -289,8 +289,10 @@ class Listener:
                 self.inbox.arrived(peer, seq, call, payload)
 
     def _payload(self, call: Call, frames: list[zmq.Frame]) -> tuple[Tensor, ...]:
-        """The rows, and where groups of them end."""
-        kinds = zip(frames, ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False)
+        """The rows, which come last, and where groups of them end."""
+        kinds = zip(
+            reversed(frames), ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False
+        )
         for_gpu = self.inbox.device.type == "cuda"
         try:
             return tuple(received(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
@@ -408,5 +410,5 @@ class Listener:
 
 def _check_sizes(call: Call, frames: list[zmq.Frame]) -> None:
     sizes = tuple(map(len, frames))
-    if sizes != call.parts:
-        raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts} bytes, {sizes[:3]} came")
+    if sizes != call.parts[::-1]:
+        raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts[::-1]} bytes, {sizes[:3]} came")

@@ -80,7 +80,7 @@ class TcpConnection:
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
-        frames = [encode_call(call, seq), *map(bytes_of, payload)]
+        frames = [encode_call(call, seq), *map(bytes_of, reversed(payload))]  # the rows last: see `wire`
         deadline = monotonic() + timeout
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
