@@ -10,6 +10,7 @@ alone keeps the same bound, so joined and alone differ by at most twice as much.
 that (torch lets cuBLAS round them to 16 bits otherwise, in split and in unsplit models alike).
 """
 
+import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from symbiosis.config import Options
 from symbiosis.errors import Code
 from symbiosis.executor.batch import Batch, Item, Slice
+from symbiosis.executor.batcher import AGING_S
 from symbiosis.executor.engine import Engine, Work
 from symbiosis.executor.plan import make_plan
 from symbiosis.executor.store import Store
@@ -173,6 +175,45 @@ def test_joined_calls_are_right_to_within_one_rounding(dtype: torch.dtype, case:
         ):
             assert ((y.double() - one.double()).abs() <= 2 * expected.error).all()
         check(work, store)
+
+
+@pytest.mark.usefixtures("own_stream")
+def test_few_rows_overtake_many_but_not_for_ever() -> None:
+    """While the stream of large calls is held up: each large call is answered behind that, the others until they have to wait."""
+    torch.manual_seed(1)
+    store = Store(nn.Sequential(nn.Linear(256, 512)).to(DEVICE))
+    engine = Engine(store, lambda *_: None, lambda _: None)
+    engine.use_stream()
+    client = Client()
+    client.count = lambda batch: None  # type: ignore[method-assign]
+    client.enqueue_reply = lambda: None  # type: ignore[attr-defined]
+    rows = (1, engine.join_below)
+    (small, _), (large, _) = (
+        call_of(client, store, Call(Op.FORWARD, 0, "float32", (count, 256)), number)
+        for number, count in enumerate(rows)
+    )
+    for work in (small, large):
+        engine.place(work)
+        work.payload[0].normal_()
+    assert large.large and not small.large
+    for turn in range(TURNS):
+        for work in (small, large):
+            work.out.fill_(torch.nan)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(engine._aside):
+            torch.cuda._sleep(10**9)  # half a second or more
+        engine.launch(large)
+        engine.launch(small)
+        if turn > 2:  # memory for a graph is not allocated meanwhile
+            engine._stream.synchronize()
+            assert small.out.isfinite().all() and not engine._aside.query()
+        time.sleep(2 * AGING_S)
+        engine.launch(small)
+        engine._stream.synchronize()
+        assert engine._aside.query(), "it waited for the large one"
+        engine.settle()
+        for work in (small, large):
+            check(work, store)
 
 
 def parts_like(result: Tensor, work: Work, engine: Engine) -> list[Tensor]:

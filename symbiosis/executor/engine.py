@@ -17,7 +17,7 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batch import Batch, Slice
-from symbiosis.executor.batcher import JOIN_BELOW
+from symbiosis.executor.batcher import AGING_S, JOIN_BELOW
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_finite
@@ -44,6 +44,7 @@ class Work:
     plan: Any = None
     number: int = 0  # of a call that a GPU makes, again and again from the same places
     launches: int = 0  # so often did it run from the same places
+    large: bool = False  # so many rows, made by a GPU, that others overtake it
     graph: "torch.cuda.CUDAGraph | None" = None  # of all that the stream does for it, reply included
     places: Any = None  # where its rows lie and go, as `joined` knows them; made by a GPU only
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
@@ -60,7 +61,10 @@ Finished = Callable[[Work, Reply], None]
 
 
 class Engine:
-    """Answers batches. `on_done` hears of every reply, for the figures; `on_joined` of all that a GPU gives at once."""
+    """Answers batches. `on_done` hears of every reply, for the figures; `on_joined` of all that a GPU gives at once.
+
+    A GPU's large calls, which gain nothing from others, run on a stream of their own: products of few rows overtake them.
+    """
 
     def __init__(self, store: Store, on_done: Finished, on_joined: Callable[[Batch], None], workers: int = 1) -> None:
         self._store, self._on_done, self._on_joined = store, on_done, on_joined
@@ -68,13 +72,16 @@ class Engine:
         self.stream = 0
         self._joined: Any = None
         self._not_joined = 0  # products that failed so
+        self._overtaken_until = math.inf  # if a large call was launched: when the others wait for it
         self._pace: Pace | None = None
         self._product_of_joined = (
             FewRows(store.linear_weights(), threads=workers) if self.device.type == "cpu" else product
         )
         if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device, priority=-1)
-            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self.device, priority=-5)  # the highest, or what the GPU has
+            self._aside = torch.cuda.Stream(self.device)
+            self._pool, self._pool_aside = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+            self._overtaken = torch.cuda.Event()
             self.stream = self._stream.cuda_stream
 
     def use_stream(self) -> None:
@@ -133,12 +140,14 @@ class Engine:
     def join(self, works: Sequence[Work]) -> float:
         """Compute and answer calls of this GPU that can be copied word by word. Returns the seconds that takes."""
         begun = perf_counter()
+        self._let_pass()
         self._joined.run(works)
         return max(perf_counter() - begun, self._estimate(works[0].call, sum(work.plan.rows for work in works)))
 
     def compute(self, batch: Batch) -> float:
         """The product alone, in any thread. A failure in company is retried alone: it must hit its own call only."""
         begun = perf_counter()
+        self._let_pass()
         try:
             self._compute(batch.slices)
         except Exception as error:  # whatever it is: the executor has other clients
@@ -161,6 +170,28 @@ class Engine:
 
     def launch(self, work: Work) -> Reply:
         """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again."""
+        if not work.large:
+            self._let_pass()
+            return self._launch(work)
+        with torch.cuda.stream(self._aside):
+            reply = self._launch(work)
+            if self._overtaken_until == math.inf:
+                self._overtaken.record()
+                self._overtaken_until = perf_counter() + AGING_S
+        return reply
+
+    def _let_pass(self) -> None:
+        """Nobody is overtaken for longer than any call waits for more urgent ones."""
+        if perf_counter() > self._overtaken_until:
+            self._stream.wait_event(self._overtaken)
+            self._overtaken_until = math.inf
+
+    def settle(self) -> None:
+        """Wait for all that was launched, which waits for nobody."""
+        for stream in (self._stream, self._aside):
+            stream.synchronize()
+
+    def _launch(self, work: Work) -> Reply:
         try:
             if work.graph is None:
                 self._launch_first(work)
@@ -178,7 +209,7 @@ class Engine:
             work.peer.reply(Reply(work.seq, Code.OK, work.call.dtype), work.out)
             return
         try:
-            work.graph = captured(lambda: self._run_and_reply(work), self._pool)
+            work.graph = captured(lambda: self._run_and_reply(work), self._pool_aside if work.large else self._pool)
         except RuntimeError:  # grouped products of some dtypes ask the GPU for sizes
             work.launches = -sys.maxsize
             self._launch_first(work)
@@ -191,7 +222,8 @@ class Engine:
         work.peer.enqueue_reply()
 
     def place(self, work: Work) -> None:
-        """Note where the rows of a call lie that a GPU makes again and again, if others can join it."""
+        """Note where the rows of a call lie that a GPU makes again and again, if others can join it; or that it is large."""
+        work.large = work.peer.here and work.plan.rows >= self.join_below
         if self._joined is not None and work.call.op in BY_ROWS and len(work.call.shape) == 2 and work.peer.here:
             from symbiosis.executor.joined import Places
 

@@ -88,7 +88,7 @@ class Server:
         )
         self.engine = Engine(store, self._answered, self._joined, options.workers)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
-        self.device, self.stream = self.engine.device, self.engine.stream
+        self.device, self.stream, self.settle = self.engine.device, self.engine.stream, self.engine.settle
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
         self._numbers = itertools.count(1)
@@ -338,10 +338,11 @@ class Server:
         session.heard = now = monotonic()
         if self.cohort.takes(work, now):
             return True
-        self.cohort.disband()
-        if not self.batcher.alone(session.number, now):
-            self._enqueue(work, now)
-            return True
+        if not work.large or self.batcher.policy == "lockstep":
+            self.cohort.disband()
+            if not self.batcher.alone(session.number, now):
+                self._enqueue(work, now)
+                return True
         reply = self.engine.launch(work)
         session.count(work.plan)
         self.figures.launched(work, reply)

@@ -76,7 +76,7 @@ class Inbox(Protocol):
     limits: Limits
     keyring: Keyring | None  # of an executor that strangers may reach
     device: torch.device
-    stream: int  # the device's stream that products run on; 0 where there is none
+    stream: int  # the device's stream that rows come and go by; 0 where there is none
     nccl: bool  # whether rows may come and go by NCCL
 
     def joined(self, peer: Peer, hello: Hello) -> Welcome:
@@ -105,6 +105,10 @@ class Inbox(Protocol):
 
     def rang(self, prepared: Any) -> bool:
         """A prepared call has come. Whether it must wait: else it is answered by now."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the device is through with all that was launched."""
         ...
 
     def heard(self, peer: Peer) -> None:

@@ -230,7 +230,7 @@ class DevicePeer:
         return None
 
     def reply(self, reply: Reply, result: Tensor) -> None:
-        """Behind the product on our stream. After a refusal the client's stream goes on, too, and its CPU is told."""
+        """Behind the product on its stream. After a refusal the client's stream goes on, too, and its CPU is told."""
         self.count(reply.batch)
         if reply.code is Code.OK:
             self.enqueue_reply()
@@ -258,7 +258,7 @@ class DevicePeer:
         reply = self._replies.get(number)
         if reply is None:
             reply = self._replies[number] = MemOps([MemOp(WRITE_32, self._segments[0].address, number)])
-        reply.enqueue(self._inbox.stream)
+        reply.enqueue(torch._C._cuda_getCurrentRawStream(self._inbox.device.index))
 
     def count(self, batch: int) -> None:
         """One more call is answered, in a batch of so many."""
@@ -288,7 +288,7 @@ class DevicePeer:
         reactor.forget(self._awake)
         self._socket.close()
         os.close(self._awake)
-        torch.cuda.ExternalStream(self._inbox.stream, self._inbox.device).synchronize()
+        self._inbox.settle()
         self._calls.clear()
         self._remote.clear()
         for memory in self._segments:
