@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -205,6 +206,7 @@ def many(setting: Setting, jobs: Sequence[Job]) -> None:
     show_many(setting, jobs, counts, rates, memory, batch)
 
 
+MEETING = 20  # steps after which the executor has recorded the products of those who meet
 MANY = {DECODE: 2.0, SHORT: 1.4, LONG: 1.0}
 
 
@@ -236,11 +238,13 @@ def mixed(setting: Setting, trainer: Job) -> None:
             worker.call("prepare", DECODE, setting.captured)
             if number >= count - 2:
                 worker.call("prepare", trainer, setting.captured)
-        progress(f"{count} decoders")
-        before = run_jobs(setting, crowd, [DECODE] * count)
-        progress(f"{count - 2} decoders, 2 trainers")
         jobs = [DECODE] * (count - 2) + [trainer] * 2
-        after = run_jobs(setting, crowd, jobs)
+        found = []
+        for kinds in ([DECODE] * count, jobs):
+            progress(", ".join(f"{number} × {name_of(job)}" for job, number in Counter(kinds).items()))
+            run_jobs(setting, crowd, kinds, MEETING)
+            found.append(run_jobs(setting, crowd, kinds))
+        before, after = found
     percentiles = [percentiles_ms(paces[: count - 2]) for paces in (before, after)]
     totals = [tokens_per_s(before, [DECODE] * count), tokens_per_s(after, jobs)]
     rows = [

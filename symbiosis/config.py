@@ -29,6 +29,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batch_tokens: int = 4096
     batch_invariant: bool = False
     workers: int = 1
+    train_share: float = 0.05
     serve: tuple[str, ...] = ()
     allow_read: bool = False
     integers: tuple[int, ...] = ()
@@ -56,6 +57,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in ("max_wait_us", "max_tenant_rows_per_s"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must not be negative, but is {getattr(self, name)}")
+        if not 0 < self.train_share <= 1:
+            raise ConfigError(f"train-share is a part of the time, above 0 and at most 1, not {self.train_share}")
         if not set(self.integers) <= {8, 16}:
             raise ConfigError(f"integers names the bits of quantised weights, 8 or 16, not {self.integers}")
         if (self.key is None) != (self.tenants is None):

@@ -43,6 +43,7 @@ class Work:
     parts: Shapes = ()  # of what lies in memory for each member of a group
     plan: Any = None
     number: int = 0  # of a call that a GPU makes, again and again from the same places
+    priority: int = 0  # ... and how urgent it is
     launches: int = 0  # so often did it run from the same places
     large: bool = False  # so many rows, made by a GPU, that others overtake it
     graph: "torch.cuda.CUDAGraph | None" = None  # of all that the stream does for it, reply included
@@ -100,7 +101,7 @@ class Engine:
         """Rows from which on a call gains nothing from others."""
         return self._pace.join_below if self._pace else JOIN_BELOW
 
-    def _estimate(self, call: Call, rows: int) -> float:
+    def estimate(self, call: Call, rows: int) -> float:
         """The seconds that the GPU will take, if it was not waited for."""
         if self._pace is None or call.op not in BY_ROWS:
             return 0.0
@@ -113,7 +114,7 @@ class Engine:
         if piece.item.work.number and len(batch.slices) == 1 and piece.start == 0 and piece.last:
             self._on_done(piece.item.work, self.launch(piece.item.work))
             batch.ran()
-            return max(perf_counter() - begun, self._estimate(piece.item.work.call, batch.rows))
+            return max(perf_counter() - begun, self.estimate(piece.item.work.call, batch.rows))
         if self._are_copied_by_the_gpu(batch.slices):
             try:
                 seconds = self.join([piece.item.work for piece in batch.slices])
@@ -142,7 +143,7 @@ class Engine:
         begun = perf_counter()
         self._let_pass()
         self._joined.run(works)
-        return max(perf_counter() - begun, self._estimate(works[0].call, sum(work.plan.rows for work in works)))
+        return max(perf_counter() - begun, self.estimate(works[0].call, sum(work.plan.rows for work in works)))
 
     def compute(self, batch: Batch) -> float:
         """The product alone, in any thread. A failure in company is retried alone: it must hit its own call only."""
@@ -159,7 +160,7 @@ class Engine:
         seconds = perf_counter() - begun
         if not self.stream or not all(piece.item.work.out.is_cuda for piece in batch.slices):
             return seconds
-        return max(seconds, self._estimate(batch.slices[0].item.work.call, batch.rows))  # the GPU was not waited for
+        return max(seconds, self.estimate(batch.slices[0].item.work.call, batch.rows))  # the GPU was not waited for
 
     def reply(self, batch: Batch, seconds: float) -> None:
         """... to the calls of which all rows have been computed by now."""

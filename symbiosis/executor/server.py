@@ -17,6 +17,7 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.executor.account import Account
+from symbiosis.executor.background import Background
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
 from symbiosis.executor.cohort import Cohort
@@ -29,7 +30,7 @@ from symbiosis.executor.validate import check_values, must_be_finite
 from symbiosis.kernels.few_rows import MOST_ROWS
 from symbiosis.keys import Keyring
 from symbiosis.keystream import keystream
-from symbiosis.protocol import VERSION, Call, Hello, Op, Reply, Welcome
+from symbiosis.protocol import VERSION, Call, Hello, Op, Priority, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.base import refuse
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, bytes_tensor, empty
@@ -88,6 +89,7 @@ class Server:
         )
         self.engine = Engine(store, self._answered, self._joined, options.workers)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
+        self.background = Background(options.train_share)
         self.device, self.stream, self.settle = self.engine.device, self.engine.stream, self.engine.settle
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
@@ -134,7 +136,7 @@ class Server:
             self.stop()  # the others, too
 
     def _over(self) -> bool:
-        idle = self.batcher.idle and not self._computing and not self.cohort
+        idle = self.batcher.idle and not (self._computing or self.cohort or self.background)
         return self._stopped or (self._draining and idle)
 
     def _step(self) -> None:
@@ -144,6 +146,8 @@ class Server:
         if monotonic() >= self._next_tick:
             self._tick()
         now = monotonic()
+        while work := self.background.next(now):
+            self._launch(work, now)
         if self.cohort and self.cohort.step(now):
             return
         batch = self.batcher.next_batch(now)
@@ -185,7 +189,8 @@ class Server:
         """How long to sleep if nothing arrives; not at all while there is more to run."""
         if self._more:
             return 0.0
-        return max(0.0, min(self.batcher.wake_at(), self.cohort.wake_at(), self._next_tick) - monotonic())
+        parts = self.batcher, self.cohort, self.background
+        return max(0.0, min(self._next_tick, *(part.wake_at() for part in parts)) - monotonic())
 
     def _tick(self) -> None:
         """Once in a while: signs of life, and sessions that gave none."""
@@ -211,7 +216,7 @@ class Server:
 
     def _stop_listening(self) -> None:
         """Leave the endpoints to a successor, which may start now; and wait for nobody to answer what has come."""
-        self.batcher.policy = "immediate"
+        self.batcher.policy, self.background.share = "immediate", 1.0
         for listener in self.listeners:
             listener.stop_accepting()
 
@@ -328,7 +333,7 @@ class Server:
         if call.seeded:
             raise CallError(Code.UNKNOWN_OP, "a seed is sent with each call, and cannot be registered")
         plan = self._plan(call)
-        work = Work(peer, 0, call, payload, out, plan.parts, plan, number)
+        work = Work(peer, 0, call, payload, out, plan.parts, plan, number, _priority(peer.session, call))
         self.engine.place(work)
         return work
 
@@ -336,17 +341,28 @@ class Server:
         """On a GPU; what nobody can join is launched at once."""
         session: Session = work.peer.session
         session.heard = now = monotonic()
+        if work.priority == Priority.DECODE:
+            self.background.decoded = now
         if self.cohort.takes(work, now):
             return True
-        if not work.large or self.batcher.policy == "lockstep":
+        if work.large and self.batcher.policy != "lockstep":
+            if work.priority >= Priority.TRAIN and self.background.takes(work, now):
+                return True
+        else:
             self.cohort.disband()
             if not self.batcher.alone(session.number, now):
                 self._enqueue(work, now)
                 return True
-        reply = self.engine.launch(work)
-        session.count(work.plan)
-        self.figures.launched(work, reply)
+        self._launch(work, now)
         return False
+
+    def _launch(self, work: Work, now: float) -> None:
+        """Without the batcher."""
+        reply = self.engine.launch(work)
+        work.peer.session.count(work.plan)
+        self.figures.launched(work, reply)
+        if work.large:
+            self.background.ran(self.engine.estimate(work.call, work.plan.rows), now)
 
     def _enqueue(self, work: Work, arrived: float) -> None:
         """A call of a GPU."""
@@ -355,9 +371,8 @@ class Server:
         session.count(plan)
         session.in_flight += 1
         session.account.begin(0)
-        priority = work.call.priority if session.priority is None else session.priority
         self.batcher.add(
-            Item(session.number, plan.key, plan.rows, priority, arrived, work, plan.divisible, plan.joinable)
+            Item(session.number, plan.key, plan.rows, work.priority, arrived, work, plan.divisible, plan.joinable)
         )
 
     def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
@@ -372,7 +387,9 @@ class Server:
         out = peer.out(call, plan.shape)
         if out is None:
             out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
-        priority = call.priority if session.priority is None else session.priority
+        priority = _priority(session, call)
+        if priority == Priority.DECODE:
+            self.background.decoded = session.heard
         finite = must_be_finite(call, payload, self.options)
         work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
@@ -404,6 +421,7 @@ class Server:
         session: Session | None = peer.session
         if session is not None:
             self.cohort.disband()
+            self.background.leave(peer)
             self.batcher.leave(session.number)
             self.sessions.pop(session.number, None)
             session.account.readers.discard(peer)
@@ -447,3 +465,7 @@ class Server:
                 logging.WARNING, "call refused", session=session.number, code=code.name, op=call.op.name, layer=layer,
                 shape=call.shape, dtype=call.dtype, refused=session.refused,
             )  # fmt: skip
+
+
+def _priority(session: Session, call: Call) -> int:
+    return call.priority if session.priority is None else session.priority
