@@ -206,7 +206,7 @@ def many(setting: Setting, jobs: Sequence[Job]) -> None:
     show_many(setting, jobs, counts, rates, memory, batch)
 
 
-MEETING = 20  # steps after which the executor has recorded the products of those who meet
+MEETING = 30  # steps after which the executor has recorded the products of those who meet
 MANY = {DECODE: 2.0, SHORT: 1.4, LONG: 1.0}
 
 
@@ -291,6 +291,7 @@ def policies(setting: Setting) -> None:
             arguments = [(endpoint, setting.shape, setting.device, lora) for _, lora in generators]
             crowd = stack.enter_context(workers(Program, arguments))
             together_do(crowd, "prepare", [(job, setting.captured) for job in jobs])
+            run_jobs(setting, crowd, jobs, MEETING)
             paces = run_jobs(setting, crowd, jobs, POLICY_STEPS if setting.captured else 5)
             batch = statistics.mean(worker.call("mean_batch") for worker in crowd)
         latency = statistics.mean(statistics.mean(pace.steps) for pace in paces) * 1e3

@@ -20,10 +20,10 @@ KEYS = ("a", "b", "c")
 class Executor:
     """A batcher and a cohort as the server drives them; calls have sessions, keys and numbers."""
 
-    def __init__(self, sessions: int, policy: Any = "opportunistic") -> None:
+    def __init__(self, sessions: int, policy: Any = "opportunistic", spread: float = 1.0) -> None:
         self.now, self.answered, self.products = 1.0, Counter[int](), list[list[int]]()
         self.failing = False
-        self.batcher = Batcher(policy, MAX_WAIT, MAX_ROWS)
+        self.batcher = Batcher(policy, MAX_WAIT, MAX_ROWS, spread=spread)
         engine: Any = SimpleNamespace(join=self.launch)
         figures: Any = SimpleNamespace(together=lambda *_: None)
         self.cohort = Cohort(self.batcher, engine, figures, self.enqueue)
@@ -92,8 +92,8 @@ def together() -> Executor:
     return in_step(3)
 
 
-def in_step(sessions: int) -> Executor:
-    executor = Executor(sessions)
+def in_step(sessions: int, spread: float = 1.0) -> Executor:
+    executor = Executor(sessions, spread=spread)
     for turn in range(4 * len(KEYS)):
         executor.round(range(1, sessions + 1), KEYS[turn % len(KEYS)])
     assert executor.products[-1] == list(range(1, sessions + 1))
@@ -110,6 +110,26 @@ def test_the_last_one_starts_the_product_and_nobody_is_queued(together: Executor
     together.call(3, "a")
     together.step()
     assert together.products == [[1, 2, 3]] and not together.cohort
+
+
+@pytest.mark.parametrize(("spread", "meet"), [(1.0, False), (4.0, True)])
+def test_the_last_is_waited_for_as_many_products_as_told(spread: float, meet: bool) -> None:
+    """Two who think for ten products, one of them two and a half products behind."""
+    executor = Executor(2, spread=spread)
+    calls, turns, seen = {1: 1.0, 2: 1.0 + 2.5 * PRODUCT_S}, Counter[int](), 0
+    for _ in range(200):
+        session = min(calls, key=lambda number: calls[number], default=0)
+        wake = min(executor.batcher.wake_at(), executor.cohort.wake_at())
+        executor.now = max(executor.now, min(wake, calls.get(session, wake)))
+        if session and executor.now >= calls[session]:
+            del calls[session]
+            executor.call(session, KEYS[turns[session] % len(KEYS)])
+            turns[session] += 1
+        executor.step()
+        for product in executor.products[seen:]:
+            calls.update(dict.fromkeys(product, executor.now + 11 * PRODUCT_S))
+            seen += 1
+    assert ([1, 2] in executor.products) is meet
 
 
 def test_who_does_not_come_is_not_waited_for_long(together: Executor) -> None:

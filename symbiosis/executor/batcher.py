@@ -58,9 +58,16 @@ class Batcher:
     """
 
     def __init__(
-        self, policy: Policy, max_wait: float = 0.0, max_rows: int = 4096, idle_s: float = inf, invariant: bool = False
+        self,
+        policy: Policy,
+        max_wait: float = 0.0,
+        max_rows: int = 4096,
+        idle_s: float = inf,
+        invariant: bool = False,
+        spread: float = 1.0,
     ) -> None:
-        """`invariant`: what runs together, and how calls are cut, never depends on other sessions."""
+        """`invariant`: what runs together, and how calls are cut, never depends on other sessions. `spread`: those who go together
+        are waited for from the first to the last, for as long as so many products take."""
         if invariant:
             policy = "immediate"
         self._invariant = invariant
@@ -78,6 +85,7 @@ class Batcher:
         self._awaited: Awaited | None = None
         self._caller, self._since = 0, 0.0  # who called last, and since when nobody else
         self._patience = idle_s if policy == "lockstep" else 0.0
+        self._spread = spread
 
     def __len__(self) -> int:
         return sum(map(len, list(self._queues.values())))  # a copy: other threads ask, too
@@ -242,7 +250,7 @@ class Batcher:
 
     def _foresee(self, now: float) -> None:
         """Decide before they come, while a product runs, whether to wait for all who live: if they go on together, and the last
-        is expected less than a product's time after the first."""
+        is expected soon after the first."""
         self._awaited = None
         if now > self._looked + ALONE_S:
             self._forget_silent(now)
@@ -254,7 +262,7 @@ class Batcher:
             return
         coming = [rhythm.due(now) for rhythm in live]
         first, last = min(coming).expected, max(coming).expected
-        worth = min(self._cost.get(key, 0.0), self.max_wait)
+        worth = min(self._spread * self._cost.get(key, 0.0), self.max_wait)
         if last - first < worth:
             self._awaited = Awaited(key, len(coming), max(due.latest for due in coming), last - worth)
 

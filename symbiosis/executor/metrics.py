@@ -178,7 +178,7 @@ class Figures:
             rss_bytes=rss_bytes(),
             weights_bytes=self.weights_bytes,
             batch_sizes=dict(self.batch_sizes),
-            queue_depth=len(server.batcher),
+            queue_depth=server.waiting,
             bytes=dict(self.bytes),
             errors=dict(self.errors),
             dropped=self.dropped,
@@ -254,7 +254,7 @@ class PrometheusCollector:
         figures, server = self._server.figures, self._server
         yield CounterMetricFamily("symbiosis_dropped_sessions", "Sessions dropped for silence", value=figures.dropped)
         for name, text, value in (
-            ("queue_depth", "Calls that wait", len(server.batcher)),
+            ("queue_depth", "Calls that wait", server.waiting),
             ("uptime_seconds", "Seconds since the start", monotonic() - figures.started),
             ("resident_bytes", "Memory of the executor's process", rss_bytes()),
             ("weights_bytes", "Memory of the base model's tensors", figures.weights_bytes),

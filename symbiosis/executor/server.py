@@ -38,6 +38,10 @@ from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, bytes_tensor, e
 TICK_S = 0.5
 LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
 MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: some products
+SPREAD = {
+    True: 4.0,
+    False: 1.0,
+}  # beside clients' kernels a GPU takes longer for a product than alone, and one costs more than its time
 LONGEST_NAME = 64  # characters of what a client calls itself
 
 
@@ -86,6 +90,7 @@ class Server:
             options.max_batch_tokens,
             options.heartbeat_s,
             options.batch_invariant,
+            SPREAD[store.on_gpu],
         )
         self.engine = Engine(store, self._answered, self._joined, options.workers)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
@@ -135,9 +140,13 @@ class Server:
                 self._failure = self._failure or error
             self.stop()  # the others, too
 
+    @property
+    def waiting(self) -> int:
+        """Calls that have come and not begun."""
+        return len(self.batcher) + len(self.cohort) + len(self.background)
+
     def _over(self) -> bool:
-        idle = self.batcher.idle and not (self._computing or self.cohort or self.background)
-        return self._stopped or (self._draining and idle)
+        return self._stopped or (self._draining and not self._computing and not self.waiting)
 
     def _step(self) -> None:
         """Run one batch, if one is ready; calls may arrive in a tick, too."""
