@@ -123,6 +123,11 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
         return _payload_nbytes(self)
 
     @property
+    def by_rows(self) -> bool:
+        """Whether each row of a matrix makes one of the reply by itself, so that they may go in slices."""
+        return self.op in BY_ROWS and len(self.shape) == 2
+
+    @property
     def rows(self) -> int:
         return prod(self.shape[:-1]) if len(self.shape) > 1 else prod(self.shape)
 

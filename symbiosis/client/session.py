@@ -26,7 +26,7 @@ from torch import Tensor
 from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
 from symbiosis.errors import CallError, CaptureError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
-from symbiosis.protocol import BY_ROWS, DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
+from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, Shapes, on_host
 
 if TYPE_CHECKING:
@@ -439,7 +439,7 @@ def _is_separable(call: Call, shapes: Shapes) -> bool:
     """Whether its rows may go by themselves. What several members get or make lies one member after another: results can be taken
     apart where their shapes are known."""
     members_apart = not call.also or (call.op is Op.FORWARD and bool(shapes))
-    return call.op in BY_ROWS and len(call.shape) == 2 and members_apart
+    return call.by_rows and members_apart
 
 
 def _parts(x_TK: Tensor) -> Sequence[Tensor]:

@@ -225,7 +225,7 @@ class Engine:
     def place(self, work: Work) -> None:
         """Note where the rows of a call lie that a GPU makes again and again, if others can join it; or that it is large."""
         work.large = work.peer.here and work.plan.rows >= self.join_below
-        if self._joined is not None and work.call.op in BY_ROWS and len(work.call.shape) == 2 and work.peer.here:
+        if self._joined is not None and work.call.by_rows and work.peer.here:
             from symbiosis.executor.joined import Places
 
             places = Places(self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD), work.peer.answer(work.number))
@@ -233,19 +233,18 @@ class Engine:
 
     def _run(self, work: Work) -> None:
         """The product of one call as a whole."""
-        if work.call.op in BY_ROWS and len(work.call.shape) == 2:
+        if work.call.by_rows:
             self._multiply(work.call, self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD))
         else:
             work.out.copy_(self._whole(work))
 
     def _compute(self, slices: list[Slice]) -> None:
         first: Work = slices[0].item.work
-        by_rows = first.call.op in BY_ROWS and len(first.call.shape) == 2
         self._check(slices)
         try:
             if len(slices) > 1:
-                (self._rows_together if by_rows else self._together)(first.call, slices)
-            elif by_rows:
+                (self._rows_together if first.call.by_rows else self._together)(first.call, slices)
+            elif first.call.by_rows:
                 self._rows_alone(first.call, slices[0])
             else:
                 first.out.copy_(self._whole(first), non_blocking=True)
@@ -257,7 +256,7 @@ class Engine:
         for piece in slices:
             work: Work = piece.item.work
             if work.finite and work.error is None:
-                rows = slice(piece.start, piece.stop) if work.plan.divisible else slice(None)
+                rows = slice(piece.start, piece.stop) if work.call.by_rows else slice(None)
                 try:
                     check_finite(work.call, work.payload, rows, self._store)
                 except CallError as error:

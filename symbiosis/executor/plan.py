@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from symbiosis.config import Options
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import reply_shape
-from symbiosis.protocol import BY_ROWS, ITEMSIZE, Call, Op, View
+from symbiosis.protocol import ITEMSIZE, Call, Op, View
 from symbiosis.transport.tensors import Shapes
 
 
@@ -31,7 +31,6 @@ class Plan(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     held: int  # bytes of the payload and the reply
     parts: Shapes  # of what lies in memory for each member of a group
-    divisible: bool
     joinable: bool
 
 
@@ -39,7 +38,6 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
     """The plan of `call`; `CallError` if the call is wrong, whatever its values are."""
     shape = reply_shape(call, store, options)
     rows = replace(call, seeded=False) if call.seeded else call  # what is held in memory then
-    divisible = call.op in BY_ROWS and len(call.shape) == 2
     return Plan(
         key=Key(call.layers, call.op, call.dtype, call.bias, call.view),
         rows=max(1, call.rows),
@@ -47,6 +45,5 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
         shape=shape,
         held=rows.nbytes + prod(shape) * ITEMSIZE[call.dtype],
         parts=tuple((call.shape[0], store.width(layer)) for layer in call.layers) if call.also else (),
-        divisible=divisible,
-        joinable=divisible or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),
+        joinable=call.by_rows or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),
     )

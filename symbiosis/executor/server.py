@@ -381,7 +381,7 @@ class Server:
         session.in_flight += 1
         session.account.begin(0)
         self.batcher.add(
-            Item(session.number, plan.key, plan.rows, work.priority, arrived, work, plan.divisible, plan.joinable)
+            Item(session.number, plan.key, plan.rows, work.priority, arrived, work, work.call.by_rows, plan.joinable)
         )
 
     def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
@@ -401,7 +401,7 @@ class Server:
             self.background.decoded = session.heard
         finite = must_be_finite(call, payload, self.options)
         work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite)
-        return Item(session.number, plan.key, plan.rows, priority, session.heard, work, plan.divisible, plan.joinable)
+        return Item(session.number, plan.key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         """Figures; and an observer's echo, for which no client is made to wait, and which waits for none."""
