@@ -153,6 +153,7 @@ def test_a_flood_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     held.check()
     assert came.count("alice") == 1
     assert Counter(codes) == {Code.OK: 8, Code.BUSY: 42}
+    assert realm.executor.server.figures.errors["BUSY"] == 42
     flood.close()
     alice.close()
     realm.executor.close()

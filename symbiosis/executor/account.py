@@ -32,20 +32,18 @@ class Account:
                 "ask for a larger --max-tenant-bytes",
             )
         if self.in_flight >= limits.max_tenant_in_flight:
-            raise _busy(BUSY_S, f"a tenant may have {limits.max_tenant_in_flight} calls in flight", "in-flight")
+            raise busy(BUSY_S, f"a tenant may have {limits.max_tenant_in_flight} calls in flight", "in-flight")
         if own and own + held > ALWAYS_ROOM:
-            raise _busy(BUSY_S, f"calls of more than {ALWAYS_ROOM} bytes go one after another")
+            raise busy(BUSY_S, f"calls of more than {ALWAYS_ROOM} bytes go one after another")
         unread = peer.unread
         if len(unread) > 1 and sum(unread) + held > ALWAYS_ROOM:
-            raise _busy(BUSY_S, f"{len(unread)} large replies are on their way to this session: read them")
+            raise busy(BUSY_S, f"{len(unread)} large replies are on their way to this session: read them")
         all_unread = sum(chain.from_iterable(reader.unread for reader in self.readers))
         if self.bytes + held + all_unread > limits.max_tenant_bytes:
-            raise _busy(
-                BUSY_S, f"a tenant's calls and unread replies may have {limits.max_tenant_bytes} bytes", "bytes"
-            )
+            raise busy(BUSY_S, f"a tenant's calls and unread replies may have {limits.max_tenant_bytes} bytes", "bytes")
         rate = limits.max_tenant_rows_per_s
         if rate and (missing := self._missing(rate, now)) >= 0:
-            raise _busy((missing + 1) / rate, f"a tenant may send {rate} rows a second", "rows-per-s")
+            raise busy((missing + 1) / rate, f"a tenant may send {rate} rows a second", "rows-per-s")
 
     def sent(self, rows: int) -> None:
         """A call has come."""
@@ -68,6 +66,7 @@ class Account:
         return -self._rows
 
 
-def _busy(seconds: float, why: str, option: str = "") -> CallError:
+def busy(seconds: float, why: str, option: str = "") -> CallError:
+    """What to tell who should come again, or get a larger limit."""
     remedy = f", or ask for a larger --max-tenant-{option}" if option else ""
     return CallError(Code.BUSY, f"{why}: try again in {seconds:.3f} s{remedy}", seconds)

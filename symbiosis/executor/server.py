@@ -16,7 +16,7 @@ from torch import Tensor
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code, ConfigError
-from symbiosis.executor.account import Account
+from symbiosis.executor.account import BUSY_S, Account, busy
 from symbiosis.executor.background import Background
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
@@ -296,6 +296,11 @@ class Server:
             self._refuse(session, seq, call, call_error(error))
             return False
         return True
+
+    def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
+        session: Session = peer.session
+        session.heard = monotonic()
+        self._refuse(session, seq, call, busy(BUSY_S, "more of this connection's calls wait to be read than may"))
 
     def _check_room(self, session: Session, call: Call) -> None:
         if call.op is Op.STATS or session.observer:

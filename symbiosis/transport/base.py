@@ -87,6 +87,10 @@ class Inbox(Protocol):
         """Whether there is room for a call, to be asked before anything is allocated for it; else it was refused."""
         ...
 
+    def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
+        """There is no room where calls wait to be read: the client is told to come again."""
+        ...
+
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         """A call that was admitted."""
         ...

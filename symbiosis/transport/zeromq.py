@@ -41,7 +41,6 @@ REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, af
 MOST_FRAMES = 64  # of a message: one of ours has at most 3
 FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
 MOST_UNREAD = 256 << 20  # bytes of a tenant's messages that wait to be read, but for a single one
-BUSY_S = 0.02  # when to send again what there was no room for
 SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
 NO_MEMORY = "the executor has no memory for this call: send fewer rows at once"
 FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
@@ -276,10 +275,10 @@ class Listener:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
         seq, call = decode_call(frames[0].bytes)
+        if not room:
+            self.inbox.turns_away(peer, seq, call)
+            return
         try:
-            if not room:
-                self.inbox.heard(peer)
-                raise CallError(Code.BUSY, f"more calls wait here than may: try again in {BUSY_S} s", BUSY_S)
             _check_sizes(call, frames[1:])
             payload = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
         except CallError as error:
