@@ -2,7 +2,8 @@
 
 Three kinds of message:
 
-* a *call*: a fixed header (`Call`) and raw tensor bytes: the rows, and for grouped products their int32 group offsets;
+* a *call*: a fixed header (`Call`) and raw tensor bytes: the rows, and for grouped products their int32 group offsets (which
+  over `tcp://` go first);
 * a *reply*: a fixed header (`Reply`) and raw tensor bytes, or UTF-8 text if its code is not OK;
 * *control* messages at join and leave (`Hello`, `Welcome`, `Refusal`, ...): msgpack, decoded into the structs below.
 

@@ -1,15 +1,26 @@
 """Large calls of training beside those who decode: none is lost or overtakes another, and they get their share of the time."""
 
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from symbiosis.config import Options
+from symbiosis.executor import server as module
+from symbiosis.executor.account import Account
 from symbiosis.executor.background import DECODES_S, Background
+from symbiosis.executor.batch import Batch
+from symbiosis.executor.engine import Work
+from symbiosis.executor.server import Server, Session
+from symbiosis.executor.store import Store
+from symbiosis.protocol import Call, Op, Priority, Reply
 
 PRODUCT_S, SHARE = 1e-3, 0.1
+ROWS = {Priority.DECODE: 1, Priority.PREFILL: 512, Priority.TRAIN: 512}
 
 
 def work(number: int = 0, peer: object = None) -> Any:
@@ -81,3 +92,163 @@ def test_none_is_lost_and_none_overtakes_another(events: list[tuple[str, float]]
             answered.append(one.number)
         assert background.wake_at() > now
     assert answered == list(range(sent)) and not background
+
+
+# ---------------------------------------------------------------- the server, with bells that nobody's GPU rings
+
+
+class Engine:
+    """Instead of one on a GPU: every call is answered when it is launched."""
+
+    join_below = 256
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(Priority, PRODUCT_S)
+        self.launched = Counter[int]()
+        self.refuses: Any = None
+
+    def place(self, work: Work) -> None: ...
+
+    def estimate(self, call: Call, rows: int) -> float:
+        return self.seconds[call.priority]
+
+    def step(self, batch: Batch) -> float:
+        batch.ran()
+        for piece in batch.slices:
+            piece.item.work.peer.session.end()
+            self.launched[piece.item.work.priority] += piece.last
+        return PRODUCT_S
+
+    def launch(self, work: Work) -> Reply:
+        self.launched[work.priority] += 1
+        if self.refuses:
+            self.refuses(work.peer)
+        return Reply(0)
+
+
+class Client:
+    transport = "cuda"
+    session: Any = None
+
+    def __init__(self, here: bool, tenant: str | None) -> None:
+        self.here, self.tenant = here, tenant
+
+
+class Executor:
+    """A server whose clock is set by hand, with a session for each priority."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+        self.now = 1.0
+        monkeypatch.setattr(module, "monotonic", lambda: self.now)
+        store = Store(torch.nn.Sequential(torch.nn.Linear(8, 8)))
+        self.server, self.engine = Server(store, Options(train_share=SHARE, **options)), Engine()
+        self.server.engine = self.engine  # type: ignore[assignment]
+        self.works = {priority: self.prepared(priority) for priority in Priority}
+
+    def prepared(self, priority: Priority, here: bool = True, tenant: str | None = None) -> Work:
+        number = len(self.server.sessions) + 1
+        peer = Client(here, tenant)
+        peer.session = Session(number, peer, "", None, False, self.now, Account(self.server.limits))
+        self.server.sessions[number] = peer.session
+        self.server.batcher.join(number)
+        call = Call(Op.FORWARD, 0, "float32", (ROWS[priority], 8), priority=priority)
+        return self.server.prepare(peer, 1, call, (torch.empty(call.shape),), torch.empty(call.shape))
+
+    def rings(self, priority: Priority) -> bool:
+        """Whether the call has to wait."""
+        return self.server.rang(self.works[priority])
+
+
+@pytest.fixture
+def executor(monkeypatch: pytest.MonkeyPatch) -> Executor:
+    return Executor(monkeypatch)
+
+
+def test_training_waits_while_somebody_decodes(executor: Executor) -> None:
+    for _ in range(3):
+        assert not executor.rings(Priority.TRAIN)
+    executor.rings(Priority.DECODE)
+    assert executor.rings(Priority.TRAIN) and executor.server.waiting
+    session = executor.works[Priority.TRAIN].peer.session
+    assert session.in_flight == 1 and executor.engine.launched[Priority.TRAIN] == 3
+    assert not executor.rings(Priority.PREFILL), "what is not training never waits"
+    executor.server._step()
+    assert executor.server._patience() == pytest.approx(PRODUCT_S / SHARE)
+    executor.now += PRODUCT_S / SHARE
+    executor.server._step()
+    assert executor.engine.launched[Priority.TRAIN] == 4 and not session.in_flight
+    assert session.calls == 4
+
+
+@pytest.mark.parametrize("prefill_s", [1e-3, 2e-4])
+def test_prefill_neither_takes_the_share_of_training_nor_adds_to_it(prefill_s: float, executor: Executor) -> None:
+    executor.engine.seconds.update({Priority.PREFILL: prefill_s, Priority.TRAIN: 20e-3})
+    waits = False
+    for step in range(20_000):  # of 0.2 ms
+        if step % 25 == 0:
+            executor.rings(Priority.DECODE)
+            executor.rings(Priority.PREFILL)
+        if not waits:
+            executor.rings(Priority.TRAIN)
+        executor.server._step()
+        waits = bool(executor.server.background)
+        executor.now += 2e-4
+    assert executor.engine.launched[Priority.TRAIN] * 20e-3 == pytest.approx(4.0 * SHARE, rel=0.2)
+
+
+def test_a_client_that_is_hung_up_on_when_its_call_fails_harms_nobody(executor: Executor) -> None:
+    executor.rings(Priority.TRAIN)
+    executor.rings(Priority.DECODE)
+    assert executor.rings(Priority.TRAIN)
+    executor.engine.refuses = executor.server.left
+    executor.now += 1.0
+    executor.server._step()
+    assert executor.engine.launched[Priority.TRAIN] == 2 and not executor.server.waiting
+
+
+def test_who_leaves_while_its_call_waits_is_forgotten(executor: Executor) -> None:
+    executor.rings(Priority.TRAIN)
+    executor.rings(Priority.DECODE)
+    assert executor.rings(Priority.TRAIN)
+    executor.server.left(executor.works[Priority.TRAIN].peer)
+    assert not executor.server.background
+    executor.now += 1.0
+    executor.server._step()
+    assert executor.engine.launched[Priority.TRAIN] == 1
+
+
+def test_an_executor_that_ends_answers_all(executor: Executor) -> None:
+    executor.rings(Priority.TRAIN)
+    executor.rings(Priority.DECODE)
+    assert executor.rings(Priority.TRAIN)
+    while not executor.server.batcher.idle:
+        executor.server._step()
+    assert executor.server.waiting == 1
+    executor.server._draining = True
+    executor.server._stop_listening()
+    assert not executor.server._over()
+    executor.server._step()
+    assert executor.engine.launched[Priority.TRAIN] == 2 and executor.server._over()
+
+
+def test_large_calls_of_tenants_and_from_elsewhere_take_turns(executor: Executor) -> None:
+    assert executor.works[Priority.TRAIN].large and executor.works[Priority.PREFILL].large
+    assert not executor.works[Priority.DECODE].large
+    assert not executor.prepared(Priority.TRAIN, here=False).large
+    assert not executor.prepared(Priority.TRAIN, tenant="alice").large
+
+
+def test_under_lockstep_all_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Executor(monkeypatch, policy="lockstep")
+    assert executor.rings(Priority.TRAIN) and len(executor.server.batcher) == 1
+
+
+def test_what_comes_behind_a_large_call_is_no_sign_of_how_long_a_session_thinks(executor: Executor) -> None:
+    decoder = executor.works[Priority.DECODE]
+    prefill = executor.server.prepare(
+        decoder.peer, 2, executor.works[Priority.PREFILL].call, executor.works[Priority.PREFILL].payload, decoder.out
+    )
+    rhythm = executor.server.batcher._sessions[decoder.peer.session.number]
+    rhythm.last_key = decoder.plan.key
+    executor.server.rang(prefill)
+    assert rhythm.last_key is None

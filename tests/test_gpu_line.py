@@ -152,6 +152,27 @@ def test_leaving_and_joining_again(endpoint: str, ids: Tensor) -> None:
     assert len(PinnedMemory._mapped) <= pinned
 
 
+@pytest.mark.parametrize("stream", ["torch's own", "another"])
+def test_leaving_at_once(stream: str, endpoint: str, ids: Tensor) -> None:
+    """Calls that are enqueued are answered, whichever stream makes them, and what it uses is not taken away before."""
+    model = tiny_llama().cuda()
+    split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+    session, chosen = next(remote_weights(split)).handle.session, torch.cuda.Stream()
+    if stream == "torch's own":
+        chosen = torch.cuda.default_stream()  # type: ignore[assignment]
+    with torch.no_grad():
+        expected = model(ids).logits
+        for turn in range(5):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(chosen):
+                torch.cuda._sleep(10**8)  # so none of the calls has been made when we leave
+                logits = split(ids).logits
+            session.close()
+            assert not session.lines
+            torch.cuda.synchronize()
+            assert torch.equal(logits, expected), turn
+
+
 def test_growing(endpoint: str) -> None:
     session = symbiosis.client.session.Session(endpoint)
     weight = tiny_llama().cuda().model.layers[0].mlp.up_proj.weight

@@ -546,7 +546,7 @@ def test_calls_that_a_gpu_makes_unannounced_leave_nothing_behind() -> None:
     assert words[ANSWERED] == words[ENQUEUED] == 3 and words[BATCHED] == 5 * 7
 
 
-def test_the_largest_frame_of_a_message_goes_last() -> None:
+def test_the_rows_of_a_message_go_last() -> None:
     """Nothing is left to be sent behind it, whenever the socket is closed (see `wire`)."""
     call = Call(Op.GROUPED, 0, "float32", (1 << 10, 64), groups=4)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as executor, ThreadPoolExecutor(1) as pool:

@@ -166,11 +166,11 @@ class PrivateSession(Pinned):
             "need a layer's output and gradient only; keep this layer on the client (wrap's layers=) for others",
         )
 
-    def close(self) -> None:
+    def close(self, timeout: float = 1.0) -> None:
         self.level.close()
         for session in self.others:
-            session.close()
-        super().close()
+            session.close(timeout)
+        super().close(timeout)
 
 
 def asked(

@@ -389,12 +389,12 @@ class Session:
             finally:
                 self._lock.release()
 
-    def close(self) -> None:
-        """Leave the executor. A later call joins again."""
+    def close(self, timeout: float = 1.0) -> None:
+        """Leave the executor, after a call that another thread is in if that ends in time. A later call joins again."""
         lines, self._lines = self.lines, {}
         for line in lines:
             line.close()
-        if self._lock.acquire(timeout=1):  # else another thread is in a call, and the process is ending
+        if self._lock.acquire(timeout=timeout):  # else the process is ending
             try:
                 self._disconnect()
             finally:
@@ -523,8 +523,9 @@ def _after_fork() -> None:
 
 
 def _leave() -> None:
+    end = time.monotonic() + 1.0
     for session in list(_sessions.values()):
-        session.close()
+        session.close(max(0.0, end - time.monotonic()))
 
 
 os.register_at_fork(after_in_child=_after_fork)

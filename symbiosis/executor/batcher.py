@@ -101,8 +101,12 @@ class Batcher:
             self._caller, self._since = session, now
         if self._queues or (self.policy != "immediate" and now - self._since < max(ALONE_S, self._patience)):
             return False
-        self._sessions[session].last_key = None  # its rhythm is not seen
+        self.unseen(session)
         return True
+
+    def unseen(self, session: int) -> None:
+        """A call of this session runs that is not added: what it makes next is no sign of how long it thinks."""
+        self._sessions[session].last_key = None
 
     def join(self, session: int, tenant: str | None = None) -> None:
         share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))

@@ -38,9 +38,15 @@ class Executor:
             model = load_model(model, chosen.dtype, chosen.device)
         self.server = self.server_class(Store(model, chosen.serve, chosen.integers), chosen)
         self.server.listen(chosen.listen or (f"inproc://executor-{next(_numbers)}",))
-        self._thread = threading.Thread(target=self.server.run, name="symbiosis-executor", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
         atexit.register(self.close)  # a thread that computes while the interpreter goes away takes the process down
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.server.run()
+        finally:
+            atexit.unregister(self.close)
 
     @property
     def endpoints(self) -> list[str]:
@@ -52,7 +58,6 @@ class Executor:
 
     def close(self, drain: bool = True) -> None:
         """Answer what has come, then end."""
-        atexit.unregister(self.close)
         (self.server.drain if drain else self.server.stop)()
         self._thread.join(timeout=30)
 

@@ -82,7 +82,6 @@ class Engine:
             self._stream = torch.cuda.Stream(self.device, priority=-5)  # the highest, or what the GPU has
             self._aside = torch.cuda.Stream(self.device)
             self._pool, self._pool_aside = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
-            self._overtaken = torch.cuda.Event()
             self.stream = self._stream.cuda_stream
 
     def use_stream(self) -> None:
@@ -103,9 +102,9 @@ class Engine:
 
     def estimate(self, call: Call, rows: int) -> float:
         """The seconds that the GPU will take, if it was not waited for."""
-        if self._pace is None or call.op not in BY_ROWS:
+        if self._pace is None or call.op not in (*BY_ROWS, Op.GROUPED):
             return 0.0
-        return self._pace.seconds(sum(self._store.weights[layer].nbytes for layer in call.layers), rows)
+        return sum(self._pace.seconds(self._store.weights[layer], rows) for layer in call.layers)
 
     def step(self, batch: Batch) -> float:
         """Compute and reply. Returns the seconds that takes."""
@@ -176,15 +175,13 @@ class Engine:
             return self._launch(work)
         with torch.cuda.stream(self._aside):
             reply = self._launch(work)
-            if self._overtaken_until == math.inf:
-                self._overtaken.record()
-                self._overtaken_until = perf_counter() + AGING_S
+        self._overtaken_until = min(self._overtaken_until, perf_counter() + AGING_S)
         return reply
 
     def _let_pass(self) -> None:
         """Nobody is overtaken for longer than any call waits for more urgent ones."""
         if perf_counter() > self._overtaken_until:
-            self._stream.wait_event(self._overtaken)
+            self._stream.wait_stream(self._aside)
             self._overtaken_until = math.inf
 
     def settle(self) -> None:
@@ -223,8 +220,7 @@ class Engine:
         work.peer.enqueue_reply()
 
     def place(self, work: Work) -> None:
-        """Note where the rows of a call lie that a GPU makes again and again, if others can join it; or that it is large."""
-        work.large = work.peer.here and work.plan.rows >= self.join_below
+        """Note where the rows of a call lie that a GPU makes again and again, if others can join it."""
         if self._joined is not None and work.call.by_rows and work.peer.here:
             from symbiosis.executor.joined import Places
 
@@ -406,9 +402,10 @@ class Pace:
             (rows for rows, double in pairs if seconds[double] > NEARLY * 2 * seconds[rows]), ROWS_TRIED[-1]
         )
 
-    def seconds(self, nbytes: int, rows: int) -> float:
-        """Of a product of so many rows with matrices of so many bytes."""
-        return nbytes * max(self._per_byte, self._per_row * rows)
+    def seconds(self, weight: Tensor, rows: int) -> float:
+        """Of a product of so many rows, each with one of the weight's matrices."""
+        matrix = weight if weight.dim() == 2 else weight[0]
+        return max(self._per_byte * weight.nbytes, self._per_row * rows * matrix.nbytes)
 
 
 def _seconds(matrix: Tensor, rows: int) -> float:

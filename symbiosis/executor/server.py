@@ -41,7 +41,7 @@ MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: some products
 SPREAD = {
     True: 4.0,
     False: 1.0,
-}  # beside clients' kernels a GPU takes longer for a product than alone, and one costs more than its time
+}  # a GPU takes longer for a product beside clients' kernels than alone, as it was measured
 LONGEST_NAME = 64  # characters of what a client calls itself
 
 
@@ -70,6 +70,18 @@ class Session:
         self.rows += plan.rows
         self.bytes += plan.nbytes
         self.account.sent(plan.rows)
+
+    def begin(self, held: int = 0) -> None:
+        """A call is on its way that needs so many bytes of the executor's memory."""
+        self.in_flight += 1
+        self.held += held
+        self.account.begin(held)
+
+    def end(self, held: int = 0) -> None:
+        """... and is answered."""
+        self.in_flight -= 1
+        self.held -= held
+        self.account.end(held)
 
 
 class Server:
@@ -156,6 +168,7 @@ class Server:
             self._tick()
         now = monotonic()
         while work := self.background.next(now):
+            work.peer.session.end()
             self._launch(work, now)
         if self.cohort and self.cohort.step(now):
             return
@@ -320,10 +333,7 @@ class Server:
             return
         if item is None:
             return
-        held = item.work.plan.held
-        session.in_flight += 1
-        session.held += held
-        session.account.begin(held)
+        session.begin(item.work.plan.held)
         session.count(item.work.plan)
         self.batcher.add(item)
 
@@ -348,11 +358,13 @@ class Server:
             raise CallError(Code.UNKNOWN_OP, "a seed is sent with each call, and cannot be registered")
         plan = self._plan(call)
         work = Work(peer, 0, call, payload, out, plan.parts, plan, number, _priority(peer.session, call))
+        alike = work.peer.here and work.peer.tenant is None  # else it takes turns
+        work.large = alike and self.engine.join_below <= plan.rows <= self.batcher.max_rows
         self.engine.place(work)
         return work
 
     def rang(self, work: Work) -> bool:
-        """On a GPU; what nobody can join is launched at once."""
+        """On a GPU; what nobody can join is launched at once, but for large calls of training while somebody decodes."""
         session: Session = work.peer.session
         session.heard = now = monotonic()
         if work.priority == Priority.DECODE:
@@ -360,7 +372,11 @@ class Server:
         if self.cohort.takes(work, now):
             return True
         if work.large and self.batcher.policy != "lockstep":
+            if self.batcher.lives(session.number):  # others may wait for another call of it
+                self.cohort.disband()
+            self.batcher.unseen(session.number)
             if work.priority >= Priority.TRAIN and self.background.takes(work, now):
+                session.begin()
                 return True
         else:
             self.cohort.disband()
@@ -372,10 +388,11 @@ class Server:
 
     def _launch(self, work: Work, now: float) -> None:
         """Without the batcher."""
+        session: Session = work.peer.session
         reply = self.engine.launch(work)
-        work.peer.session.count(work.plan)
+        session.count(work.plan)
         self.figures.launched(work, reply)
-        if work.large:
+        if work.large and work.priority >= Priority.TRAIN:
             self.background.ran(self.engine.estimate(work.call, work.plan.rows), now)
 
     def _enqueue(self, work: Work, arrived: float) -> None:
@@ -383,8 +400,7 @@ class Server:
         session: Session = work.peer.session
         plan = work.plan
         session.count(plan)
-        session.in_flight += 1
-        session.account.begin(0)
+        session.begin()
         self.batcher.add(
             Item(session.number, plan.key, plan.rows, work.priority, arrived, work, work.call.by_rows, plan.joinable)
         )
@@ -450,10 +466,7 @@ class Server:
         session: Session | None = work.peer.session
         self.figures.answered(work.call, reply, work.peer.transport)
         if session is not None:
-            held = 0 if work.number else work.plan.held  # a GPU's calls lie in memory of the session's own
-            session.in_flight -= 1
-            session.held -= held
-            session.account.end(held)
+            session.end(0 if work.number else work.plan.held)  # a GPU's calls lie in memory of the session's own
             session.heard = monotonic()
             if reply.code is not Code.OK:
                 self._log_refusal(session, work.call, reply.code)
@@ -466,8 +479,7 @@ class Server:
             peer.count(together)
             session: Session | None = peer.session
             if session is not None:
-                session.in_flight -= 1
-                session.account.end(0)
+                session.end()
                 session.heard = now
         self.figures.joined(batch)
 

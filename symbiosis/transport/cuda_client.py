@@ -108,14 +108,13 @@ class DeviceLine:
         self._closed = False
         self._calls, self._control = threading.Lock(), threading.RLock()
         self._rescue = torch.cuda.Stream(device)
-        self._stream = 0  # that made the last call
+        self._stream: int | None = None  # that made the last call; torch's default one is 0
         self._index = torch.cuda.current_device() if device.index is None else device.index
         try:
             first = DeviceMemory.create(ALIGNED, device)
             self._segments.append(first)
-            fill(
-                first, 0, self._rescue.cuda_stream
-            )  # CUDA loads what that takes now; while a stream waits, it could not
+            # CUDA loads what filling takes now; while a stream waits, it could not
+            fill(first, 0, self._rescue.cuda_stream)
             self._rescue.synchronize()
             self._socket, self._awake = self._join(JOIN_S)
         except BaseException:
@@ -191,10 +190,15 @@ class DeviceLine:
 
     def _follow(self, stream: int) -> None:
         """All streams use the same memory: this one begins when the other's last call is over."""
-        if self._stream and stream != self._stream and not torch.cuda.is_current_stream_capturing():
-            current, last = torch.cuda.current_stream(self.device), torch.cuda.ExternalStream(self._stream, self.device)
-            current.wait_stream(last)
+        if self._stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).wait_stream(self._last())
         self._stream = stream
+
+    def _last(self) -> torch.cuda.Stream:
+        """The stream that made the last call."""
+        if not self._stream:
+            return torch.cuda.default_stream(self.device)
+        return torch.cuda.ExternalStream(self._stream, self.device)
 
     def _raise(self) -> None:
         if self._failed:
@@ -259,7 +263,7 @@ class DeviceLine:
                     return _exchange(self._socket, message, fd)
                 except (OSError, ConnectionLost) as error:
                     cause = error
-            if self._failed or time.monotonic() > give_up:
+            if self._failed or self._closed or time.monotonic() > give_up:
                 raise self._failed or self._unavailable(cause)
             time.sleep(PAUSE_S)  # the watcher looks for another one
 
@@ -305,6 +309,7 @@ class DeviceLine:
                 if not self._find_another():
                     return
                 watched.register(self._socket.fileno(), select.POLLRDHUP)
+        self._hang_up()  # what was joined again, perhaps, just when we were to leave
 
     def _find_another(self) -> bool:
         give_up = time.monotonic() + self._patience
@@ -354,7 +359,7 @@ class DeviceLine:
         """Leave. Calls that are enqueued are still answered."""
         if self._closed:
             return
-        over = self._wait()
+        over = self._stream is None or self._ends(self._last())
         self._closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the watcher
@@ -363,14 +368,11 @@ class DeviceLine:
                 thread.join(1.0)
                 over = over and not thread.is_alive()
         self._hang_up()
-        if over:
+        if over and self._ends(self._rescue):
             self._free()
 
-    def _wait(self) -> bool:
-        """Until our stream waits for no reply any more; false if that takes too long."""
-        if not self._stream:
-            return True
-        stream = torch.cuda.ExternalStream(self._stream, self.device)
+    def _ends(self, stream: torch.cuda.Stream) -> bool:
+        """Wait for what is enqueued there, which may wait for replies; false if that takes too long."""
         give_up = time.monotonic() + self._patience + JOIN_S
         try:
             while not stream.query():
@@ -383,9 +385,9 @@ class DeviceLine:
 
     def _hang_up(self) -> None:
         self._socket.close()
-        if self._awake >= 0:
-            os.close(self._awake)
-            self._awake = -1
+        awake, self._awake = self._awake, -1
+        if awake >= 0:
+            os.close(awake)
 
     def _free(self) -> None:
         """What nothing uses any more."""

@@ -1,8 +1,8 @@
 """The TCP connections below ZeroMQ: how they are set up, what the kernel knows of one, and how to end it, for which ZeroMQ has no
 call.
 
-The largest frame of a message goes last, so that none is left to be sent behind it: libzmq 4.3 aborts the process when a socket is
-closed in the midst of a message just as its connection breaks.
+The rows of a message go last, so that no frame is left to be sent behind one that takes long: libzmq 4.3 aborts the process when a
+socket is closed in the midst of a message just as its connection breaks.
 """
 
 import os
