@@ -38,10 +38,8 @@ from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, bytes_tensor, e
 TICK_S = 0.5
 LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
 MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: some products
-SPREAD = {
-    True: 4.0,
-    False: 1.0,
-}  # a GPU takes longer for a product beside clients' kernels than alone, as it was measured
+# A GPU takes longer for a product beside the clients' kernels than alone, as it was measured.
+SPREAD = {True: 4.0, False: 1.0}
 LONGEST_NAME = 64  # characters of what a client calls itself
 
 
