@@ -65,9 +65,11 @@ class Batcher:
         idle_s: float = inf,
         invariant: bool = False,
         spread: float = 1.0,
+        patience: float = 1.5,
     ) -> None:
         """`invariant`: what runs together, and how calls are cut, never depends on other sessions. `spread`: those who go together
-        are waited for from the first to the last, for as long as so many products take."""
+        are waited for from the first to the last, for as long as so many products take. `patience`: who is late is, for so many times
+        its usual pause."""
         if invariant:
             policy = "immediate"
         self._invariant = invariant
@@ -85,7 +87,8 @@ class Batcher:
         self._awaited: Awaited | None = None
         self._caller, self._since = 0, 0.0  # who called last, and since when nobody else
         self._patience = idle_s if policy == "lockstep" else 0.0
-        self._spread = spread
+        self._spread, self._late = spread, patience
+        self.price = 1.0  # what a product costs all together, in its own times
 
     def __len__(self) -> int:
         return sum(map(len, list(self._queues.values())))  # a copy: other threads ask, too
@@ -110,7 +113,7 @@ class Batcher:
 
     def join(self, session: int, tenant: str | None = None) -> None:
         share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))
-        self._sessions[session] = Rhythm(share, used=self._least_used)
+        self._sessions[session] = Rhythm(share, self._late, used=self._least_used)
 
     def leave(self, session: int) -> list[Item]:
         """Forget a session; what it still waited for is dropped and returned."""
@@ -222,6 +225,10 @@ class Batcher:
         note(self._cost, key, cost)
         return cost
 
+    def _cost_of(self, key: Hashable) -> float:
+        """What one product less would save."""
+        return self.price * self._cost.get(key, 0.0)
+
     def _forget_silent(self, now: float) -> None:
         """Who has long not called, and is not expected to, is not live until the next call."""
         self._looked = now
@@ -266,7 +273,7 @@ class Batcher:
             return
         coming = [rhythm.due(now) for rhythm in live]
         first, last = min(coming).expected, max(coming).expected
-        worth = min(self._spread * self._cost.get(key, 0.0), self.max_wait)
+        worth = min(self._spread * self._cost_of(key), self.max_wait)
         if last - first < worth:
             self._awaited = Awaited(key, len(coming), max(due.latest for due in coming), last - worth)
 
@@ -288,7 +295,7 @@ class Batcher:
         deadline = head.arrived + self.max_wait
         if not coming or now >= deadline or not head.joinable or queue.rows >= self.join_below:
             return True
-        calls, wake = _worth_waiting(sorted(coming), self._cost.get(head.key, 0.0), now, deadline)
+        calls, wake = _worth_waiting(sorted(coming), self._cost_of(head.key), now, deadline)
         if not calls:
             return True
         self._wake = min(self._wake, wake)
@@ -320,7 +327,7 @@ class Batcher:
                 and head.joinable
                 and head.left < self.join_below
                 and now < deadline
-                and expected - now < self._cost.get(head.key, 0.0)
+                and expected - now < self._cost_of(head.key)
             ):
                 self._wake = min(self._wake, latest, deadline)
             else:

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from symbiosis.executor.batch import Item
 
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
-PATIENCE = 1.5  # a session is still worth waiting for at this multiple of its usual time
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 
 
@@ -34,6 +33,7 @@ class Rhythm:
     """What is known of a session: what it has used, what it waits for, what it tends to call next and when."""
 
     share: Share
+    patience: float  # it is still worth waiting for at this multiple of its usual time
     used: float = 0.0
     served: float = -inf
     pending: list[Item] = field(default_factory=list)
@@ -71,7 +71,7 @@ class Rhythm:
     def due(self, now: float) -> Due:
         """When this session's next call is expected (or, while it waits for an answer, its next but one)."""
         begun = now + self.answer_s if self.pending else self.replied
-        return Due(begun + self.pause, begun + self.pause * PATIENCE)
+        return Due(begun + self.pause, begun + self.pause * self.patience)
 
     def ring(self) -> dict[Hashable, int]:
         """Where each call comes in the round that this session makes again and again, as it was when last looked at."""

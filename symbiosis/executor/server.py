@@ -21,6 +21,7 @@ from symbiosis.executor.background import Background
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
 from symbiosis.executor.cohort import Cohort
+from symbiosis.executor.crowd import Crowd
 from symbiosis.executor.engine import Engine, Work, call_error
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures
@@ -38,8 +39,8 @@ from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, bytes_tensor, e
 TICK_S = 0.5
 LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
 MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: some products
-# A GPU takes longer for a product beside the clients' kernels than alone, as it was measured.
-SPREAD = {True: 4.0, False: 1.0}
+# A GPU takes longer for a product beside the clients' kernels than alone, as it was measured. Threads that wait for a core are late.
+SPREAD, PATIENCE = {True: 4.0, False: 1.0}, {True: 1.5, False: 3.0}
 LONGEST_NAME = 64  # characters of what a client calls itself
 
 
@@ -101,10 +102,12 @@ class Server:
             options.heartbeat_s,
             options.batch_invariant,
             SPREAD[store.on_gpu],
+            PATIENCE[store.on_gpu],
         )
         self.engine = Engine(store, self._answered, self._joined, options.workers)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.background = Background(options.train_share)
+        self.crowd = None if store.on_gpu else Crowd()
         self.device, self.stream, self.settle = self.engine.device, self.engine.stream, self.engine.settle
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
@@ -134,6 +137,8 @@ class Server:
         for listener in self.listeners:
             listener.close()
         self.reactor.close()
+        if self.crowd:
+            self.crowd.close()
         if self._failure:
             raise self._failure
 
@@ -170,6 +175,9 @@ class Server:
             self._launch(work, now)
         if self.cohort and self.cohort.step(now):
             return
+        if self.crowd and not self.batcher.idle:
+            self.crowd.look()
+            self.batcher.price = self.crowd.price
         batch = self.batcher.next_batch(now)
         self._more = batch is not None and not self.batcher.idle
         if batch is None:

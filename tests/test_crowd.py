@@ -1,0 +1,83 @@
+"""What a product costs where threads want more cores than there are; and that the batcher waits longer there."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from symbiosis.executor import crowd as module
+from symbiosis.executor.batch import Item
+from symbiosis.executor.batcher import Batcher
+from symbiosis.executor.crowd import MOST, Crowd
+
+PRODUCT_S, THINKS_S = 1e-4, 1e-3
+
+
+def looked(crowd: Crowd, times: int = 300) -> float:
+    for _ in range(times):
+        crowd.look()
+    return crowd.price
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Stands for the kernel's file, on a machine of four cores."""
+    file = tmp_path / "loadavg"
+    file.write_text("0.20 0.18 0.12 1/80 11206\n")
+    monkeypatch.setattr(module, "FileIO", lambda _: file.open("rb", buffering=0))
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    return file
+
+
+@pytest.mark.parametrize(("running", "price"), [(1, 1.0), (4, 1.0), (6, 1.5), (12, 3.0), (400, MOST)])
+def test_the_price_is_how_many_want_each_core(running: int, price: float, said: Path) -> None:
+    said.write_text(f"0.20 0.18 0.12 {running}/800 11206\n")
+    crowd = Crowd()
+    assert looked(crowd) == pytest.approx(price, rel=1e-3)
+    said.write_text("0.20 0.18 0.12 1/800 11206\n")
+    assert looked(crowd) == pytest.approx(1.0, rel=1e-3)
+    crowd.close()
+    crowd.look()
+
+
+def test_without_that_file_nobody_is_taken_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: str) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(module, "FileIO", fails)
+    assert looked(Crowd()) == 1.0
+
+
+def test_this_machine_says_it() -> None:
+    crowd, stop = Crowd(), threading.Event()
+    threads = [threading.Thread(target=lambda: [None for _ in iter(stop.is_set, True)]) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        assert 1.0 <= looked(crowd) <= MOST
+        assert crowd._load > 0
+    finally:
+        stop.set()
+
+
+@pytest.mark.parametrize(("price", "waits"), [(1.0, False), (4.0, True)])
+def test_who_comes_soon_is_waited_for_if_a_product_costs_more(price: float, waits: bool) -> None:
+    """Two who make the same two calls in turn, the second two products' time behind the first."""
+    batcher, now = Batcher("opportunistic", max_wait=1e-2), 1.0
+    batcher.price = price
+    for session in (1, 2):
+        batcher.join(session)
+    for turn in range(20):
+        key = "ab"[turn % 2]
+        for session in (1, 2):
+            batcher.add(Item(session, key, 1, 0, now))
+            if session == 1 and turn == 19:
+                assert (batcher.next_batch(now) is None) is waits
+                return
+            if session == 1:
+                now += 2 * PRODUCT_S
+        while batch := batcher.next_batch(now):
+            batch.ran()
+            batcher.done(batch, PRODUCT_S, now + PRODUCT_S)
+        now += THINKS_S
