@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from symbiosis.config import Policy
 from symbiosis.executor.batch import Batch, Item, Queue, Slice
-from symbiosis.executor.rhythm import Due, Rhythm, Share, note, smooth
+from symbiosis.executor.rhythm import Due, Habits, Rhythm, Share, note, smooth
 
 AGING_S = 0.05  # a call gains one step of priority per this time in which its session is not served
 JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining two gains nothing and costs copies
@@ -77,6 +77,7 @@ class Batcher:
         self.join_below = JOIN_BELOW
         self._queues: dict[Hashable, Queue] = {}
         self._sessions: dict[int, Rhythm] = {}
+        self._habits = Habits()
         self._live: dict[int, Rhythm] = {}  # those that have made calls which others can join
         self._cost: dict[Hashable, float] = {}
         self._least_used = self._least_share = 0.0
@@ -113,7 +114,8 @@ class Batcher:
 
     def join(self, session: int, tenant: str | None = None) -> None:
         share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))
-        self._sessions[session] = Rhythm(share, self._late, used=self._least_used)
+        follows, gap = dict(self._habits.follows), dict(self._habits.gap)
+        self._sessions[session] = Rhythm(share, self._late, used=self._least_used, follows=follows, gap=gap)
 
     def leave(self, session: int) -> list[Item]:
         """Forget a session; what it still waited for is dropped and returned."""
@@ -121,6 +123,7 @@ class Batcher:
         self._live.pop(session, None)
         if rhythm is None:
             return []
+        self._habits.adopt(rhythm)
         self._awaited = None
         for item in rhythm.pending:
             self._remove(item)

@@ -83,6 +83,20 @@ class Rhythm:
         return self._ring
 
 
+class Habits:
+    """What sessions that left used to do, for a start: those who join later run through the same model."""
+
+    def __init__(self) -> None:
+        self.follows: dict[Hashable, Hashable] = {}
+        self.gap: dict[Hashable, float] = {}
+
+    def adopt(self, rhythm: Rhythm) -> None:
+        for mine, theirs in ((self.follows, rhythm.follows), (self.gap, rhythm.gap)):
+            if len(mine) + len(theirs) > KEYS_KEPT:
+                mine.clear()
+            mine.update(theirs)  # type: ignore[arg-type]
+
+
 def note(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:
     if len(table) >= KEYS_KEPT and key not in table:
         table.clear()
