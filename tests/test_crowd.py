@@ -81,3 +81,27 @@ def test_who_comes_soon_is_waited_for_if_a_product_costs_more(price: float, wait
             batch.ran()
             batcher.done(batch, PRODUCT_S, now + PRODUCT_S)
         now += THINKS_S
+
+
+@pytest.mark.parametrize("after_others", [False, True])
+def test_who_joins_does_at_first_what_those_did_who_left(after_others: bool) -> None:
+    """Two who come anew, one behind the other by half a product: do they meet at their second call already?"""
+    batcher, now = Batcher("opportunistic", max_wait=1e-2), 1.0
+    rounds = 3 if after_others else 1
+    for number in range(rounds):
+        sessions = (2 * number + 1, 2 * number + 2)
+        for session in sessions:
+            batcher.join(session)
+        together = []
+        for turn in range(2 if number == rounds - 1 else 20):
+            for session in sessions:
+                batcher.add(Item(session, "ab"[turn % 2], 1, 0, now))
+                if batch := batcher.next_batch(now):
+                    together.append(len(batch.slices))
+                    batch.ran()
+                    batcher.done(batch, PRODUCT_S, now + PRODUCT_S)
+                now += PRODUCT_S / 2
+            now += THINKS_S
+        for session in sessions:
+            batcher.leave(session)
+    assert (2 in together) is after_others
