@@ -77,7 +77,7 @@ class Batcher:
         self.join_below = JOIN_BELOW
         self._queues: dict[Hashable, Queue] = {}
         self._sessions: dict[int, Rhythm] = {}
-        self._habits = Habits()
+        self._habits: dict[str | None, Habits] = {}  # by tenant
         self._live: dict[int, Rhythm] = {}  # those that have made calls which others can join
         self._cost: dict[Hashable, float] = {}
         self._least_used = self._least_share = 0.0
@@ -114,8 +114,10 @@ class Batcher:
 
     def join(self, session: int, tenant: str | None = None) -> None:
         share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))
-        follows, gap = dict(self._habits.follows), dict(self._habits.gap)
-        self._sessions[session] = Rhythm(share, self._late, used=self._least_used, follows=follows, gap=gap)
+        habits = self._habits.setdefault(tenant, Habits())
+        self._sessions[session] = Rhythm(
+            share, self._late, used=self._least_used, follows=dict(habits.follows), gap=dict(habits.gap)
+        )
 
     def leave(self, session: int) -> list[Item]:
         """Forget a session; what it still waited for is dropped and returned."""
@@ -123,7 +125,7 @@ class Batcher:
         self._live.pop(session, None)
         if rhythm is None:
             return []
-        self._habits.adopt(rhythm)
+        self._habits[rhythm.share.tenant].adopt(rhythm)
         self._awaited = None
         for item in rhythm.pending:
             self._remove(item)

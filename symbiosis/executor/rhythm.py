@@ -84,7 +84,7 @@ class Rhythm:
 
 
 class Habits:
-    """What sessions that left used to do, for a start: those who join later run through the same model."""
+    """What sessions of a tenant did that left, for a start: those who join later run through the same model."""
 
     def __init__(self) -> None:
         self.follows: dict[Hashable, Hashable] = {}
