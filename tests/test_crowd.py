@@ -41,6 +41,15 @@ def test_the_price_is_how_many_want_each_core(running: int, price: float, said: 
     crowd.look()
 
 
+@pytest.mark.parametrize("text", ["", "0.20 0.18", "a b c d e"])
+def test_what_is_not_understood_is_not_looked_at_again(text: str, said: Path) -> None:
+    said.write_text("0.20 0.18 0.12 400/800 11206\n")
+    crowd = Crowd()
+    assert looked(crowd) == pytest.approx(MOST)
+    said.write_text(text)
+    assert looked(crowd) == 1.0
+
+
 def test_without_that_file_nobody_is_taken_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(path: str) -> None:
         raise FileNotFoundError(path)

@@ -4,6 +4,7 @@ A *level* masks rows: `Noise` (floating point), `Split` and `Pads` (integers mod
 the weights away. Calls that would carry a client's values in another way are refused.
 """
 
+import time
 from collections.abc import Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -168,9 +169,10 @@ class PrivateSession(Pinned):
 
     def close(self, timeout: float = 1.0) -> None:
         self.level.close()
+        end = time.monotonic() + timeout
         for session in self.others:
-            session.close(timeout)
-        super().close(timeout)
+            session.close(max(0.0, end - time.monotonic()))
+        super().close(max(0.0, end - time.monotonic()))
 
 
 def asked(

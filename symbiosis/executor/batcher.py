@@ -112,12 +112,16 @@ class Batcher:
         """A call of this session runs that is not added: what it makes next is no sign of how long it thinks."""
         self._sessions[session].last_key = None
 
+    def away(self, session: int) -> None:
+        """... and nobody need wait for it."""
+        self.unseen(session)
+        if self._live.pop(session, None):
+            self._awaited = None
+
     def join(self, session: int, tenant: str | None = None) -> None:
         share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))
         habits = self._habits.setdefault(tenant, Habits())
-        self._sessions[session] = Rhythm(
-            share, self._late, used=self._least_used, follows=dict(habits.follows), gap=dict(habits.gap)
-        )
+        self._sessions[session] = Rhythm(share, habits, self._late, self.max_wait, used=self._least_used)
 
     def leave(self, session: int) -> list[Item]:
         """Forget a session; what it still waited for is dropped and returned."""

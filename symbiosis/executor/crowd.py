@@ -26,8 +26,13 @@ class Crowd:
     def look(self) -> None:
         """Takes a microsecond."""
         if self._file:
-            running = int(os.pread(self._file.fileno(), 64, 0).split()[3].partition(b"/")[0])
-            self._load += SMOOTHING * (running / self._cores - self._load)
+            try:
+                running = int(os.pread(self._file.fileno(), 64, 0).split()[3].partition(b"/")[0])
+            except (OSError, ValueError, IndexError):  # containers may stand in for it
+                self.close()
+                self._load = 1.0
+            else:
+                self._load += SMOOTHING * (running / self._cores - self._load)
 
     @property
     def price(self) -> float:

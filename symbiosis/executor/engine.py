@@ -362,8 +362,9 @@ class Engine:
 
     def _reply(self, piece: Slice, batch: Batch, seconds: float) -> None:
         work: Work = piece.item.work
-        if work.error is not None:
-            self._fail(work, work.error)
+        error, work.error = work.error, None  # the call may come again
+        if error is not None:
+            self._fail(work, error)
             return
         wait = max(0.0, batch.formed - piece.item.arrived)
         reply = Reply(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from symbiosis.executor.batch import Item
 
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
+HABITS_KEPT = 1 << 11  # calls of one session
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 
 
@@ -28,12 +29,33 @@ class Share:
     called: float = -inf
 
 
+class Habits:
+    """What sessions of a tenant did that left, for a start: those who join later run through the same model."""
+
+    def __init__(self) -> None:
+        self.follows: dict[Hashable, Hashable] = {}
+        self.gap: dict[Hashable, float] = {}
+
+    def adopt(self, rhythm: "Rhythm") -> None:
+        self._adopt(self.follows, rhythm.follows)
+        self._adopt(self.gap, rhythm.gap)
+
+    def _adopt(self, mine: dict[Hashable, Any], theirs: dict[Hashable, Any]) -> None:
+        if len(theirs) > HABITS_KEPT:  # it made ever new calls
+            return
+        if len(mine) + len(theirs) > 2 * HABITS_KEPT:
+            mine.clear()
+        mine.update(theirs)
+
+
 @dataclass(slots=True)
 class Rhythm:
     """What is known of a session: what it has used, what it waits for, what it tends to call next and when."""
 
     share: Share
+    habits: Habits  # for what it has not shown itself
     patience: float  # it is still worth waiting for at this multiple of its usual time
+    grace: float  # but never for longer than this behind it
     used: float = 0.0
     served: float = -inf
     pending: list[Item] = field(default_factory=list)
@@ -57,21 +79,25 @@ class Rhythm:
         before = self.last_key
         if before is not None:
             self.age += 1
-            if self.next != key:
+            if self.follows.get(before) != key:
                 note(self.follows, before, key)
             note(self.gap, before, smooth(self.gap.get(before), max(0.0, arrived - self.replied)))
         self.arrive_at(key, cost)
 
     def arrive_at(self, key: Hashable, cost: float) -> None:
-        self.at, self.next, self.answer_s = key, self.follows.get(key), cost
-        self.pause = self.gap.get(key, inf)
+        self.at, self.next, self.answer_s = key, self._following(key), cost
+        self.pause = self.gap[key] if key in self.gap else self.habits.gap.get(key, inf)
         if self.next == key:
             self.next = None
 
     def due(self, now: float) -> Due:
         """When this session's next call is expected (or, while it waits for an answer, its next but one)."""
         begun = now + self.answer_s if self.pending else self.replied
-        return Due(begun + self.pause, begun + self.pause * self.patience)
+        expected = begun + self.pause
+        return Due(expected, expected + min((self.patience - 1) * self.pause, self.grace))
+
+    def _following(self, key: Hashable) -> Hashable:
+        return self.follows[key] if key in self.follows else self.habits.follows.get(key)
 
     def ring(self) -> dict[Hashable, int]:
         """Where each call comes in the round that this session makes again and again, as it was when last looked at."""
@@ -79,22 +105,8 @@ class Rhythm:
             self.age, self._ring, key = 0, {}, self.at
             while key is not None and key not in self._ring:
                 self._ring[key] = len(self._ring)
-                key = self.follows.get(key)
+                key = self._following(key)
         return self._ring
-
-
-class Habits:
-    """What sessions of a tenant did that left, for a start: those who join later run through the same model."""
-
-    def __init__(self) -> None:
-        self.follows: dict[Hashable, Hashable] = {}
-        self.gap: dict[Hashable, float] = {}
-
-    def adopt(self, rhythm: Rhythm) -> None:
-        for mine, theirs in ((self.follows, rhythm.follows), (self.gap, rhythm.gap)):
-            if len(mine) + len(theirs) > KEYS_KEPT:
-                mine.clear()
-            mine.update(theirs)  # type: ignore[arg-type]
 
 
 def note(table: dict[Hashable, Any], key: Hashable, value: Any) -> None:

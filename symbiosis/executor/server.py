@@ -319,7 +319,12 @@ class Server:
     def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
         session: Session = peer.session
         session.heard = monotonic()
-        self._refuse(session, seq, call, busy(BUSY_S, "more of this connection's calls wait to be read than may"))
+        self._refuse(
+            session,
+            seq,
+            call,
+            busy(BUSY_S, "more calls of this connection, or of its tenant, wait to be read than may"),
+        )
 
     def _check_room(self, session: Session, call: Call) -> None:
         if call.op is Op.STATS or session.observer:
@@ -380,7 +385,7 @@ class Server:
         if work.large and self.batcher.policy != "lockstep":
             if self.batcher.lives(session.number):  # others may wait for another call of it
                 self.cohort.disband()
-            self.batcher.unseen(session.number)
+            self.batcher.away(session.number)
             if work.priority >= Priority.TRAIN and self.background.takes(work, now):
                 session.begin()
                 return True
