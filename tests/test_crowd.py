@@ -114,3 +114,30 @@ def test_who_joins_does_at_first_what_those_did_who_left(after_others: bool) -> 
         for session in sessions:
             batcher.leave(session)
     assert (2 in together) is after_others
+
+
+def test_who_pauses_for_long_and_stays_away_holds_up_nobody() -> None:
+    """One decodes; another makes a round of the same calls every half second, three times, and never again."""
+    batcher, now, product, keys = Batcher("opportunistic", max_wait=1e-2, patience=3.0), 1.0, 2e-4, 20
+    at: dict[int, float | None] = {1: now, 2: now}
+    made = {1: 0, 2: 0}
+    for session in at:
+        batcher.join(session)
+    answered = []
+    while now < 4.0:
+        now = max(now, min(batcher.wake_at(), *(when for when in at.values() if when is not None)))
+        for session, when in at.items():
+            if when is not None and now >= when:
+                batcher.add(Item(session, made[session] % keys, 1, 0, now))
+                made[session], at[session] = made[session] + 1, None
+        while batch := batcher.next_batch(now):
+            batch.ran()
+            now += product
+            batcher.done(batch, product, now)
+            for piece in batch.slices:
+                session = piece.item.session
+                pause = 0.5 if session == 2 and made[2] % keys == 0 else product
+                at[session] = now + pause if session == 1 or made[2] < 3 * keys else None
+                answered += [now] if session == 1 else []
+    for second in (2.5, 3.0, 3.5):  # it is overdue, and then forgotten
+        assert sum(second <= when < second + 0.5 for when in answered) > 0.9 * 0.5 / (2 * product)
