@@ -125,7 +125,7 @@ def test_who_pauses_for_long_and_stays_away_holds_up_nobody() -> None:
         batcher.join(session)
     answered = []
     while now < 4.0:
-        now = max(now, min(batcher.wake_at(), *(when for when in at.values() if when is not None)))
+        now = max(now, min([batcher.wake_at(), *(when for when in at.values() if when is not None)]))
         for session, when in at.items():
             if when is not None and now >= when:
                 batcher.add(Item(session, made[session] % keys, 1, 0, now))
