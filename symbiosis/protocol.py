@@ -27,7 +27,7 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
-VERSION = 5
+VERSION = 6
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 5  # of a convolution over video, which a client may read
