@@ -87,8 +87,8 @@ class Batcher:
         self._looked = -inf  # for silent sessions
         self._awaited: Awaited | None = None
         self._caller, self._since = 0, 0.0  # who called last, and since when nobody else
-        self._patience = idle_s if policy == "lockstep" else 0.0
-        self._spread, self._late = spread, patience
+        self._alone_s = max(ALONE_S, idle_s) if policy == "lockstep" else ALONE_S
+        self._spread, self._patience = spread, patience
         self.price = 1.0  # what a product costs all together, in its own times
 
     def __len__(self) -> int:
@@ -103,7 +103,7 @@ class Batcher:
         """Whether a call of this session, which need not be added then, can meet no other: nobody else called lately."""
         if session != self._caller:
             self._caller, self._since = session, now
-        if self._queues or (self.policy != "immediate" and now - self._since < max(ALONE_S, self._patience)):
+        if self._queues or (self.policy != "immediate" and now - self._since < self._alone_s):
             return False
         self.unseen(session)
         return True
@@ -121,7 +121,7 @@ class Batcher:
     def join(self, session: int, tenant: str | None = None) -> None:
         share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))
         habits = self._habits.setdefault(tenant, Habits())
-        self._sessions[session] = Rhythm(share, habits, self._late, self.max_wait, used=self._least_used)
+        self._sessions[session] = Rhythm(share, habits, self._patience, self.max_wait, used=self._least_used)
 
     def leave(self, session: int) -> list[Item]:
         """Forget a session; what it still waited for is dropped and returned."""

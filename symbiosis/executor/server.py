@@ -101,13 +101,13 @@ class Server:
             options.max_batch_tokens,
             options.heartbeat_s,
             options.batch_invariant,
-            SPREAD[store.on_gpu],
-            PATIENCE[store.on_gpu],
+            spread=SPREAD[store.on_gpu],
+            patience=PATIENCE[store.on_gpu],
         )
         self.engine = Engine(store, self._answered, self._joined, options.workers)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.background = Background(options.train_share)
-        self.crowd = None if store.on_gpu else Crowd()
+        self.crowd = Crowd() if self.batcher.policy == "opportunistic" and not store.on_gpu else None
         self.device, self.stream, self.settle = self.engine.device, self.engine.stream, self.engine.settle
         self.reactor = Reactor()
         self.listeners: list[Listener] = []
@@ -175,7 +175,7 @@ class Server:
             self._launch(work, now)
         if self.cohort and self.cohort.step(now):
             return
-        if self.crowd and not self.batcher.idle:
+        if self.crowd and len(self.sessions) > 1 and not self.batcher.idle:
             self.crowd.look()
             self.batcher.price = self.crowd.price
         batch = self.batcher.next_batch(now)
@@ -217,8 +217,8 @@ class Server:
         """How long to sleep if nothing arrives; not at all while there is more to run."""
         if self._more:
             return 0.0
-        parts = self.batcher, self.cohort, self.background
-        return max(0.0, min(self._next_tick, *(part.wake_at() for part in parts)) - monotonic())
+        wake = min(self.batcher.wake_at(), self.cohort.wake_at(), self.background.wake_at(), self._next_tick)
+        return max(0.0, wake - monotonic())
 
     def _tick(self) -> None:
         """Once in a while: signs of life, and sessions that gave none."""
@@ -319,12 +319,8 @@ class Server:
     def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
         session: Session = peer.session
         session.heard = monotonic()
-        self._refuse(
-            session,
-            seq,
-            call,
-            busy(BUSY_S, "more calls of this connection, or of its tenant, wait to be read than may"),
-        )
+        error = busy(BUSY_S, "more calls of this connection, or of its tenant, wait to be read than may")
+        self._refuse(session, seq, call, error)
 
     def _check_room(self, session: Session, call: Call) -> None:
         if call.op is Op.STATS or session.observer:
