@@ -97,6 +97,7 @@ class DeviceLine:
         self.device, self.reconnects = device, 0
         self.recorded = 0  # calls that were captured into graphs so far
         self._address, self._hello, self._patience = address, hello, patience
+        self._awake = os.eventfd(0)  # from the moment we join on the executor's own, which each join puts in its place
         self._fd = os.memfd_create("symbiosis-words", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, Words.nbytes)
         self._words = Words(self._fd)
@@ -116,7 +117,7 @@ class DeviceLine:
             # CUDA loads what filling takes now; while a stream waits, it could not
             fill(first, 0, self._rescue.cuda_stream)
             self._rescue.synchronize()
-            self._socket, self._awake = self._join(JOIN_S)
+            self._socket = self._join(JOIN_S)
         except BaseException:
             self._free()
             raise
@@ -172,8 +173,7 @@ class DeviceLine:
         words = self.words
         words[ENQUEUED] = (words[ENQUEUED] + calls) & 0xFFFFFFFF
         if words[SLEEPS]:
-            with suppress(OSError):
-                os.eventfd_write(self._awake, 1)
+            os.eventfd_write(self._awake, 1)
 
     def replay(self, calls: int) -> None:
         """A graph is about to make so many calls on the current stream."""
@@ -267,8 +267,8 @@ class DeviceLine:
                 raise self._failed or self._unavailable(cause)
             time.sleep(PAUSE_S)  # the watcher looks for another one
 
-    def _join(self, timeout: float) -> tuple[socket.socket, int]:
-        """A new connection on which all is agreed that was agreed before, and the descriptor that wakes the executor."""
+    def _join(self, timeout: float) -> socket.socket:
+        """A new connection on which all is agreed that was agreed before; what wakes the executor is its descriptor now."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.settimeout(timeout)
         try:
@@ -277,6 +277,8 @@ class DeviceLine:
             raw, fds, _, _ = socket.recv_fds(sock, MAX_CONTROL, 2)
             _answer(raw)
             letter, awake = fds
+            os.dup2(awake, self._awake, inheritable=False)  # in one step: a call may be about to write there
+            os.close(awake)
             with os.fdopen(letter, "rb") as file:
                 file.seek(0)
                 welcome = decode_control(file.read())
@@ -294,7 +296,7 @@ class DeviceLine:
         except BaseException:
             sock.close()
             raise
-        return sock, awake
+        return sock
 
     # ------------------------------------------------------------------ the executor's life
 
@@ -309,15 +311,15 @@ class DeviceLine:
                 if not self._find_another():
                     return
                 watched.register(self._socket.fileno(), select.POLLRDHUP)
-        self._hang_up()  # what was joined again, perhaps, just when we were to leave
+        self._socket.close()  # what was joined again, perhaps, just when we were to leave
 
     def _find_another(self) -> bool:
         give_up = time.monotonic() + self._patience
         with self._control:
-            self._hang_up()
+            self._socket.close()
             while not self._closed:
                 try:
-                    self._socket, self._awake = self._join(JOIN_S)
+                    self._socket = self._join(JOIN_S)
                     self.reconnects += 1
                     return True
                 except CallError as error:
@@ -367,7 +369,7 @@ class DeviceLine:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(1.0)
                 over = over and not thread.is_alive()
-        self._hang_up()
+        self._socket.close()
         if over and self._ends(self._rescue):
             self._free()
 
@@ -383,18 +385,13 @@ class DeviceLine:
             return False
         return True
 
-    def _hang_up(self) -> None:
-        self._socket.close()
-        awake, self._awake = self._awake, -1
-        if awake >= 0:
-            os.close(awake)
-
     def _free(self) -> None:
         """What nothing uses any more."""
         for memory in self._segments:
             memory.close()
         self._words.close()
         os.close(self._fd)
+        os.close(self._awake)
 
 
 def _exchange(sock: socket.socket, message: Control, fd: int | None = None) -> Control:
