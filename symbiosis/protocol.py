@@ -27,7 +27,7 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
-VERSION = 6
+VERSION = 7
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 5  # of a convolution over video, which a client may read
@@ -382,6 +382,15 @@ class Registered(msgspec.Struct, frozen=True, tag="registered"):
     shape: tuple[int, ...]
 
 
+class Compose(msgspec.Struct, frozen=True, tag="compose"):
+    """From now on the doorbell `number` begins a round: the registered `calls` one after another. `again`: an executor before this
+    one agreed to it."""
+
+    number: int
+    calls: tuple[int, ...]
+    again: bool = False
+
+
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """All is registered: look at the doorbell from now on."""
 
@@ -409,6 +418,7 @@ Control = (
     | Segment
     | Register
     | Registered
+    | Compose
     | Resume
     | Done
     | Beat

@@ -100,7 +100,7 @@ def test_none_is_lost_and_none_overtakes_another(events: list[tuple[str, float]]
 class Engine:
     """Instead of one on a GPU: every call is answered when it is launched."""
 
-    join_below = 256
+    join_below, rounds = 256, None
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(Priority, PRODUCT_S)
@@ -109,8 +109,8 @@ class Engine:
 
     def place(self, work: Work) -> None: ...
 
-    def estimate(self, call: Call, rows: int) -> float:
-        return self.seconds[call.priority]
+    def estimate(self, work: Work, rows: int) -> float:
+        return self.seconds[Priority(work.call.priority)]
 
     def step(self, batch: Batch) -> float:
         batch.ran()

@@ -415,6 +415,45 @@ def test_what_was_foreseen_is_decided_anew_when_things_change(event: str) -> Non
         assert answered(batcher, now) == [0, 1]
 
 
+ROUND_S = 10 * MAX_WAIT
+
+
+def rounds_out_of_step(calls: int) -> tuple[Batcher, float]:
+    """Two sessions that make one and the same item again and again, each of so many calls, half a period apart; what each took was
+    seen. It is time for the first one."""
+    batcher, now = Batcher("opportunistic", MAX_WAIT, MAX_ROWS), 1.0
+    for session in range(2):
+        batcher.join(session)
+    for turn in range(9):
+        now = 1.0 + turn * ROUND_S / 2
+        if turn < 8:
+            batcher.add(Item(turn % 2, "round", 1, 1, now, calls=calls))
+            batch = batcher.next_batch(now)
+            while batch is None:
+                assert now < batcher.wake_at() < inf
+                now = batcher.wake_at()
+                batch = batcher.next_batch(now)
+            batch.ran()
+            batcher.done(batch, ROUND_S / 10, now + ROUND_S / 10)
+            batcher.took("round", 0.9 * ROUND_S)
+    return batcher, now
+
+
+def test_a_round_waits_for_another_as_long_as_its_calls_may() -> None:
+    batcher, now = rounds_out_of_step(calls=100)
+    batcher.add(Item(0, "round", 1, 1, now, calls=100))
+    assert batcher.next_batch(now) is None
+    assert now + MAX_WAIT < batcher.wake_at() <= now + 100 * MAX_WAIT
+    batcher.add(Item(1, "round", 1, 1, now + ROUND_S / 2, calls=100))
+    assert answered(batcher, now + ROUND_S / 2) == [0, 1]
+
+
+def test_a_single_call_does_not() -> None:
+    batcher, now = rounds_out_of_step(calls=1)
+    batcher.add(Item(0, "round", 1, 1, now))
+    assert answered(batcher, now) == [0]
+
+
 def test_who_has_been_silent_for_long_is_not_missed() -> None:
     batcher, now = going_on_together(3)
     for _ in range(4):

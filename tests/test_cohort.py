@@ -33,14 +33,14 @@ class Executor:
     def join(self, number: int) -> Any:
         self.batcher.join(number)
         session = SimpleNamespace(number=number, count=lambda plan: None)
-        return SimpleNamespace(session=session, count=lambda together: None)
+        return SimpleNamespace(session=session, count=lambda together, calls: None)
 
     def call(self, session: int, key: str, rows: int = 1, placed: bool = True) -> int:
         """A bell rings."""
         self._numbers += 1
         plan = SimpleNamespace(key=key, rows=rows, nbytes=0)
         work: Any = SimpleNamespace(
-            number=self._numbers, plan=plan, places=placed or None, peer=self.peers[session], call=None
+            number=self._numbers, plan=plan, places=placed or None, peer=self.peers[session], calls=(None,)
         )
         if not self.cohort.takes(work, self.now):
             self.cohort.disband()

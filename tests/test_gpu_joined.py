@@ -211,7 +211,7 @@ def test_few_rows_overtake_many_but_not_for_ever() -> None:
         engine.launch(small)
         engine._stream.synchronize()
         assert engine._aside.query(), "it waited for the large one"
-        engine.settle()
+        engine.settle(client)
         for work in (small, large):
             check(work, store)
 

@@ -62,7 +62,7 @@ ALLOWED = {
     "keys": {"errors"},
     "keystream": set[str](),
     "transport": {"errors", "keys", "protocol", "transport"},
-    "client": {"client", "config", "errors", "fingerprint", "kernels", "keystream", "protocol", "transport"},
+    "client": {"client", "config", "errors", "fingerprint", "kernels", "keystream", "mps", "protocol", "transport"},
     "executor": {
         "config",
         "errors",

@@ -1,17 +1,29 @@
-"""A whole step of a client as one CUDA graph: its own kernels, and its calls to the executor among them."""
+"""A whole step of a client as one CUDA graph: its own kernels, and its calls to the executor among them.
+
+What the step calls is known from its last run before. Where programs share the GPU by MPS, the executor is told, and answers all of it
+as one round, without a CPU for each call (`transport.cuda_client.Round`).
+"""
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from symbiosis import mps
 from symbiosis.client.session import Session, Stats, sessions
 from symbiosis.errors import CaptureError
+from symbiosis.protocol import Call
 
+if TYPE_CHECKING:
+    from symbiosis.transport.cuda_client import DeviceLine, MakeCall
+
+Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
 WARM_UP = 2  # calls of new shapes that run as they are, so that all is allocated and registered before a graph is made
 
 
@@ -23,13 +35,16 @@ class Graph:
     arguments: Any
     result: Any
     made: list[tuple[Session, Stats]]
+    rings: "list[tuple[DeviceLine, int]]"
 
     def replay(self, arguments: Any) -> Any:
         for mine, given in zip(tree_leaves(self.arguments), tree_leaves(arguments), strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given)
         for session, stats in self.made:
-            session.replayed(stats)
+            session.stats.add(stats)
+        for line, times in self.rings:
+            line.replay(times)
         self.graph.replay()
         return self.result
 
@@ -41,6 +56,7 @@ class Captured:
         self._function, self._max_graphs = function, max_graphs
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()
         self._warm: dict[Any, int] = {}
+        self._noted: dict[Any, Noted] = {}
         self._stream: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
@@ -52,9 +68,10 @@ class Captured:
         graph = self._graphs.get(key)
         if graph is None and self._warm.get(key, 0) < WARM_UP:
             self._warm[key] = self._warm.get(key, 0) + 1
-            return self._aside(lambda: self._function(*arguments))
+            with noting() as self._noted[key]:
+                return self._aside(lambda: self._function(*arguments))
         if graph is None:
-            graph = self._graphs[key] = self._capture(arguments)
+            graph = self._graphs[key] = self._capture(arguments, self._noted.get(key, []))
             if len(self._graphs) > self._max_graphs:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -69,13 +86,26 @@ class Captured:
         current.wait_stream(self._stream)
         return result
 
-    def _capture(self, arguments: Any) -> Graph:
+    def _capture(self, arguments: Any, noted: Noted) -> Graph:
+        """With rounds of what was noted, if that is what the step calls again."""
+        make = kernel_of_rounds()
+        if make is not None:
+            for line, calls in noted:
+                line.compose(calls, make)
+        try:
+            graph = self._capture_with(arguments)
+        finally:
+            as_noted = [line.captured() for line, _ in noted]
+        return graph if all(as_noted) else self._capture_with(arguments)
+
+    def _capture_with(self, arguments: Any) -> Graph:
         mine = tree_map(lambda a: a.clone() if isinstance(a, Tensor) else a, arguments)
         before = [(session, session.stats.copy()) for session in sessions()]
+        recorded = [(line, line.recorded) for line in lines()]
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                result = self._function(*mine)
+                result = tree_map(_owned, self._function(*mine))
         except CaptureError:
             raise
         except RuntimeError as error:
@@ -85,7 +115,46 @@ class Captured:
             ) from error
         finally:
             made = [(session, session.stats.taken_back(old)) for session, old in before]
-        return Graph(graph, mine, result, [(session, stats) for session, stats in made if stats.calls])
+        rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
+        return Graph(graph, mine, result, [(session, stats) for session, stats in made if stats.calls], rings)
+
+
+def lines() -> "list[DeviceLine]":
+    """Over which this process's GPUs make calls."""
+    return [line for session in sessions() for line in session.lines]
+
+
+@contextmanager
+def noting() -> Iterator[Noted]:
+    """What is called in the block."""
+    noted: Noted = []
+    used = lines()
+    for line in used:
+        line.noted = []
+    try:
+        yield noted
+    finally:
+        for line in used:
+            noted.append((line, tuple(line.noted or ())))
+            line.noted = None
+
+
+@cache
+def kernel_of_rounds() -> "MakeCall | None":
+    """What makes a call of a round; nothing where programs take turns on the GPU, or without Triton."""
+    if mps.state(mps.places()[0]) is mps.State.ABSENT:
+        return None
+    try:
+        from symbiosis.kernels import rounds
+    except ImportError:
+        return None
+    rounds.warm_up(torch.device("cuda"))
+    return rounds.call
+
+
+def _owned(result: Any) -> Any:
+    """A tensor that lies where the executor writes replies, as one of our own."""
+    return result.clone() if isinstance(result, Tensor) and any(line.owns(result) for line in lines()) else result
 
 
 def _kind(argument: Any) -> Any:

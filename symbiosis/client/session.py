@@ -243,12 +243,6 @@ class Session:
             self._join_for(device)
         return line
 
-    def replayed(self, made: Stats) -> None:
-        """A CUDA graph is about to make these calls on the current stream."""
-        self.stats.add(made)
-        for line in self.lines:
-            line.replay(made.calls)
-
     def _join_for(self, device: torch.device) -> None:
         """Join again, as one whose rows are on a GPU."""
         if self._device.type == "cuda":

@@ -18,6 +18,7 @@ class Item:
     work: Any = None
     divisible: bool = True  # may run as several slices of rows
     joinable: bool = True  # may run with others of its key
+    calls: int = 1  # that it stands for: for each, it may wait
     start: int = 0  # rows that earlier slices took
     ran: int = 0  # rows of which the results are there
     whole: bool = True  # not cut yet, nor too large to be joined as it is; the queue knows

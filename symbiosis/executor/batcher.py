@@ -80,6 +80,7 @@ class Batcher:
         self._habits: dict[str | None, Habits] = {}  # by tenant
         self._live: dict[int, Rhythm] = {}  # those that have made calls which others can join
         self._cost: dict[Hashable, float] = {}
+        self._calls: dict[Hashable, int] = {}  # that an item of the key stands for, if several
         self._least_used = self._least_share = 0.0
         self._shares: dict[str, Share] = {}
         self._per_row: dict[Hashable, float] = {}  # seconds in products of many rows
@@ -146,6 +147,8 @@ class Batcher:
                 self._live[item.session] = rhythm
         rhythm.pending.append(item)
         item.whole = item.joinable and item.rows < self.join_below
+        if item.calls > 1:
+            note(self._calls, item.key, item.calls)
         queue = self._queues.get(item.key)
         if queue is None:
             queue = self._queues[item.key] = Queue()
@@ -178,6 +181,10 @@ class Batcher:
     def awaited(self) -> Awaited | None:
         """What was foreseen when the last product began, as long as no call waits."""
         return self._awaited if not self._queues and self.policy == "opportunistic" else None
+
+    def budget(self, key: Hashable) -> float:
+        """How long a call of the key may wait for others."""
+        return self.max_wait * self._calls.get(key, 1)
 
     def lives(self, session: int) -> bool:
         """Whether it is one of those that are foreseen."""
@@ -226,8 +233,14 @@ class Batcher:
         if not self._queues:
             self._foresee(now)
 
+    def took(self, key: Hashable, seconds: float) -> None:
+        """What an item of several calls took, from the first to the last: that is what it costs, beside the others' as it runs."""
+        note(self._cost, key, smooth(self._cost.get(key), seconds))
+
     def _learn_cost(self, key: Hashable, rows: int, seconds: float) -> float:
         """What a product of the key costs, as far as is known now."""
+        if key in self._calls:
+            return self._cost.get(key, seconds)
         if rows >= SMALLEST_SLICE:
             note(self._per_row, key, smooth(self._per_row.get(key), seconds / rows))
         cost = smooth(self._cost.get(key), seconds)
@@ -265,7 +278,7 @@ class Batcher:
             return False
         if queue[0].arrived < since:
             return False
-        self._wake = min(until, queue[0].arrived + self.max_wait)
+        self._wake = min(until, queue[0].arrived + self.budget(key))
         return now < self._wake
 
     def _foresee(self, now: float) -> None:
@@ -282,7 +295,7 @@ class Batcher:
             return
         coming = [rhythm.due(now) for rhythm in live]
         first, last = min(coming).expected, max(coming).expected
-        worth = min(self._spread * self._cost_of(key), self.max_wait)
+        worth = min(self._spread * self._cost_of(key), self.budget(key))
         if last - first < worth:
             self._awaited = Awaited(key, len(coming), max(due.latest for due in coming), last - worth)
 
@@ -294,14 +307,14 @@ class Batcher:
         """By key: the sessions whose next call (or next but one) it is."""
         table: dict[Hashable, list[Due]] = {}
         for rhythm in self._live.values():
-            if rhythm.next is not None and now < (due := rhythm.due(now)).latest:
+            if rhythm.comes and now < (due := rhythm.due(now)).latest:
                 table.setdefault(rhythm.next, []).append(due)
         return table
 
     def _is_ready(self, queue: Queue, coming: list[Due] | None, now: float) -> bool:
         """Whether no call that is `coming` to the queue is worth waiting for."""
         head = queue[0]
-        deadline = head.arrived + self.max_wait
+        deadline = head.arrived + self.budget(head.key)
         if not coming or now >= deadline or not head.joinable or queue.rows >= self.join_below:
             return True
         calls, wake = _worth_waiting(sorted(coming), self._cost_of(head.key), now, deadline)
@@ -330,7 +343,7 @@ class Batcher:
         ready = []
         for queue in queues:
             head = queue[0]
-            deadline = head.arrived + self.max_wait
+            deadline = head.arrived + self.budget(head.key)
             if (
                 head.key in room
                 and head.joinable

@@ -47,7 +47,7 @@ class Cohort:
         if not self._rung or awaited is None:
             return -inf if self._rung else inf
         first = next(arrived for _, arrived in self._rung.values())
-        return min(awaited.until, first + self._batcher.max_wait)
+        return min(awaited.until, first + self._batcher.budget(awaited.key))
 
     def step(self, now: float) -> bool:
         """Run what has come, or wait on. Else, what has come is the batcher's."""
@@ -74,14 +74,14 @@ class Cohort:
             seconds = self._engine.join(works)
         except Exception:  # whatever it is: the engine tells whose call is to blame when they come one by one
             return False
-        rung, rows = self._rung, self._rows
+        rung = self._rung
         self._rung, self._rows = {}, 0
         calls, waited = [], 0.0
         for number, (work, arrived) in rung.items():
-            work.peer.count(len(rung))
+            work.peer.count(len(rung), len(work.calls))
             work.peer.session.count(work.plan)
             calls.append((number, arrived, work.plan.rows))
             waited += formed - arrived
         self._batcher.went(works[0].plan.key, calls, formed, seconds, formed + seconds)
-        self._figures.together(works, rows, waited, seconds)
+        self._figures.together(works, waited, seconds)
         return True

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from symbiosis import mps
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batch import Batch, Slice
 from symbiosis.executor.batcher import AGING_S, JOIN_BELOW
@@ -48,8 +49,14 @@ class Work:
     large: bool = False  # so many rows, made by a GPU, that others overtake it
     graph: "torch.cuda.CUDAGraph | None" = None  # of all that the stream does for it, reply included
     places: Any = None  # where its rows lie and go, as `joined` knows them; made by a GPU only
+    round: Any = None  # the calls that it stands for, if a captured step makes them all
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
     finite: bool = False  # whether rows that are not are refused
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        """Those that are answered when this is."""
+        return (self.call,) if self.round is None else self.round.calls
 
 
 _LAUNCHED = Reply(0)
@@ -62,16 +69,26 @@ Finished = Callable[[Work, Reply], None]
 
 
 class Engine:
-    """Answers batches. `on_done` hears of every reply, for the figures; `on_joined` of all that a GPU gives at once.
+    """Answers batches. `on_done` hears of every reply, for the figures; `on_joined` of all that a GPU gives at once; `on_over` what
+    rounds of a key took.
 
     A GPU's large calls, which gain nothing from others, run on a stream of their own: products of few rows overtake them.
     """
 
-    def __init__(self, store: Store, on_done: Finished, on_joined: Callable[[Batch], None], workers: int = 1) -> None:
-        self._store, self._on_done, self._on_joined = store, on_done, on_joined
+    def __init__(
+        self,
+        store: Store,
+        on_done: Finished,
+        on_joined: Callable[[Batch], None],
+        workers: int = 1,
+        on_over: Callable[[Any, float], None] = lambda key, seconds: None,
+    ) -> None:
+        self._store, self._on_done, self._on_joined, self._on_over = store, on_done, on_joined, on_over
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
         self.stream = 0
         self._joined: Any = None
+        self.rounds: Any = None
+        self.shares_time = True  # programs take turns on the GPU, as they do without MPS
         self._not_joined = 0  # products that failed so
         self._overtaken_until = math.inf  # if a large call was launched: when the others wait for it
         self._pace: Pace | None = None
@@ -92,6 +109,11 @@ class Engine:
             torch.cuda.synchronize(self.device)  # the weights are there
             torch.cuda.set_stream(self._stream)
             self._joined = _joined(self._multiply, self._pool)
+            if self._joined is not None:
+                from symbiosis.executor.rounds import Rounds
+
+                self.rounds = Rounds(self._multiply, self._run, self._on_over, self.device)
+                self.shares_time = mps.state(mps.places()[0]) is mps.State.ABSENT
             if any(weight.dim() == 2 for weight in self._store.weights):
                 self._pace = Pace(self._store.weights)
 
@@ -100,8 +122,11 @@ class Engine:
         """Rows from which on a call gains nothing from others."""
         return self._pace.join_below if self._pace else JOIN_BELOW
 
-    def estimate(self, call: Call, rows: int) -> float:
+    def estimate(self, work: Work, rows: int) -> float:
         """The seconds that the GPU will take, if it was not waited for."""
+        return self._estimate(work.call, rows) if work.round is None else work.round.seconds(rows, self._estimate)
+
+    def _estimate(self, call: Call, rows: int) -> float:
         if self._pace is None or call.op not in (*BY_ROWS, Op.GROUPED):
             return 0.0
         return sum(self._pace.seconds(self._store.weights[layer], rows) for layer in call.layers)
@@ -113,7 +138,7 @@ class Engine:
         if piece.item.work.number and len(batch.slices) == 1 and piece.start == 0 and piece.last:
             self._on_done(piece.item.work, self.launch(piece.item.work))
             batch.ran()
-            return max(perf_counter() - begun, self.estimate(piece.item.work.call, batch.rows))
+            return max(perf_counter() - begun, self.estimate(piece.item.work, batch.rows))
         if self._are_copied_by_the_gpu(batch.slices):
             try:
                 seconds = self.join([piece.item.work for piece in batch.slices])
@@ -125,9 +150,19 @@ class Engine:
                 self._on_joined(batch)
                 batch.ran()
                 return seconds
+        if piece.item.work.round is not None:
+            return self._launch_each(batch)
         seconds = self.compute(batch)
         self.reply(batch, seconds)
         return seconds
+
+    def _launch_each(self, batch: Batch) -> float:
+        """Rounds that are not answered together."""
+        begun = perf_counter()
+        for piece in batch.slices:
+            self._on_done(piece.item.work, self.launch(piece.item.work))
+        batch.ran()
+        return max(perf_counter() - begun, self.estimate(batch.slices[0].item.work, batch.rows))
 
     def _are_copied_by_the_gpu(self, slices: list[Slice]) -> bool:
         """Whether they are several whole calls that `join` takes."""
@@ -141,8 +176,11 @@ class Engine:
         """Compute and answer calls of this GPU that can be copied word by word. Returns the seconds that takes."""
         begun = perf_counter()
         self._let_pass()
-        self._joined.run(works)
-        return max(perf_counter() - begun, self.estimate(works[0].call, sum(work.plan.rows for work in works)))
+        if works[0].round is None:
+            self._joined.run(works)
+        else:
+            self.rounds.begin([work.round for work in works])
+        return max(perf_counter() - begun, self.estimate(works[0], sum(work.plan.rows for work in works)))
 
     def compute(self, batch: Batch) -> float:
         """The product alone, in any thread. A failure in company is retried alone: it must hit its own call only."""
@@ -159,7 +197,7 @@ class Engine:
         seconds = perf_counter() - begun
         if not self.stream or not all(piece.item.work.out.is_cuda for piece in batch.slices):
             return seconds
-        return max(seconds, self.estimate(batch.slices[0].item.work.call, batch.rows))  # the GPU was not waited for
+        return max(seconds, self.estimate(batch.slices[0].item.work, batch.rows))  # the GPU was not waited for
 
     def reply(self, batch: Batch, seconds: float) -> None:
         """... to the calls of which all rows have been computed by now."""
@@ -184,14 +222,19 @@ class Engine:
             self._stream.wait_stream(self._aside)
             self._overtaken_until = math.inf
 
-    def settle(self) -> None:
-        """Wait for all that was launched, which waits for nobody."""
+    def settle(self, peer: Any) -> None:
+        """Wait for all that was launched, but for rounds of others: it waits for nobody."""
+        if self.rounds:
+            self.rounds.leave(peer)
         for stream in (self._stream, self._aside):
             stream.synchronize()
 
     def _launch(self, work: Work) -> Reply:
         try:
-            if work.graph is None:
+            if work.round is not None:
+                self.rounds.begin([work.round])
+                work.peer.count(1, len(work.calls))
+            elif work.graph is None:
                 self._launch_first(work)
             else:
                 work.graph.replay()

@@ -104,23 +104,13 @@ class Joined:
     def _new_page(self, numbers: tuple[int, ...], key: Hashable, works: "Sequence[Work]") -> Page:
         """One after the other, the sessions' rows in each part of the recipe's input and result."""
         places: list[Places] = [work.places for work in works]
-        recipe = self._recipe(key, works[0], _rounded(sum(place.rows for place in places)), _power_of_two(len(works)))
-        x, y = ([part.data_ptr() for part in parts] for parts in (recipe.x, recipe.y))
-        answers: list[int] = []
-        copies_in: list[int] = []
-        copies_out: list[int] = []
-        for place in places:
-            answers += place.answer
-            for part, (address, nbytes) in enumerate(place.inputs):
-                copies_in += address, x[part], place.rows * nbytes // 8
-                x[part] += place.rows * nbytes
-            for part, (address, nbytes) in enumerate(place.outputs):
-                copies_out += y[part], address, place.rows * nbytes // 8
-                y[part] += place.rows * nbytes
+        recipe = self._recipe(key, works[0], rounded(sum(place.rows for place in places)), power_of_two(len(works)))
+        answers = [word for place in places for word in place.answer]
+        copies_in, copies_out = copies(places, recipe.x, recipe.y)
         missing = recipe.sessions - len(works)
         page = self._pages[numbers] = Page(
-            recipe, _words(answers, 2 * (rows.PLACES - len(works))), _words(copies_in, 3 * missing * len(x)),
-            _words(copies_out, 3 * missing * len(y)),
+            recipe, _words(answers, 2 * (rows.PLACES - len(works))), _words(copies_in, 3 * missing * len(recipe.x)),
+            _words(copies_out, 3 * missing * len(recipe.y)),
         )  # fmt: skip
         if len(self._pages) > PAGES_KEPT:
             self._pages.popitem(last=False)
@@ -144,15 +134,39 @@ class Joined:
 
     def _new_recipe(self, work: "Work", count: int, sessions: int) -> Recipe:
         """Its tensors share the memory of all recipes, because one runs after the other."""
-        sizes = [count * nbytes for _, nbytes in (*work.places.inputs, *work.places.outputs)]
-        if sum(map(_page, sizes)) > self._scratch.numel():  # older recipes keep what they have
-            self._scratch = torch.empty(2 * sum(map(_page, sizes)), dtype=torch.uint8, device=self._turn.device)
-        parts, start = [], 0
-        for nbytes in sizes:
-            parts.append(self._scratch[start : start + nbytes].view(work.out.dtype).view(count, -1))
-            start += _page(nbytes)
-        inputs = len(work.places.inputs)
-        return Recipe(work.call, parts[:inputs], parts[inputs:], sessions)
+        if (needed := nbytes_of(work, count)) > self._scratch.numel():  # older recipes keep what they have
+            self._scratch = torch.empty(2 * needed, dtype=torch.uint8, device=self._turn.device)
+        return Recipe(work.call, *parts_in(self._scratch, work, count), sessions)
+
+
+def nbytes_of(work: "Work", count: int) -> int:
+    """What the parts of the input and the result of such a product take, for so many rows."""
+    return sum(_page(count * nbytes) for _, nbytes in (*work.places.inputs, *work.places.outputs))
+
+
+def parts_in(scratch: Tensor, work: "Work", count: int) -> tuple[list[Tensor], list[Tensor]]:
+    """These parts."""
+    parts, start = [], 0
+    for _, width in (*work.places.inputs, *work.places.outputs):
+        parts.append(scratch[start : start + count * width].view(work.out.dtype).view(count, -1))
+        start += _page(count * width)
+    inputs = len(work.places.inputs)
+    return parts[:inputs], parts[inputs:]
+
+
+def copies(places: Sequence[Places], inputs: list[Tensor], outputs: list[Tensor]) -> tuple[list[int], list[int]]:
+    """What the table says of copies before and after the product: one after the other, the sessions' rows in each of its parts."""
+    x, y = ([part.data_ptr() for part in parts] for parts in (inputs, outputs))
+    before: list[int] = []
+    after: list[int] = []
+    for place in places:
+        for part, (address, nbytes) in enumerate(place.inputs):
+            before += address, x[part], place.rows * nbytes // 8
+            x[part] += place.rows * nbytes
+        for part, (address, nbytes) in enumerate(place.outputs):
+            after += y[part], address, place.rows * nbytes // 8
+            y[part] += place.rows * nbytes
+    return before, after
 
 
 def _words(words: list[int], zeros: int) -> bytes:
@@ -167,9 +181,9 @@ def _page(nbytes: int) -> int:
     return -(-nbytes // 256) * 256
 
 
-def _power_of_two(number: int) -> int:
+def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _rounded(count: int) -> int:
-    return max(8, _power_of_two(count)) if count <= 2 * FINE else -(-count // FINE) * FINE
+def rounded(count: int) -> int:
+    return max(8, power_of_two(count)) if count <= 2 * FINE else -(-count // FINE) * FINE

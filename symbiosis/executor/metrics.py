@@ -107,50 +107,53 @@ class Figures:
         self.dropped = 0
 
     def ran(self, batch: Batch, seconds: float) -> None:
-        line = self._line(batch.slices[0].item.work.call)
-        line.batches += 1
-        line.compute_s += seconds
-        self.batch_sizes[len(batch.slices)] += 1
+        self._multiplied(batch.slices[0].item.work.calls, len(batch.slices), seconds)
 
     def launched(self, work: Any, reply: Reply) -> None:
         """A call of a GPU was answered alone; how long it took no CPU knows."""
-        line = self._line(work.call)
-        line.calls += 1
-        line.rows += work.call.rows
-        line.batches += 1
-        self.bytes[work.peer.transport] += work.plan.held
-        self.batch_sizes[1] += 1
+        self._called([work])
+        self._multiplied(work.calls, 1, 0.0)
         if reply.code is not Code.OK:
             self.refused(reply.code)
 
     def joined(self, batch: Batch) -> None:
         """Calls of GPUs were answered together."""
-        call: Call = batch.slices[0].item.work.call
-        line = self._line(call)
-        line.calls += len(batch.slices)
-        line.rows += batch.rows
-        for item, _, _ in batch.slices:
-            self.bytes[item.work.peer.transport] += item.work.plan.held
-        line.wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
+        self._called([piece.item.work for piece in batch.slices])
+        self._line(batch.slices[0].item.work.call).wait_s += sum(
+            batch.formed - piece.item.arrived for piece in batch.slices
+        )
 
-    def together(self, works: Sequence[Any], rows: int, wait_s: float, seconds: float) -> None:
+    def together(self, works: Sequence[Any], wait_s: float, seconds: float) -> None:
         """Calls of GPUs were answered by one product that had been foreseen."""
-        line = self._line(works[0].call)
-        line.calls += len(works)
-        line.rows += rows
-        line.wait_s += wait_s
-        line.batches += 1
-        line.compute_s += seconds
-        self.batch_sizes[len(works)] += 1
+        self._called(works)
+        self._multiplied(works[0].calls, len(works), seconds)
+        self._line(works[0].call).wait_s += wait_s
+
+    def _called(self, works: Sequence[Any]) -> None:
+        """These calls of GPUs, of one key, have come."""
+        for calls in zip(*(work.calls for work in works), strict=True):
+            line = self._line(calls[0])
+            line.calls += len(calls)
+            line.rows += sum(call.rows for call in calls)
         for work in works:
             self.bytes[work.peer.transport] += work.plan.held
 
-    def answered(self, call: Call, reply: Reply, transport: str) -> None:
-        line = self._line(call)
-        line.calls += 1
-        line.rows += call.rows
-        line.wait_s += reply.wait_us / 1e6
-        self.bytes[transport] += call.nbytes + reply.nbytes
+    def _multiplied(self, calls: Sequence[Call], together: int, seconds: float) -> None:
+        """Products of so many calls each have run."""
+        for call in calls:
+            line = self._line(call)
+            line.batches += 1
+            line.compute_s += seconds / len(calls)
+        self.batch_sizes[together] += len(calls)
+
+    def answered(self, work: Any, reply: Reply) -> None:
+        """A call, or all of a round."""
+        for call in work.calls:
+            line = self._line(call)
+            line.calls += 1
+            line.rows += call.rows
+        self._line(work.call).wait_s += reply.wait_us / 1e6
+        self.bytes[work.peer.transport] += work.plan.held if work.round else work.call.nbytes + reply.nbytes
         if reply.code is not Code.OK:
             self.refused(reply.code)
 

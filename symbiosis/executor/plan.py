@@ -1,5 +1,6 @@
 """What follows from a call alone: checked and worked out once, then looked up whenever the same call comes again."""
 
+from collections.abc import Hashable, Sequence
 from math import prod
 
 import msgspec
@@ -25,13 +26,14 @@ class Key(msgspec.Struct, frozen=True, cache_hash=True):
 class Plan(msgspec.Struct, frozen=True):
     """How a valid call is batched, and what it answers."""
 
-    key: Key
+    key: Hashable
     rows: int
     nbytes: int
     shape: tuple[int, ...]
     held: int  # bytes of the payload and the reply
     parts: Shapes  # of what lies in memory for each member of a group
     joinable: bool
+    calls: int = 1  # that it is of: more for a round
 
 
 def make_plan(call: Call, store: Store, options: Options) -> Plan:
@@ -47,3 +49,9 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
         parts=tuple((call.shape[0], store.width(layer)) for layer in call.layers) if call.also else (),
         joinable=call.by_rows or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),
     )
+
+
+def plan_of_round(key: Hashable, plans: Sequence[Plan]) -> Plan:
+    """... of calls that come one after another, each with as many rows."""
+    nbytes, held = sum(plan.nbytes for plan in plans), sum(plan.held for plan in plans)
+    return Plan(key, plans[0].rows, nbytes, (), held, (), joinable=True, calls=len(plans))

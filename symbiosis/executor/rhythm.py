@@ -87,8 +87,11 @@ class Rhythm:
     def arrive_at(self, key: Hashable, cost: float) -> None:
         self.at, self.next, self.answer_s = key, self._following(key), cost
         self.pause = self.gap[key] if key in self.gap else self.habits.gap.get(key, inf)
-        if self.next == key:
-            self.next = None
+
+    @property
+    def comes(self) -> bool:
+        """Whether it is known what it calls next, and that is not the call which it waits for."""
+        return self.next is not None and not (self.pending and self.next == self.at)
 
     def due(self, now: float) -> Due:
         """When this session's next call is expected (or, while it waits for an answer, its next but one)."""

@@ -6,6 +6,7 @@ import os
 import platform
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from time import monotonic
@@ -25,7 +26,7 @@ from symbiosis.executor.crowd import Crowd
 from symbiosis.executor.engine import Engine, Work, call_error
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures
-from symbiosis.executor.plan import Plan, make_plan
+from symbiosis.executor.plan import Plan, make_plan, plan_of_round
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_values, must_be_finite
 from symbiosis.kernels.few_rows import MOST_ROWS
@@ -65,10 +66,10 @@ class Session:
 
     def count(self, plan: Plan) -> None:
         """A call has come."""
-        self.calls += 1
-        self.rows += plan.rows
+        self.calls += plan.calls
+        self.rows += plan.rows * plan.calls
         self.bytes += plan.nbytes
-        self.account.sent(plan.rows)
+        self.account.sent(plan.rows * plan.calls)
 
     def begin(self, held: int = 0) -> None:
         """A call is on its way that needs so many bytes of the executor's memory."""
@@ -104,7 +105,7 @@ class Server:
             spread=SPREAD[store.on_gpu],
             patience=PATIENCE[store.on_gpu],
         )
-        self.engine = Engine(store, self._answered, self._joined, options.workers)
+        self.engine = Engine(store, self._answered, self._joined, options.workers, self.batcher.took)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.background = Background(options.train_share)
         self.crowd = Crowd() if self.batcher.policy == "opportunistic" and not store.on_gpu else None
@@ -161,7 +162,7 @@ class Server:
         return len(self.batcher) + len(self.cohort) + len(self.background)
 
     def _over(self) -> bool:
-        return self._stopped or (self._draining and not self._computing and not self.waiting)
+        return self._stopped or (self._draining and not self._computing and not self.waiting and not self.engine.rounds)
 
     def _step(self) -> None:
         """Run one batch, if one is ready; calls may arrive in a tick, too."""
@@ -169,6 +170,8 @@ class Server:
             self._answer(*self._computed.popleft())
         if monotonic() >= self._next_tick:
             self._tick()
+        if self.engine.rounds:
+            self.engine.rounds.look()
         now = monotonic()
         while work := self.background.next(now):
             work.peer.session.end()
@@ -370,6 +373,22 @@ class Server:
         self.engine.place(work)
         return work
 
+    def compose(self, peer: Peer, number: int, works: Sequence[Work], reply: Tensor, again: bool) -> Work:
+        if self.engine.rounds is None or (self.engine.shares_time and not again):
+            raise CallError(
+                Code.UNKNOWN_OP,
+                "calls are answered one by one here: MPS does not serve the executor, or Triton is missing",
+            )
+        round = self.engine.rounds.new(tuple(works), reply)
+        first, plan = works[0], plan_of_round(round.key, [work.plan for work in works])
+        priority = max(
+            work.priority for work in works
+        )  # those of a training step that need no gradient look more urgent
+        return Work(
+            peer, 0, first.call, first.payload, first.out, plan=plan, number=number, priority=priority,
+            places=first.places, round=round,
+        )  # fmt: skip
+
     def rang(self, work: Work) -> bool:
         """On a GPU; what nobody can join is launched at once, but for large calls of training while somebody decodes."""
         session: Session = work.peer.session
@@ -400,7 +419,7 @@ class Server:
         session.count(work.plan)
         self.figures.launched(work, reply)
         if work.large and work.priority >= Priority.TRAIN:
-            self.background.ran(self.engine.estimate(work.call, work.plan.rows), now)
+            self.background.ran(self.engine.estimate(work, work.plan.rows), now)
 
     def _enqueue(self, work: Work, arrived: float) -> None:
         """A call of a GPU."""
@@ -408,8 +427,11 @@ class Server:
         plan = work.plan
         session.count(plan)
         session.begin()
+        divisible = work.call.by_rows and work.round is None
         self.batcher.add(
-            Item(session.number, plan.key, plan.rows, work.priority, arrived, work, work.call.by_rows, plan.joinable)
+            Item(
+                session.number, plan.key, plan.rows, work.priority, arrived, work, divisible, plan.joinable, plan.calls
+            )
         )
 
     def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
@@ -471,7 +493,7 @@ class Server:
 
     def _answered(self, work: Work, reply: Reply) -> None:
         session: Session | None = work.peer.session
-        self.figures.answered(work.call, reply, work.peer.transport)
+        self.figures.answered(work, reply)
         if session is not None:
             session.end(0 if work.number else work.plan.held)  # a GPU's calls lie in memory of the session's own
             session.heard = monotonic()
@@ -483,7 +505,7 @@ class Server:
         together, now = len(batch.slices), monotonic()
         for item, _, _ in batch.slices:
             peer = item.work.peer
-            peer.count(together)
+            peer.count(together, len(item.work.calls))
             session: Session | None = peer.session
             if session is not None:
                 session.end()

@@ -22,9 +22,9 @@ WORDS = OUT + 3 * PLACES * PARTS
 BLOCK = 512  # of 8-byte words
 
 
-@triton.jit
-def _copy(table, turn, first, PAGES: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = table + (tl.load(turn) % PAGES) * WORDS + first + 3 * tl.program_id(0)
+@triton.jit(do_not_specialize=["first", "pages", "stride"])
+def _copy(table, turn, first, pages, stride, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = table + (tl.load(turn) % pages) * stride + first + 3 * tl.program_id(0)
     source = tl.load(at).to(tl.pointer_type(tl.int64))
     target = tl.load(at + 1).to(tl.pointer_type(tl.int64))
     count = tl.load(at + 2).to(tl.int32)
@@ -33,10 +33,10 @@ def _copy(table, turn, first, PAGES: tl.constexpr, WORDS: tl.constexpr, BLOCK: t
         tl.store(target + where, tl.load(source + where, mask=where < count), mask=where < count)
 
 
-@triton.jit
-def _answer(table, turn, PAGES: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["pages", "stride"])
+def _answer(table, turn, pages, stride, PLACES: tl.constexpr):  # type: ignore[no-untyped-def]
     now = tl.load(turn)
-    at = table + (now % PAGES) * WORDS + 2 * tl.arange(0, PLACES)
+    at = table + (now % pages) * stride + 2 * tl.arange(0, PLACES)
     address, value = tl.load(at), tl.load(at + 1)
     tl.store(address.to(tl.pointer_type(tl.int32)), value.to(tl.int32), mask=address != 0)
     tl.debug_barrier()
@@ -45,17 +45,22 @@ def _answer(table, turn, PAGES: tl.constexpr, WORDS: tl.constexpr, PLACES: tl.co
 
 def copy_in(table: Tensor, turn: Tensor, copies: int, nbytes: int) -> None:
     """The first `copies` of the page's copies to be made first; `nbytes` in all, about."""
-    _copy[_grid(copies, nbytes)](table, turn, IN, PAGES, WORDS, BLOCK)
+    copy(table, turn, IN, copies, nbytes)
 
 
 def copy_out(table: Tensor, turn: Tensor, copies: int, nbytes: int) -> None:
     """The same of those to be made last."""
-    _copy[_grid(copies, nbytes)](table, turn, OUT, PAGES, WORDS, BLOCK)
+    copy(table, turn, OUT, copies, nbytes)
+
+
+def copy(table: Tensor, turn: Tensor, first: int, copies: int, nbytes: int) -> None:
+    """So many copies from the page's word `first` on."""
+    _copy[_grid(copies, nbytes)](table, turn, first, len(table), table.stride(0), BLOCK)
 
 
 def answer(table: Tensor, turn: Tensor) -> None:
     """Write the page's words, behind all copies, and turn the page."""
-    _answer[(1,)](table, turn, PAGES, WORDS, PLACES, num_warps=1)
+    _answer[(1,)](table, turn, len(table), table.stride(0), PLACES, num_warps=1)
 
 
 def _grid(copies: int, nbytes: int) -> tuple[int, int]:

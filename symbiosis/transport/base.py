@@ -107,12 +107,17 @@ class Inbox(Protocol):
         """A call that will come again and again, by this number, with payload and reply always in the same places."""
         ...
 
+    def compose(self, peer: Peer, number: int, prepared: Sequence[Any], reply: Tensor, again: bool) -> Any:
+        """... or a round of such calls, in this order, which the device answers by itself, by writing their numbers to a word;
+        raises `CallError` if it cannot. `again`: another executor could."""
+        ...
+
     def rang(self, prepared: Any) -> bool:
         """A prepared call has come. Whether it must wait: else it is answered by now."""
         ...
 
-    def settle(self) -> None:
-        """Wait until the device is through with all that was launched."""
+    def settle(self, peer: Peer) -> None:
+        """Wait until the device is through with all that was launched for a client which is gone."""
         ...
 
     def heard(self, peer: Peer) -> None:

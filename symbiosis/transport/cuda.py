@@ -16,6 +16,7 @@ from symbiosis.protocol import (
     ITEMSIZE,
     Bye,
     Call,
+    Compose,
     Control,
     Done,
     Hello,
@@ -41,8 +42,11 @@ from symbiosis.transport.line import (
     ERROR,
     ERROR_LENGTH,
     ERROR_TEXT,
+    FIRST_BYTES,
+    LET_GO,
     LONGEST_ERROR,
     MAX_CALLS,
+    ROUND_REPLY,
     SLEEPS,
     aligned,
 )
@@ -100,8 +104,9 @@ class DevicePeer:
         self._calls: dict[int, Any] = {}
         self._remote: dict[int, Remote] = {}
         self._replies: dict[int, MemOps] = {}
+        self._rounds: set[int] = set()  # those of the numbers that are of rounds
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._looking = False
+        self._looking = self._gone = False
         self._beats = 0
         try:
             self._welcome(self._inbox.joined(self, hello))
@@ -140,6 +145,7 @@ class DevicePeer:
                 for fd in fds:
                     os.close(fd)
             if answer is None:
+                self._gone = isinstance(message, Bye)
                 self._listener.drop(self)
             else:
                 self._socket.send(encode_control(answer))
@@ -159,16 +165,35 @@ class DevicePeer:
             return Done()
         if isinstance(message, Register):
             return Registered(self._register(message))
+        if isinstance(message, Compose) and self._segments:
+            self._compose(message)
+            return Done()
         if isinstance(message, Resume) and self._segments:
             self._resume()
             return Done()
         return None
 
+    def _compose(self, message: Compose) -> None:
+        self._check_number(message.number)
+        if not all(number in self._calls and number not in self._rounds for number in message.calls):
+            raise CallError(Code.BAD_FRAME, "a round is of calls that are registered")
+        if len(message.calls) > MAX_CALLS or self._segments[0].nbytes < FIRST_BYTES:
+            raise CallError(Code.BAD_FRAME, "there is no room for such a round")
+        first = self._segments[0]
+        reply = first.tensor(ROUND_REPLY, "int32", (1,))
+        calls = [self._calls[number] for number in message.calls]
+        self._calls[message.number] = self._inbox.compose(self, message.number, calls, reply, message.again)
+        self._rounds.add(message.number)
+        self._replies[message.number] = MemOps([MemOp(WRITE_32, first.address + ROUND_REPLY, LET_GO & 0xFFFFFFFF)])
+
+    def _check_number(self, number: int) -> None:
+        if not 0 < number <= MAX_CALLS:
+            raise CallError(Code.LIMIT, f"a client registers at most {MAX_CALLS} calls: use fewer different shapes")
+
     def _register(self, message: Register) -> tuple[int, ...]:
         call = parse_call_body(message.call)
         shape = self._inbox.shape(call)
-        if not 0 < message.number <= MAX_CALLS:
-            raise CallError(Code.LIMIT, f"a client registers at most {MAX_CALLS} calls: use fewer different shapes")
+        self._check_number(message.number)
         if not 0 <= message.segment < len(self._segments) or message.start < 0 or message.start % aligned(1):
             raise CallError(Code.BAD_FRAME, "there is no such place in the client's device memory")
         memory = self._segments[message.segment]
@@ -195,11 +220,21 @@ class DevicePeer:
 
     def _resume(self) -> None:
         """Look at the bell from now on; a call that an executor before us did not answer has come again."""
-        reply = torch.empty(1, dtype=torch.int32, device=self._inbox.device)
-        copy(reply.data_ptr(), self._segments[0].address, reply.nbytes, self._inbox.stream)
-        if self.words[CURRENT] and not self.words[BELL] and reply.item() != self.words[CURRENT]:
-            self.words[BELL] = self.words[CURRENT]
+        number = self.words[CURRENT]
+        if number and not self.words[BELL] and self._is_unanswered(number):
+            self.words[BELL] = number
         self._looking = True
+
+    def _is_unanswered(self, number: int) -> bool:
+        if number in self._rounds:
+            return bool(self._calls[number].round.is_behind(self._word(ROUND_REPLY)))
+        return self._word(0) != number
+
+    def _word(self, at: int) -> int:
+        """The one at this byte of the first segment."""
+        word = torch.empty(1, dtype=torch.int32, device=self._inbox.device)
+        copy(word.data_ptr(), self._segments[0].address + at, word.nbytes, self._inbox.stream)
+        return int(word.item())
 
     def look(self) -> bool:
         """Whether the bell rang and the call waits in a queue now; it may also have been answered at once."""
@@ -260,12 +295,12 @@ class DevicePeer:
             reply = self._replies[number] = MemOps([MemOp(WRITE_32, self._segments[0].address, number)])
         reply.enqueue(torch._C._cuda_getCurrentRawStream(self._inbox.device.index))
 
-    def count(self, batch: int) -> None:
-        """One more call is answered, in a batch of so many."""
+    def count(self, batch: int, calls: int = 1) -> None:
+        """What rang last is answered: so many calls, each in a batch of so many."""
         words = self.words
         if words[ANSWERED] != words[ENQUEUED]:  # else a graph made it of which nobody told us
             words[ANSWERED] = (words[ANSWERED] + 1) & 0xFFFFFFFF
-        words[BATCHED] = (words[BATCHED] + batch) & 0xFFFFFFFF
+        words[BATCHED] = (words[BATCHED] + batch * calls) & 0xFFFFFFFF
 
     def _refuse(self, reply: Reply, text: Tensor) -> None:
         raw = bytes(text.cpu().numpy())[:LONGEST_ERROR]
@@ -288,7 +323,12 @@ class DevicePeer:
         reactor.forget(self._awake)
         self._socket.close()
         os.close(self._awake)
-        self._inbox.settle()
+        self._inbox.settle(self)
+        if (
+            self._gone and self.words[CURRENT] in self._rounds
+        ):  # in the midst of one, perhaps: its process ends when its kernels do
+            self._replies[self.words[CURRENT]].enqueue(self._inbox.stream)
+            self._word(ROUND_REPLY)
         self._calls.clear()
         self._remote.clear()
         for memory in self._segments:

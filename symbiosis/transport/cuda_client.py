@@ -6,6 +6,8 @@ in the midst of it, too. Only if no executor comes within the patience are the a
 the next call raises.
 """
 
+import itertools
+import logging
 import os
 import select
 import socket
@@ -17,12 +19,14 @@ from dataclasses import dataclass
 from math import prod
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, SymbiosisError
 from symbiosis.protocol import (
     ITEMSIZE,
     Call,
+    Compose,
     Control,
     Done,
     Hello,
@@ -48,7 +52,6 @@ from symbiosis.transport.cuda_driver import (
     why_not,
 )
 from symbiosis.transport.line import (
-    ALIGNED,
     BATCHED,
     BEAT,
     BELL,
@@ -57,13 +60,20 @@ from symbiosis.transport.line import (
     ERROR,
     ERROR_LENGTH,
     ERROR_TEXT,
+    FIRST_BYTES,
+    LET_GO,
+    ROUND_BELL,
+    ROUND_REPLY,
     SLEEPS,
     aligned,
 )
 from symbiosis.transport.slab import MAX_CONTROL
 from symbiosis.transport.tensors import Shapes, cut
 
+logger = logging.getLogger("symbiosis")
 FIRST_SEGMENT = 64 << 20
+MOST_APART = 64 << 20  # bytes: what the calls of a captured step may take so that their results need not be copied
+OTHER = -1
 JOIN_S = 10.0  # an executor may take to let us in
 PAUSE_S = 0.05  # between two attempts to find an executor again
 
@@ -72,6 +82,7 @@ PAUSE_S = 0.05  # between two attempts to find an executor again
 class Prepared:
     """A registered call: where its payload and its reply lie, and what the stream does in between."""
 
+    call: Call
     register: Register
     payload: tuple[Tensor, ...]
     out: Tensor
@@ -84,7 +95,51 @@ class Shaped:
 
     x: Tensor
     outs: list[Tensor]
-    ring: MemOps
+    prepared: Prepared
+
+
+MakeCall = Callable[[Tensor, Tensor, int, Tensor, Tensor, float], None]  # as `kernels.rounds.call`
+
+
+class Round:
+    """The calls of a captured step, which the executor's GPU answers one after another once it was told that they begin."""
+
+    def __init__(
+        self,
+        compose: Compose,
+        prepared: list[Prepared],
+        apart: bool,
+        first: DeviceMemory,
+        words: Words,
+        make: MakeCall,
+        seconds: float,
+    ) -> None:
+        """`apart`: each call has a place of its own, where nobody writes until the graph runs again. `seconds`: that the stream waits
+        for an answer when this process may be dead."""
+        self.compose, self._prepared, self._apart, self._make, self._seconds = compose, prepared, apart, make, seconds
+        self._bell, self._reply = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY))
+        self._begin = MemOps([
+            MemOp(WRITE_32, words.at(CURRENT), 0), MemOp(WRITE_32, first.address + ROUND_BELL, 0),
+            MemOp(WRITE_32, first.address + ROUND_REPLY, 0), MemOp(WRITE_32, words.at(BELL), compose.number),
+        ])  # fmt: skip
+        self.made = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.made == len(self._prepared)
+
+    def call(self, call: Call, x: Tensor, shapes: Shapes, stream: int) -> list[Tensor] | None:
+        """What becomes of it, if it is the next one."""
+        if not 0 <= self.made < len(self._prepared) or self._prepared[self.made].call != call:
+            self.made = OTHER
+            return None
+        if not self.made:
+            self._begin.enqueue(stream)
+        prepared = self._prepared[self.made]
+        self.made += 1
+        self._make(self._bell, self._reply, self.made, x.reshape(call.shape), prepared.payload[0], self._seconds)
+        outs = cut(prepared.out, shapes)
+        return [out.data if self._apart else out.clone() for out in outs]
 
 
 class DeviceLine:
@@ -95,7 +150,12 @@ class DeviceLine:
         if reason := why_not(device):
             raise CallError(Code.UNKNOWN_OP, reason)
         self.device, self.reconnects = device, 0
-        self.recorded = 0  # calls that were captured into graphs so far
+        self.noted: list[Call] | None = None  # the calls that are made, if somebody wants to know
+        self.recorded = 0  # times that graphs, as they were captured, ring for the executor's CPU
+        self._numbers = itertools.count(1)
+        self._places: list[Register] = []  # all that the executor knows of
+        self._rounds: dict[tuple[Call, ...], Round | None] = {}
+        self._round: Round | None = None  # of the step that is being captured
         self._address, self._hello, self._patience = address, hello, patience
         self._awake = os.eventfd(0)  # from the moment we join on the executor's own, which each join puts in its place
         self._fd = os.memfd_create("symbiosis-words", os.MFD_CLOEXEC)
@@ -112,7 +172,7 @@ class DeviceLine:
         self._stream: int | None = None  # that made the last call; torch's default one is 0
         self._index = torch.cuda.current_device() if device.index is None else device.index
         try:
-            first = DeviceMemory.create(ALIGNED, device)
+            first = DeviceMemory.create(FIRST_BYTES, device)
             self._segments.append(first)
             # CUDA loads what filling takes now; while a stream waits, it could not
             fill(first, 0, self._rescue.cuda_stream)
@@ -136,13 +196,11 @@ class DeviceLine:
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if stream != self._stream:
                 self._follow(stream)
+            if self._round and (outs := self._in_round(call, payload[0], (prepared.out.shape,), stream)):
+                return outs[0]
             for target, tensor in zip(prepared.payload, payload, strict=True):
                 target.copy_(tensor)
-            if torch.cuda.is_current_stream_capturing():
-                self.recorded += 1
-            else:
-                self.announce(1)
-            prepared.ring.enqueue(stream)
+            self._ring(prepared, stream)
             return prepared.out.clone()
 
     def rows(self, call: Call, x: Tensor, shapes: Shapes) -> list[Tensor]:
@@ -154,18 +212,33 @@ class DeviceLine:
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if stream != self._stream:
                 self._follow(stream)
+            if self._round and (outs := self._in_round(call, x, shapes, stream)):
+                return outs
             shaped.x.copy_(x)
-            if torch._C._cuda_isCurrentStreamCapturing():
-                self.recorded += 1
-            else:
-                self.announce(1)
-            shaped.ring.enqueue(stream)
+            self._ring(shaped.prepared, stream)
             return [out.clone() for out in shaped.outs]
+
+    def _in_round(self, call: Call, x: Tensor, shapes: Shapes, stream: int) -> list[Tensor] | None:
+        """What becomes of a call of the step that is being captured."""
+        if not self._round or not torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        outs = self._round.call(call, x, shapes, stream)
+        self.recorded += self._round.made == 1
+        return outs
+
+    def _ring(self, prepared: Prepared, stream: int) -> None:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            self.recorded += 1
+        else:
+            self.announce(1)
+            if self.noted is not None:
+                self.noted.append(prepared.call)
+        prepared.ring.enqueue(stream)
 
     def _shape(self, call: Call, x: Tensor, shapes: Shapes) -> "Shaped":
         prepared = self._prepared.get(call) or self._prepare(call)
         outs = cut(prepared.out, shapes)
-        shaped = self._shaped[call, x.shape] = Shaped(prepared.payload[0].view(x.shape), outs, prepared.ring)
+        shaped = self._shaped[call, x.shape] = Shaped(prepared.payload[0].view(x.shape), outs, prepared)
         return shaped
 
     def announce(self, calls: int) -> None:
@@ -176,12 +249,55 @@ class DeviceLine:
             os.eventfd_write(self._awake, 1)
 
     def replay(self, calls: int) -> None:
-        """A graph is about to make so many calls on the current stream."""
+        """A graph is about to ring so often on the current stream."""
         with self._calls:
             if self._failed or self.words[ERROR]:
                 self._raise()
             self._follow(torch._C._cuda_getCurrentRawStream(self._index))
             self.announce(calls)
+
+    # ------------------------------------------------------------------ captured steps
+
+    def compose(self, calls: tuple[Call, ...], make: MakeCall) -> None:
+        """A step that made these calls is about to be captured: they will be a round, if the executor agrees."""
+        with self._calls:
+            if calls and calls not in self._rounds:
+                self._rounds[calls] = self._composed(calls, make)
+            self._round = self._rounds.get(calls)
+            if self._round:
+                self._round.made = 0
+
+    def captured(self) -> bool:
+        """... is captured; false if it made other calls after all."""
+        round, self._round = self._round, None
+        return round is None or round.complete
+
+    @property
+    def rounds(self) -> int:
+        """Captured steps of which the executor knows."""
+        return sum(round is not None for round in self._rounds.values())
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether it lies where replies do."""
+        return any(memory.address <= tensor.data_ptr() < memory.address + memory.nbytes for memory in self._segments)
+
+    def _composed(self, calls: tuple[Call, ...], make: MakeCall) -> Round | None:
+        prepared = [self._prepared[call] for call in calls]
+        sizes = [sum(map(aligned, call.parts)) + aligned(p.out.nbytes) for call, p in zip(calls, prepared, strict=True)]
+        apart = sum(sizes) <= MOST_APART
+        try:
+            if apart:
+                if sum(sizes) > self._segments[-1].nbytes:
+                    self._grow(sum(sizes))
+                starts = itertools.accumulate(sizes[:-1], initial=0)
+                prepared = [self._registered(call, start) for call, start in zip(calls, starts, strict=True)]
+            compose = Compose(next(self._numbers), tuple(p.register.number for p in prepared))
+            self._ask(compose)
+        except CallError as error:
+            logger.info("the calls of a captured step are made one by one: %s", error.message)
+            return None
+        seconds = 2 * (self._patience + JOIN_S)
+        return Round(replace(compose, again=True), prepared, apart, self._segments[0], self._words, make, seconds)
 
     @property
     def batched(self) -> int:
@@ -214,17 +330,22 @@ class DeviceLine:
         if len(self._segments) == 1:
             self._grow(max(FIRST_SEGMENT, 4 * sum(map(aligned, call.parts))))
         while True:
-            register = Register(len(self._prepared) + 1, call_body(call), len(self._segments) - 1, 0)
             try:
-                answer = self._ask(register)
+                prepared = self._prepared[call] = self._registered(call, 0)
             except CallError as error:
                 if error.code is not Code.GROW:
                     raise
                 self._grow(2 * int(error.message))
             else:
-                break
+                return prepared
+
+    def _registered(self, call: Call, start: int) -> Prepared:
+        """The call, from now on made at `start` of the newest segment."""
+        register = Register(next(self._numbers), call_body(call), len(self._segments) - 1, start)
+        answer = self._ask(register)
         assert isinstance(answer, Registered)
-        prepared = self._prepared[call] = self._place(call, register, tuple(answer.shape))
+        prepared = self._place(call, register, tuple(answer.shape))
+        self._places.append(register)
         return prepared
 
     def _place(self, call: Call, register: Register, shape: tuple[int, ...]) -> Prepared:
@@ -239,7 +360,7 @@ class DeviceLine:
             MemOp(WRITE_32, reply, 0), MemOp(WRITE_32, words.at(BELL), register.number),
             MemOp(WAIT_EQUAL, reply, register.number),
         ]  # fmt: skip
-        return Prepared(register, tuple(payload), out, MemOps(ring))
+        return Prepared(call, register, tuple(payload), out, MemOps(ring))
 
     def _grow(self, nbytes: int) -> None:
         """One more segment, for the calls that are registered from now on; the others stay where they are."""
@@ -290,8 +411,10 @@ class DeviceLine:
                     _exchange(sock, Segment(memory.nbytes), fd)
                 finally:
                     os.close(fd)
-            for prepared in list(self._prepared.values()):
-                _exchange(sock, prepared.register)
+            for register in list(self._places):
+                _exchange(sock, register)
+            for round in [round for round in list(self._rounds.values()) if round]:
+                _exchange(sock, round.compose)
             _exchange(sock, Resume())
         except BaseException:
             sock.close()
@@ -353,8 +476,12 @@ class DeviceLine:
     def _release(self) -> None:
         with torch.cuda.device(self.device):
             while not self._closed:
-                waited_for = self.words[BELL] or self.words[CURRENT]
-                MemOps([MemOp(WRITE_32, self._segments[0].address, waited_for)]).enqueue(self._rescue.cuda_stream)
+                waited_for, first = self.words[BELL] or self.words[CURRENT], self._segments[0].address
+                answers = [
+                    MemOp(WRITE_32, first, waited_for),
+                    MemOp(WRITE_32, first + ROUND_REPLY, LET_GO & 0xFFFFFFFF),
+                ]
+                MemOps(answers).enqueue(self._rescue.cuda_stream)
                 time.sleep(50e-6)
 
     def close(self) -> None:

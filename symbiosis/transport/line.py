@@ -17,6 +17,12 @@ BEAT = 80
 ERROR, ERROR_LENGTH, ERROR_TEXT = 96, 97, 98  # the code of the newest refusal, and its text
 LONGEST_ERROR = 1024
 
+# A captured step makes its calls in one round: its stream clears `CURRENT` and these two words of the first segment (at these
+# bytes), rings once for the round, and then makes each call through them, as `kernels.rounds` says. So here, too, the words say
+# at any moment which call is unanswered. `LET_GO` instead of a number ends all waiting.
+ROUND_BELL, ROUND_REPLY, LET_GO = 128, 256, -1
+FIRST_BYTES = 384
+
 MAX_CALLS = 1 << 16  # registered by one client
 ALIGNED = 256
 

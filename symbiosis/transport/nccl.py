@@ -389,7 +389,7 @@ class NcclPeer(Peer):
         self._left.set()
         self._arriving = None
         if self._inbox.stream:  # what was launched waits for nobody: let it end
-            self._inbox.settle()
+            self._inbox.settle(self)
         self._places.clear()
         self._place = None
         if not self._known:  # else the guard is done with it later

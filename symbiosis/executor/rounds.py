@@ -1,0 +1,284 @@
+"""The calls of captured steps: the GPU answers a whole round of them by itself, of one client or of several who go together.
+
+What a client captured, it calls again and again in the same order. So all of it is enqueued ahead, as one CUDA graph: for each
+call a kernel that waits for the bells, the product, and the answers. A CPU only begins the round, when all who take part have
+rung for it. If one of them dies in the midst of it, or takes too long, that graph answers nobody any more, and the others' rounds
+go on from where they are, each by itself.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from time import perf_counter, sleep
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code
+from symbiosis.executor.joined import Multiply, copies, nbytes_of, parts_in, power_of_two, rounded
+from symbiosis.executor.plan import Key
+from symbiosis.kernels import rounds as kernel
+from symbiosis.kernels import rows
+from symbiosis.kernels.graphs import captured
+from symbiosis.protocol import Call
+from symbiosis.transport.line import ROUND_BELL, ROUND_REPLY
+
+if TYPE_CHECKING:
+    from symbiosis.executor.engine import Work
+
+STREAMS = 8
+LATE_S = 1.0  # that a client may take to make the next call of its round
+TABLES_KEPT, RUNS_KEPT = 64, 32
+_numbers = itertools.count()
+
+
+class RoundKey(msgspec.Struct, frozen=True, cache_hash=True):
+    """Rounds of one key can be answered together."""
+
+    keys: tuple[Key, ...]
+
+
+class Round:
+    """What one client's captured step calls, in order. All calls have the same number of rows."""
+
+    def __init__(self, key: RoundKey, works: "tuple[Work, ...]", reply: Tensor) -> None:
+        """`reply`: the word that says which call was answered last."""
+        self.key, self.works, self.reply = key, works, reply
+        self.calls: tuple[Call, ...] = tuple(work.call for work in works)
+        self.number, self.peer, self.rows = next(_numbers), works[0].peer, works[0].plan.rows
+        self.answered = 0  # calls of it when it begins, by an executor before us
+        self.gone = False
+        self.alone: Alone | None = None
+        self._seconds: dict[int, float] = {}
+
+    def is_behind(self, answered: int) -> bool:
+        """Whether there are calls left when so many were answered: then it goes on from there."""
+        left = 0 <= answered < len(self.calls)  # less than none: it was let go
+        self.answered = answered if left else 0
+        return left
+
+    def seconds(self, rows: int, estimate: Callable[[Call, int], float]) -> float:
+        """What its products of so many rows take."""
+        if rows not in self._seconds:
+            self._seconds[rows] = sum(estimate(call, rows) for call in self.calls)
+        return self._seconds[rows]
+
+
+class Run:
+    """What the GPU does for a round, again and again. A table, with a page for each call, tells whom it answers (`kernels.rows`)."""
+
+    def __init__(self, stream: torch.cuda.Stream, calls: int, width: int) -> None:
+        self._stream, self._calls = stream, calls
+        self.table = torch.empty(calls, width, dtype=torch.int64, device=stream.device)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=stream.device)
+        self._stop = torch.zeros(1, dtype=torch.int32, device=stream.device)
+        self._late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._over = torch.cuda.Event()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._tables: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
+        self.begun = 0.0
+        self.rounds: list[Round] = []
+
+    def multiply(self, at: int) -> None:
+        """The product of a call."""
+        raise NotImplementedError
+
+    def page(self, rounds: list[Round], at: int) -> list[int]:
+        """... and what the table says of it, but for the answers."""
+        raise NotImplementedError
+
+    def begin(self, rounds: list[Round], first: int = 0) -> None:
+        """Answer the calls of these rounds from `first` on. What was begun before is over."""
+        self.rounds, self._late[0] = rounds, 0
+        table, again = self._table_of(rounds), bool(self.begun)
+        self.begun = perf_counter()
+        with torch.cuda.stream(self._stream):
+            self.table.copy_(table)
+            self.turn.fill_(first)
+            self._stop.zero_()
+            if self._graph is None and again and not first:
+                self._graph = captured(self._enqueue, torch.cuda.graph_pool_handle())
+            if self._graph is None or first:
+                self._enqueue(first)
+            else:
+                self._graph.replay()
+            self._over.record()
+
+    def _enqueue(self, first: int = 0) -> None:
+        for at in range(first, self._calls):
+            kernel.wait(self.table, self.turn, self._stop, self._late, ROUND_BELL - ROUND_REPLY, LATE_S)
+            self.multiply(at)
+            rows.answer(self.table, self.turn)
+
+    def _table_of(self, rounds: list[Round]) -> Tensor:
+        numbers = tuple(round.number for round in rounds)
+        table = self._tables.get(numbers)
+        if table is None:
+            pages = [self._answers(rounds, at) + self.page(rounds, at) for at in range(self._calls)]
+            table = self._tables[numbers] = torch.tensor(pages, dtype=torch.int64, device=self._stream.device)
+            self._stream.wait_stream(torch.cuda.current_stream())
+            if len(self._tables) > TABLES_KEPT:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(numbers)
+        return table
+
+    def _answers(self, rounds: list[Round], at: int) -> list[int]:
+        """The reply words, and what they become: the number of the call, counted from 1."""
+        words = [word for round in rounds for word in (round.reply.data_ptr(), at + 1)]
+        return words + [0] * (2 * rows.PLACES - len(words))
+
+    @property
+    def over(self) -> bool:
+        return self._over.query()
+
+    @property
+    def late(self) -> bool:
+        """Whether somebody was waited for in vain, and nobody answered from then on."""
+        return bool(self._late[0])
+
+    def stop(self, rescue: torch.cuda.Stream) -> None:
+        """Answer nobody from the next call on that one of them has not made. Waits for the end of that, which is near."""
+        with torch.cuda.stream(rescue):
+            self._stop.fill_(1)
+        self.wait()
+
+    def wait(self) -> None:
+        """For the end of what was begun."""
+        self._over.synchronize()
+
+
+class Alone(Run):
+    """One client's round, in its own memory."""
+
+    def __init__(self, stream: torch.cuda.Stream, round: Round, multiply: "Callable[[Work], None]") -> None:
+        super().__init__(stream, len(round.works), 2 * rows.PLACES)
+        self._works, self._multiply = round.works, multiply
+
+    def multiply(self, at: int) -> None:
+        self._multiply(self._works[at])
+
+    def page(self, rounds: list[Round], at: int) -> list[int]:
+        return []
+
+
+class Together(Run):
+    """Rounds of up to so many clients, with up to so many rows: gathered, multiplied and scattered in memory of its own."""
+
+    def __init__(self, stream: torch.cuda.Stream, round: Round, multiply: Multiply, count: int, sessions: int) -> None:
+        works = round.works
+        inputs, outputs = (max(map(len, of)) for of in zip(*((w.places.inputs, w.places.outputs) for w in works), strict=True))  # fmt: skip
+        self._after = rows.IN + 3 * sessions * inputs
+        super().__init__(stream, len(works), self._after + 3 * sessions * outputs)
+        nbytes = max(nbytes_of(work, count) for work in works)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
+        self._parts = [parts_in(scratch, work, count) for work in works]
+        self._called, self._sessions, self._multiply = round.calls, sessions, multiply
+
+    def multiply(self, at: int) -> None:
+        x, y = self._parts[at]
+        self._copy(rows.IN, x)
+        self._multiply(self._called[at], x, y)
+        self._copy(self._after, y)
+
+    def _copy(self, first: int, parts: list[Tensor]) -> None:
+        rows.copy(self.table, self.turn, first, self._sessions * len(parts), sum(part.nbytes for part in parts))
+
+    def page(self, rounds: list[Round], at: int) -> list[int]:
+        before, after = copies([round.works[at].places for round in rounds], *self._parts[at])
+        between = self._after - rows.IN - len(before)
+        behind = self.table.shape[1] - self._after - len(after)
+        return [*before, *[0] * between, *after, *[0] * behind]
+
+
+class Rounds:
+    """On one GPU, which serves several programs at the same time."""
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        alone: "Callable[[Work], None]",
+        on_over: Callable[[Hashable, float], None],
+        device: torch.device,
+    ) -> None:
+        """`multiply`: gathered rows; `alone`: what the engine does for one call; `on_over` hears what rounds of a key take."""
+        self._multiply, self._multiply_alone, self._on_over = multiply, alone, on_over
+        self._streams = itertools.cycle([torch.cuda.Stream(device, priority=-5) for _ in range(STREAMS)])
+        self._rescue = torch.cuda.Stream(device)
+        self._keys: dict[RoundKey, RoundKey] = {}
+        self._runs: OrderedDict[Hashable, list[Together]] = OrderedDict()
+        self._running: list[Run] = []
+
+    def new(self, works: "tuple[Work, ...]", reply: Tensor) -> Round:
+        """Raises `CallError` if these calls cannot be answered so."""
+        if not works or any(work.places is None or work.large for work in works):
+            raise CallError(
+                Code.UNKNOWN_OP, "a round has calls of few rows, which a program on the executor's own GPU makes"
+            )
+        if len({work.plan.rows for work in works}) > 1:
+            raise CallError(Code.UNKNOWN_OP, "the calls of a round have the same number of rows")
+        key = RoundKey(tuple(work.plan.key for work in works))
+        return Round(self._keys.setdefault(key, key), works, reply)
+
+    def __bool__(self) -> bool:
+        """Whether something was begun of which nobody has seen the end."""
+        return bool(self._running)
+
+    def begin(self, rounds: list[Round]) -> None:
+        """Answer these, which have one key, together; by itself, who is in the midst of one."""
+        fresh = sorted([round for round in rounds if not round.answered], key=lambda round: round.number)
+        for round in [round for round in rounds if round.answered] if len(fresh) != 1 else rounds:
+            self._begin_alone(round)
+        if len(fresh) > 1:
+            run = self._together(fresh)
+            run.begin(fresh)
+            self._running.append(run)
+
+    def look(self) -> None:
+        """See what is over. Who was not answered to the end goes on alone."""
+        for run in [run for run in self._running if run.over]:
+            self._running.remove(run)
+            if not run.late:
+                self._on_over(run.rounds[0].key, perf_counter() - run.begun)
+            for round in [round for round in run.rounds if run.late and not round.gone]:
+                if round.is_behind(int(round.reply.item())):
+                    self._begin_alone(round)
+
+    def leave(self, peer: Any) -> None:
+        """A client is gone: what was begun for it ends, and uses its memory no more."""
+        for run in self._running:
+            theirs = [round for round in run.rounds if round.peer is peer]
+            for round in theirs:
+                round.gone = True
+            if theirs:
+                run.stop(self._rescue)
+
+    def settle(self) -> None:
+        """Wait for the end of all that was begun."""
+        while self._running:
+            self.look()
+            sleep(1e-4)
+
+    def _begin_alone(self, round: Round) -> None:
+        run = round.alone = round.alone or Alone(next(self._streams), round, self._multiply_alone)
+        if run in self._running:  # its last answer is out, or the client would not have rung
+            self._running.remove(run)
+            run.wait()
+        first, round.answered = round.answered, 0
+        run.begin([round], first)
+        self._running.append(run)
+
+    def _together(self, rounds: list[Round]) -> Together:
+        """One that does not run yet, for so many."""
+        count, sessions = rounded(sum(round.rows for round in rounds)), power_of_two(len(rounds))
+        key = rounds[0].key, count, sessions
+        runs = self._runs.setdefault(key, [])
+        self._runs.move_to_end(key)
+        run = next((run for run in runs if run not in self._running), None)
+        if run is None:
+            run = Together(next(self._streams), rounds[0], self._multiply, count, sessions)
+            runs.append(run)
+            if len(self._runs) > RUNS_KEPT:
+                self._runs.popitem(last=False)
+        return run

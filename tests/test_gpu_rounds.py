@@ -1,0 +1,241 @@
+"""Captured steps whose calls the GPU answers as rounds, under MPS: alone, together, and over the death of either side.
+
+All that uses CUDA is a process of its own: it joins MPS only when it starts.
+"""
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import symbiosis
+from symbiosis import mps
+from symbiosis.errors import ConfigError
+from tests.conftest import tiny_llama
+from tests.processes import until, watching
+from tests.test_gpu_line import (
+    WAIT_S,
+    Processes,
+    line_of,
+    lora,
+    losses,
+    processes,
+    serve_forever,
+    train_forever,
+    trainer,
+)
+
+__all__ = ["processes"]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ROUNDING = 1e-5  # of one product, in float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_gpu() -> Iterator[None]:
+    """MPS, for the processes that are started."""
+    before = {name: os.environ.get(name) for name in (mps.PIPES, mps.LOGS)}
+    with tempfile.TemporaryDirectory() as folder:
+        if before[mps.PIPES] is None:
+            os.environ.update({mps.PIPES: f"{folder}/pipes", mps.LOGS: f"{folder}/logs"})
+        try:
+            with mps.running():
+                yield
+        except ConfigError as error:
+            pytest.skip(str(error))
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def decoders(split: nn.Module, plain: nn.Module) -> list[Callable[[Tensor], Tensor]]:
+    return [symbiosis.capture(torch.no_grad()(lambda ids, model=model: model(ids).logits)) for model in (split, plain)]
+
+
+def decode(endpoint: str, said: Any, seed: int, steps: int) -> None:
+    """How far captured logits are from those of the unsplit model, at worst; and how its calls met others."""
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    captured, reference = decoders(split, tiny_llama().cuda())
+    ids = torch.randint(3, 100, (2, 1), generator=torch.Generator().manual_seed(seed)).cuda()
+    worst = 0.0
+    for turn in range(steps):
+        x = (ids + turn) % 100
+        worst = max(worst, (captured(x) - reference(x)).abs().max().item())
+        if turn == 3:
+            said.put("captured")
+    said.put((worst, symbiosis.stats(split).mean_batch, line_of(split).rounds))
+
+
+def train(endpoint: str, said: Any) -> None:
+    """The losses of a captured split trainer, and of a captured unsplit one."""
+    models = [lora(model) for model in (symbiosis.wrap(tiny_llama().cuda(), endpoint), tiny_llama().cuda())]
+    captured = [symbiosis.capture(trainer(model)) for model in models]
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1)).cuda()
+    for turn in range(12):
+        said.put([run((ids + turn) % 100).item() for run in captured])
+    said.put(line_of(models[0]).rounds)
+
+
+def layer_alone(endpoint: str, said: Any) -> None:
+    """A step that calls the same layer twice, and returns what the executor wrote; and one that calls another every other time."""
+    model = tiny_llama().cuda()
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    ours, theirs = (m.model.layers[0].self_attn for m in (model, split))
+    x = torch.randn(2, ours.q_proj.in_features, device="cuda")
+
+    def twice(of: nn.Module) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        def step(x: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                first = of.q_proj(x)
+                return first, of.q_proj(first)
+
+        return step
+
+    captured, reference = symbiosis.capture(twice(theirs)), symbiosis.capture(twice(ours))
+    kept = []
+    for turn in range(6):
+        results, expected = captured(x + turn), reference(x + turn)
+        kept.append(all(map(torch.equal, results, expected)))
+    calls = []
+
+    def changing(x: Tensor) -> Tensor:
+        calls.append(len(calls))
+        with torch.no_grad():
+            return (theirs.q_proj if len(calls) % 2 else theirs.o_proj)(x)
+
+    other = symbiosis.capture(changing)
+    results = [other(x).clone() for _ in range(4)]
+    with torch.no_grad():
+        kept.append(torch.equal(results[-1], (ours.q_proj if len(calls) % 2 else ours.o_proj)(x)))
+    said.put((kept, line_of(split).rounds))
+
+
+def served(processes: Any, tmp_path: Path, policy: str = "opportunistic") -> tuple[Any, str]:
+    executor, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", policy)
+    return executor, ready.get(timeout=WAIT_S)
+
+
+def test_alone_nothing_differs(processes: Processes, tmp_path: Path) -> None:
+    _, endpoint = served(processes, tmp_path)
+    _, said = processes.start(decode, endpoint, 1, 40)
+    assert said.get(timeout=WAIT_S) == "captured"
+    assert said.get(timeout=WAIT_S) == (0.0, 1.0, 1)
+
+
+def test_training(processes: Processes, tmp_path: Path) -> None:
+    _, endpoint = served(processes, tmp_path)
+    _, said = processes.start(train, endpoint)
+    found = [said.get(timeout=WAIT_S) for _ in range(12)]
+    assert all(split == plain for split, plain in found), found
+    assert said.get(timeout=WAIT_S) == 1
+
+
+def test_steps_of_every_kind(processes: Processes, tmp_path: Path) -> None:
+    _, endpoint = served(processes, tmp_path)
+    _, said = processes.start(layer_alone, endpoint)
+    kept, rounds = said.get(timeout=WAIT_S)
+    assert all(kept), kept
+    assert rounds == 2
+
+
+@pytest.mark.parametrize("policy", ["immediate", "opportunistic", "lockstep"])
+def test_together(policy: str, processes: Processes, tmp_path: Path) -> None:
+    _, endpoint = served(processes, tmp_path, policy)
+    queues = [processes.start(decode, endpoint, seed, 200)[1] for seed in range(3)]
+    for said in queues:
+        assert said.get(timeout=WAIT_S) == "captured"
+    found = [said.get(timeout=WAIT_S) for said in queues]
+    assert all(worst < ROUNDING and rounds == 1 for worst, _, rounds in found), found
+    if policy == "lockstep":
+        assert max(batch for _, batch, _ in found) > 1.5, found
+    if policy == "immediate":
+        assert all(batch == 1 for _, batch, _ in found), found
+    with watching(endpoint) as look:
+        figures = look()
+        assert figures.calls >= sum(200 * 8 for _ in queues), "each call of a round counts"
+
+
+@pytest.mark.fault
+def test_the_executor_is_killed_in_the_midst_of_rounds(processes: Processes, tmp_path: Path) -> None:
+    executor, endpoint = served(processes, tmp_path)
+    _, queue = processes.start(train_forever, endpoint, 600, True)
+    assert queue.get(timeout=WAIT_S)[0] == 0
+    while (last := queue.get(timeout=WAIT_S))[0] < 9:
+        pass
+    for pause in (0.05, 0.21, 0.1, 0.13):
+        time.sleep(pause)
+        executor.kill()
+        executor.join()
+        executor, _ = served(processes, tmp_path)
+    disturbed = dict([last]) | losses(queue)
+    _, queue = processes.start(train_forever, endpoint, 600, True)
+    undisturbed = losses(queue)
+    assert all(undisturbed[turn] == loss for turn, loss in disturbed.items())
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("policy", ["opportunistic", "lockstep"])
+def test_clients_are_killed_in_the_midst_of_rounds(policy: str, processes: Processes, tmp_path: Path) -> None:
+    """Those who were answered together with them go on, with the right results."""
+    executor, endpoint = served(processes, tmp_path, policy)
+    _, bystander = processes.start(decode, endpoint, 0, 3000)
+    assert bystander.get(timeout=WAIT_S) == "captured"
+    for turn in range(4):
+        victims = [processes.start(decode, endpoint, 1 + n, 10**6) for n in range(2)]
+        for _, said in victims:
+            assert said.get(timeout=WAIT_S) == "captured"
+        time.sleep(0.1 + 0.03 * turn)
+        for process, _ in victims:
+            process.kill()
+            process.join(10)
+            assert process.exitcode == -signal.SIGKILL
+        with watching(endpoint) as look:
+            until(lambda look=look: sum(not s.observer for s in look().sessions) <= 1, "the end of their sessions")
+    worst, _, rounds = bystander.get(timeout=WAIT_S)
+    assert worst < ROUNDING and rounds == 1
+    assert executor.is_alive()
+
+
+def wait_for(words: list[int], value: int, stop: bool, seconds: float) -> tuple[list[int], bool, float]:
+    """What the executor's kernel does with these bells: whom the page answers afterwards, whether it gave up, and when."""
+    from symbiosis.kernels import rounds, rows
+
+    lies = torch.zeros(64 * len(words), dtype=torch.int32, device="cuda")
+    table = torch.zeros(2, 2 * rows.PLACES, dtype=torch.int64, device="cuda")
+    for number, word in enumerate(words):
+        lies[64 * number] = word
+        table[:, 2 * number] = lies[64 * number + 32 :].data_ptr()
+        table[:, 2 * number + 1] = value
+    turn, late = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    stopped = torch.full((1,), int(stop), dtype=torch.int32, device="cuda")
+    torch.cuda.synchronize()
+    begun = time.perf_counter()
+    rounds.wait(table, turn, stopped, late, -128, seconds)
+    torch.cuda.synchronize()
+    took = time.perf_counter() - begun
+    rows.answer(table, turn)
+    return lies.view(-1, 64)[:, 32].tolist(), bool(late[0]), took
+
+
+def test_the_kernel_waits_for_all_and_not_for_ever() -> None:
+    wait_for([1], 1, False, 1.0)  # compiles
+    assert wait_for([7, 7, 7], 7, False, 5.0)[:2] == ([7, 7, 7], False)
+    assert wait_for([7, 7, 7], 7, True, 5.0)[:2] == ([7, 7, 7], False), "nobody is missing: nothing to stop"
+    answers, late, took = wait_for([7, 6, 7], 7, False, 0.2)
+    assert answers == [0, 0, 0] and late and 0.2 <= took < 2.0
+    answers, late, took = wait_for([7, 6, 7], 7, True, 5.0)
+    assert answers == [0, 0, 0] and late and took < 1.0
+
+
+def test_without_mps_calls_go_one_by_one(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(mps.PIPES, str(tmp_path / "nothing"))
+    _, endpoint = served(processes, tmp_path)
+    _, said = processes.start(decode, endpoint, 1, 20)
+    assert said.get(timeout=WAIT_S) == "captured"
+    assert said.get(timeout=WAIT_S) == (0.0, 1.0, 0)
