@@ -16,7 +16,7 @@ examples = [
     {"input_ids": ids, "labels": ids} for ids in blocks(shouting_text(), tokenizer, length=128, count=160, seed=0)
 ]
 arguments = TrainingArguments(
-    "adapters/shouting", max_steps=20, learning_rate=1e-2, logging_steps=5, report_to=[], use_cpu=True
+    "adapters/shouting", max_steps=60, learning_rate=1e-2, logging_steps=10, report_to=[], use_cpu=True
 )
 Trainer(model, arguments, train_dataset=examples, callbacks=[symbiosis.SymbiosisCallback()]).train()
 model.save_pretrained("adapters/shouting")  # an ordinary PEFT adapter

@@ -38,6 +38,7 @@ LONGEST_S = 120.0  # that a measurement may take
 POLICY_STEPS = 300  # the same for all: `lockstep` waits for who has ended
 DECODE = Job("decode", 1, 128)
 SHORT, LONG = Job("train", 2, 64), Job("train", 2, 512)
+JOBS = {"decode": DECODE, "2x64": SHORT, "2x512": LONG}
 GENERATORS = (
     (1, Lora(8, ("q_proj", "v_proj"))),
     (2, Lora(16, ATTENTION)),
@@ -62,6 +63,7 @@ class Setting:
     folder: Path
     report: Report
     judged: bool
+    jobs: Sequence[Job]
 
     @property
     def captured(self) -> bool:
@@ -174,9 +176,9 @@ def name_of(job: Job) -> str:
 # ---------------------------------------------------------------- many programs
 
 
-def many(setting: Setting, jobs: Sequence[Job]) -> None:
+def many(setting: Setting) -> None:
     """1, 2, 4, ... programs that do the same, captured; split, then unsplit."""
-    counts = [n for n in (1, 2, 4, 8, 16, 32) if n <= setting.programs]
+    counts, jobs = [n for n in (1, 2, 4, 8, 16, 32) if n <= setting.programs], setting.jobs
     rates: dict[tuple[Job, int, str], float] = {}
     memory: dict[tuple[Job, str], int] = {}
     batch: dict[tuple[Job, int], float] = {}
@@ -368,6 +370,7 @@ def arguments() -> argparse.Namespace:
         "suites", nargs="*", choices=(*SUITES, []), help=f"of {', '.join(SUITES)}; all if none is named"
     )
     parser.add_argument("--layers", type=int, default=32, help="of the model")
+    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="what `many` programs do")
     parser.add_argument("--programs", type=int, default=8, help="at most at once")
     parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement takes")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement of one program")
@@ -379,7 +382,7 @@ def arguments() -> argparse.Namespace:
 SUITES: dict[str, Callable[[Setting], None]] = {
     "step": lambda setting: alone(setting, [LONG, SHORT]),
     "decode": lambda setting: alone(setting, [DECODE]),
-    "many": lambda setting: many(setting, [DECODE, SHORT, LONG]),
+    "many": many,
     "mixed": lambda setting: mixed(setting, LONG),
     "policies": policies,
     "call": call,
@@ -398,7 +401,8 @@ def main() -> int:
             shape, device, seconds, rounds = Shape(2, 128, 256, 4, 512), "cpu", 0.1, 1
         else:
             shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
-        setting = Setting(shape, device, seconds, rounds, args.programs, folder, report, not args.tiny)
+        jobs = [JOBS[name] for name in args.jobs]
+        setting = Setting(shape, device, seconds, rounds, args.programs, folder, report, not args.tiny, jobs)
         report.figure("layers", shape.layers)
         report.figure("mps", not (args.no_mps or args.tiny))
         for suite in args.suites or SUITES:

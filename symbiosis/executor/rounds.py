@@ -118,6 +118,7 @@ class Run:
         if table is None:
             pages = [self._answers(rounds, at) + self.page(rounds, at) for at in range(self._calls)]
             table = self._tables[numbers] = torch.tensor(pages, dtype=torch.int64, device=self._stream.device)
+            table.record_stream(self._stream)
             self._stream.wait_stream(torch.cuda.current_stream())
             if len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
