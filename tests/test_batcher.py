@@ -419,13 +419,13 @@ ROUND_S = 10 * MAX_WAIT
 
 
 def rounds_out_of_step(calls: int) -> tuple[Batcher, float]:
-    """Two sessions that make one and the same item again and again, each of so many calls, half a period apart; what each took was
-    seen. It is time for the first one."""
+    """Two sessions that make one and the same item again and again, each of so many calls, the second a third of a period later; what
+    each took was seen. It is time for the first one."""
     batcher, now = Batcher("opportunistic", MAX_WAIT, MAX_ROWS), 1.0
     for session in range(2):
         batcher.join(session)
     for turn in range(9):
-        now = 1.0 + turn * ROUND_S / 2
+        now = 1.0 + (turn // 2 + turn % 2 / 3) * ROUND_S
         if turn < 8:
             batcher.add(Item(turn % 2, "round", 1, 1, now, calls=calls))
             batch = batcher.next_batch(now)
@@ -444,14 +444,33 @@ def test_a_round_waits_for_another_as_long_as_its_calls_may() -> None:
     batcher.add(Item(0, "round", 1, 1, now, calls=100))
     assert batcher.next_batch(now) is None
     assert now + MAX_WAIT < batcher.wake_at() <= now + 100 * MAX_WAIT
-    batcher.add(Item(1, "round", 1, 1, now + ROUND_S / 2, calls=100))
-    assert answered(batcher, now + ROUND_S / 2) == [0, 1]
+    batcher.add(Item(1, "round", 1, 1, now + ROUND_S / 3, calls=100))
+    assert answered(batcher, now + ROUND_S / 3) == [0, 1]
 
 
 def test_a_single_call_does_not() -> None:
     batcher, now = rounds_out_of_step(calls=1)
     batcher.add(Item(0, "round", 1, 1, now))
     assert answered(batcher, now) == [0]
+
+
+@pytest.mark.parametrize("thinks", [0.0, 0.5, 1.5, 3.5])
+def test_rounds_of_one_thread_do_not_wait_for_each_other(thinks: float) -> None:
+    """Two sessions in turn, the second of which thinks: who waits for the other waits in vain."""
+    batcher, now, waited = Batcher("opportunistic", MAX_WAIT, MAX_ROWS, spread=4.0), 1.0, 0.0
+    for session in range(2):
+        batcher.join(session)
+    for turn in range(60):
+        arrived = now
+        batcher.add(Item(turn % 2, "round", 1, 1, now, calls=128))
+        while (batch := batcher.next_batch(now)) is None:
+            now = batcher.wake_at()
+        waited += now - arrived
+        batch.ran()
+        batcher.done(batch, ROUND_S / 10, now + ROUND_S / 10)
+        now += ROUND_S * (1 + thinks * (turn % 2))
+        batcher.took("round", ROUND_S)
+    assert waited < 0.05 * (now - 1.0)
 
 
 def test_who_has_been_silent_for_long_is_not_missed() -> None:

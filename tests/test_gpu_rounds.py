@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import symbiosis
 from symbiosis import mps
 from symbiosis.errors import ConfigError
+from symbiosis.transport import cuda_client
 from tests.conftest import tiny_llama
 from tests.processes import until, watching
 from tests.test_gpu_line import (
@@ -72,8 +73,10 @@ def decode(endpoint: str, said: Any, seed: int, steps: int) -> None:
     said.put((worst, symbiosis.stats(split).mean_batch, line_of(split).rounds))
 
 
-def train(endpoint: str, said: Any) -> None:
-    """The losses of a captured split trainer, and of a captured unsplit one."""
+def train(endpoint: str, said: Any, apart: bool) -> None:
+    """The losses of a captured split trainer, and of a captured unsplit one. `apart`: each call has a place of its own."""
+    if not apart:
+        cuda_client.MOST_APART = 0
     models = [lora(model) for model in (symbiosis.wrap(tiny_llama().cuda(), endpoint), tiny_llama().cuda())]
     captured = [symbiosis.capture(trainer(model)) for model in models]
     ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1)).cuda()
@@ -128,9 +131,10 @@ def test_alone_nothing_differs(processes: Processes, tmp_path: Path) -> None:
     assert said.get(timeout=WAIT_S) == (0.0, 1.0, 1)
 
 
-def test_training(processes: Processes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [True, False])
+def test_training(apart: bool, processes: Processes, tmp_path: Path) -> None:
     _, endpoint = served(processes, tmp_path)
-    _, said = processes.start(train, endpoint)
+    _, said = processes.start(train, endpoint, apart)
     found = [said.get(timeout=WAIT_S) for _ in range(12)]
     assert all(split == plain for split, plain in found), found
     assert said.get(timeout=WAIT_S) == 1
@@ -212,8 +216,8 @@ def wait_for(words: list[int], value: int, stop: bool, seconds: float) -> tuple[
         lies[64 * number] = word
         table[:, 2 * number] = lies[64 * number + 32 :].data_ptr()
         table[:, 2 * number + 1] = value
-    turn, late = torch.zeros(1, dtype=torch.int64, device="cuda"), torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    stopped = torch.full((1,), int(stop), dtype=torch.int32, device="cuda")
+    turn = torch.zeros(1, dtype=torch.int64, device="cuda")
+    late, stopped = (torch.full((1,), int(value), dtype=torch.int32).pin_memory() for value in (0, stop))
     torch.cuda.synchronize()
     begun = time.perf_counter()
     rounds.wait(table, turn, stopped, late, -128, seconds)
@@ -231,6 +235,18 @@ def test_the_kernel_waits_for_all_and_not_for_ever() -> None:
     assert answers == [0, 0, 0] and late and 0.2 <= took < 2.0
     answers, late, took = wait_for([7, 6, 7], 7, True, 5.0)
     assert answers == [0, 0, 0] and late and took < 1.0
+
+
+def test_who_is_never_answered_is_told() -> None:
+    from symbiosis.kernels import rounds
+
+    words, x = torch.zeros(3, 64, dtype=torch.int32, device="cuda"), torch.ones(2, 64, device="cuda")
+    error = torch.zeros(1, dtype=torch.int32).pin_memory()
+    mine = rounds.Words(words[0, :1], words[1, :1], words[2, :1], error.data_ptr(), 0xFFFF)
+    rounds.call(mine, 1, x[0], x[1], 0.1)
+    rounds.call(mine, 2, x[0], x[1], 60.0)  # and so are all after it
+    torch.cuda.synchronize()
+    assert error[0] == 0xFFFF and words[:, 0].tolist() == [2, 0, 1]
 
 
 def test_without_mps_calls_go_one_by_one(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,8 +93,7 @@ def test_a_suite_of_the_gpu_benchmark(
     bench = script("bench_gpu")
     monkeypatch.setattr(bench, "workers", workers)
     monkeypatch.setattr(bench, "prepare", lambda threads: None)  # settings of processes
-    monkeypatch.setitem(bench.SUITES, "many", lambda setting: bench.many(setting, [bench.DECODE]))
-    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", suite, "--tiny", "--programs", "2"])
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", suite, "--tiny", "--programs", "2", "--jobs", "decode"])
     assert bench.main() == 0
     figures = last_line(capsys.readouterr().out, "bench_gpu")["figures"]
     assert figures.keys() >= WANTED[suite]

@@ -6,7 +6,7 @@ as one round, without a CPU for each call (`transport.cuda_client.Round`).
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,10 @@ class Graph:
                 mine.copy_(given)
         for session, stats in self.made:
             session.stats.add(stats)
-        for line, times in self.rings:
-            line.replay(times)
-        self.graph.replay()
+        with ExitStack() as lines:
+            for line, times in self.rings:
+                lines.enter_context(line.replaying(times))
+            self.graph.replay()
         return self.result
 
 
@@ -89,10 +90,9 @@ class Captured:
     def _capture(self, arguments: Any, noted: Noted) -> Graph:
         """With rounds of what was noted, if that is what the step calls again."""
         make = kernel_of_rounds()
-        if make is not None:
-            for line, calls in noted:
-                line.compose(calls, make)
         try:
+            for line, calls in noted if make else []:
+                line.compose(calls, make)  # type: ignore[arg-type]
             graph = self._capture_with(arguments)
         finally:
             as_noted = [line.captured() for line, _ in noted]

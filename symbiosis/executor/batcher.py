@@ -35,6 +35,7 @@ CREDIT_S = 0.1  # of use that a tenant saves up while it does not call
 SLICE_S = 2e-3  # of a product that another tenant waits for
 TOGETHER = 8  # calls of one tenant in one product that another tenant may wait for
 ACTIVE_S = 1.0  # a tenant who called within this time may call again at any moment
+ROUND_WORTH = 0.5  # of what a round takes, its client's own share included, that another one less would save
 SMALLEST_SLICE = 64  # rows: products of fewer cost more for each row
 
 
@@ -122,7 +123,9 @@ class Batcher:
     def join(self, session: int, tenant: str | None = None) -> None:
         share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))
         habits = self._habits.setdefault(tenant, Habits())
-        self._sessions[session] = Rhythm(share, habits, self._patience, self.max_wait, used=self._least_used)
+        self._sessions[session] = Rhythm(
+            share, habits, self._patience, self.max_wait, self._calls, used=self._least_used
+        )
 
     def leave(self, session: int) -> list[Item]:
         """Forget a session; what it still waited for is dropped and returned."""
@@ -139,6 +142,8 @@ class Batcher:
     def add(self, item: Item) -> None:
         rhythm = self._sessions[item.session]
         rhythm.share.called = item.arrived
+        if item.calls > 1:
+            note(self._calls, item.key, item.calls)
         if not rhythm.pending:
             rhythm.share.used = max(rhythm.share.used, self._least_share - CREDIT_S)
             rhythm.used = max(rhythm.used, self._least_used)  # idleness earns no credit
@@ -147,8 +152,6 @@ class Batcher:
                 self._live[item.session] = rhythm
         rhythm.pending.append(item)
         item.whole = item.joinable and item.rows < self.join_below
-        if item.calls > 1:
-            note(self._calls, item.key, item.calls)
         queue = self._queues.get(item.key)
         if queue is None:
             queue = self._queues[item.key] = Queue()
@@ -249,7 +252,8 @@ class Batcher:
 
     def _cost_of(self, key: Hashable) -> float:
         """What one product less would save."""
-        return self.price * self._cost.get(key, 0.0)
+        worth = ROUND_WORTH if key in self._calls else self.price
+        return worth * self._cost.get(key, 0.0)
 
     def _forget_silent(self, now: float) -> None:
         """Who has long not called, and is not expected to, is not live until the next call."""
@@ -295,7 +299,8 @@ class Batcher:
             return
         coming = [rhythm.due(now) for rhythm in live]
         first, last = min(coming).expected, max(coming).expected
-        worth = min(self._spread * self._cost_of(key), self.budget(key))
+        spread = 1.0 if key in self._calls else self._spread  # what a round takes was measured beside the others
+        worth = min(spread * self._cost_of(key), self.budget(key))
         if last - first < worth:
             self._awaited = Awaited(key, len(coming), max(due.latest for due in coming), last - worth)
 

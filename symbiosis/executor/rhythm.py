@@ -1,6 +1,6 @@
 """What the batcher learns of a session: what it has used, what it tends to call next, and when."""
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -56,6 +56,7 @@ class Rhythm:
     habits: Habits  # for what it has not shown itself
     patience: float  # it is still worth waiting for at this multiple of its usual time
     grace: float  # but never for longer than this behind it
+    rounds: Container[Hashable]  # keys that may follow on themselves
     used: float = 0.0
     served: float = -inf
     pending: list[Item] = field(default_factory=list)
@@ -87,6 +88,8 @@ class Rhythm:
     def arrive_at(self, key: Hashable, cost: float) -> None:
         self.at, self.next, self.answer_s = key, self._following(key), cost
         self.pause = self.gap[key] if key in self.gap else self.habits.gap.get(key, inf)
+        if self.next == key and key not in self.rounds:
+            self.next = None
 
     @property
     def comes(self) -> bool:

@@ -9,7 +9,7 @@ go on from where they are, each by itself.
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +28,6 @@ from symbiosis.transport.line import ROUND_BELL, ROUND_REPLY
 if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
 
-STREAMS = 8
 LATE_S = 1.0  # that a client may take to make the next call of its round
 TABLES_KEPT, RUNS_KEPT = 64, 32
 _numbers = itertools.count()
@@ -43,14 +42,15 @@ class RoundKey(msgspec.Struct, frozen=True, cache_hash=True):
 class Round:
     """What one client's captured step calls, in order. All calls have the same number of rows."""
 
-    def __init__(self, key: RoundKey, works: "tuple[Work, ...]", reply: Tensor) -> None:
-        """`reply`: the word that says which call was answered last."""
-        self.key, self.works, self.reply = key, works, reply
+    def __init__(self, key: RoundKey, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor) -> None:
+        """`bell`, `reply`: the words that say which call was made last, and which answered."""
+        self.key, self.works, self.bell, self.reply = key, works, bell, reply
         self.calls: tuple[Call, ...] = tuple(work.call for work in works)
         self.number, self.peer, self.rows = next(_numbers), works[0].peer, works[0].plan.rows
         self.answered = 0  # calls of it when it begins, by an executor before us
-        self.gone = False
-        self.alone: Alone | None = None
+        self.apart = _are_apart([work.places for work in works])
+        self.gone = self.was_late = False
+        self.alone: Run | None = None
         self._seconds: dict[int, float] = {}
 
     def is_behind(self, answered: int) -> bool:
@@ -69,12 +69,11 @@ class Round:
 class Run:
     """What the GPU does for a round, again and again. A table, with a page for each call, tells whom it answers (`kernels.rows`)."""
 
-    def __init__(self, stream: torch.cuda.Stream, calls: int, width: int) -> None:
-        self._stream, self._calls = stream, calls
-        self.table = torch.empty(calls, width, dtype=torch.int64, device=stream.device)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=stream.device)
-        self._stop = torch.zeros(1, dtype=torch.int32, device=stream.device)
-        self._late = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    def __init__(self, device: torch.device, calls: int, width: int) -> None:
+        self._calls, self.stream = calls, torch.cuda.current_stream(device)
+        self.table = torch.empty(calls, width, dtype=torch.int64, device=device)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stop, self._late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
         self._over = torch.cuda.Event()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._tables: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
@@ -89,22 +88,25 @@ class Run:
         """... and what the table says of it, but for the answers."""
         raise NotImplementedError
 
-    def begin(self, rounds: list[Round], first: int = 0) -> None:
+    def begin(self, rounds: list[Round], stream: torch.cuda.Stream, first: int = 0) -> None:
         """Answer the calls of these rounds from `first` on. What was begun before is over."""
-        self.rounds, self._late[0] = rounds, 0
+        self.rounds, self.stream = rounds, stream
+        self._late[0] = self._stop[0] = 0
         table, again = self._table_of(rounds), bool(self.begun)
         self.begun = perf_counter()
-        with torch.cuda.stream(self._stream):
-            self.table.copy_(table)
-            self.turn.fill_(first)
-            self._stop.zero_()
-            if self._graph is None and again and not first:
-                self._graph = captured(self._enqueue, torch.cuda.graph_pool_handle())
-            if self._graph is None or first:
-                self._enqueue(first)
-            else:
-                self._graph.replay()
-            self._over.record()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            try:
+                self.table.copy_(table)
+                self.turn.fill_(first)
+                if self._graph is None and again and not first:
+                    self._graph = captured(self._enqueue, torch.cuda.graph_pool_handle())
+                if self._graph is None or first:
+                    self._enqueue(first)
+                else:
+                    self._graph.replay()
+            finally:  # whatever was enqueued
+                self._over.record()
 
     def _enqueue(self, first: int = 0) -> None:
         for at in range(first, self._calls):
@@ -117,9 +119,7 @@ class Run:
         table = self._tables.get(numbers)
         if table is None:
             pages = [self._answers(rounds, at) + self.page(rounds, at) for at in range(self._calls)]
-            table = self._tables[numbers] = torch.tensor(pages, dtype=torch.int64, device=self._stream.device)
-            table.record_stream(self._stream)
-            self._stream.wait_stream(torch.cuda.current_stream())
+            table = self._tables[numbers] = torch.tensor(pages, dtype=torch.int64, device=self.table.device)
             if len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
         self._tables.move_to_end(numbers)
@@ -139,10 +139,13 @@ class Run:
         """Whether somebody was waited for in vain, and nobody answered from then on."""
         return bool(self._late[0])
 
-    def stop(self, rescue: torch.cuda.Stream) -> None:
+    @property
+    def stopped(self) -> bool:
+        return bool(self._stop[0])
+
+    def stop(self) -> None:
         """Answer nobody from the next call on that one of them has not made. Waits for the end of that, which is near."""
-        with torch.cuda.stream(rescue):
-            self._stop.fill_(1)
+        self._stop[0] = 1
         self.wait()
 
     def wait(self) -> None:
@@ -151,10 +154,10 @@ class Run:
 
 
 class Alone(Run):
-    """One client's round, in its own memory."""
+    """One client's round, in its own memory: what the products write there when nobody is answered any more, nobody misses."""
 
-    def __init__(self, stream: torch.cuda.Stream, round: Round, multiply: "Callable[[Work], None]") -> None:
-        super().__init__(stream, len(round.works), 2 * rows.PLACES)
+    def __init__(self, device: torch.device, round: Round, multiply: "Callable[[Work], None]") -> None:
+        super().__init__(device, len(round.works), 2 * rows.PLACES)
         self._works, self._multiply = round.works, multiply
 
     def multiply(self, at: int) -> None:
@@ -167,13 +170,13 @@ class Alone(Run):
 class Together(Run):
     """Rounds of up to so many clients, with up to so many rows: gathered, multiplied and scattered in memory of its own."""
 
-    def __init__(self, stream: torch.cuda.Stream, round: Round, multiply: Multiply, count: int, sessions: int) -> None:
+    def __init__(self, device: torch.device, round: Round, multiply: Multiply, count: int, sessions: int) -> None:
         works = round.works
         inputs, outputs = (max(map(len, of)) for of in zip(*((w.places.inputs, w.places.outputs) for w in works), strict=True))  # fmt: skip
         self._after = rows.IN + 3 * sessions * inputs
-        super().__init__(stream, len(works), self._after + 3 * sessions * outputs)
+        super().__init__(device, len(works), self._after + 3 * sessions * outputs)
         nbytes = max(nbytes_of(work, count) for work in works)
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=stream.device)
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._parts = [parts_in(scratch, work, count) for work in works]
         self._called, self._sessions, self._multiply = round.calls, sessions, multiply
 
@@ -205,36 +208,33 @@ class Rounds:
     ) -> None:
         """`multiply`: gathered rows; `alone`: what the engine does for one call; `on_over` hears what rounds of a key take."""
         self._multiply, self._multiply_alone, self._on_over = multiply, alone, on_over
-        self._streams = itertools.cycle([torch.cuda.Stream(device, priority=-5) for _ in range(STREAMS)])
-        self._rescue = torch.cuda.Stream(device)
+        self._device, self._streams = device, list[torch.cuda.Stream]()
         self._keys: dict[RoundKey, RoundKey] = {}
         self._runs: OrderedDict[Hashable, list[Together]] = OrderedDict()
         self._running: list[Run] = []
 
-    def new(self, works: "tuple[Work, ...]", reply: Tensor) -> Round:
-        """Raises `CallError` if these calls cannot be answered so."""
-        if not works or any(work.places is None or work.large for work in works):
+    def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, again: bool) -> Round:
+        """Raises `CallError` if these calls cannot be answered so. `again`: an executor before us took them for few rows."""
+        if not works or any(work.places is None or (work.large and not again) for work in works):
             raise CallError(
                 Code.UNKNOWN_OP, "a round has calls of few rows, which a program on the executor's own GPU makes"
             )
         if len({work.plan.rows for work in works}) > 1:
             raise CallError(Code.UNKNOWN_OP, "the calls of a round have the same number of rows")
         key = RoundKey(tuple(work.plan.key for work in works))
-        return Round(self._keys.setdefault(key, key), works, reply)
+        return Round(self._keys.setdefault(key, key), works, bell, reply)
 
     def __bool__(self) -> bool:
         """Whether something was begun of which nobody has seen the end."""
         return bool(self._running)
 
     def begin(self, rounds: list[Round]) -> None:
-        """Answer these, which have one key, together; by itself, who is in the midst of one."""
-        fresh = sorted([round for round in rounds if not round.answered], key=lambda round: round.number)
-        for round in [round for round in rounds if round.answered] if len(fresh) != 1 else rounds:
+        """Answer these, which have one key, together; by itself, who is in the midst of one, or kept others waiting."""
+        fresh = sorted([r for r in rounds if not r.answered and not r.was_late], key=lambda round: round.number)
+        for round in [round for round in rounds if round not in fresh] if len(fresh) != 1 else rounds:
             self._begin_alone(round)
         if len(fresh) > 1:
-            run = self._together(fresh)
-            run.begin(fresh)
-            self._running.append(run)
+            self._begin(self._together(fresh), fresh)
 
     def look(self) -> None:
         """See what is over. Who was not answered to the end goes on alone."""
@@ -243,7 +243,9 @@ class Rounds:
             if not run.late:
                 self._on_over(run.rounds[0].key, perf_counter() - run.begun)
             for round in [round for round in run.rounds if run.late and not round.gone]:
-                if round.is_behind(int(round.reply.item())):
+                answered = int(round.reply.item())
+                if round.is_behind(answered):
+                    round.was_late = not run.stopped and int(round.bell.item()) == answered
                     self._begin_alone(round)
 
     def leave(self, peer: Any) -> None:
@@ -253,21 +255,32 @@ class Rounds:
             for round in theirs:
                 round.gone = True
             if theirs:
-                run.stop(self._rescue)
-
-    def settle(self) -> None:
-        """Wait for the end of all that was begun."""
-        while self._running:
-            self.look()
-            sleep(1e-4)
+                run.stop()
 
     def _begin_alone(self, round: Round) -> None:
-        run = round.alone = round.alone or Alone(next(self._streams), round, self._multiply_alone)
-        if run in self._running:  # its last answer is out, or the client would not have rung
-            self._running.remove(run)
-            run.wait()
+        if round.alone is None:
+            if round.apart:
+                round.alone = Alone(self._device, round, self._multiply_alone)
+            else:
+                round.alone = Together(self._device, round, self._multiply, round.rows, 1)
+        if round.alone in self._running:  # its last answer is out, or the client would not have rung
+            self._running.remove(round.alone)
+            round.alone.wait()
         first, round.answered = round.answered, 0
-        run.begin([round], first)
+        self._begin(round.alone, [round], first)
+
+    def _begin(self, run: Run, rounds: list[Round], first: int = 0) -> None:
+        """On a stream where no other one waits for its clients."""
+        used = {other.stream for other in self._running}
+        stream = next((stream for stream in self._streams if stream not in used), None)
+        if stream is None:
+            stream = torch.cuda.Stream(self._device, priority=-5)
+            self._streams.append(stream)
+        try:
+            run.begin(rounds, stream, first)
+        except BaseException:
+            run.stop()
+            raise
         self._running.append(run)
 
     def _together(self, rounds: list[Round]) -> Together:
@@ -278,8 +291,18 @@ class Rounds:
         self._runs.move_to_end(key)
         run = next((run for run in runs if run not in self._running), None)
         if run is None:
-            run = Together(next(self._streams), rounds[0], self._multiply, count, sessions)
+            run = Together(self._device, rounds[0], self._multiply, count, sessions)
             runs.append(run)
             if len(self._runs) > RUNS_KEPT:
                 self._runs.popitem(last=False)
         return run
+
+
+def _are_apart(places: "list[Any]") -> bool:
+    """Whether no two calls share memory."""
+    spans = sorted(
+        (address, address + place.rows * nbytes)
+        for place in places
+        for address, nbytes in (*place.inputs, *place.outputs)
+    )
+    return all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

@@ -373,13 +373,13 @@ class Server:
         self.engine.place(work)
         return work
 
-    def compose(self, peer: Peer, number: int, works: Sequence[Work], reply: Tensor, again: bool) -> Work:
+    def compose(self, peer: Peer, number: int, works: Sequence[Work], bell: Tensor, reply: Tensor, again: bool) -> Work:
         if self.engine.rounds is None or (self.engine.shares_time and not again):
             raise CallError(
                 Code.UNKNOWN_OP,
                 "calls are answered one by one here: MPS does not serve the executor, or Triton is missing",
             )
-        round = self.engine.rounds.new(tuple(works), reply)
+        round = self.engine.rounds.new(tuple(works), bell, reply, again)
         first, plan = works[0], plan_of_round(round.key, [work.plan for work in works])
         priority = max(
             work.priority for work in works

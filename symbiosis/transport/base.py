@@ -107,8 +107,10 @@ class Inbox(Protocol):
         """A call that will come again and again, by this number, with payload and reply always in the same places."""
         ...
 
-    def compose(self, peer: Peer, number: int, prepared: Sequence[Any], reply: Tensor, again: bool) -> Any:
-        """... or a round of such calls, in this order, which the device answers by itself, by writing their numbers to a word;
+    def compose(
+        self, peer: Peer, number: int, prepared: Sequence[Any], bell: Tensor, reply: Tensor, again: bool
+    ) -> Any:
+        """... or a round of such calls, in this order, which the device answers by itself, by reading and writing their numbers in two words;
         raises `CallError` if it cannot. `again`: another executor could."""
         ...
 

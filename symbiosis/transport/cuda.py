@@ -46,8 +46,11 @@ from symbiosis.transport.line import (
     LET_GO,
     LONGEST_ERROR,
     MAX_CALLS,
+    ROUND_BELL,
     ROUND_REPLY,
+    ROUNDS_OVER,
     SLEEPS,
+    VOID,
     aligned,
 )
 from symbiosis.transport.slab import MAX_CONTROL
@@ -180,9 +183,9 @@ class DevicePeer:
         if len(message.calls) > MAX_CALLS or self._segments[0].nbytes < FIRST_BYTES:
             raise CallError(Code.BAD_FRAME, "there is no room for such a round")
         first = self._segments[0]
-        reply = first.tensor(ROUND_REPLY, "int32", (1,))
+        bell, reply = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY))
         calls = [self._calls[number] for number in message.calls]
-        self._calls[message.number] = self._inbox.compose(self, message.number, calls, reply, message.again)
+        self._calls[message.number] = self._inbox.compose(self, message.number, calls, bell, reply, message.again)
         self._rounds.add(message.number)
         self._replies[message.number] = MemOps([MemOp(WRITE_32, first.address + ROUND_REPLY, LET_GO & 0xFFFFFFFF)])
 
@@ -221,8 +224,8 @@ class DevicePeer:
     def _resume(self) -> None:
         """Look at the bell from now on; a call that an executor before us did not answer has come again."""
         number = self.words[CURRENT]
-        if number and not self.words[BELL] and self._is_unanswered(number):
-            self.words[BELL] = number
+        if number and not self.words[BELL] and self._is_unanswered(number) and self.words[CURRENT] == number:
+            self.words[BELL] = self.words[BELL] or number  # meanwhile it may have gone on, and rung
         self._looking = True
 
     def _is_unanswered(self, number: int) -> bool:
@@ -325,10 +328,11 @@ class DevicePeer:
         os.close(self._awake)
         self._inbox.settle(self)
         if (
-            self._gone and self.words[CURRENT] in self._rounds
-        ):  # in the midst of one, perhaps: its process ends when its kernels do
-            self._replies[self.words[CURRENT]].enqueue(self._inbox.stream)
-            self._word(ROUND_REPLY)
+            self._gone and self._looking and self._rounds
+        ):  # its process ends when its kernels do, and they may wait for us
+            self.words[ERROR] = VOID
+            MemOps([MemOp(WRITE_32, self._segments[0].address + ROUNDS_OVER, 1)]).enqueue(self._inbox.stream)
+            self._word(ROUNDS_OVER)
         self._calls.clear()
         self._remote.clear()
         for memory in self._segments:

@@ -13,10 +13,11 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -61,10 +62,11 @@ from symbiosis.transport.line import (
     ERROR_LENGTH,
     ERROR_TEXT,
     FIRST_BYTES,
-    LET_GO,
     ROUND_BELL,
     ROUND_REPLY,
+    ROUNDS_OVER,
     SLEEPS,
+    VOID,
     aligned,
 )
 from symbiosis.transport.slab import MAX_CONTROL
@@ -98,7 +100,19 @@ class Shaped:
     prepared: Prepared
 
 
-MakeCall = Callable[[Tensor, Tensor, int, Tensor, Tensor, float], None]  # as `kernels.rounds.call`
+class RoundWords(NamedTuple):
+    """What a round is made by: words in device memory, and addresses of words in the host's."""
+
+    bell: Tensor
+    reply: Tensor
+    over: Tensor
+    error: int
+    void: int
+    current: int
+    number: int
+
+
+MakeCall = Callable[[Any, int, Tensor, Tensor, float], None]  # as `kernels.rounds.call`
 
 
 class Round:
@@ -109,18 +123,17 @@ class Round:
         compose: Compose,
         prepared: list[Prepared],
         apart: bool,
-        first: DeviceMemory,
-        words: Words,
+        words: "RoundWords",
         make: MakeCall,
         seconds: float,
     ) -> None:
-        """`apart`: each call has a place of its own, where nobody writes until the graph runs again. `seconds`: that the stream waits
-        for an answer when this process may be dead."""
-        self.compose, self._prepared, self._apart, self._make, self._seconds = compose, prepared, apart, make, seconds
-        self._bell, self._reply = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY))
+        """`apart`: each call has a place of its own, where nobody writes until a graph runs again. `seconds`: how long the stream
+        waits for an answer if this process does not say that there will be none, because it stands still."""
+        self.compose, self._prepared, self._apart = compose, prepared, apart
+        self._words, self._make, self._seconds = words, make, seconds
         self._begin = MemOps([
-            MemOp(WRITE_32, words.at(CURRENT), 0), MemOp(WRITE_32, first.address + ROUND_BELL, 0),
-            MemOp(WRITE_32, first.address + ROUND_REPLY, 0), MemOp(WRITE_32, words.at(BELL), compose.number),
+            MemOp(WRITE_32, words.current, 0), MemOp(WRITE_32, words.bell.data_ptr(), 0),
+            MemOp(WRITE_32, words.reply.data_ptr(), 0), MemOp(WRITE_32, words.number, compose.number),
         ])  # fmt: skip
         self.made = 0
 
@@ -137,7 +150,7 @@ class Round:
             self._begin.enqueue(stream)
         prepared = self._prepared[self.made]
         self.made += 1
-        self._make(self._bell, self._reply, self.made, x.reshape(call.shape), prepared.payload[0], self._seconds)
+        self._make(self._words, self.made, x.reshape(call.shape), prepared.payload[0], self._seconds)
         outs = cut(prepared.out, shapes)
         return [out.data if self._apart else out.clone() for out in outs]
 
@@ -248,13 +261,15 @@ class DeviceLine:
         if words[SLEEPS]:
             os.eventfd_write(self._awake, 1)
 
-    def replay(self, calls: int) -> None:
-        """A graph is about to ring so often on the current stream."""
+    @contextmanager
+    def replaying(self, times: int) -> Iterator[None]:
+        """In the block a graph is enqueued that rings so often on the current stream, and no other call."""
         with self._calls:
             if self._failed or self.words[ERROR]:
                 self._raise()
             self._follow(torch._C._cuda_getCurrentRawStream(self._index))
-            self.announce(calls)
+            self.announce(times)
+            yield
 
     # ------------------------------------------------------------------ captured steps
 
@@ -286,6 +301,7 @@ class DeviceLine:
         sizes = [sum(map(aligned, call.parts)) + aligned(p.out.nbytes) for call, p in zip(calls, prepared, strict=True)]
         apart = sum(sizes) <= MOST_APART
         try:
+            self._ask(Compose(next(self._numbers), tuple(p.register.number for p in prepared)))  # whether that can be
             if apart:
                 if sum(sizes) > self._segments[-1].nbytes:
                     self._grow(sum(sizes))
@@ -297,7 +313,12 @@ class DeviceLine:
             logger.info("the calls of a captured step are made one by one: %s", error.message)
             return None
         seconds = 2 * (self._patience + JOIN_S)
-        return Round(replace(compose, again=True), prepared, apart, self._segments[0], self._words, make, seconds)
+        return Round(replace(compose, again=True), prepared, apart, self._round_words(), make, seconds)
+
+    def _round_words(self) -> RoundWords:
+        first, words = self._segments[0], self._words
+        bell, reply, over = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY, ROUNDS_OVER))
+        return RoundWords(bell, reply, over, words.at(ERROR), VOID, words.at(CURRENT), words.at(BELL))
 
     @property
     def batched(self) -> int:
@@ -318,6 +339,12 @@ class DeviceLine:
 
     def _raise(self) -> None:
         if self._failed:
+            raise self._failed
+        if self.words[ERROR] == VOID:
+            self._failed = CallError(
+                Code.RESOURCE,
+                "nobody answered a call of a captured step, and what was computed since is void: begin anew",
+            )
             raise self._failed
         length = self.words[ERROR_LENGTH]
         text = bytes(self._words.memory[4 * ERROR_TEXT : 4 * ERROR_TEXT + length]).decode(errors="replace")
@@ -479,7 +506,7 @@ class DeviceLine:
                 waited_for, first = self.words[BELL] or self.words[CURRENT], self._segments[0].address
                 answers = [
                     MemOp(WRITE_32, first, waited_for),
-                    MemOp(WRITE_32, first + ROUND_REPLY, LET_GO & 0xFFFFFFFF),
+                    MemOp(WRITE_32, first + ROUNDS_OVER, 1),
                 ]
                 MemOps(answers).enqueue(self._rescue.cuda_stream)
                 time.sleep(50e-6)

@@ -19,9 +19,10 @@ LONGEST_ERROR = 1024
 
 # A captured step makes its calls in one round: its stream clears `CURRENT` and these two words of the first segment (at these
 # bytes), rings once for the round, and then makes each call through them, as `kernels.rounds` says. So here, too, the words say
-# at any moment which call is unanswered. `LET_GO` instead of a number ends all waiting.
-ROUND_BELL, ROUND_REPLY, LET_GO = 128, 256, -1
-FIRST_BYTES = 384
+# at any moment which call is unanswered. `LET_GO` instead of a number ends the waiting of the round; a third word, once it is not
+# zero, that of all rounds. What is computed then is void, and the client's CPU is told (`VOID` in `ERROR`, if nobody else tells it).
+ROUND_BELL, ROUND_REPLY, ROUNDS_OVER, LET_GO, VOID = 128, 256, 384, -1, 0xFFFF
+FIRST_BYTES = 512
 
 MAX_CALLS = 1 << 16  # registered by one client
 ALIGNED = 256

@@ -278,7 +278,9 @@ class Listener:
         return found
 
     def _peers_changed(self) -> None:
-        self._looks = tuple(peer.look for peer in self._peers)
+        """Once no more clients are let in, bells of GPUs are left for a successor, who finds them where they are."""
+        stays = self._socket.fileno() >= 0
+        self._looks = tuple(peer.look for peer in self._peers if stays or peer.transport != "cuda")
 
     def busy(self) -> bool:
         return any(peer.busy for peer in self._peers)
@@ -308,6 +310,7 @@ class Listener:
         if self._socket.fileno() >= 0:
             self.reactor.forget(self._socket.fileno())
             self._socket.close()
+            self._peers_changed()
             with suppress(OSError):
                 if self._path.stat().st_ino == self._inode:  # else a successor already listens here
                     self._path.unlink()
