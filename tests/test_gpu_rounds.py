@@ -243,8 +243,8 @@ def test_who_is_never_answered_is_told() -> None:
     words, x = torch.zeros(3, 64, dtype=torch.int32, device="cuda"), torch.ones(2, 64, device="cuda")
     error = torch.zeros(1, dtype=torch.int32).pin_memory()
     mine = rounds.Words(words[0, :1], words[1, :1], words[2, :1], error.data_ptr(), 0xFFFF)
-    rounds.call(mine, 1, x[0], x[1], 0.1)
-    rounds.call(mine, 2, x[0], x[1], 60.0)  # and so are all after it
+    rounds.call(mine, 0.1, 1, x[0], x[1])
+    rounds.call(mine, 60.0, 2, x[0], x[1])  # and so are all after it
     torch.cuda.synchronize()
     assert error[0] == 0xFFFF and words[:, 0].tolist() == [2, 0, 1]
 

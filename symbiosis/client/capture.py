@@ -21,7 +21,7 @@ from symbiosis.errors import CaptureError
 from symbiosis.protocol import Call
 
 if TYPE_CHECKING:
-    from symbiosis.transport.cuda_client import DeviceLine, MakeCall
+    from symbiosis.transport.cuda_client import DeviceLine
 
 Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
 WARM_UP = 2  # calls of new shapes that run as they are, so that all is allocated and registered before a graph is made
@@ -89,10 +89,10 @@ class Captured:
 
     def _capture(self, arguments: Any, noted: Noted) -> Graph:
         """With rounds of what was noted, if that is what the step calls again."""
-        make = kernel_of_rounds()
+        kernel = kernel_of_rounds()
         try:
-            for line, calls in noted if make else []:
-                line.compose(calls, make)  # type: ignore[arg-type]
+            for line, calls in noted if kernel else []:
+                line.compose(calls, kernel)
             graph = self._capture_with(arguments)
         finally:
             as_noted = [line.captured() for line, _ in noted]
@@ -140,7 +140,7 @@ def noting() -> Iterator[Noted]:
 
 
 @cache
-def kernel_of_rounds() -> "MakeCall | None":
+def kernel_of_rounds() -> Any:
     """What makes a call of a round; nothing where programs take turns on the GPU, or without Triton."""
     if mps.state(mps.places()[0]) is mps.State.ABSENT:
         return None
@@ -149,7 +149,7 @@ def kernel_of_rounds() -> "MakeCall | None":
     except ImportError:
         return None
     rounds.warm_up(torch.device("cuda"))
-    return rounds.call
+    return rounds
 
 
 def _owned(result: Any) -> Any:

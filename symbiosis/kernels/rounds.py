@@ -77,7 +77,7 @@ def _wait(  # type: ignore[no-untyped-def]
         tl.store(late, 1)
 
 
-def call(words: Words, number: int, rows: Tensor, place: Tensor, seconds: float) -> None:
+def call(words: Words, seconds: float, number: int, rows: Tensor, place: Tensor) -> None:
     """Copy the rows to their place, make the call of this number, and wait until it is answered, the reply word becomes `LET_GO`, or
     `over` is not zero, as it is after so many seconds."""
     count = rows.nbytes // WORD
@@ -101,4 +101,4 @@ def wait(table: Tensor, turn: Tensor, stop: Tensor, late: Tensor, behind: int, s
 def warm_up(device: torch.device) -> None:
     """CUDA loads the client's kernel now: while a stream waits, it could not."""
     words, rows = torch.ones(3, 64, dtype=torch.int32, device=device), torch.ones(2, 64, device=device)
-    call(Words(words[0, :1], words[1, :1], words[2, :1], words.data_ptr(), 0xFFFF), 1, rows[0], rows[1], 60.0)
+    call(Words(words[0, :1], words[1, :1], words[2, :1], words.data_ptr(), 0xFFFF), 60.0, 1, rows[0], rows[1])

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from msgspec.structs import replace
@@ -52,6 +53,7 @@ from symbiosis.transport.cuda_driver import (
     fill,
     why_not,
 )
+from symbiosis.transport.cuda_round import Round
 from symbiosis.transport.line import (
     BATCHED,
     BEAT,
@@ -75,7 +77,6 @@ from symbiosis.transport.tensors import Shapes, cut
 logger = logging.getLogger("symbiosis")
 FIRST_SEGMENT = 64 << 20
 MOST_APART = 64 << 20  # bytes: what the calls of a captured step may take so that their results need not be copied
-OTHER = -1
 JOIN_S = 10.0  # an executor may take to let us in
 PAUSE_S = 0.05  # between two attempts to find an executor again
 
@@ -98,61 +99,6 @@ class Shaped:
     x: Tensor
     outs: list[Tensor]
     prepared: Prepared
-
-
-class RoundWords(NamedTuple):
-    """What a round is made by: words in device memory, and addresses of words in the host's."""
-
-    bell: Tensor
-    reply: Tensor
-    over: Tensor
-    error: int
-    void: int
-    current: int
-    number: int
-
-
-MakeCall = Callable[[Any, int, Tensor, Tensor, float], None]  # as `kernels.rounds.call`
-
-
-class Round:
-    """The calls of a captured step, which the executor's GPU answers one after another once it was told that they begin."""
-
-    def __init__(
-        self,
-        compose: Compose,
-        prepared: list[Prepared],
-        apart: bool,
-        words: "RoundWords",
-        make: MakeCall,
-        seconds: float,
-    ) -> None:
-        """`apart`: each call has a place of its own, where nobody writes until a graph runs again. `seconds`: how long the stream
-        waits for an answer if this process does not say that there will be none, because it stands still."""
-        self.compose, self._prepared, self._apart = compose, prepared, apart
-        self._words, self._make, self._seconds = words, make, seconds
-        self._begin = MemOps([
-            MemOp(WRITE_32, words.current, 0), MemOp(WRITE_32, words.bell.data_ptr(), 0),
-            MemOp(WRITE_32, words.reply.data_ptr(), 0), MemOp(WRITE_32, words.number, compose.number),
-        ])  # fmt: skip
-        self.made = 0
-
-    @property
-    def complete(self) -> bool:
-        return self.made == len(self._prepared)
-
-    def call(self, call: Call, x: Tensor, shapes: Shapes, stream: int) -> list[Tensor] | None:
-        """What becomes of it, if it is the next one."""
-        if not 0 <= self.made < len(self._prepared) or self._prepared[self.made].call != call:
-            self.made = OTHER
-            return None
-        if not self.made:
-            self._begin.enqueue(stream)
-        prepared = self._prepared[self.made]
-        self.made += 1
-        self._make(self._words, self.made, x.reshape(call.shape), prepared.payload[0], self._seconds)
-        outs = cut(prepared.out, shapes)
-        return [out.data if self._apart else out.clone() for out in outs]
 
 
 class DeviceLine:
@@ -273,11 +219,12 @@ class DeviceLine:
 
     # ------------------------------------------------------------------ captured steps
 
-    def compose(self, calls: tuple[Call, ...], make: MakeCall) -> None:
-        """A step that made these calls is about to be captured: they will be a round, if the executor agrees."""
+    def compose(self, calls: tuple[Call, ...], kernel: Any) -> None:
+        """A step that made these calls is about to be captured: they will be a round, if the executor agrees. `kernel`: the module
+        `kernels.rounds`."""
         with self._calls:
             if calls and calls not in self._rounds:
-                self._rounds[calls] = self._composed(calls, make)
+                self._rounds[calls] = self._composed(calls, kernel)
             self._round = self._rounds.get(calls)
             if self._round:
                 self._round.made = 0
@@ -296,7 +243,7 @@ class DeviceLine:
         """Whether it lies where replies do."""
         return any(memory.address <= tensor.data_ptr() < memory.address + memory.nbytes for memory in self._segments)
 
-    def _composed(self, calls: tuple[Call, ...], make: MakeCall) -> Round | None:
+    def _composed(self, calls: tuple[Call, ...], kernel: Any) -> Round | None:
         prepared = [self._prepared[call] for call in calls]
         sizes = [sum(map(aligned, call.parts)) + aligned(p.out.nbytes) for call, p in zip(calls, prepared, strict=True)]
         apart = sum(sizes) <= MOST_APART
@@ -312,13 +259,16 @@ class DeviceLine:
         except CallError as error:
             logger.info("the calls of a captured step are made one by one: %s", error.message)
             return None
-        seconds = 2 * (self._patience + JOIN_S)
-        return Round(replace(compose, again=True), prepared, apart, self._round_words(), make, seconds)
-
-    def _round_words(self) -> RoundWords:
         first, words = self._segments[0], self._words
         bell, reply, over = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY, ROUNDS_OVER))
-        return RoundWords(bell, reply, over, words.at(ERROR), VOID, words.at(CURRENT), words.at(BELL))
+        begin = MemOps([
+            MemOp(WRITE_32, words.at(CURRENT), 0), MemOp(WRITE_32, bell.data_ptr(), 0),
+            MemOp(WRITE_32, reply.data_ptr(), 0), MemOp(WRITE_32, words.at(BELL), compose.number),
+        ])  # fmt: skip
+        # if this process does not say that there will be no answer, because it stands still, the stream goes on at some time
+        seconds = 2 * (self._patience + JOIN_S)
+        make = partial(kernel.call, kernel.Words(bell, reply, over, words.at(ERROR), VOID), seconds)
+        return Round(replace(compose, again=True), prepared, apart, begin, make)
 
     @property
     def batched(self) -> int:
