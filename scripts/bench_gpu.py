@@ -64,6 +64,7 @@ class Setting:
     report: Report
     judged: bool
     jobs: Sequence[Job]
+    options: dict[str, Any]  # of every executor
 
     @property
     def captured(self) -> bool:
@@ -77,7 +78,7 @@ class Setting:
     def executor(self, **options: Any) -> Iterator[str]:
         """The endpoint of a new one."""
         endpoint = f"local://{self.folder}/executor.sock"
-        with workers(Serving, [(self.shape, self.device, endpoint, options)]):
+        with workers(Serving, [(self.shape, self.device, endpoint, self.options | options)]):
             yield endpoint
 
     def bar(self, name: str, value: float, relation: Any, bar: float) -> None:
@@ -374,6 +375,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=8, help="at most at once")
     parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement takes")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement of one program")
+    parser.add_argument("--serve-rounds", action="store_true", help="start executors with --rounds")
     parser.add_argument("--no-mps", action="store_true", help="let the processes take turns on the GPU")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether all runs, not how fast")
     return parser.parse_args()
@@ -402,7 +404,9 @@ def main() -> int:
         else:
             shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
         jobs = [JOBS[name] for name in args.jobs]
-        setting = Setting(shape, device, seconds, rounds, args.programs, folder, report, not args.tiny, jobs)
+        options = {"rounds": True} if args.serve_rounds else {}
+        setting = Setting(shape, device, seconds, rounds, args.programs, folder, report, not args.tiny, jobs, options)
+        report.figure("rounds", args.serve_rounds)
         report.figure("layers", shape.layers)
         report.figure("mps", not (args.no_mps or args.tiny))
         for suite in args.suites or SUITES:

@@ -68,11 +68,16 @@ MODELS = {"llama": tiny_llama, "mixtral": tiny_mixtral}
 
 
 def serve_forever(
-    where: str, ready: Any, policy: str = "opportunistic", name: str = "llama", dtype: torch.dtype = torch.float32
+    where: str,
+    ready: Any,
+    policy: str = "opportunistic",
+    name: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
 ) -> None:
     model = MODELS[name]().to("cuda", dtype)
     url = where if "://" in where else f"local://{where}"
-    with symbiosis.Executor(model, listen=[url], policy=policy, heartbeat_s=2.0) as executor:
+    with symbiosis.Executor(model, listen=[url], policy=policy, heartbeat_s=2.0, **options) as executor:
         ready.put(executor.endpoint)
         while os.getppid() != 1:
             time.sleep(0.1)

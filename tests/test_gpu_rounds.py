@@ -119,8 +119,12 @@ def layer_alone(endpoint: str, said: Any) -> None:
     said.put((kept, line_of(split).rounds))
 
 
+def serve_rounds(where: str, ready: Any, policy: str) -> None:
+    serve_forever(where, ready, policy, rounds=True)
+
+
 def served(processes: Any, tmp_path: Path, policy: str = "opportunistic") -> tuple[Any, str]:
-    executor, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", policy)
+    executor, ready = processes.start(serve_rounds, f"{tmp_path}/executor.sock", policy)
     return executor, ready.get(timeout=WAIT_S)
 
 

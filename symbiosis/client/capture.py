@@ -41,12 +41,14 @@ class Graph:
         for mine, given in zip(tree_leaves(self.arguments), tree_leaves(arguments), strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given)
+        with ExitStack() as lines:
+            for line, _ in self.rings:
+                lines.enter_context(line.replaying())
+            for line, times in self.rings:
+                line.announce(times)
+            self.graph.replay()
         for session, stats in self.made:
             session.stats.add(stats)
-        with ExitStack() as lines:
-            for line, times in self.rings:
-                lines.enter_context(line.replaying(times))
-            self.graph.replay()
         return self.result
 
 
@@ -148,7 +150,6 @@ def kernel_of_rounds() -> Any:
         from symbiosis.kernels import rounds
     except ImportError:
         return None
-    rounds.warm_up(torch.device("cuda"))
     return rounds
 
 

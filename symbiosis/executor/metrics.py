@@ -148,12 +148,14 @@ class Figures:
 
     def answered(self, work: Any, reply: Reply) -> None:
         """A call, or all of a round."""
-        for call in work.calls:
-            line = self._line(call)
+        line = self._line(work.call)
+        line.wait_s += reply.wait_us / 1e6
+        if work.round is None:
             line.calls += 1
-            line.rows += call.rows
-        self._line(work.call).wait_s += reply.wait_us / 1e6
-        self.bytes[work.peer.transport] += work.plan.held if work.round else work.call.nbytes + reply.nbytes
+            line.rows += work.call.rows
+            self.bytes[work.peer.transport] += work.call.nbytes + reply.nbytes
+        else:
+            self._called([work])
         if reply.code is not Code.OK:
             self.refused(reply.code)
 

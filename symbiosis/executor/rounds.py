@@ -7,6 +7,7 @@ go on from where they are, each by itself.
 """
 
 import itertools
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from time import perf_counter
@@ -17,17 +18,22 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
+from symbiosis.executor.engine import call_error
 from symbiosis.executor.joined import Multiply, copies, nbytes_of, parts_in, power_of_two, rounded
+from symbiosis.executor.log import log
 from symbiosis.executor.plan import Key
 from symbiosis.kernels import rounds as kernel
 from symbiosis.kernels import rows
 from symbiosis.kernels.graphs import captured
 from symbiosis.protocol import Call
+from symbiosis.transport.base import refuse
+from symbiosis.transport.cuda_driver import new_stream
 from symbiosis.transport.line import ROUND_BELL, ROUND_REPLY
 
 if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
 
+HIGHEST = -5  # priority, or what the GPU has
 LATE_S = 1.0  # that a client may take to make the next call of its round
 TABLES_KEPT, RUNS_KEPT = 64, 32
 _numbers = itertools.count()
@@ -75,9 +81,11 @@ class Run:
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
         self._stop, self._late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
         self._over = torch.cuda.Event()
-        self._graph: torch.cuda.CUDAGraph | None = None
+        # each for the stream on which it was captured, and only there: cuBLAS's workspace is the stream's. None: it ran there once.
+        self.graphs: dict[torch.cuda.Stream, torch.cuda.CUDAGraph | None] = {}
+        self._captures = True
         self._tables: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        self.begun = 0.0
+        self.begun, self.replayed = 0.0, False
         self.rounds: list[Round] = []
 
     def multiply(self, at: int) -> None:
@@ -92,21 +100,33 @@ class Run:
         """Answer the calls of these rounds from `first` on. What was begun before is over."""
         self.rounds, self.stream = rounds, stream
         self._late[0] = self._stop[0] = 0
-        table, again = self._table_of(rounds), bool(self.begun)
+        table = self._table_of(rounds)
         self.begun = perf_counter()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             try:
                 self.table.copy_(table)
                 self.turn.fill_(first)
-                if self._graph is None and again and not first:
-                    self._graph = captured(self._enqueue, torch.cuda.graph_pool_handle())
-                if self._graph is None or first:
+                graph = None if first else self._graph_on(stream)
+                self.replayed = graph is not None
+                if graph is None:
                     self._enqueue(first)
                 else:
-                    self._graph.replay()
+                    graph.replay()
             finally:  # whatever was enqueued
                 self._over.record()
+
+    def _graph_on(self, stream: torch.cuda.Stream) -> "torch.cuda.CUDAGraph | None":
+        """From the second time on."""
+        if stream not in self.graphs or not self._captures:
+            self.graphs[stream] = None
+        elif self.graphs[stream] is None:
+            try:
+                self.graphs[stream] = captured(self._enqueue, torch.cuda.graph_pool_handle())
+            except RuntimeError as error:
+                self._captures = False
+                log(logging.WARNING, "a round cannot be captured", error=str(error).splitlines()[0])
+        return self.graphs[stream]
 
     def _enqueue(self, first: int = 0) -> None:
         for at in range(first, self._calls):
@@ -209,13 +229,14 @@ class Rounds:
         """`multiply`: gathered rows; `alone`: what the engine does for one call; `on_over` hears what rounds of a key take."""
         self._multiply, self._multiply_alone, self._on_over = multiply, alone, on_over
         self._device, self._streams = device, list[torch.cuda.Stream]()
+        self.draining = False  # who is not answered to the end goes on at the executor that comes next
         self._keys: dict[RoundKey, RoundKey] = {}
         self._runs: OrderedDict[Hashable, list[Together]] = OrderedDict()
         self._running: list[Run] = []
 
-    def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, again: bool) -> Round:
-        """Raises `CallError` if these calls cannot be answered so. `again`: an executor before us took them for few rows."""
-        if not works or any(work.places is None or (work.large and not again) for work in works):
+    def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, most: float) -> Round:
+        """Raises `CallError` if these calls cannot be answered so, or one has `most` rows or more."""
+        if not works or any(work.places is None or work.plan.rows >= most for work in works):
             raise CallError(
                 Code.UNKNOWN_OP, "a round has calls of few rows, which a program on the executor's own GPU makes"
             )
@@ -230,23 +251,29 @@ class Rounds:
 
     def begin(self, rounds: list[Round]) -> None:
         """Answer these, which have one key, together; by itself, who is in the midst of one, or kept others waiting."""
+        if len(rounds) > rows.PLACES:
+            raise ValueError(f"{len(rounds)} rounds do not fit a page")
+        if len(rounds) == 1:
+            self._begin_alone(rounds[0])
+            return
         fresh = sorted([r for r in rounds if not r.answered and not r.was_late], key=lambda round: round.number)
-        for round in [round for round in rounds if round not in fresh] if len(fresh) != 1 else rounds:
-            self._begin_alone(round)
         if len(fresh) > 1:
             self._begin(self._together(fresh), fresh)
+        for round in [round for round in rounds if len(fresh) < 2 or round not in fresh]:
+            self._go_on(round)
 
     def look(self) -> None:
         """See what is over. Who was not answered to the end goes on alone."""
         for run in [run for run in self._running if run.over]:
             self._running.remove(run)
-            if not run.late:
-                self._on_over(run.rounds[0].key, perf_counter() - run.begun)
-            for round in [round for round in run.rounds if run.late and not round.gone]:
+            rounds, run.rounds = run.rounds, []
+            if run.replayed and not run.late:
+                self._on_over(rounds[0].key, perf_counter() - run.begun)
+            for round in [round for round in rounds if run.late and not round.gone and not self.draining]:
                 answered = int(round.reply.item())
                 if round.is_behind(answered):
                     round.was_late = not run.stopped and int(round.bell.item()) == answered
-                    self._begin_alone(round)
+                    self._go_on(round)
 
     def leave(self, peer: Any) -> None:
         """A client is gone: what was begun for it ends, and uses its memory no more."""
@@ -256,6 +283,13 @@ class Rounds:
                 round.gone = True
             if theirs:
                 run.stop()
+
+    def _go_on(self, round: Round) -> None:
+        """By itself. A failure is its client's alone."""
+        try:
+            self._begin_alone(round)
+        except Exception as error:  # whatever it is: the executor has other clients
+            refuse(round.peer, 0, call_error(error))
 
     def _begin_alone(self, round: Round) -> None:
         if round.alone is None:
@@ -272,10 +306,11 @@ class Rounds:
     def _begin(self, run: Run, rounds: list[Round], first: int = 0) -> None:
         """On a stream where no other one waits for its clients."""
         used = {other.stream for other in self._running}
-        stream = next((stream for stream in self._streams if stream not in used), None)
-        if stream is None:
-            stream = torch.cuda.Stream(self._device, priority=-5)
-            self._streams.append(stream)
+        free = [stream for stream in self._streams if stream not in used]
+        if not free:
+            free = [new_stream(self._device, HIGHEST)]
+            self._streams += free
+        stream = max(free, key=lambda stream: (run.graphs.get(stream) is not None, stream in run.graphs))
         try:
             run.begin(rounds, stream, first)
         except BaseException:

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import platform
 import threading
@@ -248,6 +249,8 @@ class Server:
     def _stop_listening(self) -> None:
         """Leave the endpoints to a successor, which may start now; and wait for nobody to answer what has come."""
         self.batcher.policy, self.background.share = "immediate", 1.0
+        if self.engine.rounds is not None:
+            self.engine.rounds.draining = True
         for listener in self.listeners:
             listener.stop_accepting()
 
@@ -374,12 +377,15 @@ class Server:
         return work
 
     def compose(self, peer: Peer, number: int, works: Sequence[Work], bell: Tensor, reply: Tensor, again: bool) -> Work:
+        if not self.options.rounds:
+            raise CallError(Code.UNKNOWN_OP, "start the executor with --rounds")
         if self.engine.rounds is None or (self.engine.shares_time and not again):
             raise CallError(
                 Code.UNKNOWN_OP,
                 "calls are answered one by one here: MPS does not serve the executor, or Triton is missing",
             )
-        round = self.engine.rounds.new(tuple(works), bell, reply, again)
+        most = math.inf if again else self.engine.join_below  # ... which an executor before us measured otherwise
+        round = self.engine.rounds.new(tuple(works), bell, reply, most)
         first, plan = works[0], plan_of_round(round.key, [work.plan for work in works])
         priority = max(
             work.priority for work in works

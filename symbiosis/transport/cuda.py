@@ -243,7 +243,7 @@ class DevicePeer:
         """Whether the bell rang and the call waits in a queue now; it may also have been answered at once."""
         words = self.words
         number = words[BELL]
-        if not number or not self._looking:
+        if not number or not self._looking or self._listener.leaving:  # a successor finds the bell where it is
             return False
         words[CURRENT] = number
         words[BELL] = 0
@@ -320,16 +320,15 @@ class DevicePeer:
         self._listener.drop(self)
 
     def release(self) -> None:
-        """What we launched for this client is short and waits for nobody: let it end, then let its memory go."""
+        """What we launched for this client is short and waits for nobody, or is stopped: let it end, then let its memory go."""
         reactor = self._listener.reactor
         reactor.forget(self._socket.fileno())
         reactor.forget(self._awake)
         self._socket.close()
         os.close(self._awake)
         self._inbox.settle(self)
-        if (
-            self._gone and self._looking and self._rounds
-        ):  # its process ends when its kernels do, and they may wait for us
+        if self._gone and self._looking and self._rounds:
+            # its process ends when its kernels do, and they may wait for us
             self.words[ERROR] = VOID
             MemOps([MemOp(WRITE_32, self._segments[0].address + ROUNDS_OVER, 1)]).enqueue(self._inbox.stream)
             self._word(ROUNDS_OVER)

@@ -208,13 +208,12 @@ class DeviceLine:
             os.eventfd_write(self._awake, 1)
 
     @contextmanager
-    def replaying(self, times: int) -> Iterator[None]:
-        """In the block a graph is enqueued that rings so often on the current stream, and no other call."""
+    def replaying(self) -> Iterator[None]:
+        """In the block a graph that was announced is enqueued on the current stream, and no other call."""
         with self._calls:
             if self._failed or self.words[ERROR]:
                 self._raise()
             self._follow(torch._C._cuda_getCurrentRawStream(self._index))
-            self.announce(times)
             yield
 
     # ------------------------------------------------------------------ captured steps
@@ -249,6 +248,7 @@ class DeviceLine:
         apart = sum(sizes) <= MOST_APART
         try:
             self._ask(Compose(next(self._numbers), tuple(p.register.number for p in prepared)))  # whether that can be
+            kernel.warm_up(self.device)
             if apart:
                 if sum(sizes) > self._segments[-1].nbytes:
                     self._grow(sum(sizes))
@@ -256,8 +256,8 @@ class DeviceLine:
                 prepared = [self._registered(call, start) for call, start in zip(calls, starts, strict=True)]
             compose = Compose(next(self._numbers), tuple(p.register.number for p in prepared))
             self._ask(compose)
-        except CallError as error:
-            logger.info("the calls of a captured step are made one by one: %s", error.message)
+        except (CallError, CudaError) as error:
+            logger.info("the calls of a captured step are made one by one: %s", error)
             return None
         first, words = self._segments[0], self._words
         bell, reply, over = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY, ROUNDS_OVER))
@@ -467,6 +467,8 @@ class DeviceLine:
             return
         over = self._stream is None or self._ends(self._last())
         self._closed = True
+        if self.words[ERROR]:
+            logger.error("%s is left after a call that failed: what was computed from it is void", self._address)
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the watcher
         for thread in (self._watcher, self._releaser):

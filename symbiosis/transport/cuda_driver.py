@@ -244,10 +244,11 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     check(_driver().cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)), "cuMemcpyAsync")  # fmt: skip
 
 
-def new_stream(device: torch.device) -> torch.cuda.ExternalStream:
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.ExternalStream:
     """One that nobody else gets, unlike torch's, which are 32 in all. It is never destroyed."""
     stream = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # the device's context is this thread's
-        check(_driver().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "cuStreamCreate")
+        made = _driver().cuStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, priority)
+        check(made, "cuStreamCreateWithPriority")
     return torch.cuda.ExternalStream(stream.value, device)

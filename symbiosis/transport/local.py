@@ -240,6 +240,7 @@ class Listener:
         self.reactor, self.inbox = reactor, inbox
         self._path = Path(address)
         self._peers: set[Peer | DevicePeer] = set()
+        self.leaving = False
         self._looks: tuple[Callable[[], bool], ...] = ()
         self._socket = bind(self._path)
         self._inode = self._path.stat().st_ino
@@ -278,9 +279,7 @@ class Listener:
         return found
 
     def _peers_changed(self) -> None:
-        """Once no more clients are let in, bells of GPUs are left for a successor, who finds them where they are."""
-        stays = self._socket.fileno() >= 0
-        self._looks = tuple(peer.look for peer in self._peers if stays or peer.transport != "cuda")
+        self._looks = tuple(peer.look for peer in self._peers)
 
     def busy(self) -> bool:
         return any(peer.busy for peer in self._peers)
@@ -310,7 +309,7 @@ class Listener:
         if self._socket.fileno() >= 0:
             self.reactor.forget(self._socket.fileno())
             self._socket.close()
-            self._peers_changed()
+            self.leaving = True
             with suppress(OSError):
                 if self._path.stat().st_ino == self._inode:  # else a successor already listens here
                     self._path.unlink()
