@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +21,12 @@ from torch import nn
 
 from symbiosis import transport
 from symbiosis.client.session import Session
+from symbiosis.config import Options
 from symbiosis.errors import CallError
-from symbiosis.executor.metrics import PrometheusCollector
-from symbiosis.protocol import Hello, Op
+from symbiosis.executor.metrics import Figures, PrometheusCollector
+from symbiosis.executor.plan import make_plan, plan_of_round
+from symbiosis.executor.store import Store
+from symbiosis.protocol import Call, Hello, Op, Reply
 from tests.processes import Executor
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -204,3 +208,23 @@ def test_a_silent_client_is_dropped_and_that_is_logged(tmp_path: Path) -> None:
         "INFO session joined", "WARNING session dropped", "INFO session left",
     ]  # fmt: skip
     assert r'client="mute\n12:00:00 INFO forged"' in lines[0]
+
+
+def test_each_call_of_a_round_counts() -> None:
+    """Of two sessions whose steps make the same three calls, together and alone."""
+    store = Store(nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2))))
+    figures = Figures(store)
+    calls = tuple(Call(Op.FORWARD, layer, "float32", (2, 8)) for layer in (0, 1, 0))
+    plan = plan_of_round("round", [make_plan(call, store, Options()) for call in calls])
+    assert (plan.rows, plan.calls, plan.nbytes) == (2, 3, 3 * 2 * 8 * 4)
+    work: Any = SimpleNamespace(
+        call=calls[0], calls=calls, plan=plan, peer=SimpleNamespace(transport="cuda"), round=object()
+    )
+    figures.together([work, work], wait_s=0.5, seconds=3.0)
+    figures.launched(work, Reply(0))
+    figures.answered(work, Reply(0, wait_us=500_000))
+    lines = {layer: figures.lines[layer, Op.FORWARD] for layer in (0, 1)}
+    assert [(lines[n].calls, lines[n].rows, lines[n].batches) for n in (0, 1)] == [(8, 16, 4), (4, 8, 2)]
+    assert lines[0].compute_s == 2 * lines[1].compute_s == 2.0 and lines[0].wait_s == 1.0
+    assert figures.batch_sizes == {2: 3, 1: 3}
+    assert figures.bytes == {"cuda": 4 * plan.held}

@@ -6,6 +6,8 @@ time to time while their launch, part of a CUDA graph, does not. A page holds, a
     0                  address and value of each 32-bit word to write at the end; address 0: none
     IN                 (source, target, count) of each copy to be made first; count: of 8-byte words, 0: nothing
     OUT                the same for the copies to be made after the product
+
+Tables of rounds are like it, but lie on the GPU, have a page for each call, and pages that are as long as they need (`copy`).
 """
 
 import torch
