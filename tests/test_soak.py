@@ -21,6 +21,7 @@ from tests.processes import Client, Executor, killed_at_the_end, pipe, turns, un
 pytestmark = pytest.mark.fault
 SHORT_S, LONG_S = 10.0, float(os.environ.get("SYMBIOSIS_SOAK_S", "1800"))
 EVERY_S = 1.0  # somebody comes
+MANY = 10**6  # more than come
 AT_ONCE = 4  # of them, where a machine is too slow for that
 WINDOWS = 10  # of a third: a burst of other work on the machine is in few of them
 STOCK_BYTES = 16 << 20  # by which an executor's memory differs from one moment to another
@@ -127,7 +128,7 @@ class Town:
         caller = self.start(probe, self.watched[0].executor.endpoints[1], echo, enough)
         echo.close()
         back.close()
-        staying = [self.start(stay, load, self.place(1000 + n), enough) for n, load in enumerate(LOADS)]
+        staying = [self.start(stay, load, self.place(MANY + n), enough) for n, load in enumerate(LOADS)]
         for client in (caller, *staying):
             assert client.heard() == "ready"
         end = time.monotonic() + seconds
