@@ -22,6 +22,7 @@ pytestmark = pytest.mark.fault
 SHORT_S, LONG_S = 10.0, float(os.environ.get("SYMBIOSIS_SOAK_S", "1800"))
 EVERY_S = 1.0  # somebody comes
 MANY = 10**6  # more than come
+SHARED = 2  # descriptors of the memory that clients of a host share, made when the first one asks for it
 AT_ONCE = 4  # of them, where a machine is too slow for that
 WINDOWS = 10  # of a third: a burst of other work on the machine is in few of them
 STOCK_BYTES = 16 << 20  # by which an executor's memory differs from one moment to another
@@ -187,7 +188,7 @@ def test_nothing_grows_or_gets_slower(town: Town, long: bool) -> None:
     print(*(f"{name}={value:.4g}" for name, value in found.items()), sep="\n")
     assert town.visits > len(LOADS) + seconds / 10
     for watched, before in zip(town.watched, descriptors, strict=True):
-        until(lambda: watched.executor.descriptors <= before, "the closing of descriptors")  # noqa: B023
+        until(lambda: watched.executor.descriptors <= before + SHARED, "the closing of descriptors")  # noqa: B023
         assert watched.grown < STOCK_BYTES + GROWTH_BYTES * seconds / 1800
         assert watched.cpu_per_call(2) < costlier * watched.cpu_per_call(0)
         told = watched.figures()
