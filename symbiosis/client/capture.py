@@ -1,7 +1,7 @@
 """A whole step of a client as one CUDA graph: its own kernels, and its calls to the executor among them.
 
 What the step calls is known from its last run before. Where programs share the GPU by MPS, the executor is told, and answers all of it
-as one round, without a CPU for each call (`transport.cuda_client.Round`).
+as one round, without a CPU for each call (`transport.cuda_round.Round`).
 """
 
 from collections import OrderedDict

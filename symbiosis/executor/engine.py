@@ -70,7 +70,7 @@ Finished = Callable[[Work, Reply], None]
 
 class Engine:
     """Answers batches. `on_done` hears of every reply, for the figures; `on_joined` of all that a GPU gives at once; `on_over` what
-    rounds of a key took.
+    rounds of a key took; without it there are none.
 
     A GPU's large calls, which gain nothing from others, run on a stream of their own: products of few rows overtake them.
     """
@@ -81,7 +81,7 @@ class Engine:
         on_done: Finished,
         on_joined: Callable[[Batch], None],
         workers: int = 1,
-        on_over: Callable[[Any, float], None] = lambda key, seconds: None,
+        on_over: Callable[[Any, float], None] | None = None,
     ) -> None:
         self._store, self._on_done, self._on_joined, self._on_over = store, on_done, on_joined, on_over
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
@@ -109,7 +109,7 @@ class Engine:
             torch.cuda.synchronize(self.device)  # the weights are there
             torch.cuda.set_stream(self._stream)
             self._joined = _joined(self._multiply, self._pool)
-            if self._joined is not None:
+            if self._joined is not None and self._on_over is not None:
                 from symbiosis.executor.rounds import Rounds
 
                 self.rounds = Rounds(self._multiply, self._run, self._on_over, self.device)

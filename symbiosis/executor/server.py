@@ -106,7 +106,9 @@ class Server:
             spread=SPREAD[store.on_gpu],
             patience=PATIENCE[store.on_gpu],
         )
-        self.engine = Engine(store, self._answered, self._joined, options.workers, self.batcher.took)
+        self.engine = Engine(
+            store, self._answered, self._joined, options.workers, self.batcher.took if options.rounds else None
+        )
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.background = Background(options.train_share)
         self.crowd = Crowd() if self.batcher.policy == "opportunistic" and not store.on_gpu else None
@@ -387,9 +389,8 @@ class Server:
         most = math.inf if again else self.engine.join_below  # ... which an executor before us measured otherwise
         round = self.engine.rounds.new(tuple(works), bell, reply, most)
         first, plan = works[0], plan_of_round(round.key, [work.plan for work in works])
-        priority = max(
-            work.priority for work in works
-        )  # those of a training step that need no gradient look more urgent
+        # those calls of a training step that need no gradient look more urgent
+        priority = max(work.priority for work in works)
         return Work(
             peer, 0, first.call, first.payload, first.out, plan=plan, number=number, priority=priority,
             places=first.places, round=round,
