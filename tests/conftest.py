@@ -40,6 +40,16 @@ def tiny_llama() -> nn.Module:
     return AutoModelForCausalLM.from_config(config).eval()
 
 
+def wide_llama() -> nn.Module:
+    """Wide enough for products whose sums a GPU splits."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4,
+        vocab_size=100, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
 def tiny_gpt2() -> nn.Module:
     torch.manual_seed(0)
     config = GPT2Config(

@@ -19,7 +19,7 @@ import symbiosis
 from symbiosis import mps
 from symbiosis.errors import ConfigError
 from symbiosis.transport import cuda_client
-from tests.conftest import tiny_llama
+from tests.conftest import tiny_llama, wide_llama
 from tests.processes import until, watching
 from tests.test_gpu_line import (
     WAIT_S,
@@ -29,6 +29,7 @@ from tests.test_gpu_line import (
     losses,
     processes,
     serve_forever,
+    told,
     train_forever,
     trainer,
 )
@@ -71,6 +72,18 @@ def decode(endpoint: str, said: Any, seed: int, steps: int) -> None:
         if turn == 3:
             said.put("captured")
     said.put((worst, symbiosis.stats(split).mean_batch, line_of(split).rounds))
+
+
+def decode_shapes(endpoint: str, said: Any, seed: int, steps: int) -> None:
+    """Captured steps of two shapes, in bfloat16: how many differ from the unsplit model's; and how many rounds there are."""
+    split = symbiosis.wrap(wide_llama().to("cuda", torch.bfloat16), endpoint)
+    captured, reference = decoders(split, wide_llama().to("cuda", torch.bfloat16))
+    ids = torch.randint(3, 100, (16, 1), generator=torch.Generator().manual_seed(seed)).cuda()
+    wrong = 0
+    for turn in range(steps):
+        x = (ids[: (2, 16)[turn % 2]] + turn) % 100
+        wrong += not torch.equal(captured(x), reference(x))
+    said.put((wrong, line_of(split).rounds))
 
 
 def train(endpoint: str, said: Any, apart: bool) -> None:
@@ -119,12 +132,8 @@ def layer_alone(endpoint: str, said: Any) -> None:
     said.put((kept, line_of(split).rounds))
 
 
-def serve_rounds(where: str, ready: Any, policy: str) -> None:
-    serve_forever(where, ready, policy, rounds=True)
-
-
-def served(processes: Any, tmp_path: Path, policy: str = "opportunistic") -> tuple[Any, str]:
-    executor, ready = processes.start(serve_rounds, f"{tmp_path}/executor.sock", policy)
+def served(processes: Any, tmp_path: Path, *how: Any) -> tuple[Any, str]:
+    executor, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", *how, rounds=True)
     return executor, ready.get(timeout=WAIT_S)
 
 
@@ -133,6 +142,13 @@ def test_alone_nothing_differs(processes: Processes, tmp_path: Path) -> None:
     _, said = processes.start(decode, endpoint, 1, 40)
     assert said.get(timeout=WAIT_S) == "captured"
     assert said.get(timeout=WAIT_S) == (0.0, 1.0, 1)
+
+
+def test_rounds_of_several_shapes_at_once(processes: Processes, tmp_path: Path) -> None:
+    """Whoever else computes at the same time: products of one stream have a workspace of their own."""
+    _, endpoint = served(processes, tmp_path, "immediate", "wide", torch.bfloat16)
+    queues = [processes.start(decode_shapes, endpoint, seed, 300)[1] for seed in range(3)]
+    assert [said.get(timeout=WAIT_S) for said in queues] == [(0, 2)] * 3
 
 
 @pytest.mark.parametrize("apart", [True, False])
@@ -172,19 +188,36 @@ def test_together(policy: str, processes: Processes, tmp_path: Path) -> None:
 @pytest.mark.fault
 def test_the_executor_is_killed_in_the_midst_of_rounds(processes: Processes, tmp_path: Path) -> None:
     executor, endpoint = served(processes, tmp_path)
-    _, queue = processes.start(train_forever, endpoint, 600, True)
-    assert queue.get(timeout=WAIT_S)[0] == 0
-    while (last := queue.get(timeout=WAIT_S))[0] < 9:
-        pass
-    for pause in (0.05, 0.21, 0.1, 0.13):
+    _, queue = processes.start(train_forever, endpoint, 2000, True)
+    disturbed = dict([queue.get(timeout=WAIT_S)])
+    for pause, goes_on in ((0.05, True), (0.21, False), (0.1, True), (0.13, True)):
         time.sleep(pause)
         executor.kill()
         executor.join()
+        disturbed |= told(queue)
         executor, _ = served(processes, tmp_path)
-    disturbed = dict([last]) | losses(queue)
-    _, queue = processes.start(train_forever, endpoint, 600, True)
-    undisturbed = losses(queue)
-    assert all(undisturbed[turn] == loss for turn, loss in disturbed.items())
+        if goes_on:  # else the next one dies while they join
+            disturbed.update([queue.get(timeout=WAIT_S)])
+    disturbed |= losses(queue)
+    _, queue = processes.start(train_forever, endpoint, 2000, True)
+    assert disturbed == losses(queue)
+
+
+@pytest.mark.fault
+def test_another_executor_goes_on_with_the_rounds(processes: Processes, tmp_path: Path) -> None:
+    """The first one ends in order, however many rounds are under way; each goes on from where it is."""
+    executor, endpoint = served(processes, tmp_path)
+    queues = [processes.start(decode, endpoint, seed, 3000)[1] for seed in range(3)]
+    for said in queues:
+        assert said.get(timeout=WAIT_S) == "captured"
+    for _ in range(2):
+        time.sleep(0.2)
+        executor.terminate()
+        executor.join(20)
+        assert executor.exitcode == 0
+        executor, _ = served(processes, tmp_path)
+    found = [said.get(timeout=WAIT_S) for said in queues]
+    assert all(worst < ROUNDING and rounds == 1 for worst, _, rounds in found), found
 
 
 @pytest.mark.fault

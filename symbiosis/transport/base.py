@@ -62,6 +62,27 @@ class Peer(Protocol):
     def close(self) -> None: ...
 
 
+class GpuPeer(Peer, Protocol):
+    """... of a client whose calls come again and again from the same places of the GPU: it is answered when the product is launched."""
+
+    @property
+    def here(self) -> bool:
+        """Whether those places are on the executor's own GPU."""
+        ...
+
+    def answer(self, number: int) -> tuple[int, int]:
+        """The word in memory that tells the client of the answer to a call, and what it must become; 0 if there is none."""
+        ...
+
+    def enqueue_reply(self) -> None:
+        """What the stream does behind the product, in a graph, too."""
+        ...
+
+    def count(self, batch: int, calls: int = 1) -> None:
+        """What came last is launched: so many calls, each in a batch of so many."""
+        ...
+
+
 def refuse(peer: Peer, seq: int, error: CallError) -> Reply:
     """Answer a call with an error."""
     text = bytes_tensor(error.message.encode()[:LONGEST_TEXT])
@@ -103,12 +124,12 @@ class Inbox(Protocol):
         """The memory in which lies what every client holds for itself."""
         ...
 
-    def prepare(self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:
+    def prepare(self, peer: GpuPeer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:
         """A call that will come again and again, by this number, with payload and reply always in the same places."""
         ...
 
     def compose(
-        self, peer: Peer, number: int, prepared: Sequence[Any], bell: Tensor, reply: Tensor, again: bool
+        self, peer: GpuPeer, number: int, prepared: Sequence[Any], bell: Tensor, reply: Tensor, again: bool
     ) -> Any:
         """... or a round of such calls, in this order, which the device answers by itself, by reading and writing their numbers in two words;
         raises `CallError` if it cannot. `again`: another executor could."""

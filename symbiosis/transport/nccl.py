@@ -304,7 +304,6 @@ class NcclPeer(Peer):
     def out(self, call: Call, shape: tuple[int, ...]) -> Tensor | None:
         return self._place.out if self._taking and self._place else None
 
-    # what an engine asks of a peer whose calls are prepared: its rows lie here, and it is answered when the product is launched
     here = True
 
     def answer(self, number: int) -> tuple[int, int]:
@@ -314,8 +313,8 @@ class NcclPeer(Peer):
     def enqueue_reply(self) -> None:
         """`count` does, as no graph can."""
 
-    def count(self, batch: int) -> None:
-        """A prepared call was launched, in a batch of so many."""
+    def count(self, batch: int, calls: int = 1) -> None:
+        """A prepared call was launched, in a batch of so many: here the reply is sent."""
         place = self._place
         assert place is not None and place.out is not None
         self._answer(Reply(BY_NCCL, Code.OK, place.call.dtype, batch=batch), place.out)
