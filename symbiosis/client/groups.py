@@ -37,8 +37,8 @@ class Run:
     called: tuple[Member, ...] = ()
     ready: dict[Member, Tensor] | None = None
 
-    def is_of(self, x: Tensor, version: int, dtype: torch.dtype) -> bool:
-        return self.x is not None and self.x() is x and self.version == version and self.dtype == dtype
+    def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
+        return self.x is not None and self.x() is x and self.version == x._version and self.dtype == dtype
 
 
 class Groups:
@@ -52,16 +52,14 @@ class Groups:
     def fetch(self, x: Tensor, dtype: torch.dtype, member: Member) -> Tensor | None:
         """What `member` makes of `x` (as `dtype`), if it was made already."""
         run = self._run
-        if x.is_inference() or not run.is_of(x, x._version, dtype):
-            return None
-        return run.ready.pop(member, None) if run.ready else None
+        return run.ready.pop(member, None) if run.ready and run.is_of(x, dtype) else None
 
     def begin(self, x: Tensor, dtype: torch.dtype, member: Member) -> tuple[Member, ...]:
         """Who is to be asked for together with `member`, which makes a call now: it first, perhaps alone."""
         if x.is_inference():  # nobody could tell whether it was changed in between
             return (member,)
         run = self._run
-        if run.is_of(x, x._version, dtype):
+        if run.is_of(x, dtype):
             run.called = (*run.called, member)
             return (member,)
         self._learn(run)

@@ -95,7 +95,7 @@ class RemoteView(Tensor):
     @property
     def is_whole(self) -> bool:
         shape = self.handle.layer.shape
-        return tuple(self.shape) == tuple(shape) and self.stride() == contiguous_stride(shape)
+        return self.shape == shape and self.stride() == contiguous_stride(shape)
 
     def view_of(self) -> View:
         return View(tuple(self.shape), tuple(self.stride()), int(self.storage_offset()))

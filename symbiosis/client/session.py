@@ -164,10 +164,11 @@ class Session:
     @property
     def groups(self) -> Groups:
         """What this thread's calls have shown."""
-        groups = self._local.__dict__.get("groups")
-        if groups is None:
+        try:
+            return self._local.groups  # type: ignore[no-any-return]
+        except AttributeError:
             groups = self._local.groups = Groups(self.known_groups)
-        return groups
+            return groups
 
     def call(
         self,

@@ -65,12 +65,17 @@ class EagerProduct(torch.autograd.Function):
         return dx, None, None, None, None, None, None, None
 
 
-def product(
-    x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority, made: Tensor | None = None
-) -> Tensor:
-    """The differentiable product, in its compiled or its eager form. `made`: its result, if that is already here."""
+def product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
+    """The differentiable product, in its compiled or its eager form."""
     if torch.compiler.is_compiling():
         return torch.ops.symbiosis.product(x, session, layer, int(op), width, bias, int(priority))
+    return eager_product(x, session, layer, op, width, bias, priority, None)
+
+
+def eager_product(
+    x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority, made: Tensor | None
+) -> Tensor:
+    """... for code that is not compiled. `made`: its result, if that is already here."""
     if x.requires_grad and torch.is_grad_enabled():
         wrapped = None if made is None else (made,)  # a tensor among the arguments would be taken for an input
         return EagerProduct.apply(x, session, layer, op, width, bias, priority, wrapped)  # type: ignore[no-untyped-call]
@@ -101,22 +106,25 @@ class GroupProduct(torch.autograd.Function):
         return dx.view(ctx.shape), None, None, None
 
 
-def grouped_product(given: Tensor, x: Tensor, session: Session, member: Member, priority: Priority) -> Tensor:
-    """The product, asked for together with those that other layers will want of the same tensor. `given` is what the layer was
+def grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
+    """The product, asked for together with those that other layers will want of the same tensor. `given` is what `layer` was
     given, `x` the same as it is to be multiplied."""
-    groups, number, exact = session.groups, session.number, session.exact
+    groups = session.groups
     made = groups.fetch(given, x.dtype, member)
     tracked = x.requires_grad and torch.is_grad_enabled()
+    if made is not None and (not tracked or made.requires_grad):
+        return made
+    priority = _priority(layer, x)
     if made is None:
         group = groups.begin(given, x.dtype, member)
         if len(group) > 1 and x.numel():
-            if tracked and not exact:
-                return groups.keep(group, list(GroupProduct.apply(x, number, group, priority)))  # type: ignore[no-untyped-call]
+            if not tracked:
+                return groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
+            if not session.exact:
+                return groups.keep(group, list(GroupProduct.apply(x, session.number, group, priority)))  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 made = groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
-    if made is not None and made.requires_grad:
-        return made
-    return product(x, number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
+    return eager_product(x, session.number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
 
 
 def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
@@ -136,15 +144,16 @@ torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_con
 
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
     """What `layer` computes, by the executor; a bias that is no longer the base's own is added here."""
-    given = x
-    if torch.is_autocast_enabled(x.device.type) and x.is_floating_point():
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    handle, bias, priority = weight.handle, layer.bias, _priority(layer, x)
-    if torch.compiler.is_compiling():  # then a tensor's version is no number that could be compared, nor its identity
-        y, own = product(x, handle.session.number, handle.index, Op.FORWARD, width, False, priority), False
+    given, compiling = x, torch.compiler.is_compiling()
+    if (compiling or torch._C._is_any_autocast_enabled()) and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type)) if x.is_floating_point() else x
+    handle, bias = weight.handle, layer.bias
+    if compiling:  # then a tensor's version is no number that could be compared, nor its identity
+        own = False
+        y = product(x, handle.session.number, handle.index, Op.FORWARD, width, own, _priority(layer, x))
     else:
         own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
-        y = grouped_product(given, x, handle.session, Member(handle.index, width, own), priority)
+        y = grouped_product(layer, given, x, handle.session, Member(handle.index, width, own))
     return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
 
 
