@@ -75,6 +75,7 @@ class RemoteView(Tensor):
     """A tensor with shape, dtype and device, and no storage. `RemoteWeight` says what torch's operations make of it."""
 
     handle: Handle
+    is_whole: bool  # all of the executor's tensor, as it lies there
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -84,18 +85,14 @@ class RemoteView(Tensor):
         weight = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device, requires_grad=False
         )
-        weight.handle = handle
+        weight.handle, shape = handle, handle.layer.shape
+        weight.is_whole = tuple(size) == shape and tuple(stride) == contiguous_stride(shape)
         return weight
 
     @classmethod
     def whole(cls, handle: Handle, dtype: torch.dtype, device: torch.device) -> Self:
         shape = handle.layer.shape
         return cls(handle, shape, contiguous_stride(shape), 0, dtype, device)
-
-    @property
-    def is_whole(self) -> bool:
-        shape = self.handle.layer.shape
-        return self.shape == shape and self.stride() == contiguous_stride(shape)
 
     def view_of(self) -> View:
         return View(tuple(self.shape), tuple(self.stride()), int(self.storage_offset()))

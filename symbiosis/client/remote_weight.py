@@ -36,6 +36,7 @@ class RemoteWeight(RemoteView):
     def data(self, value: Tensor) -> None:
         if isinstance(value, RemoteWeight) and value.handle.is_same_tensor(self.handle):
             torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+            self.is_whole = value.is_whole
         else:
             self.privatise("data=", value)
 

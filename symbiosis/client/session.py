@@ -83,10 +83,10 @@ class Stats:
 
     def enqueue(self, call: Call) -> None:
         """Of a call that a GPU makes no more is known than that."""
+        rows, nbytes, op = _figures(call)
         self.calls += 1
-        self.rows += call.rows
-        self.bytes_sent += call.nbytes
-        op = call.op.name
+        self.rows += rows
+        self.bytes_sent += nbytes
         self.by_op[op] = self.by_op.get(op, 0) + 1
 
     def add(self, other: "Stats") -> None:
@@ -109,6 +109,11 @@ class Stats:
         made.by_op = {op: calls - old.by_op.get(op, 0) for op, calls in self.by_op.items()}
         vars(self).update(vars(old))
         return made
+
+
+@lru_cache(maxsize=1 << 14)
+def _figures(call: Call) -> tuple[int, int, str]:
+    return call.rows, call.nbytes, call.op.name
 
 
 class Session:
@@ -199,7 +204,7 @@ class Session:
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
         """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
         call, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
-        if x.is_cuda and (line := self._line(x.device)):
+        if x.is_cuda and (line := self._lines.get(x.device) or self._line(x.device)):
             self.stats.enqueue(call)
             return line.rows(call, x, shapes)
         return self._by_host(call, (x.detach() if x.requires_grad else x,), x.device, shapes)

@@ -54,15 +54,14 @@ class EagerProduct(torch.autograd.Function):
     """The same op for code that is not compiled: a custom op's way through the dispatcher costs as much as a small call."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Tensor:
-        *inputs, made = inputs  # type: ignore[assignment]
-        _remember(ctx, inputs, None)
-        return _product(*inputs) if made is None else made[0]
+    def forward(ctx: Any, x: Tensor, how: tuple[Any, ...], made: tuple[Tensor] | None) -> Tensor:
+        """`how`: the op's other arguments. `made`: its result, if that is here: as a tensor it would be taken for an input."""
+        _remember(ctx, (x, *how), None)
+        return _product(x, *how) if made is None else made[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        dx = product(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, False, Priority.TRAIN)
-        return dx, None, None, None, None, None, None, None
+        return product(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, False, Priority.TRAIN), None, None
 
 
 def product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
@@ -77,8 +76,8 @@ def eager_product(
 ) -> Tensor:
     """... for code that is not compiled. `made`: its result, if that is already here."""
     if x.requires_grad and torch.is_grad_enabled():
-        wrapped = None if made is None else (made,)  # a tensor among the arguments would be taken for an input
-        return EagerProduct.apply(x, session, layer, op, width, bias, priority, wrapped)  # type: ignore[no-untyped-call]
+        how = session, layer, op, width, bias, priority
+        return EagerProduct.apply(x, how, None if made is None else (made,))  # type: ignore[no-untyped-call]
     return _product(x, session, layer, op, width, bias, priority) if made is None else made
 
 
@@ -106,27 +105,6 @@ class GroupProduct(torch.autograd.Function):
         return dx.view(ctx.shape), None, None, None
 
 
-def grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
-    """The product, asked for together with those that other layers will want of the same tensor. `given` is what `layer` was
-    given, `x` the same as it is to be multiplied."""
-    groups = session.groups
-    made = groups.fetch(given, x.dtype, member)
-    tracked = x.requires_grad and torch.is_grad_enabled()
-    if made is not None and (not tracked or made.requires_grad):
-        return made
-    priority = _priority(layer, x)
-    if made is None:
-        group = groups.begin(given, x.dtype, member)
-        if len(group) > 1 and x.numel():
-            if not tracked:
-                return groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
-            if not session.exact:
-                return groups.keep(group, list(GroupProduct.apply(x, session.number, group, priority)))  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                made = groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
-    return eager_product(x, session.number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
-
-
 def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
     return _product(x, session, layer, Op(op), width, bias, Priority(priority))
 
@@ -143,25 +121,56 @@ torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_con
 
 
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
-    """What `layer` computes, by the executor; a bias that is no longer the base's own is added here."""
-    given, compiling = x, torch.compiler.is_compiling()
-    if (compiling or torch._C._is_any_autocast_enabled()) and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type)) if x.is_floating_point() else x
+    """What `layer` computes, by the executor: asked for together with what other layers will want of the same tensor. A bias that
+    is no longer the base's own is added here."""
+    if torch.compiler.is_compiling():
+        return _compiled_product(layer, x, weight, width)
+    given = x
+    if torch._C._is_any_autocast_enabled():
+        x = _cast(x)
     handle, bias = weight.handle, layer.bias
-    if compiling:  # then a tensor's version is no number that could be compared, nor its identity
-        own = False
-        y = product(x, handle.session.number, handle.index, Op.FORWARD, width, own, _priority(layer, x))
-    else:
-        own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
-        y = grouped_product(layer, given, x, handle.session, Member(handle.index, width, own))
+    own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
+    member, session = Member(handle.index, width, own), handle.session
+    y = session.groups.fetch(given, x.dtype, member)
+    tracked = x.requires_grad and torch.is_grad_enabled()
+    if y is None or (tracked and not y.requires_grad):
+        y = _grouped_product(given, x, session, member, _priority(layer, x), tracked, y)
     return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
+
+
+def _compiled_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
+    """... by itself: a compiler knows neither a tensor's identity nor its version."""
+    x = _cast(x)
+    y = product(x, weight.handle.session.number, weight.handle.index, Op.FORWARD, width, False, _priority(layer, x))
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)  # type: ignore[operator]
+
+
+def _cast(x: Tensor) -> Tensor:
+    """As autocast would."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
+
+
+def _grouped_product(
+    given: Tensor, x: Tensor, session: Session, member: Member, priority: Priority, tracked: bool, made: Tensor | None
+) -> Tensor:
+    """`x` is what the layer was `given`, as it is to be multiplied. `made`: the result, if it is here, and not yet for autograd."""
+    if made is None:
+        groups = session.groups
+        group = groups.begin(given, x.dtype, member)
+        if len(group) > 1 and x.numel():
+            if not tracked:
+                return groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
+            if not session.exact:
+                return groups.keep(group, list(GroupProduct.apply(x, session.number, group, priority)))  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                made = groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
+    return eager_product(x, session.number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
 
 
 def is_as_served(weight: Tensor) -> TypeGuard[RemoteWeight]:
     """Whether a layer's weight is still what `wrap` put there; else it was tied, replaced, parametrized or written to."""
-    if not isinstance(weight, RemoteWeight) or weight.handle.private is not None:
-        return False
-    return torch.compiler.is_compiling() or weight.is_whole
+    return isinstance(weight, RemoteWeight) and weight.is_whole and weight.handle.private is None
 
 
 def local_value(weight: Tensor) -> Tensor:
