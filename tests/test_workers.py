@@ -3,7 +3,7 @@
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
@@ -225,3 +225,24 @@ def test_workers_are_for_cpus() -> None:
         server.Server(on_gpu, Options(workers=2))
     with pytest.raises(ConfigError, match="workers"):
         symbiosis.Executor("demo", workers=0)
+
+
+@pytest.fixture(params=[1, 2])
+def torch_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_products_use_as_many_threads_as_the_callers_own(
+    workers: int, serve: Callable[..., symbiosis.Executor]
+) -> None:
+    """Else BLAS may cut them otherwise, and round otherwise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 192, bias=False)).requires_grad_(False)
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model, workers=workers).endpoint)
+    x = torch.randn(36, 64)
+    assert [rows for rows in range(1, 37) if not torch.equal(split(x[:rows]), model(x[:rows]))] == []

@@ -150,6 +150,7 @@ class Server:
         """What each worker does. One at a time has the turn: it listens, decides and answers. For as long as a product takes
         that is worth it, it leaves that to the next."""
         torch.set_grad_enabled(False)  # of this thread
+        torch.get_num_threads()  # sets that number for it: till then BLAS takes all cores, and rounds otherwise than other threads
         with self._turn:
             try:
                 while not self._over():
