@@ -375,7 +375,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=8, help="at most at once")
     parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement takes")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement of one program")
-    parser.add_argument("--serve-rounds", action="store_true", help="start executors with --rounds")
+    parser.add_argument("--no-rounds", action="store_true", help="start executors with --no-rounds")
     parser.add_argument("--no-mps", action="store_true", help="let the processes take turns on the GPU")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether all runs, not how fast")
     return parser.parse_args()
@@ -404,9 +404,9 @@ def main() -> int:
         else:
             shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
         jobs = [JOBS[name] for name in args.jobs]
-        options = {"rounds": True} if args.serve_rounds else {}
+        options = {"rounds": not args.no_rounds}
         setting = Setting(shape, device, seconds, rounds, args.programs, folder, report, not args.tiny, jobs, options)
-        report.figure("rounds", args.serve_rounds)
+        report.figure("rounds", not args.no_rounds)
         report.figure("layers", shape.layers)
         report.figure("mps", not (args.no_mps or args.tiny))
         for suite in args.suites or SUITES:

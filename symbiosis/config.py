@@ -30,7 +30,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     batch_invariant: bool = False
     workers: int = 1
     train_share: float = 0.05
-    rounds: bool = False
+    rounds: bool = True
     serve: tuple[str, ...] = ()
     allow_read: bool = False
     integers: tuple[int, ...] = ()

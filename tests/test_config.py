@@ -18,7 +18,7 @@ EVERYTHING: dict[str, Any] = {
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,
     "max-tenant-bytes": 16, "max-tenant-rows-per-s": 17, "key": "executor.key", "tenants": "tenants",
-    "integers": [8, 16], "operator": "north", "workers": 1, "train-share": 0.5, "rounds": True, "batch-invariant": True, "nccl": True,
+    "integers": [8, 16], "operator": "north", "workers": 1, "train-share": 0.5, "rounds": False, "batch-invariant": True, "nccl": True,
 }  # fmt: skip
 
 

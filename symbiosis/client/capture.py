@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from symbiosis import mps
 from symbiosis.client.session import Session, Stats, sessions
 from symbiosis.errors import CaptureError
 from symbiosis.protocol import Call
@@ -91,9 +90,10 @@ class Captured:
 
     def _capture(self, arguments: Any, noted: Noted) -> Graph:
         """With rounds of what was noted, if that is what the step calls again."""
-        kernel = kernel_of_rounds()
+        in_rounds = [(line, calls) for line, calls in noted if calls and not line.shares_time]
+        kernel = kernel_of_rounds() if in_rounds else None
         try:
-            for line, calls in noted if kernel else []:
+            for line, calls in in_rounds if kernel else []:
                 line.compose(calls, kernel)
             graph = self._capture_with(arguments)
         finally:
@@ -143,9 +143,7 @@ def noting() -> Iterator[Noted]:
 
 @cache
 def kernel_of_rounds() -> Any:
-    """What makes a call of a round; nothing where programs take turns on the GPU, or without Triton."""
-    if mps.state(mps.places()[0]) is mps.State.ABSENT:
-        return None
+    """What makes a call of a round; nothing without Triton."""
     try:
         from symbiosis.kernels import rounds
     except ImportError:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from symbiosis import mps
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batch import Batch, Slice
 from symbiosis.executor.batcher import AGING_S, JOIN_BELOW
@@ -111,9 +110,10 @@ class Engine:
             self._joined = _joined(self._multiply, self._pool)
             if self._joined is not None and self._on_over is not None:
                 from symbiosis.executor.rounds import Rounds
+                from symbiosis.transport.cuda_driver import shares_time
 
-                self.rounds = Rounds(self._multiply, self._run, self._on_over, self.device)
-                self.shares_time = mps.state(mps.places()[0]) is mps.State.ABSENT
+                self.rounds = Rounds(self._multiply, self._parts, self._on_over, self.device)
+                self.shares_time = shares_time(self.device)
             if any(weight.dim() == 2 for weight in self._store.weights):
                 self._pace = Pace(self._store.weights)
 

@@ -25,7 +25,7 @@ from symbiosis.executor.plan import Key
 from symbiosis.kernels import rounds as kernel
 from symbiosis.kernels import rows
 from symbiosis.kernels.graphs import captured
-from symbiosis.protocol import Call
+from symbiosis.protocol import Call, Op
 from symbiosis.transport.base import refuse
 from symbiosis.transport.cuda_driver import new_stream
 from symbiosis.transport.line import ROUND_BELL, ROUND_REPLY
@@ -33,6 +33,7 @@ from symbiosis.transport.line import ROUND_BELL, ROUND_REPLY
 if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
 
+Parts = Callable[["Work", Op], list[Tensor]]
 HIGHEST = -5  # priority, or what the GPU has
 LATE_S = 1.0  # that a client may take to make the next call of its round
 TABLES_KEPT, RUNS_KEPT = 64, 32
@@ -174,17 +175,32 @@ class Run:
 
 
 class Alone(Run):
-    """One client's round, in its own memory: what the products write there when nobody is answered any more, nobody misses."""
+    """One client's round, in its own memory. Where calls share places, results go there by a copy, which is not made any more when
+    nobody is answered any more: what the products write then, nobody misses."""
 
-    def __init__(self, device: torch.device, round: Round, multiply: "Callable[[Work], None]") -> None:
-        super().__init__(device, len(round.works), 2 * rows.PLACES)
-        self._works, self._multiply = round.works, multiply
+    def __init__(self, device: torch.device, round: Round, multiply: Multiply, parts: Parts) -> None:
+        works, self._multiply, self._copied = round.works, multiply, not round.apart
+        outputs = max(len(work.places.outputs) for work in works) if self._copied else 0
+        super().__init__(device, len(works), rows.IN + 3 * outputs)
+        nbytes = max(nbytes_of(work, round.rows) for work in works) if self._copied else 0
+        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._products = []
+        for work in works:
+            y = parts_in(scratch, work, round.rows)[1] if self._copied else parts(work, Op.FORWARD)
+            self._products.append((work.call, parts(work, Op.DGRAD), y))
 
     def multiply(self, at: int) -> None:
-        self._multiply(self._works[at])
+        call, x, y = self._products[at]
+        self._multiply(call, x, y)
+        if self._copied:
+            rows.copy(self.table, self.turn, rows.IN, len(y), sum(part.nbytes for part in y))
 
     def page(self, rounds: list[Round], at: int) -> list[int]:
-        return []
+        if not self._copied:
+            return []
+        _, x, y = self._products[at]
+        _, after = copies([rounds[0].works[at].places], x, y)
+        return after + [0] * (self.table.shape[1] - rows.IN - len(after))
 
 
 class Together(Run):
@@ -222,12 +238,12 @@ class Rounds:
     def __init__(
         self,
         multiply: Multiply,
-        alone: "Callable[[Work], None]",
+        parts: Parts,
         on_over: Callable[[Hashable, float], None],
         device: torch.device,
     ) -> None:
-        """`multiply`: gathered rows; `alone`: what the engine does for one call; `on_over` hears what rounds of a key take."""
-        self._multiply, self._multiply_alone, self._on_over = multiply, alone, on_over
+        """`parts`: what goes into a call's product, and comes out; `on_over` hears what rounds of a key take."""
+        self._multiply, self._parts, self._on_over = multiply, parts, on_over
         self._device, self._streams = device, list[torch.cuda.Stream]()
         self.draining = False  # who is not answered to the end goes on at the executor that comes next
         self._keys: dict[RoundKey, RoundKey] = {}
@@ -293,10 +309,7 @@ class Rounds:
 
     def _begin_alone(self, round: Round) -> None:
         if round.alone is None:
-            if round.apart:
-                round.alone = Alone(self._device, round, self._multiply_alone)
-            else:
-                round.alone = Together(self._device, round, self._multiply, round.rows, 1)
+            round.alone = Alone(self._device, round, self._multiply, self._parts)
         if round.alone in self._running:  # its last answer is out, or the client would not have rung
             self._running.remove(round.alone)
             round.alone.wait()

@@ -381,7 +381,7 @@ class Server:
 
     def compose(self, peer: Peer, number: int, works: Sequence[Work], bell: Tensor, reply: Tensor, again: bool) -> Work:
         if not self.options.rounds:
-            raise CallError(Code.UNKNOWN_OP, "start the executor with --rounds")
+            raise CallError(Code.UNKNOWN_OP, "this executor answers calls one by one (--no-rounds)")
         if self.engine.rounds is None or (self.engine.shares_time and not again):
             raise CallError(
                 Code.UNKNOWN_OP,

@@ -66,7 +66,7 @@ def answer(table: Tensor, turn: Tensor) -> None:
 
 
 def _grid(copies: int, nbytes: int) -> tuple[int, int]:
-    return copies, min(64, max(1, nbytes // copies // (8 * BLOCK)))
+    return copies, min(256, max(1, nbytes // copies // (8 * BLOCK)))
 
 
 def reference(page: Tensor, first: int, copies: int, memory: Tensor) -> None:

@@ -51,6 +51,7 @@ from symbiosis.transport.cuda_driver import (
     MemOps,
     Words,
     fill,
+    shares_time,
     why_not,
 )
 from symbiosis.transport.cuda_round import Round
@@ -218,11 +219,16 @@ class DeviceLine:
 
     # ------------------------------------------------------------------ captured steps
 
+    @property
+    def shares_time(self) -> bool:
+        """Whether kernels here take turns with those of other programs: then none may wait for another's."""
+        return shares_time(self.device)
+
     def compose(self, calls: tuple[Call, ...], kernel: Any) -> None:
         """A step that made these calls is about to be captured: they will be a round, if the executor agrees. `kernel`: the module
         `kernels.rounds`."""
         with self._calls:
-            if calls and calls not in self._rounds:
+            if calls not in self._rounds:
                 self._rounds[calls] = self._composed(calls, kernel)
             self._round = self._rounds.get(calls)
             if self._round:

@@ -20,7 +20,7 @@ from symbiosis.transport.tensors import TORCH_DTYPE
 
 _POSIX_FD, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
 _PORTABLE_MAPPED, _EQUAL = 3, 1
-_CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD = 122, 103
+_CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD, _IS_SERVED_BY_MPS = 122, 103, 133
 WAIT_EQUAL, WRITE_32 = 1, 2
 _NON_BLOCKING = 1
 
@@ -86,13 +86,25 @@ def why_not(device: torch.device) -> str | None:
             (_CAN_USE_STREAM_MEM_OPS, "has no stream memory operations"),
             (_CAN_SHARE_BY_FD, "cannot share memory by file descriptors"),
         ):
-            value = ctypes.c_int()
-            check(_driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, number), "cuDeviceGetAttribute")
-            if not value.value:
+            if not _attribute(attribute, number):
                 return f"{device} {what}"
     except (OSError, RuntimeError, AttributeError) as error:
         return f"{device} cannot be used: {error}"
     return None
+
+
+def shares_time(device: torch.device) -> bool:
+    """Whether this process takes turns with others on an initialised device: MPS does not serve it, as far as the driver tells."""
+    try:
+        return not _attribute(_IS_SERVED_BY_MPS, _device(device))
+    except CudaError:
+        return True
+
+
+def _attribute(attribute: int, device: int) -> int:
+    value = ctypes.c_int()
+    check(_driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, device), "cuDeviceGetAttribute")
+    return value.value
 
 
 def _device(device: torch.device) -> int:
