@@ -14,6 +14,7 @@ SymbiosisError
     └── ProtocolError           a frame or header that is not one of ours
 """
 
+from collections.abc import Sequence
 from enum import IntEnum
 
 
@@ -81,6 +82,13 @@ class ConnectionLost(SymbiosisError, ConnectionError):
 
 class ExecutorUnavailable(ConnectionLost):
     """No executor answered at the endpoint within the session's patience."""
+
+    @classmethod
+    def at(cls, endpoints: Sequence[str], cause: Exception) -> "ExecutorUnavailable":
+        return cls(
+            f"no executor at {' or '.join(endpoints)} ({cause}). "
+            f"Start one with: symbiosis-executor MODEL --listen {endpoints[0].partition('?')[0]}"
+        )
 
 
 class CallError(SymbiosisError, RuntimeError):

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.virt_layer import VirtLinear
-from symbiosis.errors import WeightRead, WeightWrite, WrapError
+from symbiosis.errors import RemoteWeightError, WeightRead, WeightWrite, WrapError
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
@@ -121,6 +122,37 @@ def test_state_dict_holds_what_the_client_owns(split: nn.Module, tmp_path: Path,
     split.load_state_dict(state)
     split.save_pretrained(tmp_path)
     assert (tmp_path / "model.safetensors").stat().st_size < 60_000
+
+
+def test_a_whole_checkpoint_is_loaded_if_it_is_the_executors(llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+    other, name = copy.deepcopy(llama), "model.layers.0.mlp.up_proj.weight"
+    nn.init.normal_(other.get_parameter(name))
+    denied, allowed = (
+        symbiosis.wrap(copy.deepcopy(llama), serve(llama, allow_read=may).endpoint) for may in (False, True)
+    )
+    for split in (denied, allowed):
+        split.load_state_dict(llama.state_dict())
+        assert torch.equal(logits(split, ids), logits(llama, ids))
+    with pytest.raises(RuntimeError, match=f"would write to the shared base weight '{name.removesuffix('.weight')}'"):
+        denied.load_state_dict(other.state_dict())
+    assert torch.equal(logits(denied, ids), logits(llama, ids))
+    allowed.load_state_dict(other.state_dict())
+    assert torch.equal(logits(allowed, ids), logits(other, ids))
+    allowed.load_state_dict(llama.state_dict())
+    assert torch.equal(logits(allowed, ids), logits(llama, ids))
+
+
+@pytest.mark.parametrize("change", ["t_", "resize_", "set_"])
+def test_a_weight_is_not_given_another_shape_in_place(
+    change: str, llama: nn.Module, serve: Callable, ids: Tensor
+) -> None:
+    split = symbiosis.wrap(copy.deepcopy(llama), serve(llama, allow_read=True).endpoint)
+    weight = split.model.layers[0].self_attn.q_proj.weight
+    with pytest.raises(WeightWrite, match="in place"):
+        {"t_": weight.t_, "resize_": lambda: weight.resize_(8, 8), "set_": lambda: weight.set_(torch.zeros(64, 64))}[
+            change
+        ]()
+    assert torch.equal(logits(split, ids), logits(llama, ids))
 
 
 def test_saved_adapter_loads_into_plain_peft(llama: nn.Module, split: nn.Module, tmp_path: Path, ids: Tensor) -> None:
@@ -285,6 +317,52 @@ def test_a_transposed_weight_in_a_square_layer_is_not_ignored(llama: nn.Module, 
         layer.weight = nn.Parameter(layer.weight.detach().t(), requires_grad=False)
     x = torch.linspace(-1, 1, 128).view(2, 64)
     assert torch.equal(layers[1](x), layers[0](x))
+
+
+SPELLINGS: dict[str, Callable[[nn.Linear, Tensor], Tensor]] = {
+    "linear": lambda layer, x: F.linear(x, layer.weight, layer.bias),
+    "linear, transposed": lambda layer, x: F.linear(x, layer.weight.t(), layer.bias),
+    "addmm": lambda layer, x: torch.addmm(layer.bias, x, layer.weight.t()),
+    "addmm, transposed": lambda layer, x: torch.addmm(layer.bias, x, layer.weight),
+    "addmm, folded": lambda layer, x: torch.addmm(layer.bias[:8], x[:, :8], layer.weight.view(8, -1)[:, :8]),
+    "addmm, one row": lambda layer, x: torch.addmm(layer.bias, x, layer.weight[:1].expand(16, 16)),
+    "a layer's own": lambda layer, x: swapped(layer)(x),
+}
+
+
+def swapped(layer: nn.Linear) -> nn.Linear:
+    layer.weight = nn.Parameter(layer.weight.detach().t(), requires_grad=False)
+    return layer
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_the_bases_bias_in_other_products_than_the_layers_own(spelling: str, serve: Callable) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16)).requires_grad_(False)
+    split, x = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint), torch.randn(5, 16)
+    results, expected = (SPELLINGS[spelling](of[0], x) for of in (split, model))
+    torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_autocast_takes_what_it_takes_of_unsplit_layers(dtype: torch.dtype, serve: Callable) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16)).requires_grad_(False).to(dtype)
+    split, x = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint), torch.randn(5, 16, dtype=dtype)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        results, expected = split(x), model(x)
+    assert results.dtype == expected.dtype and torch.equal(results, expected)
+
+
+def test_transforms_that_would_lose_something_are_refused(serve: Callable) -> None:
+    model = nn.Sequential(nn.Linear(16, 16)).requires_grad_(False)
+    split, x = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint), torch.randn(5, 16)
+    for transformed in (torch.func.vmap(split), lambda x: torch.func.jvp(split, (x,), (x,))):
+        with pytest.raises(RemoteWeightError, match="torch.func"):
+            transformed(x)
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: split(x).sum())(x)
+    assert torch.equal(split(x), model(x))
 
 
 def test_forked_process_joins_anew(

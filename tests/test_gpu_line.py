@@ -8,9 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from queue import Empty
 from typing import Any
 
 import pytest
@@ -315,6 +313,13 @@ def test_streams_take_turns(endpoint: str, ids: Tensor) -> None:
 # ---------------------------------------------------------------- faults
 
 
+def next_loss(queue: Any) -> dict[int, float]:
+    """What a trainer tells next."""
+    said = queue.get(timeout=WAIT_S)
+    assert said != "done", "it was done before all was tried: let it make more steps"
+    return dict([said])
+
+
 def losses(queue: Any) -> dict[int, float]:
     """What a trainer tells until it is done."""
     return dict(iter(lambda: queue.get(timeout=WAIT_S), "done"))
@@ -324,9 +329,8 @@ def told(queue: Any) -> dict[int, float]:
     """What a trainer whose executor is dead has told by now."""
     time.sleep(0.3)
     found = {}
-    with suppress(Empty):
-        while True:
-            found.update([queue.get_nowait()])
+    while not queue.empty():
+        found |= next_loss(queue)
     return found
 
 
@@ -340,7 +344,7 @@ def test_the_executor_is_killed_and_the_stream_goes_on(
     executor, ready = processes.start(serve_forever, path)
     endpoint = ready.get(timeout=WAIT_S)
     _, queue = processes.start(train_forever, endpoint, steps, captured)
-    disturbed = dict([queue.get(timeout=WAIT_S)])
+    disturbed = next_loss(queue)
     for pause in (0.3, 0.4, 0.1):
         time.sleep(pause)
         executor.kill()
@@ -348,7 +352,7 @@ def test_the_executor_is_killed_and_the_stream_goes_on(
         disturbed |= told(queue)
         executor, ready = processes.start(serve_forever, path)
         ready.get(timeout=WAIT_S)
-        disturbed.update([queue.get(timeout=WAIT_S)])  # it goes on
+        disturbed |= next_loss(queue)  # it goes on
     disturbed |= losses(queue)
     _, queue = processes.start(train_forever, endpoint, steps, captured)
     assert disturbed == losses(queue)

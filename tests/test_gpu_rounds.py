@@ -27,6 +27,7 @@ from tests.test_gpu_line import (
     line_of,
     lora,
     losses,
+    next_loss,
     processes,
     serve_forever,
     told,
@@ -189,7 +190,7 @@ def test_together(policy: str, processes: Processes, tmp_path: Path) -> None:
 def test_the_executor_is_killed_in_the_midst_of_rounds(processes: Processes, tmp_path: Path) -> None:
     executor, endpoint = served(processes, tmp_path)
     _, queue = processes.start(train_forever, endpoint, 2000, True)
-    disturbed = dict([queue.get(timeout=WAIT_S)])
+    disturbed = next_loss(queue)
     for pause, goes_on in ((0.05, True), (0.21, False), (0.1, True), (0.13, True)):
         time.sleep(pause)
         executor.kill()
@@ -197,7 +198,7 @@ def test_the_executor_is_killed_in_the_midst_of_rounds(processes: Processes, tmp
         disturbed |= told(queue)
         executor, _ = served(processes, tmp_path)
         if goes_on:  # else the next one dies while they join
-            disturbed.update([queue.get(timeout=WAIT_S)])
+            disturbed |= next_loss(queue)
     disturbed |= losses(queue)
     _, queue = processes.start(train_forever, endpoint, 2000, True)
     assert disturbed == losses(queue)

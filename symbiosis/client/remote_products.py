@@ -28,19 +28,23 @@ def _call(op: Op, weight: RemoteView, x: Tensor, view: View | None, ends: Tensor
     return call(op, handle.index, x, view=view, ends=ends, priority=priority, gradient=gradient)
 
 
+def _op_by(weight: RemoteView) -> Op:
+    """What `x @ V` is: FORWARD or DGRAD, which other clients' calls can join, if V is the whole weight as it lies or transposed."""
+    kind, base = weight.handle.layer.kind, weight.handle.layer.shape
+    if kind == "tensor" or weight.dim() != 2:
+        return Op.PRODUCT
+    if weight.is_whole:
+        return Op.FORWARD if kind == "conv1d" else Op.DGRAD
+    if tuple(weight.shape) == base[::-1] and weight.stride() == contiguous_stride(base)[::-1]:
+        return Op.DGRAD if kind == "conv1d" else Op.FORWARD
+    return Op.PRODUCT
+
+
 def _rows_times(x: Tensor, weight: RemoteView) -> Tensor:
-    """`x @ V`. If V is the whole weight it is FORWARD or DGRAD, which other clients' calls can join."""
     if x.numel() == 0:
         return x.new_zeros(*x.shape[:-1], weight.shape[-1])
-    x = x.to(weight.dtype)
-    kind, base = weight.handle.layer.kind, weight.handle.layer.shape
-    if kind != "tensor" and weight.dim() == 2:
-        stride = contiguous_stride(base)
-        if tuple(weight.shape) == base and weight.stride() == stride:
-            return _call(Op.FORWARD if kind == "conv1d" else Op.DGRAD, weight, x, None)
-        if tuple(weight.shape) == base[::-1] and weight.stride() == stride[::-1]:
-            return _call(Op.DGRAD if kind == "conv1d" else Op.FORWARD, weight, x, None)
-    return _call(Op.PRODUCT, weight, x, weight.view_of())
+    op = _op_by(weight)
+    return _call(op, weight, x.to(weight.dtype), weight.view_of() if op is Op.PRODUCT else None)
 
 
 def _is_repeated(weight: RemoteView) -> bool:
@@ -68,7 +72,7 @@ def _plus(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) 
     if isinstance(bias, RemoteView):
         return NotImplemented
     own = isinstance(weight, RemoteView) and beta == alpha == 1 and weight.handle.is_own_bias(bias)
-    if own and weight.dim() == 2 and x.numel():
+    if own and _op_by(weight) is Op.FORWARD and x.numel():
         handle = weight.handle
         return handle.session.call(Op.FORWARD, handle.index, x, bias=True, gradient=_in_backward())
     y = times(x, weight)

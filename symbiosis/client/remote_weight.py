@@ -151,6 +151,13 @@ def _write(func: Any, written: list[Any], args: Any, kwargs: Any) -> Any:
     weight, source = written[0], args[1] if len(args) > 1 else None
     if isinstance(source, RemoteWeight) and source.is_same_view(weight):
         return weight  # set_ or copy_ from itself, as parametrize and load_state_dict do
+    if func is aten.detach_.default:
+        return weight  # which has no graph
+    if torch.Tag.inplace_view in func.tags:
+        raise WeightWrite(
+            f"{func} would change the shape or the memory of a remote weight in place (at {call_site()}): use what makes a view "
+            "instead, `.t()` for `.t_()`"
+        )
     for one in written:
         if isinstance(one, RemoteSum):
             one.refuse_write(func)

@@ -25,7 +25,15 @@ from torch import Tensor
 
 from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
-from symbiosis.errors import CallError, CaptureError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
+from symbiosis.errors import (
+    CallError,
+    CaptureError,
+    Code,
+    ConfigError,
+    ConnectionLost,
+    ExecutorUnavailable,
+    RemoteWeightError,
+)
 from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, Shapes, on_host
 
@@ -193,6 +201,7 @@ class Session:
         if x is None:
             call = _call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ())
             return self._answer(call, ())[0]
+        _refuse_transforms()
         payload = (x.detach(),) if ends is None else (x.detach(), ends)
         groups = 0 if ends is None else ends.numel()
         call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
@@ -203,6 +212,7 @@ class Session:
 
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
         """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
+        _refuse_transforms()
         call, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
         if x.is_cuda and (line := self._lines.get(x.device) or self._line(x.device)):
             self.stats.enqueue(call)
@@ -297,7 +307,7 @@ class Session:
                 raise
             give_up = give_up or time.monotonic() + self.patience
             if self._welcome is None or time.monotonic() > give_up:
-                raise self._unavailable(cause) from None
+                raise ExecutorUnavailable.at(self.endpoints, cause) from None
             self._turn_to_next()
             self.stats.retries += 1
             if self.endpoint == first:  # all were asked
@@ -347,7 +357,7 @@ class Session:
                     raise
                 cause = error
                 self._turn_to_next()
-        raise self._unavailable(cause) from None
+        raise ExecutorUnavailable.at(self.endpoints, cause) from None
 
     def _turn_to_next(self) -> None:
         at = self.endpoints.index(self.endpoint)
@@ -358,12 +368,6 @@ class Session:
         client = f"pid {os.getpid()}"
         return Hello(
             client=client, priority=priority, fingerprint=self.fingerprint, observer=self.observer, device=device
-        )
-
-    def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
-        return ExecutorUnavailable(
-            f"no executor at {' or '.join(self.endpoints)} ({cause}). "
-            f"Start one with: symbiosis-executor MODEL --listen {self.endpoints[0].partition('?')[0]}"
         )
 
     def _disconnect(self) -> None:
@@ -477,6 +481,14 @@ def _rows_call(
     also, rows = tuple(member.layer for member in others), (shape[:-1].numel(), shape[-1])
     call = _call(op, first.layer, dtype, rows, first.bias, priority, None, 0, False, also)
     return call, tuple((*shape[:-1], member.width) for member in group)
+
+
+def _refuse_transforms() -> None:
+    """What a call sends are plain rows: a tangent would be lost, and nobody would notice."""
+    if torch._C._are_functorch_transforms_active():
+        raise RemoteWeightError(
+            "torch.func transforms (grad, jvp, vmap, ...) do not reach through remote layers: use torch.autograd"
+        )
 
 
 def _restore(

@@ -3,12 +3,13 @@
 A frozen linear layer computes `y = x Wᵀ (+ b)`, and the gradient of its input is `dx = dy W`. Both need only W, which the
 executor has, so nothing is saved for the backward pass but the layer's number:
 
-    VirtLinear.forward(x)  ->  product(x, FORWARD)  ->  Session.call
-    backward(dy)           ->  product(dy, DGRAD)   ->  Session.call
+    VirtLinear.forward(x)  ->  FORWARD of x, for the layer and those of its group  ->  Session.rows
+    backward(dy)           ->  DGRAD of dy                                         ->  Session.rows
 
-`product` is an autograd function, and under torch.compile the custom op `symbiosis::product`. The op takes integers besides the rows, so a compiled model keeps one graph; and the gradient of a DGRAD is a FORWARD, so
-it can be differentiated any number of times. To everybody who looks, a VirtLinear is an `nn.Linear` and a VirtConv1D a
-transformers `Conv1D`: `wrap` changes the class of the layer in place and leaves hooks, name and mode as they are.
+Each is an autograd function, and under torch.compile the custom op `symbiosis::product`. The op takes integers besides the rows, so a
+compiled model keeps one graph; and the gradient of a DGRAD is a FORWARD, so it can be differentiated any number of times. To everybody
+who looks, a VirtLinear is an `nn.Linear` and a VirtConv1D a transformers `Conv1D`: `wrap` changes the class of the layer in place and
+leaves hooks, name and mode as they are.
 """
 
 from typing import Any, TypeGuard
@@ -64,17 +65,12 @@ class EagerProduct(torch.autograd.Function):
         return product(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, False, Priority.TRAIN), None, None
 
 
-def product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
-    """The differentiable product, in its compiled or its eager form."""
+def product(
+    x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority, made: Tensor | None = None
+) -> Tensor:
+    """The differentiable product, in its compiled or its eager form. `made`: its result, if that is already here."""
     if torch.compiler.is_compiling():
         return torch.ops.symbiosis.product(x, session, layer, int(op), width, bias, int(priority))
-    return eager_product(x, session, layer, op, width, bias, priority, None)
-
-
-def eager_product(
-    x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority, made: Tensor | None
-) -> Tensor:
-    """... for code that is not compiled. `made`: its result, if that is already here."""
     if x.requires_grad and torch.is_grad_enabled():
         how = session, layer, op, width, bias, priority
         return EagerProduct.apply(x, how, None if made is None else (made,))  # type: ignore[no-untyped-call]
@@ -123,40 +119,26 @@ torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_con
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
     """What `layer` computes, by the executor: asked for together with what other layers will want of the same tensor. A bias that
     is no longer the base's own is added here."""
-    if torch.compiler.is_compiling():
-        return _compiled_product(layer, x, weight, width)
-    given = x
-    if torch._C._is_any_autocast_enabled():
-        x = _cast(x)
+    given, x = x, _as_autocast(x)
     handle, bias = weight.handle, layer.bias
-    own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
-    member, session = Member(handle.index, width, own), handle.session
-    y = session.groups.fetch(given, x.dtype, member)
-    tracked = x.requires_grad and torch.is_grad_enabled()
-    if y is None or (tracked and not y.requires_grad):
-        y = _grouped_product(given, x, session, member, _priority(layer, x), tracked, y)
+    if torch.compiler.is_compiling():  # alone: a compiler knows neither a tensor's identity nor its version
+        own = False
+        y = product(x, handle.session.number, handle.index, Op.FORWARD, width, own, _priority(layer, x))
+    else:
+        own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
+        y = _with_others(layer, given, x, handle.session, Member(handle.index, width, own))
     return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
 
 
-def _compiled_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
-    """... by itself: a compiler knows neither a tensor's identity nor its version."""
-    x = _cast(x)
-    y = product(x, weight.handle.session.number, weight.handle.index, Op.FORWARD, width, False, _priority(layer, x))
-    return y if layer.bias is None else y + layer.bias.to(y.dtype)  # type: ignore[operator]
-
-
-def _cast(x: Tensor) -> Tensor:
-    """As autocast would."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) and x.is_floating_point() else x
-
-
-def _grouped_product(
-    given: Tensor, x: Tensor, session: Session, member: Member, priority: Priority, tracked: bool, made: Tensor | None
-) -> Tensor:
-    """`x` is what the layer was `given`, as it is to be multiplied. `made`: the result, if it is here, and not yet for autograd."""
+def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
+    """The product of `x`, which is what the layer was `given`, as it is to be multiplied."""
+    groups = session.groups
+    made = groups.fetch(given, x.dtype, member)
+    tracked = x.requires_grad and torch.is_grad_enabled()
+    if made is not None and (made.requires_grad or not tracked):
+        return made
+    priority = _priority(layer, x)
     if made is None:
-        groups = session.groups
         group = groups.begin(given, x.dtype, member)
         if len(group) > 1 and x.numel():
             if not tracked:
@@ -165,7 +147,15 @@ def _grouped_product(
                 return groups.keep(group, list(GroupProduct.apply(x, session.number, group, priority)))  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 made = groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
-    return eager_product(x, session.number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
+    return product(x, session.number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """As autocast would have it, which leaves double precision alone."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
 
 
 def is_as_served(weight: Tensor) -> TypeGuard[RemoteWeight]:

@@ -30,7 +30,7 @@ from symbiosis.config import default_endpoints
 from symbiosis.errors import WrapError
 from symbiosis.fingerprint import digest
 from symbiosis.protocol import Layer, Priority
-from symbiosis.transport.tensors import DTYPE_NAME
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 logger = logging.getLogger("symbiosis")
 Model = TypeVar("Model", bound=nn.Module)
@@ -299,10 +299,19 @@ def leave_out_remote(module: nn.Module, state: dict[str, Any], prefix: str, meta
 
 
 def put_in_remote(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """... and loads as if it held the remote weights, too."""
+    """... and loads as if it held the remote weights, too. Other values than the executor's are a write."""
     for name, parameter in module._parameters.items():
-        if isinstance(parameter, RemoteWeight):
+        if isinstance(parameter, RemoteWeight) and _is_served(state.get(prefix + name), parameter.handle):
             state[prefix + name] = parameter
+
+
+def _is_served(given: Tensor | None, handle: Handle) -> bool:
+    """Whether what is to be loaded, if anything, is what the executor has."""
+    if given is None or isinstance(given, RemoteWeight) or given.device.type == "meta":
+        return True
+    layer = handle.layer
+    same = tuple(given.shape) == layer.shape and digest(given.to(TORCH_DTYPE[layer.dtype])) == layer.digest
+    return same and handle.private is None
 
 
 def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) -> Model:

@@ -106,9 +106,7 @@ class Server:
             spread=SPREAD[store.on_gpu],
             patience=PATIENCE[store.on_gpu],
         )
-        self.engine = Engine(
-            store, self._answered, self._joined, options.workers, self.batcher.took if options.rounds else None
-        )
+        self.engine = Engine(store, self._answered, self._joined, options.workers, self.batcher.took)
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.background = Background(options.train_share)
         self.crowd = Crowd() if self.batcher.policy == "opportunistic" and not store.on_gpu else None
@@ -374,18 +372,17 @@ class Server:
             raise CallError(Code.UNKNOWN_OP, "a seed is sent with each call, and cannot be registered")
         plan = self._plan(call)
         work = Work(peer, 0, call, payload, out, plan.parts, plan, number, _priority(peer.session, call))
-        alike = work.peer.here and work.peer.tenant is None  # else it takes turns
-        work.large = alike and self.engine.join_below <= plan.rows <= self.batcher.max_rows
+        takes_turns = not work.peer.here or work.peer.tenant is not None
+        work.large = not takes_turns and self.engine.join_below <= plan.rows <= self.batcher.max_rows
         self.engine.place(work)
         return work
 
     def compose(self, peer: Peer, number: int, works: Sequence[Work], bell: Tensor, reply: Tensor, again: bool) -> Work:
-        if not self.options.rounds:
-            raise CallError(Code.UNKNOWN_OP, "this executor answers calls one by one (--no-rounds)")
-        if self.engine.rounds is None or (self.engine.shares_time and not again):
+        wanted = self.options.rounds and not self.engine.shares_time
+        if self.engine.rounds is None or not (wanted or again):  # who was in the midst of one goes on
             raise CallError(
                 Code.UNKNOWN_OP,
-                "calls are answered one by one here: MPS does not serve the executor, or Triton is missing",
+                "calls are answered one by one here: MPS does not serve the executor, Triton is missing, or --no-rounds is set",
             )
         most = math.inf if again else self.engine.join_below  # ... which an executor before us measured otherwise
         round = self.engine.rounds.new(tuple(works), bell, reply, most)

@@ -442,10 +442,7 @@ class DeviceLine:
         return False
 
     def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
-        return ExecutorUnavailable(
-            f"no executor at local://{self._address} ({cause}). Start one with: "
-            f"symbiosis-executor MODEL --listen local://{self._address}"
-        )
+        return ExecutorUnavailable.at([f"local://{self._address}"], cause)
 
     def _give_up(self, error: SymbiosisError) -> None:
         """Let the stream go, with answers that nobody can mistake for results."""
