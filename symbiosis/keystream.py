@@ -3,9 +3,6 @@
 import os
 
 import torch
-from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.algorithms import AES256
-from cryptography.hazmat.primitives.ciphers.modes import CTR
 from torch import Tensor
 
 KEY_BYTES = 32
@@ -24,6 +21,11 @@ def keystream(key: bytes, shape: tuple[int, ...], dtype: torch.dtype, stream: in
     >>> torch.equal(keystream(bytes(32), (2, 5), torch.int32, start=1), rows[1:])
     True
     """
+    # here, because most programs need neither these nor the 4 MiB that they take
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+    from cryptography.hazmat.primitives.ciphers.modes import CTR
+
     rows, width = shape
     blocks = -(-width * dtype.itemsize // _BLOCK)  # of one row
     nbytes = rows * blocks * _BLOCK
