@@ -69,7 +69,7 @@ Finished = Callable[[Work, Reply], None]
 
 class Engine:
     """Answers batches. `on_done` hears of every reply, for the figures; `on_joined` of all that a GPU gives at once; `on_over` what
-    rounds of a key took; without it there are none.
+    rounds of a key took.
 
     A GPU's large calls, which gain nothing from others, run on a stream of their own: products of few rows overtake them.
     """
@@ -80,7 +80,7 @@ class Engine:
         on_done: Finished,
         on_joined: Callable[[Batch], None],
         workers: int = 1,
-        on_over: Callable[[Any, float], None] | None = None,
+        on_over: Callable[[Any, float], None] = lambda *_: None,
     ) -> None:
         self._store, self._on_done, self._on_joined, self._on_over = store, on_done, on_joined, on_over
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
@@ -108,7 +108,7 @@ class Engine:
             torch.cuda.synchronize(self.device)  # the weights are there
             torch.cuda.set_stream(self._stream)
             self._joined = _joined(self._multiply, self._pool)
-            if self._joined is not None and self._on_over is not None:
+            if self._joined is not None:
                 from symbiosis.executor.rounds import Rounds
                 from symbiosis.transport.cuda_driver import shares_time
 
