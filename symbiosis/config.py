@@ -68,6 +68,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         if self.mps and not self.on_gpu:
             raise ConfigError(f"mps shares a GPU, but device is {self.device}: add --device cuda, or leave out --mps")
+        self.check_device(self.on_gpu)
+
+    def check_device(self, on_gpu: bool) -> None:
+        """An embedded executor knows where it computes by its model only."""
+        if on_gpu and self.workers > 1:
+            raise ConfigError("products run one after another on a GPU: leave out --workers")
 
     @property
     def on_gpu(self) -> bool:

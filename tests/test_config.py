@@ -70,6 +70,7 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("max-wait-us: -1", "max-wait-us must not be negative, but is -1"),
         ("heartbeat-s: -0.5", "heartbeat-s must be positive"),
         ("mps: true", "mps shares a GPU, but device is cpu: add --device cuda"),
+        ("device: cuda:1\nworkers: 2", "leave out --workers"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:

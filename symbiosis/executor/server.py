@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.config import Options
-from symbiosis.errors import CallError, Code, ConfigError
+from symbiosis.errors import CallError, Code
 from symbiosis.executor.account import BUSY_S, Account, busy
 from symbiosis.executor.background import Background
 from symbiosis.executor.batch import Batch, Item
@@ -89,8 +89,7 @@ class Server:
     """Owns the reactor. Everything but `stop` and `drain` runs in the thread that has the turn."""
 
     def __init__(self, store: Store, options: Options) -> None:
-        if store.on_gpu and options.workers > 1:
-            raise ConfigError("products run one after another on a GPU: leave out --workers")
+        options.check_device(store.on_gpu)
         self.store, self.options, self.limits = store, options, options.limits
         self.keyring = Keyring.open(options.key, options.tenants) if options.key and options.tenants else None
         self.nccl = self.keyring is None if options.nccl is None else options.nccl
