@@ -1,0 +1,47 @@
+"""Who may have its captured step answered as a round: whoever is in the midst of one, and others where that is wanted and pays."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from symbiosis.errors import CallError, Code
+from symbiosis.protocol import Priority
+from tests.test_background import Executor
+
+WORD = torch.zeros(1, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("shares_time", [False, True])
+@pytest.mark.parametrize("wanted", [False, True])
+def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Executor(monkeypatch, rounds=wanted)
+    most: list[float] = []
+
+    def new(works: Any, bell: Any, reply: Any, limit: float) -> Any:
+        most.append(limit)
+        return SimpleNamespace(key="round", calls=tuple(work.call for work in works))
+
+    executor.engine.rounds, executor.engine.shares_time = SimpleNamespace(new=new), shares_time
+    works = [executor.works[priority] for priority in (Priority.DECODE, Priority.TRAIN, Priority.DECODE)]
+    if not again and (shares_time or not wanted):
+        with pytest.raises(CallError) as refused:
+            executor.server.compose(works[0].peer, 7, works, WORD, WORD, again)
+        assert refused.value.code is Code.UNKNOWN_OP and not most
+        return
+    work = executor.server.compose(works[0].peer, 7, works, WORD, WORD, again)
+    assert work.calls == tuple(work.call for work in works) and work.number == 7
+    assert work.priority == Priority.TRAIN, "the least urgent of its calls tells what it is"
+    assert (work.plan.key, work.plan.calls, work.plan.nbytes) == ("round", 3, sum(work.plan.nbytes for work in works))
+    assert most == [float("inf") if again else executor.engine.join_below]
+
+
+def test_without_triton_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = Executor(monkeypatch)
+    executor.engine.shares_time = False
+    works = [executor.works[Priority.DECODE]]
+    for again in (False, True):
+        with pytest.raises(CallError, match="Triton"):
+            executor.server.compose(works[0].peer, 7, works, WORD, WORD, again)
