@@ -29,6 +29,8 @@ GIGABIT = 1e9
 TARGETS = ("q_proj", "v_proj")
 LEVELS = ("plain", "plain, verified", "noise", "pads 8", "pads 16", "split 8", "split 8, verified", "split 16")
 BATCH, LENGTH, PROMPT = 2, 64, 16
+STEPS = 6  # of training in each round
+FASTEST_S = 0.01  # that a token may take, if the pads are to suffice
 LINK_S = 3600.0  # longer than any run
 
 
@@ -55,14 +57,14 @@ class PrivateClient(LoraClient):
         """The median time of a token or training step, and its bytes."""
         before = symbiosis.stats(self.model).copy()
         if what == "decode":
-            pace = self.decode(0.0, seconds, 1, PROMPT, tokens)
-            rows = len(pace.steps) + PROMPT * -(-len(pace.steps) // tokens)
+            times = self.decode(0.0, seconds, 1, PROMPT, tokens).steps
+            rows = len(times) + PROMPT * -(-len(times) // tokens)
         else:
-            pace = self.train(0.0, seconds, BATCH, LENGTH)
-            rows = len(pace.steps)
+            times = [self.train(0.0, 0.0, BATCH, LENGTH).steps[0] for _ in range(STEPS)]
+            rows = STEPS
         now = symbiosis.stats(self.model)
         nbytes = now.bytes_sent + now.bytes_received - before.bytes_sent - before.bytes_received
-        return statistics.median(pace.steps), nbytes / rows
+        return statistics.median(times), nbytes / rows
 
 
 def predictions(text: torch.Tensor, endpoint: str, other: str, level: str, pads: dict[int, Path]) -> torch.Tensor:
@@ -168,7 +170,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     arguments = parser.parse_args()
     hidden = arguments.hidden or (512 if arguments.quick else 1024)
-    rounds, seconds, tokens = (3, 1.0, 24) if arguments.quick else (5, 4.0, 48)
+    rounds, seconds, tokens = (3, 1.0, 24) if arguments.quick else (5, 1.5, 48)
     prepare(threads=1)
     report = Report("bench_privacy")
     report.figure("model", {"hidden": hidden, "layers": arguments.layers, "batch": BATCH, "length": LENGTH})
@@ -192,7 +194,7 @@ def main() -> int:
                 ]
                 if bits_per_second:
                     running = links(stack, [url.partition("://")[2] for url in running])
-                pads = new_pads(folder, title, rounds, hidden)
+                pads = new_pads(folder, title, rounds, seconds)
                 started = stack.enter_context(
                     workers(
                         PrivateClient, [(str(folder / "model"), *running, level, copy.copy(pads)) for level in LEVELS]
@@ -209,9 +211,9 @@ def main() -> int:
     return report.finish()
 
 
-def new_pads(folder: Path, title: str, rounds: int, hidden: int) -> dict[int, Path]:
-    """Enough for all rounds, if a step takes longer than 30 ms; a file of 2 GB at most."""
-    tokens = min(4000 * rounds, int(2e9 / (hidden * 4 * 60)))
+def new_pads(folder: Path, title: str, rounds: int, seconds: float) -> dict[int, Path]:
+    """Enough for all rounds, prompts included."""
+    tokens = int((rounds + 1) * (STEPS * BATCH * LENGTH + 2 * seconds / FASTEST_S))
     pads = {bits: folder / f"{title[:3]}{bits}.pads" for bits in (8, 16)}
     for bits, file in pads.items():
         progress(f"{tokens} pads of {bits} bits")
