@@ -31,23 +31,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in long]
 
 
-def tiny_llama() -> nn.Module:
+def tiny_llama(hidden: int = 64, inner: int = 96, heads: int = 4, key_value_heads: int = 2) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=100, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=key_value_heads, vocab_size=100, max_position_embeddings=128, bos_token_id=1,
+        eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 def wide_llama() -> nn.Module:
     """Wide enough for products whose sums a GPU splits."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, num_attention_heads=16, num_key_value_heads=4,
-        vocab_size=100, max_position_embeddings=128, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    return AutoModelForCausalLM.from_config(config).eval()
+    return tiny_llama(2048, 5632, 16, 4)
 
 
 def tiny_gpt2() -> nn.Module:

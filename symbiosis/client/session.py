@@ -214,7 +214,7 @@ class Session:
         """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
         _refuse_transforms()
         call, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
-        if x.is_cuda and (line := self._lines.get(x.device) or self._line(x.device)):
+        if x.is_cuda and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.rows(call, x, shapes)
         return self._by_host(call, (x.detach() if x.requires_grad else x,), x.device, shapes)

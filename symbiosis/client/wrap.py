@@ -310,8 +310,9 @@ def _is_served(given: Tensor | None, handle: Handle) -> bool:
     if given is None or isinstance(given, RemoteWeight) or given.device.type == "meta":
         return True
     layer = handle.layer
-    same = tuple(given.shape) == layer.shape and digest(given.to(TORCH_DTYPE[layer.dtype])) == layer.digest
-    return same and handle.private is None
+    if handle.private is not None or tuple(given.shape) != layer.shape:
+        return False
+    return digest(given.to(TORCH_DTYPE[layer.dtype])) == layer.digest
 
 
 def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) -> Model:

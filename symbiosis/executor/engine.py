@@ -59,6 +59,7 @@ class Work:
 
 
 _LAUNCHED = Reply(0)
+HIGHEST = -5  # priority of a stream, or what the GPU has
 ROWS_TRIED = (64, 128, 256, 512, 1024, 2048, 4096)
 TIMES_TRIED = 8
 NEARLY = 0.85
@@ -95,7 +96,7 @@ class Engine:
             FewRows(store.linear_weights(), threads=workers) if self.device.type == "cpu" else product
         )
         if self.device.type == "cuda":
-            self._stream = torch.cuda.Stream(self.device, priority=-5)  # the highest, or what the GPU has
+            self._stream = torch.cuda.Stream(self.device, priority=HIGHEST)
             self._aside = torch.cuda.Stream(self.device)
             self._pool, self._pool_aside = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
             self.stream = self._stream.cuda_stream

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.engine import call_error
+from symbiosis.executor.engine import HIGHEST, call_error
 from symbiosis.executor.joined import Multiply, copies, nbytes_of, parts_in, power_of_two, rounded
 from symbiosis.executor.log import log
 from symbiosis.executor.plan import Key
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
 
 Parts = Callable[["Work", Op], list[Tensor]]
-HIGHEST = -5  # priority, or what the GPU has
 LATE_S = 1.0  # that a client may take to make the next call of its round
 TABLES_KEPT, RUNS_KEPT = 64, 32
 _numbers = itertools.count()
