@@ -417,11 +417,12 @@ def test_without_an_executor_the_stream_is_let_go(processes: Any, tmp_path: Path
     assert len(PinnedMemory._mapped) <= pinned
 
 
-def decode_forever(endpoint: str, said: Any, seed: int, steps: int) -> None:
+def decode_forever(endpoint: str, said: Any, seed: int, steps: int, all_there: Any) -> None:
     torch.manual_seed(seed)
     split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
     reference = tiny_llama().cuda()
     worst = 0.0
+    all_there.wait(WAIT_S)
     with torch.no_grad():
         for turn in range(steps):
             ids = torch.randint(3, 100, (1 + turn % 3, 5)).cuda()
@@ -433,7 +434,8 @@ def decode_forever(endpoint: str, said: Any, seed: int, steps: int) -> None:
 def test_several_clients_at_once(policy: str, processes: Any, tmp_path: Path) -> None:
     _, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", policy)
     endpoint = ready.get(timeout=WAIT_S)
-    queues = [processes.start(decode_forever, endpoint, seed, 60)[1] for seed in range(4)]
+    all_there = processes.context.Barrier(4)
+    queues = [processes.start(decode_forever, endpoint, seed, 60, all_there)[1] for seed in range(4)]
     results = [queue.get(timeout=WAIT_S) for queue in queues]
     assert max(worst for worst, _ in results) < 1e-5, results  # one product's rounding, in float32
     if policy == "lockstep":

@@ -61,8 +61,9 @@ def decoders(split: nn.Module, plain: nn.Module) -> list[Callable[[Tensor], Tens
     return [symbiosis.capture(torch.no_grad()(lambda ids, model=model: model(ids).logits)) for model in (split, plain)]
 
 
-def decode(endpoint: str, said: Any, seed: int, steps: int) -> None:
-    """How far captured logits are from those of the unsplit model, at worst; and how its calls met others."""
+def decode(endpoint: str, said: Any, seed: int, steps: int, all_there: Any = None) -> None:
+    """How far captured logits are from those of the unsplit model, at worst; and how its calls met others. When captured, it
+    waits until all are there."""
     split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
     captured, reference = decoders(split, tiny_llama().cuda())
     ids = torch.randint(3, 100, (2, 1), generator=torch.Generator().manual_seed(seed)).cuda()
@@ -72,7 +73,28 @@ def decode(endpoint: str, said: Any, seed: int, steps: int) -> None:
         worst = max(worst, (captured(x) - reference(x)).abs().max().item())
         if turn == 3:
             said.put("captured")
+            if all_there:
+                all_there.wait(WAIT_S)
     said.put((worst, symbiosis.stats(split).mean_batch, line_of(split).rounds))
+
+
+def decode_beside(endpoint: str, said: Any, seed: int, steps: int, all_there: Any) -> None:
+    """How far captured logits in bfloat16 are from the unsplit model's in float32, over how far its own in bfloat16 are."""
+    split = symbiosis.wrap(wide_llama().to("cuda", torch.bfloat16), endpoint)
+    captured, reference = decoders(split, wide_llama().to("cuda", torch.bfloat16))
+    exact = wide_llama().cuda()
+    ids = torch.randint(3, 100, (1 + seed, 1), generator=torch.Generator().manual_seed(seed)).cuda()
+    for _ in range(4):
+        captured(ids)
+    all_there.wait(WAIT_S)
+    split_off, plain_off = 0.0, 0.0
+    for turn in range(steps):
+        x = (ids + turn) % 100
+        with torch.no_grad():
+            expected = exact(x).logits
+        split_off += (captured(x) - expected).square().mean().item()
+        plain_off += (reference(x) - expected).square().mean().item()
+    said.put(((split_off / plain_off) ** 0.5, symbiosis.stats(split).mean_batch, line_of(split).rounds))
 
 
 def decode_shapes(endpoint: str, said: Any, seed: int, steps: int) -> None:
@@ -172,7 +194,8 @@ def test_steps_of_every_kind(processes: Processes, tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["immediate", "opportunistic", "lockstep"])
 def test_together(policy: str, processes: Processes, tmp_path: Path) -> None:
     _, endpoint = served(processes, tmp_path, policy)
-    queues = [processes.start(decode, endpoint, seed, 200)[1] for seed in range(3)]
+    all_there = processes.context.Barrier(3)
+    queues = [processes.start(decode, endpoint, seed, 200, all_there)[1] for seed in range(3)]
     for said in queues:
         assert said.get(timeout=WAIT_S) == "captured"
     found = [said.get(timeout=WAIT_S) for said in queues]
@@ -184,6 +207,16 @@ def test_together(policy: str, processes: Processes, tmp_path: Path) -> None:
     with watching(endpoint) as look:
         figures = look()
         assert figures.calls >= sum(200 * 8 for _ in queues), "each call of a round counts"
+
+
+def test_together_in_bfloat16(processes: Processes, tmp_path: Path) -> None:
+    """Rows of several are multiplied by one kernel of our own, which rounds no worse than anybody else's."""
+    _, endpoint = served(processes, tmp_path, "lockstep", "wide", torch.bfloat16)
+    all_there = processes.context.Barrier(3)
+    queues = [processes.start(decode_beside, endpoint, seed, 100, all_there)[1] for seed in range(3)]
+    found = [said.get(timeout=WAIT_S) for said in queues]
+    assert all(ratio < 1.1 and rounds == 1 for ratio, _, rounds in found), found
+    assert max(batch for _, batch, _ in found) > 1.5, found
 
 
 @pytest.mark.fault

@@ -111,9 +111,11 @@ class Engine:
             self._joined = _joined(self._multiply, self._pool)
             if self._joined is not None:
                 from symbiosis.executor.rounds import Rounds
+                from symbiosis.kernels import few_rows_gpu
                 from symbiosis.transport.cuda_driver import shares_time
 
-                self.rounds = Rounds(self._multiply, self._parts, self._on_over, self.device)
+                few_rows_gpu.load(self._store.linear_weights())
+                self.rounds = Rounds(self._multiply, self._few_rows, self._parts, self._on_over, self.device)
                 self.shares_time = shares_time(self.device)
             if any(weight.dim() == 2 for weight in self._store.weights):
                 self._pace = Pace(self._store.weights)
@@ -352,6 +354,16 @@ class Engine:
         for dy_TN, matrix in reversed(others):
             dx_TK += multiply(dy_TN, matrix, None)
         return [dx_TK]
+
+    def _few_rows(self, call: Call, rows: int) -> Any:
+        """One kernel for the product of so many rows, which rounds in its own way; nothing if none takes the weights as they are."""
+        from symbiosis.kernels.few_rows_gpu import FewRows, takes
+
+        matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
+        if call.op is not Op.FORWARD or matrices[0].dtype != TORCH_DTYPE[call.dtype] or not takes(matrices, rows):
+            return None
+        biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
+        return FewRows(matrices, biases, rows)
 
     def _together(self, call: Call, slices: list[Slice]) -> None:
         """The same for calls whose rows belong to groups of matrices, and for lookups."""

@@ -74,6 +74,7 @@ class Joined:
 
     def __init__(self, multiply: Multiply, pool: Any) -> None:
         self._multiply, self._pool = multiply, pool
+        rows.load()
         self._table, self._turn = rows.new_table()
         self._memory = [memoryview(page.numpy()).cast("B") for page in self._table]
         self._turns = 0

@@ -7,7 +7,6 @@ go on from where they are, each by itself.
 """
 
 import itertools
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from time import perf_counter
@@ -19,23 +18,19 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.engine import HIGHEST, call_error
-from symbiosis.executor.joined import Multiply, copies, nbytes_of, parts_in, power_of_two, rounded
-from symbiosis.executor.log import log
+from symbiosis.executor.joined import Multiply, power_of_two, rounded
 from symbiosis.executor.plan import Key
+from symbiosis.executor.runs import Alone, Few, Parts, Run, Together
 from symbiosis.kernels import rounds as kernel
 from symbiosis.kernels import rows
-from symbiosis.kernels.graphs import captured
-from symbiosis.protocol import Call, Op
+from symbiosis.protocol import Call
 from symbiosis.transport.base import refuse
 from symbiosis.transport.cuda_driver import new_stream
-from symbiosis.transport.line import ROUND_BELL, ROUND_REPLY
 
 if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
 
-Parts = Callable[["Work", Op], list[Tensor]]
-LATE_S = 1.0  # that a client may take to make the next call of its round
-TABLES_KEPT, RUNS_KEPT = 64, 32
+RUNS_KEPT = 32
 _numbers = itertools.count()
 
 
@@ -72,182 +67,26 @@ class Round:
         return self._seconds[rows]
 
 
-class Run:
-    """What the GPU does for a round, again and again. A table, with a page for each call, tells whom it answers (`kernels.rows`)."""
-
-    def __init__(self, device: torch.device, calls: int, width: int) -> None:
-        self._calls, self.stream = calls, torch.cuda.current_stream(device)
-        self.table = torch.empty(calls, width, dtype=torch.int64, device=device)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self._stop, self._late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
-        self._over = torch.cuda.Event()
-        # each for the stream on which it was captured, and only there: cuBLAS's workspace is the stream's. None: it ran there once.
-        self.graphs: dict[torch.cuda.Stream, torch.cuda.CUDAGraph | None] = {}
-        self._captures = True
-        self._tables: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        self.begun, self.replayed = 0.0, False
-        self.rounds: list[Round] = []
-
-    def multiply(self, at: int) -> None:
-        """The product of a call."""
-        raise NotImplementedError
-
-    def page(self, rounds: list[Round], at: int) -> list[int]:
-        """... and what the table says of it, but for the answers."""
-        raise NotImplementedError
-
-    def begin(self, rounds: list[Round], stream: torch.cuda.Stream, first: int = 0) -> None:
-        """Answer the calls of these rounds from `first` on. What was begun before is over."""
-        self.rounds, self.stream = rounds, stream
-        self._late[0] = self._stop[0] = 0
-        table = self._table_of(rounds)
-        self.begun = perf_counter()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            try:
-                self.table.copy_(table)
-                self.turn.fill_(first)
-                graph = None if first else self._graph_on(stream)
-                self.replayed = graph is not None
-                if graph is None:
-                    self._enqueue(first)
-                else:
-                    graph.replay()
-            finally:  # whatever was enqueued
-                self._over.record()
-
-    def _graph_on(self, stream: torch.cuda.Stream) -> "torch.cuda.CUDAGraph | None":
-        """From the second time on."""
-        if stream not in self.graphs or not self._captures:
-            self.graphs[stream] = None
-        elif self.graphs[stream] is None:
-            try:
-                self.graphs[stream] = captured(self._enqueue, torch.cuda.graph_pool_handle())
-            except RuntimeError as error:
-                self._captures = False
-                log(logging.WARNING, "a round cannot be captured", error=str(error).splitlines()[0])
-        return self.graphs[stream]
-
-    def _enqueue(self, first: int = 0) -> None:
-        for at in range(first, self._calls):
-            kernel.wait(self.table, self.turn, self._stop, self._late, ROUND_BELL - ROUND_REPLY, LATE_S)
-            self.multiply(at)
-            rows.answer(self.table, self.turn)
-
-    def _table_of(self, rounds: list[Round]) -> Tensor:
-        numbers = tuple(round.number for round in rounds)
-        table = self._tables.get(numbers)
-        if table is None:
-            pages = [self._answers(rounds, at) + self.page(rounds, at) for at in range(self._calls)]
-            table = self._tables[numbers] = torch.tensor(pages, dtype=torch.int64, device=self.table.device)
-            if len(self._tables) > TABLES_KEPT:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(numbers)
-        return table
-
-    def _answers(self, rounds: list[Round], at: int) -> list[int]:
-        """The reply words, and what they become: the number of the call, counted from 1."""
-        words = [word for round in rounds for word in (round.reply.data_ptr(), at + 1)]
-        return words + [0] * (2 * rows.PLACES - len(words))
-
-    @property
-    def over(self) -> bool:
-        return self._over.query()
-
-    @property
-    def late(self) -> bool:
-        """Whether somebody was waited for in vain, and nobody answered from then on."""
-        return bool(self._late[0])
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self._stop[0])
-
-    def stop(self) -> None:
-        """Answer nobody from the next call on that one of them has not made. Waits for the end of that, which is near."""
-        self._stop[0] = 1
-        self.wait()
-
-    def wait(self) -> None:
-        """For the end of what was begun."""
-        self._over.synchronize()
-
-
-class Alone(Run):
-    """One client's round, in its own memory. Where calls share places, results go there by a copy, which is not made any more when
-    nobody is answered any more: what the products write then, nobody misses."""
-
-    def __init__(self, device: torch.device, round: Round, multiply: Multiply, parts: Parts) -> None:
-        works, self._multiply, self._copied = round.works, multiply, not round.apart
-        outputs = max(len(work.places.outputs) for work in works) if self._copied else 0
-        super().__init__(device, len(works), rows.IN + 3 * outputs)
-        nbytes = max(nbytes_of(work, round.rows) for work in works) if self._copied else 0
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._products = []
-        for work in works:
-            y = parts_in(scratch, work, round.rows)[1] if self._copied else parts(work, Op.FORWARD)
-            self._products.append((work.call, parts(work, Op.DGRAD), y))
-
-    def multiply(self, at: int) -> None:
-        call, x, y = self._products[at]
-        self._multiply(call, x, y)
-        if self._copied:
-            rows.copy(self.table, self.turn, rows.IN, len(y), sum(part.nbytes for part in y))
-
-    def page(self, rounds: list[Round], at: int) -> list[int]:
-        if not self._copied:
-            return []
-        _, x, y = self._products[at]
-        _, after = copies([rounds[0].works[at].places], x, y)
-        return after + [0] * (self.table.shape[1] - rows.IN - len(after))
-
-
-class Together(Run):
-    """Rounds of up to so many clients, with up to so many rows: gathered, multiplied and scattered in memory of its own."""
-
-    def __init__(self, device: torch.device, round: Round, multiply: Multiply, count: int, sessions: int) -> None:
-        works = round.works
-        inputs, outputs = (max(map(len, of)) for of in zip(*((w.places.inputs, w.places.outputs) for w in works), strict=True))  # fmt: skip
-        self._after = rows.IN + 3 * sessions * inputs
-        super().__init__(device, len(works), self._after + 3 * sessions * outputs)
-        nbytes = max(nbytes_of(work, count) for work in works)
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._parts = [parts_in(scratch, work, count) for work in works]
-        self._called, self._sessions, self._multiply = round.calls, sessions, multiply
-
-    def multiply(self, at: int) -> None:
-        x, y = self._parts[at]
-        self._copy(rows.IN, x)
-        self._multiply(self._called[at], x, y)
-        self._copy(self._after, y)
-
-    def _copy(self, first: int, parts: list[Tensor]) -> None:
-        rows.copy(self.table, self.turn, first, self._sessions * len(parts), sum(part.nbytes for part in parts))
-
-    def page(self, rounds: list[Round], at: int) -> list[int]:
-        before, after = copies([round.works[at].places for round in rounds], *self._parts[at])
-        between = self._after - rows.IN - len(before)
-        behind = self.table.shape[1] - self._after - len(after)
-        return [*before, *[0] * between, *after, *[0] * behind]
-
-
 class Rounds:
     """On one GPU, which serves several programs at the same time."""
 
     def __init__(
         self,
         multiply: Multiply,
+        few_rows: Few,
         parts: Parts,
         on_over: Callable[[Hashable, float], None],
         device: torch.device,
     ) -> None:
-        """`parts`: what goes into a call's product, and comes out; `on_over` hears what rounds of a key take."""
-        self._multiply, self._parts, self._on_over = multiply, parts, on_over
+        """`few_rows`: what makes the product of a call and so many rows at once, if anything does; `parts`: what goes into a call's
+        product, and comes out; `on_over` hears what rounds of a key take."""
+        self._multiply, self._few_rows, self._parts, self._on_over = multiply, few_rows, parts, on_over
         self._device, self._streams = device, list[torch.cuda.Stream]()
         self.draining = False  # who is not answered to the end goes on at the executor that comes next
         self._keys: dict[RoundKey, RoundKey] = {}
         self._runs: OrderedDict[Hashable, list[Together]] = OrderedDict()
         self._running: list[Run] = []
+        kernel.load(device)
 
     def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, most: float) -> Round:
         """Raises `CallError` if these calls cannot be answered so, or one has `most` rows or more."""
@@ -338,7 +177,7 @@ class Rounds:
         self._runs.move_to_end(key)
         run = next((run for run in runs if run not in self._running), None)
         if run is None:
-            run = Together(self._device, rounds[0], self._multiply, count, sessions)
+            run = Together(self._device, rounds[0], self._multiply, self._few_rows, count, sessions)
             runs.append(run)
             if len(self._runs) > RUNS_KEPT:
                 self._runs.popitem(last=False)
