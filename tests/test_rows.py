@@ -45,6 +45,7 @@ def test_copies_and_answers(seed: int) -> None:
         (torch.float16, 416, (72, 200, 8), 11, True),
         (torch.bfloat16, 11008, (1000,), 32, True),
         (torch.bfloat16, 512, (97, 31), 17, False),
+        (torch.bfloat16, 1040, (12000, 24000), 9, True),
     ],
 )
 def test_few_rows_are_multiplied_where_they_lie(

@@ -8,6 +8,7 @@ table (`kernels.rows`) holds, from word `IN` on, the address of each row, and th
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,11 +17,20 @@ from torch import Tensor
 
 from symbiosis.kernels.rows import IN, PLACES, answer_page
 
-STAGES = {16: 4, 32: 3}  # of a pipeline that fetches matrices ahead, by the rows; measured
-MOST = max(STAGES)
+
+class Tiles(NamedTuple):
+    """How a matrix is cut: columns and width of a piece, and how many pieces are on their way at a time. Measured."""
+
+    N: int
+    K: int
+    stages: int
+
+
+FINE = {16: Tiles(32, 256, 4), 32: Tiles(32, 256, 3)}  # by the rows
+COARSE, EACH = Tiles(64, 128, 3), 2  # for so many columns that each of the GPU's processors has so many tiles
+MOST = max(FINE)
 SUPPORTED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNED = 16  # values of a row, and bytes of where it lies
-BLOCK_N, BLOCK_K = 32, 256
 
 
 @triton.jit(do_not_specialize=["page", "turned", "count"])
@@ -75,10 +85,11 @@ class FewRows:
         self._kept, self._count = (matrices, biases), len(matrices)
         self._rows = max(16, triton.next_power_of_2(rows))  # a matrix unit multiplies at least 16
         self._K, self._float = len(matrices[0]), SUPPORTED[matrices[0].dtype]
+        self._cut = _cut(matrices, self._rows)
         self._tiles, words = 0, []
         for v_KN, bias in zip(matrices, biases, strict=True):
             words.append([v_KN.data_ptr(), 0 if bias is None else bias.data_ptr(), v_KN.shape[1], self._tiles])
-            self._tiles += triton.cdiv(v_KN.shape[1], BLOCK_N)
+            self._tiles += triton.cdiv(v_KN.shape[1], self._cut.N)
         self._members = torch.tensor(words, dtype=torch.int64, device=matrices[0].device)
         self.words = self._rows * (1 + self._count)  # of a page, from `IN` on
 
@@ -90,16 +101,23 @@ class FewRows:
     def multiply(self, page: Tensor, turn: Tensor, turned: int, done: Tensor) -> None:
         """... the page's rows, and write its answers; then `turn` becomes `turned`. `done`: a word of 32 bits, 0 before and after."""
         _product[(self._tiles,)](
-            page, turn, turned, done, self._members, self._count, self._K, self._float, self._K % BLOCK_K == 0, self._rows,
-            IN, PLACES, BLOCK_N, BLOCK_K, num_warps=4, num_stages=STAGES[self._rows],
+            page, turn, turned, done, self._members, self._count, self._K, self._float, self._K % self._cut.K == 0,
+            self._rows, IN, PLACES, self._cut.N, self._cut.K, num_warps=4, num_stages=self._cut.stages,
         )  # fmt: skip
 
 
+def _cut(matrices: Sequence[Tensor], rows: int) -> Tiles:
+    processors = torch.cuda.get_device_properties(matrices[0].device).multi_processor_count
+    many = sum(v_KN.shape[1] for v_KN in matrices) >= EACH * processors * COARSE.N
+    return COARSE if many else FINE[rows]
+
+
 def load(weights: Sequence[Tensor]) -> None:
-    """CUDA loads the kernels for these (N x K) now, and not when somebody waits for them."""
-    kinds = {(w.dtype, w.shape[1] % BLOCK_K == 0): w.t() for w in weights if w.is_cuda and takes([w.t()], 1)}
+    """CUDA loads the kernels for these (N x K) now, and not when somebody waits for them: alone, and with another one."""
+    kinds = {(w.dtype, w.shape): w.t() for w in weights if w.is_cuda and takes([w.t()], 1)}
     for v_KN in kinds.values():
-        for rows in STAGES:
-            few = FewRows([v_KN], [None], rows)
-            page, turn = (torch.zeros(n, dtype=torch.int64, device=v_KN.device) for n in (IN + few.words, 1))
-            few.multiply(page, turn, 0, torch.zeros(1, dtype=torch.int32, device=v_KN.device))
+        for matrices in ([v_KN], [v_KN, v_KN]):
+            for rows in FINE:
+                few = FewRows(matrices, [None] * len(matrices), rows)
+                page, turn = (torch.zeros(n, dtype=torch.int64, device=v_KN.device) for n in (IN + few.words, 1))
+                few.multiply(page, turn, 0, torch.zeros(1, dtype=torch.int32, device=v_KN.device))
