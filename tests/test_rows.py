@@ -51,7 +51,7 @@ def test_copies_and_answers(seed: int) -> None:
 def test_few_rows_are_multiplied_where_they_lie(
     dtype: torch.dtype, width: int, columns: tuple[int, ...], rows: int, bias: bool
 ) -> None:
-    from symbiosis.kernels.few_rows_gpu import FewRows, takes
+    from symbiosis.kernels.few_rows_gpu import FewRowsKernel, takes
     from symbiosis.kernels.product import product
     from symbiosis.kernels.rows import IN, PLACES
 
@@ -60,7 +60,9 @@ def test_few_rows_are_multiplied_where_they_lie(
     biases = [torch.randn(n, device="cuda").to(dtype) if bias else None for n in columns]
     assert takes(weights, rows) and not takes(weights, 33)
     assert not takes([weights[0].t()], rows) and not takes([weights[0].float()], rows)
-    few = FewRows(weights, biases, rows)
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    assert not takes([weights[0], weights[0].to(other)], rows) and not takes([weights[0].cpu()], rows)
+    few = FewRowsKernel(weights, biases, rows)
     x = torch.randn(rows, width, device="cuda").to(dtype)
     results = [torch.full((rows + 1, -(-n // 8) * 8), 7.0, device="cuda", dtype=dtype) for n in columns]
     order = torch.randperm(rows).tolist()

@@ -88,6 +88,8 @@ class Engine:
         self.stream = 0
         self._joined: Any = None
         self.rounds: Any = None
+        self._has_few_rows = False  # whether one kernel multiplies the few rows of several clients
+        self._few: dict[Any, Any] = {}
         self.shares_time = True  # programs take turns on the GPU, as they do without MPS
         self._not_joined = 0  # products that failed so
         self._overtaken_until = math.inf  # if a large call was launched: when the others wait for it
@@ -111,12 +113,11 @@ class Engine:
             self._joined = _joined(self._multiply, self._pool)
             if self._joined is not None:
                 from symbiosis.executor.rounds import Rounds
-                from symbiosis.kernels import few_rows_gpu
                 from symbiosis.transport.cuda_driver import shares_time
 
-                few_rows_gpu.load(self._store.linear_weights())
                 self.rounds = Rounds(self._multiply, self._few_rows, self._parts, self._on_over, self.device)
                 self.shares_time = shares_time(self.device)
+                self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
             if any(weight.dim() == 2 for weight in self._store.weights):
                 self._pace = Pace(self._store.weights)
 
@@ -357,13 +358,17 @@ class Engine:
 
     def _few_rows(self, call: Call, rows: int) -> Any:
         """One kernel for the product of so many rows, which rounds in its own way; nothing if none takes the weights as they are."""
-        from symbiosis.kernels.few_rows_gpu import FewRows, takes
-
-        matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
-        if call.op is not Op.FORWARD or matrices[0].dtype != TORCH_DTYPE[call.dtype] or not takes(matrices, rows):
+        if not self._has_few_rows or call.op is not Op.FORWARD:
             return None
-        biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
-        return FewRows(matrices, biases, rows)
+        from symbiosis.kernels.few_rows_gpu import FewRowsKernel, padded, takes
+
+        key = call.layers, call.view, call.bias, call.dtype, padded(rows)
+        if key not in self._few:
+            matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
+            biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
+            as_it_is = matrices[0].dtype == TORCH_DTYPE[call.dtype] and takes(matrices, rows)
+            self._few[key] = FewRowsKernel(matrices, biases, rows) if as_it_is else None
+        return self._few[key]
 
     def _together(self, call: Call, slices: list[Slice]) -> None:
         """The same for calls whose rows belong to groups of matrices, and for lookups."""
@@ -435,13 +440,31 @@ class Engine:
 
 
 def _joined(multiply: Any, pool: Any) -> Any:
-    """For GPUs, and only there: it needs Triton."""
+    """For GPUs, and only there: it needs Triton, and what that compiles kernels with."""
     try:
         from symbiosis.executor.joined import Joined
-    except ImportError:
-        log(logging.WARNING, "no Triton here: calls of several clients are joined copy by copy, which is slower")
+
+        return Joined(multiply, pool)
+    except Exception as error:  # whatever it is: calls are answered without it
+        log(
+            logging.WARNING, "Triton does not work here: calls of several clients are joined copy by copy, which is slower",
+            error=f"{type(error).__name__} {error}",
+        )  # fmt: skip
         return None
-    return Joined(multiply, pool)
+
+
+def _loaded(weights: Sequence[Tensor]) -> bool:
+    """Whether this GPU multiplies few rows by one kernel."""
+    from symbiosis.kernels import few_rows_gpu
+
+    try:
+        few_rows_gpu.load(weights)
+    except Exception as error:  # whatever it is: there is another way
+        log(
+            logging.WARNING, "a kernel does not run here: decoding together is slower", error=f"{type(error).__name__} {error}"
+        )  # fmt: skip
+        return False
+    return True
 
 
 class Pace:

@@ -13,7 +13,7 @@ from symbiosis.executor.joined import Multiply, Places, copies, nbytes_of, parts
 from symbiosis.executor.log import log
 from symbiosis.kernels import rounds as kernel
 from symbiosis.kernels import rows
-from symbiosis.kernels.few_rows_gpu import FewRows
+from symbiosis.kernels.few_rows_gpu import FewRowsKernel
 from symbiosis.kernels.graphs import captured
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.line import ROUND_BELL, ROUND_REPLY
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from symbiosis.executor.rounds import Round
 
 Parts = Callable[["Work", Op], list[Tensor]]
-Few = Callable[[Call, int], FewRows | None]
+Few = Callable[[Call, int], FewRowsKernel | None]
 LATE_S = 1.0  # that a client may take to make the next call of its round
 TABLES_KEPT = 64
 
@@ -205,7 +205,7 @@ class Gathered:
 class AtOnce:
     """A product that one kernel makes of rows where they lie."""
 
-    def __init__(self, few_rows: FewRows, done: Tensor) -> None:
+    def __init__(self, few_rows: FewRowsKernel, done: Tensor) -> None:
         self._few_rows, self._done, self.words = few_rows, done, few_rows.words
 
     def answer(self, table: Tensor, turn: Tensor, at: int) -> None:

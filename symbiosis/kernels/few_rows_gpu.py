@@ -19,7 +19,7 @@ from symbiosis.kernels.rows import IN, PLACES, answer_page
 
 
 class Tiles(NamedTuple):
-    """How a matrix is cut: columns and width of a piece, and how many pieces are on their way at a time. Measured."""
+    """How a matrix is cut: columns and width of a piece, and stages of the pipeline that loads them. Measured."""
 
     N: int
     K: int
@@ -71,21 +71,29 @@ def _product(  # type: ignore[no-untyped-def]
 
 def takes(matrices: Sequence[Tensor], rows: int) -> bool:
     """Whether the kernel can multiply so many rows by these, each K x N."""
-    return rows <= MOST and all(
-        v_KN.dtype in SUPPORTED and v_KN.dim() == 2 and v_KN.stride() == (1, len(v_KN)) and len(v_KN) % ALIGNED == 0
-        and v_KN.data_ptr() % ALIGNED == 0 for v_KN in matrices
+    first = matrices[0]
+    return rows <= MOST and first.is_cuda and first.dtype in SUPPORTED and len(first) % ALIGNED == 0 and all(
+        v_KN.dim() == 2 and v_KN.stride() == (1, len(first)) and len(v_KN) == len(first)
+        and v_KN.dtype == first.dtype and v_KN.device == first.device and v_KN.data_ptr() % ALIGNED == 0
+        for v_KN in matrices
     )  # fmt: skip
 
 
-class FewRows:
+def padded(rows: int) -> int:
+    """A matrix unit multiplies at least 16."""
+    return max(16, triton.next_power_of_2(rows))  # type: ignore[no-any-return]
+
+
+class FewRowsKernel:
     """The product of few rows and each of some matrices, plus their biases."""
 
-    def __init__(self, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int) -> None:
+    def __init__(
+        self, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int, cut: Tiles | None = None
+    ) -> None:
         """For up to so many `rows`."""
         self._kept, self._count = (matrices, biases), len(matrices)
-        self._rows = max(16, triton.next_power_of_2(rows))  # a matrix unit multiplies at least 16
+        self._rows, self._cut = padded(rows), cut or _cut(matrices, padded(rows))
         self._K, self._float = len(matrices[0]), SUPPORTED[matrices[0].dtype]
-        self._cut = _cut(matrices, self._rows)
         self._tiles, words = 0, []
         for v_KN, bias in zip(matrices, biases, strict=True):
             words.append([v_KN.data_ptr(), 0 if bias is None else bias.data_ptr(), v_KN.shape[1], self._tiles])
@@ -113,11 +121,12 @@ def _cut(matrices: Sequence[Tensor], rows: int) -> Tiles:
 
 
 def load(weights: Sequence[Tensor]) -> None:
-    """CUDA loads the kernels for these (N x K) now, and not when somebody waits for them: alone, and with another one."""
-    kinds = {(w.dtype, w.shape): w.t() for w in weights if w.is_cuda and takes([w.t()], 1)}
+    """CUDA loads the kernels for these (N x K) now, and not when somebody waits for them."""
+    kinds = {(w.dtype, w.shape[1]): w.t() for w in weights if takes([w.t()], 1)}
     for v_KN in kinds.values():
-        for matrices in ([v_KN], [v_KN, v_KN]):
-            for rows in FINE:
-                few = FewRows(matrices, [None] * len(matrices), rows)
-                page, turn = (torch.zeros(n, dtype=torch.int64, device=v_KN.device) for n in (IN + few.words, 1))
-                few.multiply(page, turn, 0, torch.zeros(1, dtype=torch.int32, device=v_KN.device))
+        for rows, fine in FINE.items():
+            for cut in (fine, COARSE):
+                few_rows = FewRowsKernel([v_KN], [None], rows, cut)
+                page, turn = (torch.zeros(n, dtype=torch.int64, device=v_KN.device) for n in (IN + few_rows.words, 1))
+                few_rows.multiply(page, turn, 0, torch.zeros(1, dtype=torch.int32, device=v_KN.device))
+    torch.cuda.synchronize()
