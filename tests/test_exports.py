@@ -54,6 +54,11 @@ def test_errors_survive_the_way_between_processes() -> None:
     assert (type(again), again.code, str(again)) == (CallError, Code.TOO_LARGE, "too large [TOO_LARGE]")
 
 
+def test_the_command_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "symbiosis", "version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == symbiosis.__version__
+
+
 def test_the_version_is_that_of_the_package() -> None:
     import importlib.metadata
 
