@@ -3,6 +3,7 @@
 import copy
 import io
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import symbiosis
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.virt_layer import VirtLinear
-from symbiosis.errors import RemoteWeightError, WeightRead, WeightWrite, WrapError
+from symbiosis.errors import ExecutorUnavailable, RemoteWeightError, WeightRead, WeightWrite, WrapError
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
@@ -378,6 +379,32 @@ def test_forked_process_joins_anew(
     torch.set_num_threads(threads)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(logits(model, ids), expected)
+
+
+def test_forked_process_cannot_use_an_executor_of_its_parent(llama: nn.Module, ids: Tensor) -> None:
+    """The thread that answers is the parent's: the child is told so at once, and the parent goes on."""
+    with symbiosis.Executor(copy.deepcopy(llama)) as executor:
+        model = symbiosis.wrap(copy.deepcopy(llama), executor.endpoint)
+        expected = logits(model, ids)
+        child = os.fork()
+        if child == 0:
+            begun = time.monotonic()
+            try:
+                logits(model, ids)
+            except ExecutorUnavailable as error:
+                os._exit(0 if "in this process" in str(error) and time.monotonic() - begun < 5 else 2)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert torch.equal(logits(model, ids), expected)
+
+
+def test_a_model_is_shared_with_processes(split: nn.Module, ids: Tensor) -> None:
+    """What others reach by themselves is left as it is; the client's own parameters move to shared memory."""
+    expected = logits(split, ids)
+    assert split.share_memory() is split
+    own = [p for p in split.parameters() if not isinstance(p, RemoteWeight)]
+    assert own and all(p.is_shared() for p in own)
+    assert torch.equal(logits(split, ids), expected)
 
 
 def test_experts_are_served_and_trained(serve: Callable, ids: Tensor) -> None:

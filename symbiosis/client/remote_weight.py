@@ -56,6 +56,12 @@ class RemoteWeight(RemoteView):
             )
         return self
 
+    def share_memory_(self) -> "RemoteWeight":
+        """Other processes reach the executor as this one does."""
+        if self.handle.private is not None:
+            self.handle.private.share_memory_()
+        return self
+
     def privatise(self, what: str, value: Tensor | None = None) -> None:
         """A write: from now on this parameter is a private copy. Only where reads are allowed."""
         handle = self.handle

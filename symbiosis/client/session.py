@@ -418,7 +418,9 @@ class Session:
         return known[layer].name if layer < len(known) else f"layer {layer}"
 
     def forget_parent(self) -> None:
-        """In a forked child: the connection is the parent's."""
+        """In a forked child: the connection is the parent's, and so is an executor that lives in it."""
+        if all(endpoint.startswith("inproc://") for endpoint in self.endpoints):
+            self._welcome = None  # nobody waits for what will never come
         self._lock = threading.Lock()
         self._connection = None
         self._device = CPU

@@ -1,5 +1,6 @@
 """`inproc://NAME`: client and executor in one process. Tensors are handed over as they are; the code path is the true one."""
 
+import os
 import threading
 from collections import deque
 from queue import Empty, SimpleQueue
@@ -13,6 +14,7 @@ from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU, Shapes, cut
 
 _listeners: dict[str, "Listener"] = {}
+os.register_at_fork(after_in_child=_listeners.clear)  # their threads are the parent's
 
 
 class Peer:
