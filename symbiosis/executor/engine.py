@@ -347,7 +347,7 @@ class Engine:
         if call.dtype in WEIGHT_BITS:  # of FORWARD and DGRAD only
             multiply = forward = modular_product
         if call.op is not Op.DGRAD:
-            biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
+            biases = self._biases(call)
             outs: Sequence[Tensor | None] = out or [None] * len(matrices)
             return [forward(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
         *others, (dy_TN, matrix) = zip(x, matrices, strict=True)
@@ -355,6 +355,10 @@ class Engine:
         for dy_TN, matrix in reversed(others):
             dx_TK += multiply(dy_TN, matrix, None)
         return [dx_TK]
+
+    def _biases(self, call: Call) -> list[Tensor | None]:
+        """One for each layer, if the call asks for them."""
+        return [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
 
     def _few_rows(self, call: Call, rows: int) -> Any:
         """One kernel for the product of so many rows, which rounds in its own way; nothing if none takes the weights as they are."""
@@ -365,7 +369,7 @@ class Engine:
         key = call.layers, call.view, call.bias, call.dtype, padded(rows)
         if key not in self._few:
             matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
-            biases = [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
+            biases = self._biases(call)
             as_it_is = matrices[0].dtype == TORCH_DTYPE[call.dtype] and takes(matrices, rows)
             self._few[key] = FewRowsKernel(matrices, biases, rows) if as_it_is else None
         return self._few[key]

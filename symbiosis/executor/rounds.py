@@ -86,7 +86,7 @@ class Rounds:
         self._keys: dict[RoundKey, RoundKey] = {}
         self._runs: OrderedDict[Hashable, list[Together]] = OrderedDict()
         self._running: list[Run] = []
-        kernel.load(device)
+        kernel.load_wait(device)
 
     def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, most: float) -> Round:
         """Raises `CallError` if these calls cannot be answered so, or one has `most` rows or more."""

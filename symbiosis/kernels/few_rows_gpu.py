@@ -92,7 +92,8 @@ class FewRowsKernel:
     ) -> None:
         """For up to so many `rows`."""
         self._kept, self._count = (matrices, biases), len(matrices)
-        self._rows, self._cut = padded(rows), cut or _cut(matrices, padded(rows))
+        self._rows = padded(rows)
+        self._cut = cut or _cut(matrices, self._rows)
         self._K, self._float = len(matrices[0]), SUPPORTED[matrices[0].dtype]
         self._tiles, words = 0, []
         for v_KN, bias in zip(matrices, biases, strict=True):

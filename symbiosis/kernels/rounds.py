@@ -98,14 +98,14 @@ def wait(table: Tensor, turn: Tensor, stop: Tensor, late: Tensor, behind: int, s
     _wait[(1,)](table, turn, stop, late, pages, stride, int(seconds * 1e9), behind, PLACES, LOOKS, ZEROS, num_warps=1)
 
 
-def load(device: torch.device) -> None:
+def load_wait(device: torch.device) -> None:
     """CUDA loads the executor's kernel now, and not when somebody waits for it: that takes a tenth of a second."""
     table, turn = (torch.zeros(1, words, dtype=torch.int64, device=device) for words in (2 * PLACES, 1))
     stop, late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
     wait(table, turn, stop, late, 0, 1.0)
 
 
-def warm_up(device: torch.device) -> None:
+def load_call(device: torch.device) -> None:
     """CUDA loads the client's kernel now: while a stream waits, it could not."""
     words, rows = torch.ones(3, 64, dtype=torch.int32, device=device), torch.ones(2, 64, device=device)
     call(Words(words[0, :1], words[1, :1], words[2, :1], words.data_ptr(), 0xFFFF), 60.0, 1, rows[0], rows[1])

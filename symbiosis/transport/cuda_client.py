@@ -254,7 +254,7 @@ class DeviceLine:
         apart = sum(sizes) <= MOST_APART
         try:
             self._ask(Compose(next(self._numbers), tuple(p.register.number for p in prepared)))  # whether that can be
-            kernel.warm_up(self.device)
+            kernel.load_call(self.device)
             if apart:
                 if sum(sizes) > self._segments[-1].nbytes:
                     self._grow(sum(sizes))
