@@ -27,7 +27,7 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
-VERSION = 7
+VERSION = 8
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 MAX_DIM = 5  # of a convolution over video, which a client may read
@@ -362,33 +362,49 @@ class Shared(msgspec.Struct, frozen=True, tag="shared"):
 
 
 class Segment(msgspec.Struct, frozen=True, tag="segment"):
-    """A client hands over device memory of this size, by descriptor. Segments are counted from 0."""
+    """A client hands over device memory of this size, by descriptor. The one of number 0 comes first."""
 
+    number: int
     nbytes: int
 
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
-    """From now on the doorbell `number` is this call (a header without its number), with its payload at `start` of a segment."""
+    """From now on the doorbell `number` is this call (a header without its number), with its payload at `start` of a segment. What
+    each layer makes of it goes to one of `results` (segment and start), if these are given."""
 
     number: int
     call: bytes
     segment: int
     start: int
+    results: tuple[tuple[int, int], ...] = ()
 
 
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
-    """... whose reply has this shape, and lies behind the payload."""
+    """... whose reply has this shape, and without `results` lies behind the payload."""
 
     shape: tuple[int, ...]
 
 
 class Compose(msgspec.Struct, frozen=True, tag="compose"):
-    """From now on the doorbell `number` begins a round: the registered `calls` one after another. `again`: an executor before this
-    one agreed to it."""
+    """From now on the doorbell `number` begins a round: the registered `calls` one after another. Number 0 only asks. `again`: an
+    executor before this one agreed to it."""
 
     number: int
     calls: tuple[int, ...]
     again: bool = False
+
+
+class Composed(msgspec.Struct, frozen=True, tag="composed"):
+    """... whose calls are large: where they are waited for, no kernel may keep a place on the GPU; or small."""
+
+    large: bool
+
+
+class Forget(msgspec.Struct, frozen=True, tag="forget"):
+    """The `calls` (and rounds) of these numbers are not made any more, and the `segments` not used."""
+
+    calls: tuple[int, ...]
+    segments: tuple[int, ...] = ()
 
 
 class Resume(msgspec.Struct, frozen=True, tag="resume"):
@@ -419,6 +435,8 @@ Control = (
     | Register
     | Registered
     | Compose
+    | Composed
+    | Forget
     | Resume
     | Done
     | Beat

@@ -20,6 +20,7 @@ from symbiosis.executor.store import Store
 from symbiosis.protocol import Call, Op, Priority, Reply
 
 PRODUCT_S, SHARE = 1e-3, 0.1
+CALLS = 5  # of a large round
 ROWS = {Priority.DECODE: 1, Priority.PREFILL: 512, Priority.TRAIN: 512}
 
 
@@ -119,8 +120,11 @@ class Engine:
             self.launched[piece.item.work.priority] += piece.last
         return PRODUCT_S
 
-    def launch(self, work: Work) -> Reply:
+    def launch(self, work: Work, piecemeal: bool = False) -> Reply:
         self.launched[work.priority] += 1
+        if work.round is not None:
+            left = work.round.left or CALLS
+            work.round.left = left - 1 if piecemeal else 0
         if self.refuses:
             self.refuses(work.peer)
         return Reply(0)
@@ -178,6 +182,38 @@ def test_training_waits_while_somebody_decodes(executor: Executor) -> None:
     executor.server._step()
     assert executor.engine.launched[Priority.TRAIN] == 4 and not session.in_flight
     assert session.calls == 4
+
+
+def test_a_large_round_goes_whole_or_call_by_call(executor: Executor) -> None:
+    """Beside somebody who decodes each of its calls takes its turn; whoever else trains is served between them."""
+    train = executor.works[Priority.TRAIN]
+    train.round = SimpleNamespace(left=0, calls=())
+    session, launched = train.peer.session, executor.engine.launched
+    assert not executor.rings(Priority.TRAIN)
+    assert (launched[Priority.TRAIN], session.calls, train.round.left) == (1, train.plan.calls, 0)
+    executor.rings(Priority.DECODE)
+    assert executor.rings(Priority.TRAIN) and launched[Priority.TRAIN] == 1
+    for call in range(1, CALLS + 1):
+        executor.now += PRODUCT_S / SHARE + 1e-6
+        executor.server.background.decoded = executor.now
+        executor.server._step()
+        assert launched[Priority.TRAIN] == 1 + call and train.round.left == CALLS - call
+        assert session.in_flight == (call < CALLS), "a client in the midst of a round is not taken for a silent one"
+    assert session.calls == 2 * train.plan.calls and not executor.server.waiting
+
+
+def test_the_rest_of_a_large_round_goes_at_once_when_nobody_decodes(executor: Executor) -> None:
+    train = executor.works[Priority.TRAIN]
+    train.round = SimpleNamespace(left=0, calls=())
+    executor.rings(Priority.TRAIN)
+    executor.rings(Priority.DECODE)
+    executor.rings(Priority.TRAIN)
+    executor.now += PRODUCT_S / SHARE + 1e-6
+    executor.server._step()
+    assert train.round.left == CALLS - 1
+    executor.now += DECODES_S
+    executor.server._step()
+    assert train.round.left == 0 and not executor.server.waiting
 
 
 @pytest.mark.parametrize("prefill_s", [1e-3, 2e-4])

@@ -20,8 +20,9 @@ def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytes
     executor = Executor(monkeypatch, rounds=wanted)
     most: list[float] = []
 
-    def new(works: Any, bell: Any, reply: Any, limit: float) -> Any:
+    def new(works: Any, bell: Any, reply: Any, limit: float, large: bool) -> Any:
         most.append(limit)
+        assert not large
         return SimpleNamespace(key="round", calls=tuple(work.call for work in works))
 
     executor.engine.rounds, executor.engine.shares_time = SimpleNamespace(new=new), shares_time
@@ -36,6 +37,27 @@ def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytes
     assert work.priority == Priority.TRAIN, "the least urgent of its calls tells what it is"
     assert (work.plan.key, work.plan.calls, work.plan.nbytes) == ("round", 3, sum(work.plan.nbytes for work in works))
     assert most == [float("inf") if again else executor.engine.join_below]
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("policy", ["opportunistic", "lockstep"])
+def test_large_rounds(policy: Any, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody joins them; so under lockstep, where all take turns, there are none."""
+    executor = Executor(monkeypatch, policy=policy)
+    said: list[tuple[float, bool]] = []
+
+    def new(works: Any, bell: Any, reply: Any, limit: float, large: bool) -> Any:
+        said.append((limit, large))
+        return SimpleNamespace(key="round", calls=tuple(work.call for work in works))
+
+    executor.engine.rounds, executor.engine.shares_time = SimpleNamespace(new=new), False
+    works = [executor.works[Priority.TRAIN]] * 2
+    if policy == "lockstep" and not again:
+        with pytest.raises(CallError, match="lockstep"):
+            executor.server.compose(works[0].peer, 7, works, WORD, WORD, again)
+    else:
+        assert executor.server.compose(works[0].peer, 7, works, WORD, WORD, again).large
+        assert said == [(float("inf"), True)]
 
 
 def test_without_triton_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

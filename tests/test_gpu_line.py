@@ -20,7 +20,9 @@ from transformers import StaticCache
 import symbiosis
 from symbiosis.client.wrap import remote_weights
 from symbiosis.errors import CallError
+from symbiosis.executor.engine import Engine
 from symbiosis.protocol import Op
+from symbiosis.transport import cuda_client
 from symbiosis.transport.cuda_driver import PinnedMemory
 from symbiosis.transport.line import ANSWERED, ENQUEUED
 from tests.conftest import tiny_llama, tiny_mixtral, wide_llama
@@ -74,9 +76,12 @@ def serve_forever(
     policy: str = "opportunistic",
     name: str = "llama",
     dtype: torch.dtype = torch.float32,
+    join_below: int | None = None,
     **options: Any,
 ) -> None:
-    """Until the parent ends, or a SIGTERM, which lets calls be answered."""
+    """Until the parent ends, or a SIGTERM, which lets calls be answered. `join_below`: from so many rows on calls are large."""
+    if join_below is not None:
+        Engine.join_below = property(lambda self: join_below)  # type: ignore[assignment]
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     model = MODELS[name]().to("cuda", dtype)
@@ -440,6 +445,26 @@ def test_several_clients_at_once(policy: str, processes: Any, tmp_path: Path) ->
     assert max(worst for worst, _ in results) < 1e-5, results  # one product's rounding, in float32
     if policy == "lockstep":
         assert max(batch for _, batch in results) > 1.5, results
+
+
+def test_shapes_without_end(processes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls of shapes that do not come again make room for others; those of captured steps stay."""
+    monkeypatch.setattr(cuda_client, "MOST_KEPT", 40)
+    _, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock")
+    split, plain = symbiosis.wrap(tiny_llama().cuda(), ready.get(timeout=WAIT_S)), tiny_llama().cuda()
+    captured = symbiosis.capture(torch.no_grad()(lambda ids: split(ids).logits))
+    kept = torch.randint(3, 100, (2, 5), device="cuda")
+    with torch.no_grad():
+        expected = plain(kept).logits
+        assert torch.equal(captured(kept), expected)
+        line = line_of(split)
+        for length in [*range(1, 40), *range(1, 40)]:
+            ids = torch.randint(3, 100, (1, length), device="cuda")
+            assert torch.equal(split(ids).logits, plain(ids).logits)
+            assert torch.equal(captured(kept), expected)
+            assert len(line._prepared) - len(line._in_graphs) <= 40
+            assert len(line._places) <= 40 + len(line._in_graphs)
+    assert line._places[-1].number > 200
 
 
 def test_a_client_that_changes_its_ways(processes: Any, tmp_path: Path, ids: Tensor) -> None:

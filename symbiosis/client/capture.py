@@ -1,9 +1,11 @@
 """A whole step of a client as one CUDA graph: its own kernels, and its calls to the executor among them.
 
 What the step calls is known from its last run before. Where programs share the GPU by MPS, the executor is told, and answers all of it
-as one round, without a CPU for each call (`transport.cuda_round.Round`).
+as one round, without a CPU for each call. It maps the memory that the step computes in, so that rows and results are not copied
+(`transport.cuda_step.Step`).
 """
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,13 +19,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from symbiosis.client.session import Session, Stats, sessions
 from symbiosis.errors import CaptureError
+from symbiosis.kernels import step_memory
 from symbiosis.protocol import Call
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
+    from symbiosis.transport.cuda_step import Step
 
 Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
 WARM_UP = 2  # calls of new shapes that run as they are, so that all is allocated and registered before a graph is made
+_ended: "list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool | None]]" = []  # graphs, to be freed when none is captured
 
 
 @dataclass
@@ -35,6 +40,8 @@ class Graph:
     result: Any
     made: list[tuple[Session, Stats]]
     rings: "list[tuple[DeviceLine, int]]"
+    pool: "torch.cuda.MemPool | None"  # of its memory; outlives it
+    steps: "list[tuple[DeviceLine, Step]]"  # what executors know of it
 
     def replay(self, arguments: Any) -> Any:
         for mine, given in zip(tree_leaves(self.arguments), tree_leaves(arguments), strict=True):
@@ -49,6 +56,22 @@ class Graph:
         for session, stats in self.made:
             session.stats.add(stats)
         return self.result
+
+    def __del__(self) -> None:
+        if sys.is_finalizing():
+            return
+        for line, step in self.steps:
+            line.drop_step(step)
+        _ended.append((self.graph, self.pool))
+        _free_ended()
+
+
+def _free_ended() -> None:
+    if not torch.cuda.is_current_stream_capturing():
+        while _ended:
+            graph, pool = _ended.pop()
+            graph.reset()
+            del graph, pool
 
 
 class Captured:
@@ -68,6 +91,8 @@ class Captured:
             self._stream = torch.cuda.Stream()
         key = tuple(map(_kind, tree_leaves(arguments)))
         graph = self._graphs.get(key)
+        if _ended:
+            _free_ended()
         if graph is None and self._warm.get(key, 0) < WARM_UP:
             self._warm[key] = self._warm.get(key, 0) + 1
             with noting() as self._noted[key]:
@@ -89,24 +114,33 @@ class Captured:
         return result
 
     def _capture(self, arguments: Any, noted: Noted) -> Graph:
-        """With rounds of what was noted, if that is what the step calls again."""
-        in_rounds = [(line, calls) for line, calls in noted if calls and not line.shares_time]
-        kernel = kernel_of_rounds() if in_rounds else None
+        """In memory that can be shared, and with rounds of what was noted, if that is what the step calls again."""
+        used = [(line, calls) for line, calls in noted if calls]
+        if not used:
+            return self._capture_in(None, arguments, [])
+        pool = None if any(session.keeps_secrets for session in sessions()) else step_memory.new_pool()
+        steps: list[tuple[DeviceLine, Step]] = []
         try:
-            for line, calls in in_rounds if kernel else []:
-                line.compose(calls, kernel)
-            graph = self._capture_with(arguments)
-        finally:
-            as_noted = [line.captured() for line, _ in noted]
-        return graph if all(as_noted) else self._capture_with(arguments)
+            for line, calls in used:
+                line.begin_step(calls, pool is not None, kernel_of_rounds())
+            graph = self._capture_in(pool, arguments, steps)
+        except BaseException:
+            for line, step in _ended_steps(used):
+                line.drop_step(step)
+            raise
+        steps += _ended_steps(used)
+        return graph if all(step.complete for _, step in steps) else self._capture_in(None, arguments, [])
 
-    def _capture_with(self, arguments: Any) -> Graph:
+    def _capture_in(
+        self, pool: "torch.cuda.MemPool | None", arguments: Any, steps: "list[tuple[DeviceLine, Step]]"
+    ) -> Graph:
         mine = tree_map(lambda a: a.clone() if isinstance(a, Tensor) else a, arguments)
         before = [(session, session.stats.copy()) for session in sessions()]
         recorded = [(line, line.recorded) for line in lines()]
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            in_pool: Any = None if pool is None else pool.id
+            with torch.cuda.graph(graph, in_pool, self._stream, capture_error_mode="thread_local"):
                 result = tree_map(_owned, self._function(*mine))
         except CaptureError:
             raise
@@ -118,7 +152,13 @@ class Captured:
         finally:
             made = [(session, session.stats.taken_back(old)) for session, old in before]
         rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
-        return Graph(graph, mine, result, [(session, stats) for session, stats in made if stats.calls], rings)
+        made = [(session, stats) for session, stats in made if stats.calls]
+        return Graph(graph, mine, result, made, rings, pool, steps)
+
+
+def _ended_steps(used: Noted) -> "list[tuple[DeviceLine, Step]]":
+    """Of a step that was captured, or was to be."""
+    return [(line, step) for line, _ in used if (step := line.end_step())]
 
 
 def lines() -> "list[DeviceLine]":

@@ -76,6 +76,7 @@ class Pinned(Session):
     """A session for one operator's executors only."""
 
     operator: str | None = None
+    keeps_secrets = True
 
     def _connected(self) -> Connection:
         connection = super()._connected()

@@ -128,6 +128,8 @@ class Session:
     """Calls to one executor, or to whichever of its replicas answers. All threads of a process may use it; a forked or
     unpickled copy joins anew by itself."""
 
+    keeps_secrets = False  # what the executor must not see
+
     def __init__(
         self,
         endpoint: str | Sequence[str],

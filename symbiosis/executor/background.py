@@ -28,8 +28,16 @@ class Background:
         """Whether a call that has just come has to wait here."""
         if not self._waiting and now >= self._ready():
             return False
-        self._waiting.append(work)
+        self.put(work)
         return True
+
+    def put(self, work: Work) -> None:
+        """Of this there is more to run, in its turn."""
+        self._waiting.append(work)
+
+    def rations(self, now: float) -> bool:
+        """Whether somebody decodes, so that they do not run as they can."""
+        return self.share < 1 and now < self.decoded + DECODES_S
 
     def next(self, now: float) -> Work | None:
         """The call to run now."""

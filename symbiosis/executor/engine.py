@@ -41,6 +41,7 @@ class Work:
     payload: tuple[Tensor, ...]
     out: Tensor
     parts: Shapes = ()  # of what lies in memory for each member of a group
+    outs: tuple[Tensor, ...] = ()  # where each member's result goes, if they do not lie together
     plan: Any = None
     number: int = 0  # of a call that a GPU makes, again and again from the same places
     priority: int = 0  # ... and how urgent it is
@@ -127,8 +128,12 @@ class Engine:
         return self._pace.join_below if self._pace else JOIN_BELOW
 
     def estimate(self, work: Work, rows: int) -> float:
-        """The seconds that the GPU will take, if it was not waited for."""
-        return self._estimate(work.call, rows) if work.round is None else work.round.seconds(rows, self._estimate)
+        """The seconds that the GPU will take, if it was not waited for; of a large round, for what was launched last."""
+        if work.round is None:
+            return self._estimate(work.call, rows)
+        if work.large:
+            return sum(self._estimate(call, rows) for call in work.round.launched)
+        return work.round.seconds(rows, self._estimate)  # type: ignore[no-any-return]
 
     def _estimate(self, call: Call, rows: int) -> float:
         if self._pace is None or call.op not in (*BY_ROWS, Op.GROUPED):
@@ -210,8 +215,10 @@ class Engine:
             if piece.item.finished:
                 self._reply(piece, batch, seconds)
 
-    def launch(self, work: Work) -> Reply:
-        """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again."""
+    def launch(self, work: Work, piecemeal: bool = False) -> Reply:
+        """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again; a large round whole, or call by call."""
+        if work.large and work.round is not None:
+            return self._launch_large_round(work, piecemeal)
         if not work.large:
             self._let_pass()
             return self._launch(work)
@@ -220,16 +227,39 @@ class Engine:
         self._overtaken_until = min(self._overtaken_until, perf_counter() + AGING_S)
         return reply
 
+    def _launch_large_round(self, work: Work, piecemeal: bool) -> Reply:
+        if not work.round.left:
+            work.peer.count(1, len(work.calls))
+        try:
+            self.rounds.begin_large(work.round, 1 if piecemeal else len(work.calls))
+        except Exception as error:  # whatever it is: the executor has other clients
+            work.round.left = 0
+            return refuse(work.peer, work.seq, call_error(error))
+        return _LAUNCHED
+
     def _let_pass(self) -> None:
         """Nobody is overtaken for longer than any call waits for more urgent ones."""
         if perf_counter() > self._overtaken_until:
             self._stream.wait_stream(self._aside)
             self._overtaken_until = math.inf
 
-    def settle(self, peer: Any) -> None:
-        """Wait for all that was launched, but for rounds of others: it waits for nobody."""
-        if self.rounds:
-            self.rounds.leave(peer)
+    def settle(self, peer: Any, then: Callable[[], None] = lambda: None) -> None:
+        """Wait for all that was launched for a client which is gone: it waits for nobody. `then`: now, or when its large round is over."""
+        self._synchronize()
+        if self.rounds is None:
+            then()
+        else:
+            self.rounds.leave(peer, then)
+
+    def forget(self, works: Sequence[Work]) -> None:
+        """These calls are over, and do not come again."""
+        for work in works:
+            if work.round is not None:
+                self.rounds.forget(work.round)
+        self._synchronize()
+
+    def _synchronize(self) -> None:
+        """With what no client is waited for."""
         for stream in (self._stream, self._aside):
             stream.synchronize()
 
@@ -334,6 +364,8 @@ class Engine:
 
     def _parts(self, work: Work, op: Op) -> list[Tensor]:
         """What goes in (DGRAD) or comes out (FORWARD), by member where it is of several."""
+        if op is Op.FORWARD and work.outs:
+            return list(work.outs)
         rows = work.payload[0] if op is Op.DGRAD else work.out
         return cut(rows, work.parts if work.call.op is op else ())
 

@@ -1,13 +1,14 @@
 """The calls of captured steps: the GPU answers a whole round of them by itself, of one client or of several who go together.
 
 What a client captured, it calls again and again in the same order. So all of it is enqueued ahead, as one CUDA graph: for each
-call a kernel that waits for the bells, the product, and the answers. A CPU only begins the round, when all who take part have
-rung for it. If one of them dies in the midst of it, or takes too long, that graph answers nobody any more, and the others' rounds
+call what waits for the bells, the product, and the answers. A CPU only begins the round, when all who take part have
+rung for it. If one of several dies in the midst of it, or takes too long, that graph answers nobody any more, and the others' rounds
 go on from where they are, each by itself.
 """
 
 import itertools
-from collections import OrderedDict
+import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Hashable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.engine import HIGHEST, call_error
+from symbiosis.executor.engine import call_error
 from symbiosis.executor.joined import Multiply, power_of_two, rounded
 from symbiosis.executor.plan import Key
-from symbiosis.executor.runs import Alone, Few, Parts, Run, Together
+from symbiosis.executor.runs import ByKernels, ByStream, Few, Parts, Run, alone, together
 from symbiosis.kernels import rounds as kernel
 from symbiosis.kernels import rows
 from symbiosis.protocol import Call
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
 
 RUNS_KEPT = 32
+LATE_AT_MOST = 16  # times that it makes a difference
+DRAIN_S = 20.0  # that an executor which ends lets a client take for the rest of its round
 _numbers = itertools.count()
 
 
@@ -43,22 +46,33 @@ class RoundKey(msgspec.Struct, frozen=True, cache_hash=True):
 class Round:
     """What one client's captured step calls, in order. All calls have the same number of rows."""
 
-    def __init__(self, key: RoundKey, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor) -> None:
+    def __init__(self, key: RoundKey, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, large: bool) -> None:
         """`bell`, `reply`: the words that say which call was made last, and which answered."""
-        self.key, self.works, self.bell, self.reply = key, works, bell, reply
+        self.key, self.works, self.bell, self.reply, self.large = key, works, bell, reply, large
         self.calls: tuple[Call, ...] = tuple(work.call for work in works)
         self.number, self.peer, self.rows = next(_numbers), works[0].peer, works[0].plan.rows
         self.answered = 0  # calls of it when it begins, by an executor before us
-        self.apart = _are_apart([work.places for work in works])
-        self.gone = self.was_late = False
+        self.left, self.launched = (
+            0,
+            self.calls,
+        )  # of a large one: how many calls are yet to be launched, and which were last
+        self.gone = False
+        self.times_late = self.alone_for = (
+            0  # how often it kept others waiting; for how many rounds it goes alone for that
+        )
         self.alone: Run | None = None
         self._seconds: dict[int, float] = {}
 
     def is_behind(self, answered: int) -> bool:
         """Whether there are calls left when so many were answered: then it goes on from there."""
-        left = 0 <= answered < len(self.calls)  # less than none: it was let go
+        left = 0 <= answered < len(self.calls)  # more: it was let go
         self.answered = answered if left else 0
         return left
+
+    def was_late(self) -> None:
+        """Others do not wait for it again soon, and the more often it happens, the longer not."""
+        self.times_late += 1
+        self.alone_for = 1 << min(self.times_late, LATE_AT_MOST)
 
     def seconds(self, rows: int, estimate: Callable[[Call, int], float]) -> float:
         """What its products of so many rows take."""
@@ -81,15 +95,18 @@ class Rounds:
         """`few_rows`: what makes the product of a call and so many rows at once, if anything does; `parts`: what goes into a call's
         product, and comes out; `on_over` hears what rounds of a key take."""
         self._multiply, self._few_rows, self._parts, self._on_over = multiply, few_rows, parts, on_over
-        self._device, self._streams = device, list[torch.cuda.Stream]()
-        self.draining = False  # who is not answered to the end goes on at the executor that comes next
+        self._device, self._streams = device, defaultdict[int, list[torch.cuda.Stream]](list)  # by priority
+        self._give_up = math.inf  # when an executor that ends waits for nobody any more
         self._keys: dict[RoundKey, RoundKey] = {}
-        self._runs: OrderedDict[Hashable, list[Together]] = OrderedDict()
+        self._runs: OrderedDict[Hashable, list[ByKernels]] = OrderedDict()
         self._running: list[Run] = []
+        self._gone: list[
+            tuple[Any, Callable[[], None]]
+        ] = []  # clients, and what is to be done when their rounds are over
         kernel.load_wait(device)
 
-    def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, most: float) -> Round:
-        """Raises `CallError` if these calls cannot be answered so, or one has `most` rows or more."""
+    def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, most: float, large: bool) -> Round:
+        """Raises `CallError` if these calls cannot be answered so, or one has `most` rows or more. `large`: nobody is to join them."""
         if not works or any(work.places is None or work.plan.rows >= most for work in works):
             raise CallError(
                 Code.UNKNOWN_OP, "a round has calls of few rows, which a program on the executor's own GPU makes"
@@ -97,46 +114,99 @@ class Rounds:
         if len({work.plan.rows for work in works}) > 1:
             raise CallError(Code.UNKNOWN_OP, "the calls of a round have the same number of rows")
         key = RoundKey(tuple(work.plan.key for work in works))
-        return Round(self._keys.setdefault(key, key), works, bell, reply)
+        return Round(self._keys.setdefault(key, key), works, bell, reply, large)
 
     def __bool__(self) -> bool:
         """Whether something was begun of which nobody has seen the end."""
         return bool(self._running)
 
     def begin(self, rounds: list[Round]) -> None:
-        """Answer these, which have one key, together; by itself, who is in the midst of one, or kept others waiting."""
+        """Answer these small ones of one key together; by itself, who is in the midst of one, or kept others waiting."""
         if len(rounds) > rows.PLACES:
             raise ValueError(f"{len(rounds)} rounds do not fit a page")
         if len(rounds) == 1:
             self._begin_alone(rounds[0])
             return
-        fresh = sorted([r for r in rounds if not r.answered and not r.was_late], key=lambda round: round.number)
+        fresh = sorted([r for r in rounds if not r.answered and not r.alone_for], key=lambda round: round.number)
         if len(fresh) > 1:
-            self._begin(self._together(fresh), fresh)
+            self._begin(self._together(fresh), fresh, 0, len(fresh[0].calls))
         for round in [round for round in rounds if len(fresh) < 2 or round not in fresh]:
             self._go_on(round)
 
+    def begin_large(self, round: Round, calls: int) -> None:
+        """Answer the next `calls` of it, from its beginning if none is left. Nobody waits for that."""
+        run = round.alone
+        if run is None or not round.left:
+            run = self._alone(round)
+            round.left, round.answered = len(round.calls) - round.answered, 0
+        first = len(round.calls) - round.left
+        last = min(first + calls, len(round.calls))
+        round.left, round.launched = len(round.calls) - last, round.calls[first:last]
+        self._begin(run, [round], first, last)
+
+    def drain(self) -> None:
+        """From now on nothing is begun again for who was not answered to the end: it goes on at the executor that comes next."""
+        self._give_up = perf_counter() + DRAIN_S
+
+    @property
+    def draining(self) -> bool:
+        return self._give_up < math.inf
+
     def look(self) -> None:
         """See what is over. Who was not answered to the end goes on alone."""
+        if perf_counter() > self._give_up:
+            self._give_up_waiting()
         for run in [run for run in self._running if run.over]:
             self._running.remove(run)
             rounds, run.rounds = run.rounds, []
-            if run.replayed and not run.late:
+            if run.replayed and not run.late and not rounds[0].large:
                 self._on_over(rounds[0].key, perf_counter() - run.begun)
             for round in [round for round in rounds if run.late and not round.gone and not self.draining]:
                 answered = int(round.reply.item())
                 if round.is_behind(answered):
-                    round.was_late = not run.stopped and int(round.bell.item()) == answered
+                    if not run.stopped and int(round.bell.item()) == answered:
+                        round.was_late()
                     self._go_on(round)
-
-    def leave(self, peer: Any) -> None:
-        """A client is gone: what was begun for it ends, and uses its memory no more."""
         for run in self._running:
-            theirs = [round for round in run.rounds if round.peer is peer]
-            for round in theirs:
-                round.gone = True
-            if theirs:
+            if run.stopped:
                 run.stop()
+        for peer, then in [(peer, then) for peer, then in self._gone if not self._runs_for(peer)]:
+            self._gone.remove((peer, then))
+            then()
+
+    def _give_up_waiting(self) -> None:
+        """What was computed for those who are not answered to the end is void: their memory may hold anything."""
+        for run in self._running:
+            late = [] if run.over or run.stopped else [round for round in run.rounds if not round.gone]
+            run.stop()
+            for round in late:
+                round.gone = True
+                refuse(round.peer, 0, CallError(Code.DRAINING, "the executor ended in the midst of a captured step"))
+
+    def leave(self, peer: Any, then: Callable[[], None]) -> None:
+        """A client is gone: what was begun for it ends. `then`: when nothing uses its memory any more."""
+        for run in self._running:
+            self._end(run, [round for round in run.rounds if round.peer is peer])
+        if self._runs_for(peer):
+            self._gone.append((peer, then))
+        else:
+            then()
+
+    def forget(self, round: Round) -> None:
+        """It does not come again, and its last call is answered."""
+        for run in self._running:
+            self._end(run, [other for other in run.rounds if other is round])
+            if round in run.rounds:
+                run.wait()
+
+    def _end(self, run: Run, rounds: list[Round]) -> None:
+        for round in rounds:
+            round.gone, round.left = True, 0
+        if rounds:
+            run.stop()
+
+    def _runs_for(self, peer: Any) -> bool:
+        return any(not run.over and any(round.peer is peer for round in run.rounds) for run in self._running)
 
     def _go_on(self, round: Round) -> None:
         """By itself. A failure is its client's alone."""
@@ -146,30 +216,45 @@ class Rounds:
             refuse(round.peer, 0, call_error(error))
 
     def _begin_alone(self, round: Round) -> None:
+        run = self._alone(round)
+        first, round.answered = round.answered, 0
+        round.alone_for = max(0, round.alone_for - 1)
+        self._begin(run, [round], first, len(round.calls))
+
+    def _alone(self, round: Round) -> Run:
+        """What answers it by itself. It does not run."""
         if round.alone is None:
-            round.alone = Alone(self._device, round, self._multiply, self._parts)
+            if round.large:
+                round.alone = ByStream(self._device, round, self._multiply, self._parts)
+            else:
+                round.alone = alone(self._device, round, self._multiply, self._parts)
         if round.alone in self._running:  # its last answer is out, or the client would not have rung
             self._running.remove(round.alone)
             round.alone.wait()
-        first, round.answered = round.answered, 0
-        self._begin(round.alone, [round], first)
+        return round.alone
 
-    def _begin(self, run: Run, rounds: list[Round], first: int = 0) -> None:
+    def _begin(self, run: Run, rounds: list[Round], first: int, last: int) -> None:
         """On a stream where no other one waits for its clients."""
-        used = {other.stream for other in self._running}
-        free = [stream for stream in self._streams if stream not in used]
-        if not free:
-            free = [new_stream(self._device, HIGHEST)]
-            self._streams += free
-        stream = max(free, key=lambda stream: (run.graphs.get(stream) is not None, stream in run.graphs))
+        goes_on = run in self._running
+        stream = run.stream if goes_on else self._free_stream(run)
         try:
-            run.begin(rounds, stream, first)
+            run.begin(rounds, stream, first, last)
         except BaseException:
             run.stop()
             raise
-        self._running.append(run)
+        if not goes_on:
+            self._running.append(run)
 
-    def _together(self, rounds: list[Round]) -> Together:
+    def _free_stream(self, run: Run) -> torch.cuda.Stream:
+        """One for which it has a graph, if there is one."""
+        streams, used = self._streams[run.priority], {other.stream for other in self._running}
+        free = [stream for stream in streams if stream not in used]
+        if not free:
+            free = [new_stream(self._device, run.priority)]
+            streams += free
+        return max(free, key=lambda stream: run.graphs_on(stream))
+
+    def _together(self, rounds: list[Round]) -> ByKernels:
         """One that does not run yet, for so many."""
         count, sessions = rounded(sum(round.rows for round in rounds)), power_of_two(len(rounds))
         key = rounds[0].key, count, sessions
@@ -177,18 +262,8 @@ class Rounds:
         self._runs.move_to_end(key)
         run = next((run for run in runs if run not in self._running), None)
         if run is None:
-            run = Together(self._device, rounds[0], self._multiply, self._few_rows, count, sessions)
+            run = together(self._device, rounds[0], self._multiply, self._few_rows, count, sessions)
             runs.append(run)
             if len(self._runs) > RUNS_KEPT:
                 self._runs.popitem(last=False)
         return run
-
-
-def _are_apart(places: "list[Any]") -> bool:
-    """Whether no two calls share memory."""
-    spans = sorted(
-        (address, address + place.rows * nbytes)
-        for place in places
-        for address, nbytes in (*place.inputs, *place.outputs)
-    )
-    return all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))

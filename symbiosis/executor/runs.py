@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from symbiosis.executor.engine import HIGHEST
 from symbiosis.executor.joined import Multiply, Places, copies, nbytes_of, parts_in
 from symbiosis.executor.log import log
 from symbiosis.kernels import rounds as kernel
@@ -16,7 +17,8 @@ from symbiosis.kernels import rows
 from symbiosis.kernels.few_rows_gpu import FewRowsKernel
 from symbiosis.kernels.graphs import captured
 from symbiosis.protocol import Call, Op
-from symbiosis.transport.line import ROUND_BELL, ROUND_REPLY
+from symbiosis.transport.cuda_driver import WAIT_AT_LEAST, WRITE_32, MemOp, MemOps
+from symbiosis.transport.line import LET_GO, ROUND_BELL, ROUND_REPLY
 
 if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
@@ -24,87 +26,61 @@ if TYPE_CHECKING:
 
 Parts = Callable[["Work", Op], list[Tensor]]
 Few = Callable[[Call, int], FewRowsKernel | None]
-LATE_S = 1.0  # that a client may take to make the next call of its round
+LATE_S = 1.0  # that a client may take to make the next call of its round, if others wait for it, too
 TABLES_KEPT = 64
 
 
 class Run:
-    """What the GPU does for a round, again and again. A table, with a page for each call, tells whom it answers (`kernels.rows`)."""
+    """What the GPU does for a round, again and again."""
 
-    def __init__(self, device: torch.device, calls: int, width: int) -> None:
-        self._calls, self.stream = calls, torch.cuda.current_stream(device)
-        self.table = torch.empty(calls, width, dtype=torch.int64, device=device)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
-        self._stop, self._late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
+    def __init__(self, device: torch.device, calls: int, priority: int) -> None:
+        self._calls, self.priority, self.stream = calls, priority, torch.cuda.current_stream(device)
         self._over = torch.cuda.Event()
         # each for the stream on which it was captured, and only there: cuBLAS's workspace is the stream's. None: it ran there once.
-        self.graphs: dict[torch.cuda.Stream, torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[torch.cuda.Stream, torch.cuda.CUDAGraph | None] = {}
         self._captures = True
-        self._tables: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
-        self.begun, self.replayed = 0.0, False
+        self.begun, self.replayed, self.stopped = 0.0, False, False
         self.rounds: list[Round] = []
 
-    def answer(self, at: int) -> None:
-        """The product of a call, and the answers."""
-        raise NotImplementedError
-
-    def page(self, rounds: "list[Round]", at: int) -> list[int]:
-        """... and what the table says of the product."""
-        raise NotImplementedError
-
-    def begin(self, rounds: "list[Round]", stream: torch.cuda.Stream, first: int = 0) -> None:
-        """Answer the calls of these rounds from `first` on. What was begun before is over."""
-        self.rounds, self.stream = rounds, stream
-        self._late[0] = self._stop[0] = 0
-        table = self._table_of(rounds)
+    def begin(self, rounds: "list[Round]", stream: torch.cuda.Stream, first: int, last: int) -> None:
+        """Answer these calls of the rounds, the last of them not. What was begun before is over, or for the calls before these."""
+        self.rounds, self.stream, self.stopped = rounds, stream, False
         self.begun = perf_counter()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             try:
-                self.table.copy_(table)
-                self.turn.fill_(first)
-                graph = None if first else self._graph_on(stream)
+                self._prepare(first)
+                graph = None if first or last < self._calls else self._graph_on(stream)
                 self.replayed = graph is not None
                 if graph is None:
-                    self._enqueue(first)
+                    self._enqueue(first, last)
                 else:
                     graph.replay()
             finally:  # whatever was enqueued
                 self._over.record()
 
+    def _prepare(self, first: int) -> None:
+        """... on the current stream, before all else."""
+
+    def _enqueue(self, first: int, last: int) -> None:
+        """What a graph is made of."""
+        raise NotImplementedError
+
+    def graphs_on(self, stream: torch.cuda.Stream) -> int:
+        """How near a run on this stream is to being a graph."""
+        return (self._graphs.get(stream) is not None) + (stream in self._graphs)
+
     def _graph_on(self, stream: torch.cuda.Stream) -> "torch.cuda.CUDAGraph | None":
         """From the second time on."""
-        if stream not in self.graphs or not self._captures:
-            self.graphs[stream] = None
-        elif self.graphs[stream] is None:
+        if stream not in self._graphs or not self._captures:
+            self._graphs[stream] = None
+        elif self._graphs[stream] is None:
             try:
-                self.graphs[stream] = captured(self._enqueue, torch.cuda.graph_pool_handle())
+                self._graphs[stream] = captured(lambda: self._enqueue(0, self._calls), torch.cuda.graph_pool_handle())
             except RuntimeError as error:
                 self._captures = False
                 log(logging.WARNING, "a round cannot be captured", error=str(error).splitlines()[0])
-        return self.graphs[stream]
-
-    def _enqueue(self, first: int = 0) -> None:
-        for at in range(first, self._calls):
-            kernel.wait(self.table, self.turn, self._stop, self._late, ROUND_BELL - ROUND_REPLY, LATE_S)
-            self.answer(at)
-
-    def _table_of(self, rounds: "list[Round]") -> Tensor:
-        numbers = tuple(round.number for round in rounds)
-        table = self._tables.get(numbers)
-        if table is None:
-            pages = [self._answers(rounds, at) + self.page(rounds, at) for at in range(self._calls)]
-            pages = [page + [0] * (self.table.shape[1] - len(page)) for page in pages]
-            table = self._tables[numbers] = torch.tensor(pages, dtype=torch.int64, device=self.table.device)
-            if len(self._tables) > TABLES_KEPT:
-                self._tables.popitem(last=False)
-        self._tables.move_to_end(numbers)
-        return table
-
-    def _answers(self, rounds: "list[Round]", at: int) -> list[int]:
-        """The reply words, and what they become: the number of the call, counted from 1."""
-        words = [word for round in rounds for word in (round.reply.data_ptr(), at + 1)]
-        return words + [0] * (2 * rows.PLACES - len(words))
+        return self._graphs[stream]
 
     @property
     def over(self) -> bool:
@@ -113,71 +89,122 @@ class Run:
     @property
     def late(self) -> bool:
         """Whether somebody was waited for in vain, and nobody answered from then on."""
-        return bool(self._late[0])
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self._stop[0])
+        return False
 
     def stop(self) -> None:
-        """Answer nobody from the next call on that one of them has not made. Waits for the end of that, which is near."""
-        self._stop[0] = 1
-        self.wait()
+        """Wait for nobody any more. To be called until it is over."""
+        self.stopped = True
 
     def wait(self) -> None:
         """For the end of what was begun."""
         self._over.synchronize()
 
 
-class Alone(Run):
-    """One client's round, in its own memory. Where calls share places, results go there by a copy, which is not made any more when
-    nobody is answered any more: what the products write then, nobody misses."""
-
-    def __init__(self, device: torch.device, round: "Round", multiply: Multiply, parts: Parts) -> None:
-        works, self._multiply, self._copied = round.works, multiply, not round.apart
-        outputs = max(len(work.places.outputs) for work in works) if self._copied else 0
-        super().__init__(device, len(works), rows.IN + 3 * outputs)
-        nbytes = max(nbytes_of(work, round.rows) for work in works) if self._copied else 0
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self._products = []
-        for work in works:
-            y = parts_in(scratch, work, round.rows)[1] if self._copied else parts(work, Op.FORWARD)
-            self._products.append((work.call, parts(work, Op.DGRAD), y))
-
-    def answer(self, at: int) -> None:
-        call, x, y = self._products[at]
-        self._multiply(call, x, y)
-        if self._copied:
-            rows.copy(self.table, self.turn, rows.IN, len(y), sum(part.nbytes for part in y))
-        rows.answer(self.table, self.turn)
-
-    def page(self, rounds: "list[Round]", at: int) -> list[int]:
-        _, x, y = self._products[at]
-        return copies([rounds[0].works[at].places], x, y)[1] if self._copied else []
-
-
-class Together(Run):
-    """Rounds of up to so many clients, with up to so many rows."""
+class ByKernels(Run):
+    """Kernels wait, and answer; a table, with a page for each call, tells them whom (`kernels.rows`)."""
 
     def __init__(
-        self, device: torch.device, round: "Round", multiply: Multiply, few_rows: Few, count: int, sessions: int
+        self, device: torch.device, products: "Sequence[InPlace | Gathered | AtOnce]", patience_s: float
     ) -> None:
-        few = [few_rows(call, count) for call in round.calls]
-        rest = [work for work, product in zip(round.works, few, strict=True) if product is None]
-        nbytes = max((nbytes_of(work, count) for work in rest), default=0)
-        scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        done = torch.zeros(1, dtype=torch.int32, device=device)
-        self._products: list[AtOnce | Gathered] = [
-            Gathered(work, *parts_in(scratch, work, count), multiply, sessions) if product is None else AtOnce(product, done)
-            for work, product in zip(round.works, few, strict=True)
-        ]  # fmt: skip
-        super().__init__(device, len(self._products), rows.IN + max(product.words for product in self._products))
+        super().__init__(device, len(products), HIGHEST)
+        self._products, self._patience_s = products, patience_s
+        width = rows.IN + max(product.words for product in products)
+        self.table = torch.empty(len(products), width, dtype=torch.int64, device=device)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stop, self._late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
+        self._tables: OrderedDict[tuple[int, ...], Tensor] = OrderedDict()
 
-    def answer(self, at: int) -> None:
-        self._products[at].answer(self.table, self.turn, at)
+    def _prepare(self, first: int) -> None:
+        self._late[0] = self._stop[0] = 0
+        self.table.copy_(self._table_of(self.rounds))
+        self.turn.fill_(first)
 
-    def page(self, rounds: "list[Round]", at: int) -> list[int]:
-        return self._products[at].page([round.works[at].places for round in rounds])
+    def _enqueue(self, first: int, last: int) -> None:
+        for at in range(first, last):
+            kernel.wait(self.table, self.turn, self._stop, self._late, ROUND_BELL - ROUND_REPLY, self._patience_s)
+            self._products[at].answer(self.table, self.turn, at)
+
+    def _table_of(self, rounds: "list[Round]") -> Tensor:
+        numbers = tuple(round.number for round in rounds)
+        table = self._tables.get(numbers)
+        if table is None:
+            pages = [self._page(rounds, at) for at in range(self._calls)]
+            pages = [page + [0] * (self.table.shape[1] - len(page)) for page in pages]
+            table = self._tables[numbers] = torch.tensor(pages, dtype=torch.int64, device=self.table.device)
+            if len(self._tables) > TABLES_KEPT:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(numbers)
+        return table
+
+    def _page(self, rounds: "list[Round]", at: int) -> list[int]:
+        """The reply words, and what they become: the number of the call, counted from 1; then what the product wants to know."""
+        words = [word for round in rounds for word in (round.reply.data_ptr(), at + 1)]
+        padding = [0] * (2 * rows.PLACES - len(words))
+        return words + padding + self._products[at].page([round.works[at].places for round in rounds])
+
+    @property
+    def late(self) -> bool:
+        return bool(self._late[0])
+
+    def stop(self) -> None:
+        """Answer nobody from the next call on that one of them has not made. Waits for the end of that, which is near."""
+        super().stop()
+        self._stop[0] = 1
+        self.wait()
+
+
+class ByStream(Run):
+    """One client's round of large calls: stream memory operations wait, and answer. A kernel would keep a place on the GPU, beside
+    which products of the size of the GPU do not fit."""
+
+    def __init__(self, device: torch.device, round: "Round", multiply: Multiply, parts: Parts) -> None:
+        super().__init__(device, len(round.works), priority=0)
+        self._multiply = multiply
+        self._products = [(work.call, parts(work, Op.DGRAD), parts(work, Op.FORWARD)) for work in round.works]
+        self._round = round
+        bell, reply = round.bell.data_ptr(), round.reply.data_ptr()
+        numbers = range(1, self._calls + 1)
+        self._waits = [MemOps([MemOp(WAIT_AT_LEAST, bell, number)]) for number in numbers]
+        self._answers = [MemOps([MemOp(WRITE_32, reply, number)]) for number in numbers]
+        self._let_go = MemOps([MemOp(WRITE_32, bell, LET_GO)])
+
+    def _enqueue(self, first: int, last: int) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        for at in range(first, last):
+            self._waits[at].enqueue(stream)
+            self._multiply(*self._products[at])
+            self._answers[at].enqueue(stream)
+
+    @property
+    def over(self) -> bool:
+        return not self._round.left and super().over
+
+    def stop(self) -> None:
+        """The products that were enqueued are made, from whatever lies there."""
+        super().stop()
+        self._let_go.enqueue(torch.cuda.current_stream().cuda_stream)
+
+    def wait(self) -> None:
+        while self.stopped and not super().over:  # the client may ring once more
+            self.stop()
+        super().wait()
+
+
+class InPlace:
+    """A product of one client's rows where they lie. The client is waited for as long as it lives: what is written after that, into
+    memory in which something else may lie by then, nobody misses."""
+
+    words = 0  # of the page
+
+    def __init__(self, call: Call, x: list[Tensor], y: list[Tensor], multiply: Multiply) -> None:
+        self._call, self._x, self._y, self._multiply = call, x, y, multiply
+
+    def answer(self, table: Tensor, turn: Tensor, at: int) -> None:
+        self._multiply(self._call, self._x, self._y)
+        rows.answer(table, turn)
+
+    def page(self, places: list[Places]) -> list[int]:
+        return []
 
 
 class Gathered:
@@ -185,7 +212,7 @@ class Gathered:
 
     def __init__(self, work: "Work", x: list[Tensor], y: list[Tensor], multiply: Multiply, sessions: int) -> None:
         self._call, self._x, self._y, self._multiply, self._sessions = work.call, x, y, multiply, sessions
-        self._between = 3 * sessions * len(x)  # words of the page
+        self._between = 3 * sessions * len(x)
         self.words = self._between + 3 * sessions * len(y)
 
     def answer(self, table: Tensor, turn: Tensor, at: int) -> None:
@@ -216,6 +243,29 @@ class AtOnce:
         return self._few_rows.page(
             _each(places, [place.inputs[0] for place in places]), [_each(places, of) for of in outputs]
         )
+
+
+def alone(device: torch.device, round: "Round", multiply: Multiply, parts: Parts) -> ByKernels:
+    """One client's round."""
+    works = round.works
+    products = [InPlace(work.call, parts(work, Op.DGRAD), parts(work, Op.FORWARD), multiply) for work in works]
+    return ByKernels(device, products, kernel.LONGEST_S)
+
+
+def together(
+    device: torch.device, round: "Round", multiply: Multiply, few_rows: Few, count: int, sessions: int
+) -> ByKernels:
+    """Rounds like this one, of up to so many clients, with up to so many rows."""
+    few = [few_rows(call, count) for call in round.calls]
+    rest = [work for work, product in zip(round.works, few, strict=True) if product is None]
+    nbytes = max((nbytes_of(work, count) for work in rest), default=0)
+    scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    done = torch.zeros(1, dtype=torch.int32, device=device)
+    products = [
+        Gathered(work, *parts_in(scratch, work, count), multiply, sessions) if product is None else AtOnce(product, done)
+        for work, product in zip(round.works, few, strict=True)
+    ]  # fmt: skip
+    return ByKernels(device, products, LATE_S)
 
 
 def _each(places: list[Places], rows_at: Sequence[tuple[int, int]]) -> list[int]:

@@ -36,7 +36,7 @@ from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Priority, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.base import refuse
-from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, bytes_tensor, empty
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, Shapes, bytes_tensor, empty
 
 TICK_S = 0.5
 LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
@@ -250,7 +250,7 @@ class Server:
         """Leave the endpoints to a successor, which may start now; and wait for nobody to answer what has come."""
         self.batcher.policy, self.background.share = "immediate", 1.0
         if self.engine.rounds is not None:
-            self.engine.rounds.draining = True
+            self.engine.rounds.drain()
         for listener in self.listeners:
             listener.stop_accepting()
 
@@ -366,11 +366,18 @@ class Server:
     def shared(self) -> BinaryIO:
         return self.store.shared()
 
-    def prepare(self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Work:
+    def results(self, call: Call) -> Shapes:
+        plan = self._plan(call)
+        return plan.parts if plan.parts and call.op is Op.FORWARD else (plan.shape,)
+
+    def prepare(
+        self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor, *others: Tensor
+    ) -> Work:
         if call.seeded:
             raise CallError(Code.UNKNOWN_OP, "a seed is sent with each call, and cannot be registered")
         plan = self._plan(call)
-        work = Work(peer, 0, call, payload, out, plan.parts, plan, number, _priority(peer.session, call))
+        outs = (out, *others) if others else ()
+        work = Work(peer, 0, call, payload, out, plan.parts, outs, plan, number, _priority(peer.session, call))
         takes_turns = not work.peer.here or work.peer.tenant is not None
         work.large = not takes_turns and self.engine.join_below <= plan.rows <= self.batcher.max_rows
         self.engine.place(work)
@@ -383,15 +390,26 @@ class Server:
                 Code.UNKNOWN_OP,
                 "calls are answered one by one here: MPS does not serve the executor, Triton is missing, or --no-rounds is set",
             )
-        most = math.inf if again else self.engine.join_below  # ... which an executor before us measured otherwise
-        round = self.engine.rounds.new(tuple(works), bell, reply, most)
+        large = bool(works) and works[0].large
+        if large and self.batcher.policy == "lockstep" and not again:
+            raise CallError(Code.UNKNOWN_OP, "large calls take turns under lockstep, and are answered one by one")
+        most = (
+            math.inf if again or large else self.engine.join_below
+        )  # ... which an executor before us measured otherwise
+        round = self.engine.rounds.new(tuple(works), bell, reply, most, large)
         first, plan = works[0], plan_of_round(round.key, [work.plan for work in works])
         # those calls of a training step that need no gradient look more urgent
         priority = max(work.priority for work in works)
         return Work(
-            peer, 0, first.call, first.payload, first.out, plan=plan, number=number, priority=priority,
+            peer, 0, first.call, first.payload, first.out, plan=plan, number=number, priority=priority, large=large,
             places=first.places, round=round,
         )  # fmt: skip
+
+    def forget(self, peer: Peer, works: Sequence[Work]) -> None:
+        self.cohort.disband()
+        if peer.session.in_flight:
+            raise CallError(Code.BAD_FRAME, "calls are forgotten when all are answered")
+        self.engine.forget(works)
 
     def rang(self, work: Work) -> bool:
         """On a GPU; what nobody can join is launched at once, but for large calls of training while somebody decodes."""
@@ -419,11 +437,17 @@ class Server:
     def _launch(self, work: Work, now: float) -> None:
         """Without the batcher."""
         session: Session = work.peer.session
-        reply = self.engine.launch(work)
-        session.count(work.plan)
-        self.figures.launched(work, reply)
-        if work.large and work.priority >= Priority.TRAIN:
+        rationed = work.large and work.priority >= Priority.TRAIN
+        is_new = work.round is None or not work.round.left
+        reply = self.engine.launch(work, rationed and self.background.rations(now))
+        if is_new:
+            session.count(work.plan)
+            self.figures.launched(work, reply)
+        if rationed:
             self.background.ran(self.engine.estimate(work, work.plan.rows), now)
+        if work.round is not None and work.round.left:
+            session.begin()
+            self.background.put(work)
 
     def _enqueue(self, work: Work, arrived: float) -> None:
         """A call of a GPU."""
@@ -454,7 +478,7 @@ class Server:
         if priority == Priority.DECODE:
             self.background.decoded = session.heard
         finite = must_be_finite(call, payload, self.options)
-        work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite)
+        work = Work(peer, seq, call, payload, out, plan.parts, plan=plan, finite=finite)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:

@@ -11,7 +11,6 @@ import ctypes
 import math
 import os
 import subprocess
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
@@ -21,22 +20,14 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from symbiosis.kernels import c
+
 ROWS_TRIED = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 BYTES_TRIED = 1 << 26  # of matrices in turn, so that they come from memory and not from a cache
 TIMES_TRIED = 3
 SOURCE = Path(__file__).with_suffix(".c")
 # Sums may be added in another order; nothing that would change how the rest of the process computes, as -ffast-math does.
-FLAGS = [
-    "-O3",
-    "-march=native",
-    "-fassociative-math",
-    "-fno-signed-zeros",
-    "-fno-trapping-math",
-    "-fopenmp",
-    "-shared",
-    "-fPIC",
-]
-COMPILE_S = 60.0
+FLAGS = ["-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fopenmp"]
 MOST_ROWS, MULTIPLE = 8, 16  # of the C formula: rows, and what divides their width
 WORTH = 0.9  # another formula than the usual one must take less than this much of its time
 Formula = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -73,14 +64,11 @@ def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, threads: 
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., None] | None:
     """What `few_rows.c` says, for this processor; None where it cannot be compiled."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/few_rows.so"
-        command = [os.environ.get("CC", "cc"), *FLAGS, str(SOURCE), "-o", library]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+    try:
+        with c.compiled(SOURCE, *FLAGS) as library:
             function = ctypes.CDLL(library).few_rows
-        except (OSError, subprocess.SubprocessError):
-            return None
+    except (OSError, subprocess.SubprocessError):
+        return None
     function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 3, *[ctypes.c_long] * 3]
     function.restype = None
     return function  # type: ignore[no-any-return]

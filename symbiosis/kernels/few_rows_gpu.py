@@ -52,7 +52,7 @@ def _product(  # type: ignore[no-untyped-def]
     w = tl.multiple_of(weight + n.to(tl.int64)[:, None] * K + k[None, :], [16, 16])
     there, real = (source != 0)[:, None], (n < columns)[:, None]
     sums = tl.zeros((ROWS, BLOCK_N), tl.float32)
-    for start in range(0, K, BLOCK_K):
+    for start in range(0, tl.where(tl.max(source) != 0, K, 0), BLOCK_K):  # a cleared page: nobody is left
         inside = True if EVEN else (start + k < K)[None, :]
         w_NK = tl.load(w + start, mask=real & inside, other=0.0)
         x_RK = tl.load(x + start, mask=there & inside, other=0.0)

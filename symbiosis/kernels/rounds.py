@@ -15,7 +15,7 @@ from triton.language.extra.cuda import globaltimer
 
 from symbiosis.kernels.rows import PLACES
 
-LET_GO = -1
+LET_GO = 1 << 30
 LONGEST_S = 1e9  # that a kernel waits, about
 LOOKS, ZEROS = 64, 1024  # at what is waited for, for each at what ends that; words of a table that are cleared at once
 WORD, BLOCK = 8, 4096  # bytes that a thread copies at once; how often, within the kernel that calls
@@ -78,10 +78,12 @@ def _wait(  # type: ignore[no-untyped-def]
 
 
 def call(words: Words, seconds: float, number: int, rows: Tensor, place: Tensor) -> None:
-    """Copy the rows to their place, make the call of this number, and wait until it is answered, the reply word becomes `LET_GO`, or
+    """Copy the rows to their place, unless they lie there, make the call of this number, and wait until it is answered, the reply word becomes `LET_GO`, or
     `over` is not zero, as it is after so many seconds."""
     count = rows.nbytes // WORD
-    if count > BLOCK or rows.nbytes % WORD or rows.data_ptr() % WORD or not rows.is_contiguous():
+    if rows.data_ptr() == place.data_ptr():
+        count = 0
+    elif count > BLOCK or rows.nbytes % WORD or rows.data_ptr() % WORD or not rows.is_contiguous():
         place.copy_(rows)
         count = 0
     _call[(1,)](
@@ -102,7 +104,8 @@ def load_wait(device: torch.device) -> None:
     """CUDA loads the executor's kernel now, and not when somebody waits for it: that takes a tenth of a second."""
     table, turn = (torch.zeros(1, words, dtype=torch.int64, device=device) for words in (2 * PLACES, 1))
     stop, late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
-    wait(table, turn, stop, late, 0, 1.0)
+    for seconds in (1.0, LONGEST_S):  # in 32 and in 64 bits
+        wait(table, turn, stop, late, 0, seconds)
 
 
 def load_call(device: torch.device) -> None:

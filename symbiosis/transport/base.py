@@ -1,6 +1,6 @@
 """The two ends of every transport, and what a listener tells the server."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, Protocol
 
 import torch
@@ -124,8 +124,15 @@ class Inbox(Protocol):
         """The memory in which lies what every client holds for itself."""
         ...
 
-    def prepare(self, peer: GpuPeer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor) -> Any:
-        """A call that will come again and again, by this number, with payload and reply always in the same places."""
+    def results(self, call: Call) -> Shapes:
+        """The shapes of what the layers of a group make of their rows; else that of the reply."""
+        ...
+
+    def prepare(
+        self, peer: GpuPeer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor, *others: Tensor
+    ) -> Any:
+        """A call that will come again and again, by this number, with payload and reply always in the same places: the whole of it in
+        one, or each of its `results` in one."""
         ...
 
     def compose(
@@ -135,12 +142,17 @@ class Inbox(Protocol):
         raises `CallError` if it cannot. `again`: another executor could."""
         ...
 
+    def forget(self, peer: GpuPeer, prepared: Sequence[Any]) -> None:
+        """These do not come again; raises `CallError` if they may be under way."""
+        ...
+
     def rang(self, prepared: Any) -> bool:
         """A prepared call has come. Whether it must wait: else it is answered by now."""
         ...
 
-    def settle(self, peer: Peer) -> None:
-        """Wait until the device is through with all that was launched for a client which is gone."""
+    def settle(self, peer: Peer, then: Callable[[], None] = ...) -> None:
+        """Wait until the device is through with what was launched for a client which is gone, but for a large round: when that is over,
+        too, `then` is called."""
         ...
 
     def heard(self, peer: Peer) -> None:

@@ -1,12 +1,13 @@
 """`local://` for clients on a GPU, the executor's end: doorbells in host words, payload in device memory, no CPU that waits."""
 
+import itertools
 import os
 import socket
 import struct
 from contextlib import suppress
 from math import prod
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from symbiosis.protocol import (
     Bye,
     Call,
     Compose,
+    Composed,
     Control,
     Done,
+    Forget,
     Hello,
     Refusal,
     Register,
@@ -46,9 +49,11 @@ from symbiosis.transport.line import (
     LET_GO,
     LONGEST_ERROR,
     MAX_CALLS,
+    MAX_SEGMENTS,
     ROUND_BELL,
     ROUND_REPLY,
     ROUNDS_OVER,
+    ROW_ALIGNED,
     SLEEPS,
     VOID,
     aligned,
@@ -59,23 +64,26 @@ if TYPE_CHECKING:
     from symbiosis.transport.local import Listener
 
 
-class Remote:
-    """Where a call's payload and reply lie on another GPU, and how they come here and go back."""
+class Place(NamedTuple):
+    """Where a tensor lies in a client's memory; and that tensor, or if that is on another GPU, one of ours for it."""
 
-    def __init__(self, memory: DeviceMemory, start: int, payload: tuple[Tensor, ...], out: Tensor, out_at: int) -> None:
-        self._payload, self._out = payload, out
-        self._sources = []
-        for tensor in payload:
-            self._sources.append(memory.address + start)
-            start += aligned(tensor.nbytes)
-        self._target = memory.address + out_at
+    address: int
+    tensor: Tensor
+
+
+class Remote:
+    """How a call's payload comes here from another GPU, and its results go back."""
+
+    def __init__(self, payload: list[Place], results: list[Place]) -> None:
+        self._payload, self._results = payload, results
 
     def fetch(self, stream: int) -> None:
-        for source, tensor in zip(self._sources, self._payload, strict=True):
-            copy(tensor.data_ptr(), source, tensor.nbytes, stream)
+        for address, tensor in self._payload:
+            copy(tensor.data_ptr(), address, tensor.nbytes, stream)
 
     def deliver(self, stream: int) -> None:
-        copy(self._target, self._out.data_ptr(), self._out.nbytes, stream)
+        for address, tensor in self._results:
+            copy(address, tensor.data_ptr(), tensor.nbytes, stream)
 
 
 class DevicePeer:
@@ -103,8 +111,9 @@ class DevicePeer:
         finally:
             os.close(fds[0])
         self.words = self._words.words
-        self._segments: list[DeviceMemory] = []
+        self._segments: dict[int, DeviceMemory] = {}
         self._calls: dict[int, Any] = {}
+        self._uses: dict[int, frozenset[int]] = {}  # of segments, by those numbers
         self._remote: dict[int, Remote] = {}
         self._replies: dict[int, MemOps] = {}
         self._rounds: set[int] = set()  # those of the numbers that are of rounds
@@ -161,23 +170,35 @@ class DevicePeer:
 
     def _control(self, message: Control, fds: list[int]) -> Control | None:
         if isinstance(message, Segment) and len(fds) == 1:
-            limit = 4 * self._inbox.limits.max_call_bytes
-            if message.nbytes + sum(memory.nbytes for memory in self._segments) > limit:
-                raise CallError(Code.TOO_LARGE, f"a session's device memory grows to at most {limit} bytes")
-            self._segments.append(DeviceMemory.of_fd(fds[0], message.nbytes, self._inbox.device))
+            self._take_over(message, fds[0])
             return Done()
         if isinstance(message, Register):
             return Registered(self._register(message))
         if isinstance(message, Compose) and self._segments:
-            self._compose(message)
+            return Composed(self._compose(message))
+        if isinstance(message, Forget):
+            self._forget(message)
             return Done()
         if isinstance(message, Resume) and self._segments:
             self._resume()
             return Done()
         return None
 
-    def _compose(self, message: Compose) -> None:
-        self._check_number(message.number)
+    def _take_over(self, message: Segment, fd: int) -> None:
+        """Physical memory is the client's: it cannot share more than there is."""
+        limit = torch.cuda.get_device_properties(self._inbox.device).total_memory
+        if message.nbytes + sum(memory.nbytes for memory in self._segments.values()) > limit:
+            raise CallError(Code.TOO_LARGE, f"a session shares at most {limit} bytes of device memory")
+        if message.number in self._segments or bool(message.number) is not bool(self._segments):
+            raise CallError(Code.BAD_FRAME, "segments have different numbers, and the first one is 0")
+        if len(self._segments) >= MAX_SEGMENTS:
+            raise CallError(Code.LIMIT, f"a client shares at most {MAX_SEGMENTS} pieces of device memory")
+        self._segments[message.number] = DeviceMemory.of_fd(fd, message.nbytes, self._inbox.device)
+
+    def _compose(self, message: Compose) -> bool:
+        """Whether its calls are large."""
+        if message.number:
+            self._check_number(message.number)
         if not all(number in self._calls and number not in self._rounds for number in message.calls):
             raise CallError(Code.BAD_FRAME, "a round is of calls that are registered")
         if len(message.calls) > MAX_CALLS or self._segments[0].nbytes < FIRST_BYTES:
@@ -185,41 +206,67 @@ class DevicePeer:
         first = self._segments[0]
         bell, reply = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY))
         calls = [self._calls[number] for number in message.calls]
-        self._calls[message.number] = self._inbox.compose(self, message.number, calls, bell, reply, message.again)
-        self._rounds.add(message.number)
-        self._replies[message.number] = MemOps([MemOp(WRITE_32, first.address + ROUND_REPLY, LET_GO & 0xFFFFFFFF)])
+        work = self._inbox.compose(self, message.number, calls, bell, reply, message.again)
+        if message.number:
+            self._calls[message.number] = work
+            self._uses[message.number] = frozenset[int]().union(*(self._uses[number] for number in message.calls))
+            self._rounds.add(message.number)
+            self._replies[message.number] = MemOps([MemOp(WRITE_32, first.address + ROUND_REPLY, LET_GO)])
+        return bool(work.large)
 
     def _check_number(self, number: int) -> None:
-        if not 0 < number <= MAX_CALLS:
+        if not 0 < number < 1 << 31 or number in self._calls:
+            raise CallError(Code.BAD_FRAME, "each call has a number of its own, of 31 bits")
+        if len(self._calls) >= MAX_CALLS:
             raise CallError(Code.LIMIT, f"a client registers at most {MAX_CALLS} calls: use fewer different shapes")
+
+    def _forget(self, message: Forget) -> None:
+        """The client has waited for their answers; what the stream does behind these may still use them."""
+        kept = self._uses.keys() - set(message.calls)
+        used = frozenset[int]().union(*(self._uses[number] for number in kept))
+        if not (
+            set(message.segments) <= self._segments.keys() - used - {0} and set(message.calls) <= self._calls.keys()
+        ):
+            raise CallError(Code.BAD_FRAME, "only what is registered, and not used any more, can be forgotten")
+        self._inbox.forget(self, [self._calls[number] for number in message.calls])
+        for number in message.calls:
+            del self._calls[number], self._uses[number]
+            self._remote.pop(number, None)
+            self._replies.pop(number, None)
+            self._rounds.discard(number)
+        for number in message.segments:
+            self._segments.pop(number).close()
 
     def _register(self, message: Register) -> tuple[int, ...]:
         call = parse_call_body(message.call)
         shape = self._inbox.shape(call)
         self._check_number(message.number)
-        if not 0 <= message.segment < len(self._segments) or message.start < 0 or message.start % aligned(1):
-            raise CallError(Code.BAD_FRAME, "there is no such place in the client's device memory")
-        memory = self._segments[message.segment]
-        out_at = message.start + sum(map(aligned, call.parts))
-        end = out_at + prod(shape) * ITEMSIZE[call.dtype]
-        if end > memory.nbytes:
-            raise CallError(Code.GROW, str(end - message.start))
-        payload, out = self._places(memory, message.start, out_at, call, shape)
+        *starts, behind = itertools.accumulate(map(aligned, call.parts), initial=message.start)
+        results = message.results or ((message.segment, behind),)
+        shapes = self._inbox.results(call) if message.results else (shape,)
+        if len(results) != len(shapes):
+            raise CallError(Code.BAD_FRAME, "each result of a call has one place")
+        kinds = [(call.payload_dtype, call.shape), ("int32", (call.groups,))]
+        payload = [self._place(message.segment, start, *kind) for start, kind in zip(starts, kinds, strict=False)]
+        outs = [self._place(*place, call.dtype, part) for place, part in zip(results, shapes, strict=True)]
         if self._elsewhere:
-            self._remote[message.number] = Remote(memory, message.start, payload, out, out_at)
-        self._calls[message.number] = self._inbox.prepare(self, message.number, call, payload, out)
+            self._remote[message.number] = Remote(payload, outs)
+        tensors, *others = tuple(place.tensor for place in payload), *(place.tensor for place in outs)
+        self._calls[message.number] = self._inbox.prepare(self, message.number, call, tensors, *others)
+        self._uses[message.number] = frozenset([message.segment, *(segment for segment, _ in results)])
         return shape
 
-    def _places(
-        self, memory: DeviceMemory, start: int, out_at: int, call: Call, shape: tuple[int, ...]
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
-        kinds = [(start, call.payload_dtype, call.shape)]
-        if call.groups:
-            kinds.append((start + aligned(call.parts[0]), "int32", (call.groups,)))
-        if not self._elsewhere:
-            return tuple(memory.tensor(*kind) for kind in kinds), memory.tensor(out_at, call.dtype, shape)
-        empty = [torch.empty(s, dtype=getattr(torch, d), device=self._inbox.device) for _, d, s in kinds]
-        return tuple(empty), torch.empty(shape, dtype=getattr(torch, call.dtype), device=self._inbox.device)
+    def _place(self, segment: int, start: int, dtype: str, shape: tuple[int, ...]) -> Place:
+        if segment not in self._segments or start < 0 or start % ROW_ALIGNED:
+            raise CallError(Code.BAD_FRAME, "there is no such place in the client's device memory")
+        memory = self._segments[segment]
+        if (end := start + prod(shape) * ITEMSIZE[dtype]) > memory.nbytes:
+            raise CallError(Code.GROW, str(end))
+        if self._elsewhere:
+            here = torch.empty(shape, dtype=getattr(torch, dtype), device=self._inbox.device)
+        else:
+            here = memory.tensor(start, dtype, shape)
+        return Place(memory.address + start, here)
 
     def _resume(self) -> None:
         """Look at the bell from now on; a call that an executor before us did not answer has come again."""
@@ -326,15 +373,19 @@ class DevicePeer:
         reactor.forget(self._awake)
         self._socket.close()
         os.close(self._awake)
-        self._inbox.settle(self)
+        self._inbox.settle(self, self._free)
+
+    def _free(self) -> None:
         if self._gone and self._looking and self._rounds:
-            # its process ends when its kernels do, and they may wait for us
+            # its process ends when its stream does, and that may wait for us
             self.words[ERROR] = VOID
-            MemOps([MemOp(WRITE_32, self._segments[0].address + ROUNDS_OVER, 1)]).enqueue(self._inbox.stream)
+            first = self._segments[0].address
+            let_go = MemOp(WRITE_32, first + ROUND_REPLY, LET_GO), MemOp(WRITE_32, first + ROUNDS_OVER, 1)
+            MemOps(let_go).enqueue(self._inbox.stream)
             self._word(ROUNDS_OVER)
         self._calls.clear()
         self._remote.clear()
-        for memory in self._segments:
+        for memory in self._segments.values():
             memory.close()
         self._words.close()
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from symbiosis.transport.tensors import TORCH_DTYPE
 
 _POSIX_FD, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
-_PORTABLE_MAPPED, _EQUAL = 3, 1
+_PORTABLE_MAPPED = 3
 _CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD, _IS_SERVED_BY_MPS = 122, 103, 133
-WAIT_EQUAL, WRITE_32 = 1, 2
+_WAIT, _WRITE, _AT_LEAST, _EQUAL, _AS_IT_IS = 1, 2, 0, 1, 0
+WAIT_EQUAL, WAIT_AT_LEAST, WRITE_32 = (_WAIT, _EQUAL), (_WAIT, _AT_LEAST), (_WRITE, _AS_IT_IS)
 _NON_BLOCKING = 1
 
 
@@ -58,9 +59,9 @@ class _MemOp(ctypes.Structure):
 
 
 class MemOp(NamedTuple):
-    """Wait until the 32-bit word at `address` is `value`, or write `value` there."""
+    """Wait until the 32-bit word at `address` is `value` (or not less), or write `value` there."""
 
-    kind: int
+    kind: tuple[int, int]
     address: int
     value: int
 
@@ -118,14 +119,18 @@ def _device(device: torch.device) -> int:
 class DeviceMemory:
     """An allocation of its own on one device, mapped for the use of another one (or the same)."""
 
-    def __init__(self, handle: int, nbytes: int, user: torch.device) -> None:
+    def __init__(self, handle: int, nbytes: int, user: torch.device, address: int = 0) -> None:
+        """`address`: where somebody else has mapped it, who will also unmap it."""
         self._handle, self.nbytes, self.user = ctypes.c_uint64(handle), nbytes, user
-        address = ctypes.c_uint64()
+        self.address, self.is_ours = address or self._map(), not address
+
+    def _map(self) -> int:
+        user, nbytes, address = self.user, self.nbytes, ctypes.c_uint64()
         check(_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_ulonglong(0)), "cuMemAddressReserve")  # fmt: skip
-        self.address: int = address.value
         check(_driver().cuMemMap(address, ctypes.c_size_t(nbytes), ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0)), "cuMemMap")  # fmt: skip
         access = _Access(_Location(_ON_DEVICE, _device(user)), _READ_WRITE)
         check(_driver().cuMemSetAccess(address, ctypes.c_size_t(nbytes), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")  # fmt: skip
+        return address.value
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "DeviceMemory":
@@ -143,6 +148,14 @@ class DeviceMemory:
         handle = ctypes.c_uint64()
         check(_driver().cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_FD), "cuMemImportFromShareableHandle")  # fmt: skip
         return cls(handle.value, nbytes, user)
+
+    @classmethod
+    def at(cls, address: int, nbytes: int, user: torch.device) -> "DeviceMemory":
+        """An allocation of this process that begins there, whoever made it; raises `CudaError` if it was not made so that others can
+        map it."""
+        handle = ctypes.c_uint64()
+        check(_driver().cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address)), "cuMemRetainAllocationHandle")  # fmt: skip
+        return cls(handle.value, nbytes, user, address)
 
     def fd(self) -> int:
         """A descriptor for others to map it by; the caller closes it."""
@@ -162,11 +175,19 @@ class DeviceMemory:
 
     def close(self) -> None:
         """Nothing may use it any more."""
-        if self.address:
+        if self.address and self.is_ours:
             _driver().cuMemUnmap(ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
             _driver().cuMemAddressFree(ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
+        if self.address:
             _driver().cuMemRelease(self._handle)
             self.address = 0
+
+
+def allocation(address: int) -> tuple[int, int] | None:
+    """Where the device memory begins in which `address` lies, and how long it is."""
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    found = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+    return None if found else (base.value, nbytes.value)
 
 
 class _Array:
@@ -233,7 +254,7 @@ class MemOps:
 
     def __init__(self, ops: Sequence[MemOp]) -> None:
         self._ops = (_MemOp * len(ops))(
-            *(_MemOp(op.kind, op.address, op.value, _EQUAL if op.kind == WAIT_EQUAL else 0) for op in ops)
+            *(_MemOp(operation, address, value, flags) for (operation, flags), address, value in ops)
         )
         self._count = ctypes.c_uint(len(ops))
         self._none = ctypes.c_uint(0)
@@ -246,9 +267,9 @@ class MemOps:
             check(code, "cuStreamBatchMemOp")
 
 
-def fill(memory: DeviceMemory, value: int, stream: int) -> None:
-    """Every byte of the memory."""
-    check(_driver().cuMemsetD8Async(ctypes.c_uint64(memory.address), ctypes.c_ubyte(value), ctypes.c_size_t(memory.nbytes), ctypes.c_void_p(stream)), "cuMemsetD8Async")  # fmt: skip
+def fill(address: int, nbytes: int, value: int, stream: int) -> None:
+    """Every byte there."""
+    check(_driver().cuMemsetD8Async(ctypes.c_uint64(address), ctypes.c_ubyte(value), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)), "cuMemsetD8Async")  # fmt: skip
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:

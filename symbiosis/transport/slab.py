@@ -26,7 +26,7 @@ from symbiosis.transport.tensors import tensor_at
 
 EXECUTOR_SLEEPS_AT, CLIENT_SLEEPS_AT, CALL_BELL_AT, REPLY_BELL_AT = 8, 16, 24, 32
 CALL_AT, REPLY_AT, PAYLOAD_AT = 64, 256, 4096
-MAX_CONTROL = 4096  # bytes of a message on the socket beside it
+MAX_CONTROL = 1 << 14  # bytes of a message on the socket beside it
 WORD = struct.Struct("<Q")
 VIEWS_KEPT = 512
 PINNED_AT_MOST = 256 << 20  # bytes of a segment: pinning more takes too long, and takes the memory from everybody else

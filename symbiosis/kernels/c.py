@@ -1,0 +1,21 @@
+"""C of our own, compiled where it is needed."""
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+COMPILE_S = 60.0
+
+
+@contextmanager
+def compiled(source: Path, *flags: str) -> Iterator[str]:
+    """The path of a library, which is to be loaded in the block. Raises `OSError` or `subprocess.SubprocessError` where there is no C
+    compiler, or none that can do that."""
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/{source.stem}.so"
+        command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", *flags, str(source), "-o", library]
+        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+        yield library
