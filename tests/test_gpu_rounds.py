@@ -377,7 +377,9 @@ def test_clients_are_killed_in_the_midst_of_rounds(
     assert executor.is_alive()
 
 
-def wait_for(words: list[int], value: int, stop: bool, seconds: float) -> tuple[list[int], bool, float]:
+def wait_for(
+    words: list[int], value: int, stop: bool, seconds: float, error: Tensor | None = None
+) -> tuple[list[int], bool, float]:
     """What the executor's kernel does with these bells: whom the page answers afterwards, whether it gave up, and when."""
     from symbiosis.kernels import rounds, rows
 
@@ -391,7 +393,7 @@ def wait_for(words: list[int], value: int, stop: bool, seconds: float) -> tuple[
     late, stopped = (torch.full((1,), int(value), dtype=torch.int32).pin_memory() for value in (0, stop))
     torch.cuda.synchronize()
     begun = time.perf_counter()
-    rounds.wait(table, turn, stopped, late, -128, seconds)
+    rounds.wait(table, turn, stopped, late, -128, seconds, 0 if error is None else error.data_ptr(), 0xFFFF)
     torch.cuda.synchronize()
     took = time.perf_counter() - begun
     rows.answer(table, turn)
@@ -399,6 +401,8 @@ def wait_for(words: list[int], value: int, stop: bool, seconds: float) -> tuple[
 
 
 def test_the_kernel_waits_for_all_and_not_for_ever() -> None:
+    from symbiosis.kernels import rounds
+
     wait_for([1], 1, False, 1.0)  # compiles
     assert wait_for([7, 7, 7], 7, False, 5.0)[:2] == ([7, 7, 7], False)
     assert wait_for([7, 7, 7], 7, True, 5.0)[:2] == ([7, 7, 7], False), "nobody is missing: nothing to stop"
@@ -406,6 +410,10 @@ def test_the_kernel_waits_for_all_and_not_for_ever() -> None:
     assert answers == [0, 0, 0] and late and 0.2 <= took < 2.0
     answers, late, took = wait_for([7, 6, 7], 7, True, 5.0)
     assert answers == [0, 0, 0] and late and took < 1.0
+    error = torch.zeros(1, dtype=torch.int32).pin_memory()
+    assert wait_for([7], 7, False, 5.0, error)[:2] == ([7], False) and error[0] == 0
+    answers, late, _ = wait_for([6], 7, False, 0.2, error)
+    assert answers == [rounds.LET_GO] and late and error[0] == 0xFFFF, "who is let go is told why"
 
 
 def test_who_is_never_answered_is_told() -> None:

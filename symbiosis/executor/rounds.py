@@ -21,8 +21,7 @@ from symbiosis.errors import CallError, Code
 from symbiosis.executor.engine import call_error
 from symbiosis.executor.joined import Multiply, power_of_two, rounded
 from symbiosis.executor.plan import Key
-from symbiosis.executor.runs import ByKernels, ByStream, Few, Parts, Run, alone, together
-from symbiosis.kernels import rounds as kernel
+from symbiosis.executor.runs import ByKernels, ByStream, Few, Parts, Run, alone, load, rest, together
 from symbiosis.kernels import rows
 from symbiosis.protocol import Call
 from symbiosis.transport.base import refuse
@@ -51,23 +50,22 @@ class Round:
         self.key, self.works, self.bell, self.reply, self.large = key, works, bell, reply, large
         self.calls: tuple[Call, ...] = tuple(work.call for work in works)
         self.number, self.peer, self.rows = next(_numbers), works[0].peer, works[0].plan.rows
-        self.answered = 0  # calls of it when it begins, by an executor before us
+        self.goes_on, self.answered = False, 0  # whether somebody else began it, and the calls that were answered then
         self.left, self.launched = (
             0,
             self.calls,
         )  # of a large one: how many calls are yet to be launched, and which were last
         self.gone = False
-        self.times_late = self.alone_for = (
-            0  # how often it kept others waiting; for how many rounds it goes alone for that
-        )
+        self.times_late = 0  # so often it kept others waiting
+        self.alone_for = 0  # rounds, because of that
         self.alone: Run | None = None
         self._seconds: dict[int, float] = {}
 
     def is_behind(self, answered: int) -> bool:
         """Whether there are calls left when so many were answered: then it goes on from there."""
-        left = 0 <= answered < len(self.calls)  # more: it was let go
-        self.answered = answered if left else 0
-        return left
+        self.goes_on = 0 <= answered < len(self.calls)  # more: it was let go
+        self.answered = answered if self.goes_on else 0
+        return self.goes_on
 
     def was_late(self) -> None:
         """Others do not wait for it again soon, and the more often it happens, the longer not."""
@@ -100,10 +98,8 @@ class Rounds:
         self._keys: dict[RoundKey, RoundKey] = {}
         self._runs: OrderedDict[Hashable, list[ByKernels]] = OrderedDict()
         self._running: list[Run] = []
-        self._gone: list[
-            tuple[Any, Callable[[], None]]
-        ] = []  # clients, and what is to be done when their rounds are over
-        kernel.load_wait(device)
+        self._gone: list[tuple[Any, Callable[[], None]]] = []  # clients, and what to do when their rounds are over
+        load(device)
 
     def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, most: float, large: bool) -> Round:
         """Raises `CallError` if these calls cannot be answered so, or one has `most` rows or more. `large`: nobody is to join them."""
@@ -127,7 +123,7 @@ class Rounds:
         if len(rounds) == 1:
             self._begin_alone(rounds[0])
             return
-        fresh = sorted([r for r in rounds if not r.answered and not r.alone_for], key=lambda round: round.number)
+        fresh = sorted([r for r in rounds if not r.goes_on and not r.alone_for], key=lambda round: round.number)
         if len(fresh) > 1:
             self._begin(self._together(fresh), fresh, 0, len(fresh[0].calls))
         for round in [round for round in rounds if len(fresh) < 2 or round not in fresh]:
@@ -135,10 +131,12 @@ class Rounds:
 
     def begin_large(self, round: Round, calls: int) -> None:
         """Answer the next `calls` of it, from its beginning if none is left. Nobody waits for that."""
+        if round.goes_on:
+            self._begin_alone(round)
+            return
         run = round.alone
         if run is None or not round.left:
-            run = self._alone(round)
-            round.left, round.answered = len(round.calls) - round.answered, 0
+            run, round.left = self._alone(round), len(round.calls)
         first = len(round.calls) - round.left
         last = min(first + calls, len(round.calls))
         round.left, round.launched = len(round.calls) - last, round.calls[first:last]
@@ -216,8 +214,8 @@ class Rounds:
             refuse(round.peer, 0, call_error(error))
 
     def _begin_alone(self, round: Round) -> None:
-        run = self._alone(round)
-        first, round.answered = round.answered, 0
+        run = rest(self._device, round, self._multiply) if round.goes_on else self._alone(round)
+        first, round.goes_on, round.answered = round.answered, False, 0
         round.alone_for = max(0, round.alone_for - 1)
         self._begin(run, [round], first, len(round.calls))
 

@@ -18,7 +18,7 @@ from symbiosis.kernels.few_rows_gpu import FewRowsKernel
 from symbiosis.kernels.graphs import captured
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.cuda_driver import WAIT_AT_LEAST, WRITE_32, MemOp, MemOps
-from symbiosis.transport.line import LET_GO, ROUND_BELL, ROUND_REPLY
+from symbiosis.transport.line import LET_GO, ROUND_BELL, ROUND_REPLY, VOID
 
 if TYPE_CHECKING:
     from symbiosis.executor.engine import Work
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Parts = Callable[["Work", Op], list[Tensor]]
 Few = Callable[[Call, int], FewRowsKernel | None]
-LATE_S = 1.0  # that a client may take to make the next call of its round, if others wait for it, too
+LATE_S = 1.0  # that clients may take to make the next call of their rounds; then each goes on by itself
+VOID_S = 5.0  # ... where that cannot be, because results are written where something else may lie by then: this round is void
 TABLES_KEPT = 64
 
 
@@ -103,11 +104,10 @@ class Run:
 class ByKernels(Run):
     """Kernels wait, and answer; a table, with a page for each call, tells them whom (`kernels.rows`)."""
 
-    def __init__(
-        self, device: torch.device, products: "Sequence[InPlace | Gathered | AtOnce]", patience_s: float
-    ) -> None:
+    def __init__(self, device: torch.device, products: "Sequence[InPlace | Gathered | AtOnce]", error: int = 0) -> None:
+        """`error`: where the client, of whom there is one then, is told that its round is void."""
         super().__init__(device, len(products), HIGHEST)
-        self._products, self._patience_s = products, patience_s
+        self._products, self._error = products, error
         width = rows.IN + max(product.words for product in products)
         self.table = torch.empty(len(products), width, dtype=torch.int64, device=device)
         self.turn = torch.zeros(1, dtype=torch.int64, device=device)
@@ -121,8 +121,12 @@ class ByKernels(Run):
 
     def _enqueue(self, first: int, last: int) -> None:
         for at in range(first, last):
-            kernel.wait(self.table, self.turn, self._stop, self._late, ROUND_BELL - ROUND_REPLY, self._patience_s)
+            self._wait(VOID_S if self._error else LATE_S)
             self._products[at].answer(self.table, self.turn, at)
+
+    def _wait(self, seconds: float) -> None:
+        behind = ROUND_BELL - ROUND_REPLY
+        kernel.wait(self.table, self.turn, self._stop, self._late, behind, seconds, self._error, VOID)
 
     def _table_of(self, rounds: "list[Round]") -> Tensor:
         numbers = tuple(round.number for round in rounds)
@@ -191,8 +195,8 @@ class ByStream(Run):
 
 
 class InPlace:
-    """A product of one client's rows where they lie. The client is waited for as long as it lives: what is written after that, into
-    memory in which something else may lie by then, nobody misses."""
+    """A product of one client's rows where they lie. Who is waited for in vain is told that its round is void: what is written from then
+    on goes where something else may lie by then."""
 
     words = 0  # of the page
 
@@ -245,11 +249,27 @@ class AtOnce:
         )
 
 
+def load(device: torch.device) -> None:
+    """CUDA loads the kernels that wait."""
+    error = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    kernel.load_wait(device, LATE_S, 0, VOID)
+    kernel.load_wait(device, VOID_S, error.data_ptr(), VOID)
+    torch.cuda.synchronize()  # the word is ours until then
+
+
 def alone(device: torch.device, round: "Round", multiply: Multiply, parts: Parts) -> ByKernels:
     """One client's round."""
     works = round.works
     products = [InPlace(work.call, parts(work, Op.DGRAD), parts(work, Op.FORWARD), multiply) for work in works]
-    return ByKernels(device, products, kernel.LONGEST_S)
+    return ByKernels(device, products, round.peer.error)
+
+
+def rest(device: torch.device, round: "Round", multiply: Multiply) -> ByKernels:
+    """One client's round that somebody else began, who may not quite have ended: results go to their places only if the client waits
+    for them."""
+    scratch = torch.empty(max(nbytes_of(work, round.rows) for work in round.works), dtype=torch.uint8, device=device)
+    products = [Gathered(work, *parts_in(scratch, work, round.rows), multiply, 1) for work in round.works]
+    return ByKernels(device, products)
 
 
 def together(
@@ -257,15 +277,15 @@ def together(
 ) -> ByKernels:
     """Rounds like this one, of up to so many clients, with up to so many rows."""
     few = [few_rows(call, count) for call in round.calls]
-    rest = [work for work, product in zip(round.works, few, strict=True) if product is None]
-    nbytes = max((nbytes_of(work, count) for work in rest), default=0)
+    others = [work for work, product in zip(round.works, few, strict=True) if product is None]
+    nbytes = max((nbytes_of(work, count) for work in others), default=0)
     scratch = torch.empty(nbytes, dtype=torch.uint8, device=device)
     done = torch.zeros(1, dtype=torch.int32, device=device)
     products = [
         Gathered(work, *parts_in(scratch, work, count), multiply, sessions) if product is None else AtOnce(product, done)
         for work, product in zip(round.works, few, strict=True)
     ]  # fmt: skip
-    return ByKernels(device, products, LATE_S)
+    return ByKernels(device, products)
 
 
 def _each(places: list[Places], rows_at: Sequence[tuple[int, int]]) -> list[int]:

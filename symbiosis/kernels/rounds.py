@@ -53,9 +53,10 @@ def _call(  # type: ignore[no-untyped-def]
         seen = tl.atomic_add(reply, 0, sem="acquire", scope="sys")
 
 
-@triton.jit(do_not_specialize=["pages", "stride", "limit", "behind"])
+@triton.jit(do_not_specialize=["pages", "stride", "limit", "behind", "error"])
 def _wait(  # type: ignore[no-untyped-def]
-    table, turn, stop, late, pages, stride, limit, behind, PLACES: tl.constexpr, LOOKS: tl.constexpr, ZEROS: tl.constexpr
+    table, turn, stop, late, pages, stride, limit, behind, error, VOID: tl.constexpr, LET_GO: tl.constexpr,
+    PLACES: tl.constexpr, LOOKS: tl.constexpr, ZEROS: tl.constexpr
 ):  # fmt: skip
     now = tl.load(turn).to(tl.int32)
     place = tl.arange(0, PLACES)
@@ -71,6 +72,10 @@ def _wait(  # type: ignore[no-untyped-def]
             given_up = tl.load(stop, volatile=True) + tl.sum((globaltimer() - begun + 0 * place > limit).to(tl.int32))
         missing = tl.sum((there & (tl.load(bell, mask=there, other=0, volatile=True) != number)).to(tl.int32))
     if missing > 0:
+        if error != 0:
+            tl.store(error.to(tl.int64).to(tl.pointer_type(tl.int32)), VOID)
+            tl.debug_barrier()
+            tl.atomic_xchg(reply.to(tl.pointer_type(tl.int32)), LET_GO, mask=there, sem="release", scope="sys")
         words = tl.arange(0, ZEROS)
         for start in range(now * stride, pages * stride, ZEROS):
             tl.store(table + start + words, tl.zeros([ZEROS], tl.int64), mask=start + words < pages * stride)
@@ -92,20 +97,25 @@ def call(words: Words, seconds: float, number: int, rows: Tensor, place: Tensor)
     )  # fmt: skip
 
 
-def wait(table: Tensor, turn: Tensor, stop: Tensor, late: Tensor, behind: int, seconds: float) -> None:
+def wait(
+    table: Tensor, turn: Tensor, stop: Tensor, late: Tensor, behind: int, seconds: float, error: int = 0, void: int = 0
+) -> None:
     """Until all whom the page is going to answer (`kernels.rows`) have rung for that: their bells lie so many bytes behind their
     reply words. If `stop` is set, or after so many seconds, the table is cleared from this page on, so that nothing is copied and nobody
-    answered any more, and `late` is set. These two lie in the host's memory."""
+    answered any more, and `late` is set. These two lie in the host's memory. `error`: the address of a word there that becomes `void`
+    then, before who was waited for is let go: what is computed from now on is wrong."""
     pages, stride = table.shape
-    _wait[(1,)](table, turn, stop, late, pages, stride, int(seconds * 1e9), behind, PLACES, LOOKS, ZEROS, num_warps=1)
+    _wait[(1,)](
+        table, turn, stop, late, pages, stride, int(seconds * 1e9), behind, error, void, LET_GO, PLACES, LOOKS, ZEROS,
+        num_warps=1,
+    )  # fmt: skip
 
 
-def load_wait(device: torch.device) -> None:
-    """CUDA loads the executor's kernel now, and not when somebody waits for it: that takes a tenth of a second."""
+def load_wait(device: torch.device, seconds: float, error: int = 0, void: int = 0) -> None:
+    """CUDA loads the executor's kernel for this now, and not when somebody waits for it: that takes a tenth of a second."""
     table, turn = (torch.zeros(1, words, dtype=torch.int64, device=device) for words in (2 * PLACES, 1))
     stop, late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
-    for seconds in (1.0, LONGEST_S):  # in 32 and in 64 bits
-        wait(table, turn, stop, late, 0, seconds)
+    wait(table, turn, stop, late, 0, seconds, error, void)
 
 
 def load_call(device: torch.device) -> None:

@@ -271,8 +271,11 @@ class DevicePeer:
     def _resume(self) -> None:
         """Look at the bell from now on; a call that an executor before us did not answer has come again."""
         number = self.words[CURRENT]
-        if number and not self.words[BELL] and self._is_unanswered(number) and self.words[CURRENT] == number:
-            self.words[BELL] = self.words[BELL] or number  # meanwhile it may have gone on, and rung
+        if number and not self.words[BELL] and self._is_unanswered(number):
+            if self.words[CURRENT] == number:
+                self.words[BELL] = self.words[BELL] or number  # meanwhile it may have gone on, and rung
+            elif number in self._rounds:
+                self._calls[number].round.is_behind(LET_GO)
         self._looking = True
 
     def _is_unanswered(self, number: int) -> bool:
