@@ -20,7 +20,7 @@ import symbiosis
 from symbiosis import mps
 from symbiosis.errors import ConfigError
 from symbiosis.kernels import step_memory
-from symbiosis.transport import cuda_client
+from symbiosis.transport import cuda_step
 from tests.conftest import tiny_llama, wide_llama
 from tests.processes import until, watching
 from tests.test_gpu_line import (
@@ -80,7 +80,7 @@ def decode(
             said.put("captured")
             if all_there:
                 all_there.wait(WAIT_S)
-    said.put((worst, symbiosis.stats(split).mean_batch, line_of(split).rounds))
+    said.put((worst, symbiosis.stats(split).mean_batch, line_of(split).steps.rounds))
 
 
 def decode_beside(endpoint: str, said: Any, seed: int, steps: int, all_there: Any) -> None:
@@ -99,7 +99,7 @@ def decode_beside(endpoint: str, said: Any, seed: int, steps: int, all_there: An
             expected = exact(x).logits
         split_off += (captured(x) - expected).square().mean().item()
         plain_off += (reference(x) - expected).square().mean().item()
-    said.put(((split_off / plain_off) ** 0.5, symbiosis.stats(split).mean_batch, line_of(split).rounds))
+    said.put(((split_off / plain_off) ** 0.5, symbiosis.stats(split).mean_batch, line_of(split).steps.rounds))
 
 
 def decode_shapes(endpoint: str, said: Any, seed: int, steps: int) -> None:
@@ -111,13 +111,13 @@ def decode_shapes(endpoint: str, said: Any, seed: int, steps: int) -> None:
     for turn in range(steps):
         x = (ids[: (2, 16)[turn % 2]] + turn) % 100
         wrong += not torch.equal(captured(x), reference(x))
-    said.put((wrong, line_of(split).rounds))
+    said.put((wrong, line_of(split).steps.rounds))
 
 
 def train(endpoint: str, said: Any, memory: str = "shared", steps: int = 12) -> None:
     """How many losses of a captured split trainer are not those of a captured unsplit one. `memory`: how its calls share it."""
     if memory != "apart":
-        cuda_client.MOST_APART = 0
+        cuda_step.MOST_APART = 0
     if memory == "copied":
         step_memory.new_pool = lambda: None  # type: ignore[assignment]
     models = [lora(model) for model in (symbiosis.wrap(tiny_llama().cuda(), endpoint), tiny_llama().cuda())]
@@ -130,13 +130,13 @@ def train(endpoint: str, said: Any, memory: str = "shared", steps: int = 12) -> 
         if turn == 3:
             said.put("captured")
     line = line_of(models[0])
-    said.put((wrong, line.rounds, bool(line._steps[0].segments)))
+    said.put((wrong, line.steps.rounds, bool(line.steps._captured[0].segments)))
 
 
 def capture_many(endpoint: str, said: Any) -> None:
     """Steps of more shapes than are kept: what the session shares of memory, and what torch holds, after each; and when all are
     dropped."""
-    cuda_client.MOST_APART = 0
+    cuda_step.MOST_APART = 0
     split = lora(symbiosis.wrap(tiny_llama().cuda(), endpoint))
     step, found = symbiosis.capture(trainer(split), max_graphs=2), []
     for length in [*range(4, 12), *range(4, 12)]:
@@ -145,12 +145,14 @@ def capture_many(endpoint: str, said: Any) -> None:
             loss = step(ids)
         assert loss.isfinite()
         torch.cuda.synchronize()
-        found.append((len(line_of(split)._segments), line_of(split).rounds, torch.cuda.memory_reserved() >> 20))
+        found.append(
+            (len(line_of(split)._link.segments), line_of(split).steps.rounds, torch.cuda.memory_reserved() >> 20)
+        )
     del step
     gc.collect()
     split(input_ids=ids)
     torch.cuda.synchronize()
-    said.put((found, len(line_of(split)._segments), line_of(split).rounds))
+    said.put((found, len(line_of(split)._link.segments), line_of(split).steps.rounds))
 
 
 def layer_alone(endpoint: str, said: Any) -> None:
@@ -184,7 +186,7 @@ def layer_alone(endpoint: str, said: Any) -> None:
     results = [other(x).clone() for _ in range(4)]
     with torch.no_grad():
         kept.append(torch.equal(results[-1], (ours.q_proj if len(calls) % 2 else ours.o_proj)(x)))
-    said.put((kept, line_of(split).rounds))
+    said.put((kept, line_of(split).steps.rounds))
 
 
 def served(processes: Any, tmp_path: Path, *how: Any, **options: Any) -> tuple[Any, str]:

@@ -8,7 +8,7 @@ as one round, without a CPU for each call. It maps the memory that the step comp
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -61,7 +61,7 @@ class Graph:
         if sys.is_finalizing():
             return
         for line, step in self.steps:
-            line.drop_step(step)
+            line.steps.drop(step)
         _ended.append((self.graph, self.pool))
         _free_ended()
 
@@ -126,7 +126,7 @@ class Captured:
             graph = self._capture_in(pool, arguments, steps)
         except BaseException:
             for line, step in _ended_steps(used):
-                line.drop_step(step)
+                line.steps.drop(step)
             raise
         steps += _ended_steps(used)
         return graph if all(step.complete for _, step in steps) else self._capture_in(None, arguments, [])
@@ -143,8 +143,10 @@ class Captured:
             with torch.cuda.graph(graph, in_pool, self._stream, capture_error_mode="thread_local"):
                 result = tree_map(_owned, self._function(*mine))
         except CaptureError:
+            _mend_random_numbers()
             raise
         except RuntimeError as error:
+            _mend_random_numbers()
             raise CaptureError(
                 f"this step cannot be captured as a CUDA graph: {error}. Look for what needs the values of tensors on the "
                 "CPU (.item(), .cpu(), printing, branches on them), or for shapes that change within the step"
@@ -156,9 +158,15 @@ class Captured:
         return Graph(graph, mine, result, made, rings, pool, steps)
 
 
+def _mend_random_numbers() -> None:
+    """After a capture that failed, torch would make none outside of graphs, until one succeeds."""
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device="cuda")
+
+
 def _ended_steps(used: Noted) -> "list[tuple[DeviceLine, Step]]":
     """Of a step that was captured, or was to be."""
-    return [(line, step) for line, _ in used if (step := line.end_step())]
+    return [(line, step) for line, _ in used if (step := line.steps.end())]
 
 
 def lines() -> "list[DeviceLine]":

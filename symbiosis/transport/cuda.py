@@ -337,6 +337,11 @@ class DevicePeer:
         """Whether the client's memory is on the executor's own GPU."""
         return not self._elsewhere
 
+    @property
+    def error(self) -> int:
+        """The address by which our GPU knows the word that tells the client of what went wrong."""
+        return self._words.at(ERROR)
+
     def answer(self, number: int) -> tuple[int, int]:
         """The word that tells the client of the answer to a call, and what it must become."""
         return self._segments[0].address, number
