@@ -205,7 +205,7 @@ class InPlace:
 
     def answer(self, table: Tensor, turn: Tensor, at: int) -> None:
         self._multiply(self._call, self._x, self._y)
-        rows.answer(table, turn)
+        rows.answer_at(table, turn, at)
 
     def page(self, places: list[Places]) -> list[int]:
         return []
@@ -223,7 +223,7 @@ class Gathered:
         self._copy(table, turn, rows.IN, self._x)
         self._multiply(self._call, self._x, self._y)
         self._copy(table, turn, rows.IN + self._between, self._y)
-        rows.answer(table, turn)
+        rows.answer_at(table, turn, at)
 
     def _copy(self, table: Tensor, turn: Tensor, first: int, parts: list[Tensor]) -> None:
         rows.copy(table, turn, first, self._sessions * len(parts), sum(part.nbytes for part in parts))

@@ -10,13 +10,14 @@ import torch
 from symbiosis.kernels.c import compiled
 
 logger = logging.getLogger("symbiosis")
+SOURCE, FLAGS = Path(__file__).with_suffix(".c"), ["-O2", "-ldl"]
 
 
 @cache
 def _allocator() -> "torch.cuda.memory.CUDAPluggableAllocator | None":
     """In C, because torch asks for memory while it holds a lock for which others wait who hold Python's."""
     try:
-        with compiled(Path(__file__).with_suffix(".c"), "-O2", "-ldl") as library:
+        with compiled(SOURCE, *FLAGS) as library:
             return torch.cuda.memory.CUDAPluggableAllocator(library, "take", "give")
     except (OSError, subprocess.SubprocessError) as error:
         logger.info("captured steps copy their rows and results, because there is no C compiler: %s", error)
@@ -26,4 +27,8 @@ def _allocator() -> "torch.cuda.memory.CUDAPluggableAllocator | None":
 def new_pool() -> "torch.cuda.MemPool | None":
     """For one graph; it must outlive it. None where such memory cannot be had."""
     allocator = _allocator()
-    return None if allocator is None else torch.cuda.MemPool(allocator.allocator())
+    try:
+        return None if allocator is None else torch.cuda.MemPool(allocator.allocator())
+    except RuntimeError as error:  # PYTORCH_CUDA_ALLOC_CONF chose an allocator without pools
+        logger.info("captured steps copy their rows and results: %s", error)
+        return None
