@@ -216,6 +216,8 @@ def split_call(raw: bytes) -> tuple[int, bytes]:
 @lru_cache(maxsize=1 << 14)
 def parse_call_body(body: bytes) -> Call:
     """The call that `call_body` wrote."""
+    if len(body) != _CALL.size:
+        raise ProtocolError(Code.BAD_FRAME, f"a call header has {_CALL.size} bytes, not {len(body)}")
     op, flags, dtype, priority, dims, vdims, others, layer, groups, *numbers, offset = _CALL.unpack(body)
     also, sizes = tuple(numbers[:others]), numbers[MAX_GROUP - 1 :]
     if op not in _OPS:

@@ -58,16 +58,17 @@ class Graph:
         return self.result
 
     def __del__(self) -> None:
-        if sys.is_finalizing():
-            return
-        for line, step in self.steps:
-            line.steps.drop(step)
-        _ended.append((self.graph, self.pool))
-        _free_ended()
+        if self.steps and not sys.is_finalizing():
+            _ended.append((self.graph, self.pool))
+            for line, step in self.steps:
+                line.steps.drop(step, _free_ended)
 
 
 def _free_ended() -> None:
-    if not torch.cuda.is_current_stream_capturing():
+    """In a thread that captures nothing, when an executor knows, or before another step runs: CUDA takes back memory when all streams
+    have ended, and while it waits for that, other threads have to run."""
+    if _ended and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()
         while _ended:
             graph, pool = _ended.pop()
             graph.reset()
@@ -91,8 +92,7 @@ class Captured:
             self._stream = torch.cuda.Stream()
         key = tuple(map(_kind, tree_leaves(arguments)))
         graph = self._graphs.get(key)
-        if _ended:
-            _free_ended()
+        _free_ended()
         if graph is None and self._warm.get(key, 0) < WARM_UP:
             self._warm[key] = self._warm.get(key, 0) + 1
             with noting() as self._noted[key]:
@@ -126,7 +126,7 @@ class Captured:
             graph = self._capture_in(pool, arguments, steps)
         except BaseException:
             for line, step in _ended_steps(used):
-                line.steps.drop(step)
+                line.steps.drop(step, _free_ended)
             raise
         steps += _ended_steps(used)
         return graph if all(step.complete for _, step in steps) else self._capture_in(None, arguments, [])

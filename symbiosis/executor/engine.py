@@ -245,11 +245,15 @@ class Engine:
 
     def settle(self, peer: Any, then: Callable[[], None] = lambda: None) -> None:
         """Wait for all that was launched for a client which is gone: it waits for nobody. `then`: now, or when its large round is over."""
-        self._synchronize()
-        if self.rounds is None:
+
+        def over() -> None:
+            self._synchronize()
             then()
+
+        if self.rounds is None:
+            over()
         else:
-            self.rounds.leave(peer, then)
+            self.rounds.leave(peer, over)
 
     def forget(self, works: Sequence[Work]) -> None:
         """These calls are over, and do not come again."""

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 RUNS_KEPT = 32
 LATE_AT_MOST = 16  # times that it makes a difference
+END_S = 0.05  # between a round's last answer and its end, at most
 DRAIN_S = 20.0  # that an executor which ends lets a client take for the rest of its round
 _numbers = itertools.count()
 
@@ -183,25 +184,27 @@ class Rounds:
 
     def leave(self, peer: Any, then: Callable[[], None]) -> None:
         """A client is gone: what was begun for it ends. `then`: when nothing uses its memory any more."""
-        for run in self._running:
-            self._end(run, [round for round in run.rounds if round.peer is peer])
+        for run in [run for run in self._running if not run.over]:
+            theirs = [round for round in run.rounds if round.peer is peer]
+            for round in theirs:
+                round.gone, round.left = True, 0
+            if theirs:
+                run.stop()
         if self._runs_for(peer):
             self._gone.append((peer, then))
         else:
             then()
 
     def forget(self, round: Round) -> None:
-        """It does not come again, and its last call is answered."""
-        for run in self._running:
-            self._end(run, [other for other in run.rounds if other is round])
-            if round in run.rounds:
-                run.wait()
+        """It does not come again; raises `CallError` if it is under way."""
+        self._see_the_end([run for run in self._running if round in run.rounds])
 
-    def _end(self, run: Run, rounds: list[Round]) -> None:
-        for round in rounds:
-            round.gone, round.left = True, 0
-        if rounds:
-            run.stop()
+    def _see_the_end(self, runs: list[Run]) -> None:
+        """The last answers are out, or their client would not have called: so this is near."""
+        give_up = perf_counter() + END_S
+        while not all(run.over for run in runs):
+            if perf_counter() > give_up:
+                raise CallError(Code.BAD_FRAME, "a round is under way, and has to be over first")
 
     def _runs_for(self, peer: Any) -> bool:
         return any(not run.over and any(round.peer is peer for round in run.rounds) for run in self._running)
@@ -214,8 +217,8 @@ class Rounds:
             refuse(round.peer, 0, call_error(error))
 
     def _begin_alone(self, round: Round) -> None:
-        run = rest(self._device, round, self._multiply) if round.goes_on else self._alone(round)
-        first, round.goes_on, round.answered = round.answered, False, 0
+        goes_on, first, round.goes_on, round.answered = round.goes_on, round.answered, False, 0
+        run = rest(self._device, round, self._multiply) if goes_on else self._alone(round)
         round.alone_for = max(0, round.alone_for - 1)
         self._begin(run, [round], first, len(round.calls))
 
@@ -226,22 +229,22 @@ class Rounds:
                 round.alone = ByStream(self._device, round, self._multiply, self._parts)
             else:
                 round.alone = alone(self._device, round, self._multiply, self._parts)
-        if round.alone in self._running:  # its last answer is out, or the client would not have rung
+        if round.alone in self._running:
+            self._see_the_end([round.alone])
             self._running.remove(round.alone)
-            round.alone.wait()
         return round.alone
 
     def _begin(self, run: Run, rounds: list[Round], first: int, last: int) -> None:
         """On a stream where no other one waits for its clients."""
         goes_on = run in self._running
         stream = run.stream if goes_on else self._free_stream(run)
+        if not goes_on:
+            self._running.append(run)
         try:
             run.begin(rounds, stream, first, last)
         except BaseException:
             run.stop()
             raise
-        if not goes_on:
-            self._running.append(run)
 
     def _free_stream(self, run: Run) -> torch.cuda.Stream:
         """One for which it has a graph, if there is one."""

@@ -96,10 +96,6 @@ class Run:
         """Wait for nobody any more. To be called until it is over."""
         self.stopped = True
 
-    def wait(self) -> None:
-        """For the end of what was begun."""
-        self._over.synchronize()
-
 
 class ByKernels(Run):
     """Kernels wait, and answer; a table, with a page for each call, tells them whom (`kernels.rows`)."""
@@ -154,7 +150,7 @@ class ByKernels(Run):
         """Answer nobody from the next call on that one of them has not made. Waits for the end of that, which is near."""
         super().stop()
         self._stop[0] = 1
-        self.wait()
+        self._over.synchronize()
 
 
 class ByStream(Run):
@@ -170,14 +166,18 @@ class ByStream(Run):
         numbers = range(1, self._calls + 1)
         self._waits = [MemOps([MemOp(WAIT_AT_LEAST, bell, number)]) for number in numbers]
         self._answers = [MemOps([MemOp(WRITE_32, reply, number)]) for number in numbers]
-        self._let_go = MemOps([MemOp(WRITE_32, bell, LET_GO)])
+        self._let_us_go, self._let_it_go = (MemOps([MemOp(WRITE_32, word, LET_GO)]) for word in (bell, reply))
 
     def _enqueue(self, first: int, last: int) -> None:
         stream = torch.cuda.current_stream().cuda_stream
-        for at in range(first, last):
-            self._waits[at].enqueue(stream)
-            self._multiply(*self._products[at])
-            self._answers[at].enqueue(stream)
+        try:
+            for at in range(first, last):
+                self._waits[at].enqueue(stream)
+                self._multiply(*self._products[at])
+                self._answers[at].enqueue(stream)
+        except BaseException:
+            self._let_it_go.enqueue(stream)  # behind all answers that were enqueued
+            raise
 
     @property
     def over(self) -> bool:
@@ -186,12 +186,7 @@ class ByStream(Run):
     def stop(self) -> None:
         """The products that were enqueued are made, from whatever lies there."""
         super().stop()
-        self._let_go.enqueue(torch.cuda.current_stream().cuda_stream)
-
-    def wait(self) -> None:
-        while self.stopped and not super().over:  # the client may ring once more
-            self.stop()
-        super().wait()
+        self._let_us_go.enqueue(torch.cuda.current_stream().cuda_stream)
 
 
 class InPlace:

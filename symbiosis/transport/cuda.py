@@ -222,19 +222,17 @@ class DevicePeer:
 
     def _forget(self, message: Forget) -> None:
         """The client has waited for their answers; what the stream does behind these may still use them."""
-        kept = self._uses.keys() - set(message.calls)
-        used = frozenset[int]().union(*(self._uses[number] for number in kept))
-        if not (
-            set(message.segments) <= self._segments.keys() - used - {0} and set(message.calls) <= self._calls.keys()
-        ):
+        calls, segments = set(message.calls), set(message.segments)
+        used = frozenset[int]().union(*(self._uses[number] for number in self._uses.keys() - calls))
+        if not (segments <= self._segments.keys() - used - {0} and calls <= self._calls.keys()):
             raise CallError(Code.BAD_FRAME, "only what is registered, and not used any more, can be forgotten")
-        self._inbox.forget(self, [self._calls[number] for number in message.calls])
-        for number in message.calls:
+        self._inbox.forget(self, [self._calls[number] for number in calls])
+        for number in calls:
             del self._calls[number], self._uses[number]
             self._remote.pop(number, None)
             self._replies.pop(number, None)
             self._rounds.discard(number)
-        for number in message.segments:
+        for number in segments:
             self._segments.pop(number).close()
 
     def _register(self, message: Register) -> tuple[int, ...]:
@@ -271,7 +269,7 @@ class DevicePeer:
     def _resume(self) -> None:
         """Look at the bell from now on; a call that an executor before us did not answer has come again."""
         number = self.words[CURRENT]
-        if number and not self.words[BELL] and self._is_unanswered(number):
+        if number in self._calls and not self.words[BELL] and self._is_unanswered(number):
             if self.words[CURRENT] == number:
                 self.words[BELL] = self.words[BELL] or number  # meanwhile it may have gone on, and rung
             elif number in self._rounds:

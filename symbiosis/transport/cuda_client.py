@@ -283,10 +283,12 @@ class DeviceLine:
         """Let the stream go, with answers that nobody can mistake for results."""
         with torch.cuda.device(self.device):
             ours = [(memory.address, memory.nbytes) for memory in self._ours() if memory is not self._link.first]
-            for address, nbytes in (*ours, *self.steps.places):
-                fill(address, nbytes, 0xFF, self._rescue.cuda_stream)  # NaN in every float
-            self._rescue.synchronize()
-        self._releaser.start()
+            try:
+                for address, nbytes in (*ours, *self.steps.places):
+                    fill(address, nbytes, 0xFF, self._rescue.cuda_stream)  # NaN in every float
+                self._rescue.synchronize()
+            finally:
+                self._releaser.start()
 
     def _release(self) -> None:
         with torch.cuda.device(self.device):

@@ -121,16 +121,28 @@ class DeviceMemory:
 
     def __init__(self, handle: int, nbytes: int, user: torch.device, address: int = 0) -> None:
         """`address`: where somebody else has mapped it, who will also unmap it."""
-        self._handle, self.nbytes, self.user = ctypes.c_uint64(handle), nbytes, user
-        self.address, self.is_ours = address or self._map(), not address
+        self._handle, self.nbytes, self.user, self.is_ours = ctypes.c_uint64(handle), nbytes, user, not address
+        try:
+            self.address = address or self._map()
+        except CudaError:
+            _driver().cuMemRelease(self._handle)
+            raise
 
     def _map(self) -> int:
         user, nbytes, address = self.user, self.nbytes, ctypes.c_uint64()
         check(_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_ulonglong(0)), "cuMemAddressReserve")  # fmt: skip
-        check(_driver().cuMemMap(address, ctypes.c_size_t(nbytes), ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0)), "cuMemMap")  # fmt: skip
         access = _Access(_Location(_ON_DEVICE, _device(user)), _READ_WRITE)
-        check(_driver().cuMemSetAccess(address, ctypes.c_size_t(nbytes), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")  # fmt: skip
+        try:
+            check(_driver().cuMemMap(address, ctypes.c_size_t(nbytes), ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0)), "cuMemMap")  # fmt: skip
+            check(_driver().cuMemSetAccess(address, ctypes.c_size_t(nbytes), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")  # fmt: skip
+        except CudaError:
+            self._unmap(address.value)
+            raise
         return address.value
+
+    def _unmap(self, address: int) -> None:
+        _driver().cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(self.nbytes))
+        _driver().cuMemAddressFree(ctypes.c_uint64(address), ctypes.c_size_t(self.nbytes))
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "DeviceMemory":
@@ -176,8 +188,7 @@ class DeviceMemory:
     def close(self) -> None:
         """Nothing may use it any more."""
         if self.address and self.is_ours:
-            _driver().cuMemUnmap(ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
-            _driver().cuMemAddressFree(ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
+            self._unmap(self.address)
         if self.address:
             _driver().cuMemRelease(self._handle)
             self.address = 0

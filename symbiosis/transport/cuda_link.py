@@ -120,11 +120,12 @@ class Link:
         for number in numbers:
             self.places.pop(number, None)
             self.rounds.pop(number, None)
-        with suppress(CallError):  # of an executor that came after the one that knew them
-            for start in range(0, len(numbers), FORGOTTEN_AT_ONCE):
-                self._ask(Forget(tuple(numbers[start : start + FORGOTTEN_AT_ONCE])))
-            for start in range(0, len(segments), FORGOTTEN_AT_ONCE):
-                self._ask(Forget((), tuple(segments[start : start + FORGOTTEN_AT_ONCE])))
+        calls = [
+            Forget(tuple(numbers[at : at + FORGOTTEN_AT_ONCE])) for at in range(0, len(numbers), FORGOTTEN_AT_ONCE)
+        ]
+        for message in (*calls, Forget((), tuple(segments))):
+            with suppress(CallError):  # of an executor that came after the one that knew them
+                self._ask(message)
         for number in segments:
             self.segments.pop(number).close()
 
@@ -137,6 +138,8 @@ class Link:
                     return _exchange(self._socket, message, fd)
                 except (OSError, ConnectionLost) as error:
                     cause = error
+                    with suppress(OSError):  # what comes late must not be taken for the next answer: join anew
+                        self._socket.shutdown(socket.SHUT_RDWR)
             if self.failed or self.closed or time.monotonic() > give_up:
                 raise self.failed or self._unavailable(cause)
             time.sleep(PAUSE_S)  # the watcher looks for another one

@@ -124,7 +124,7 @@ class Steps:
         self._link, self._device, self._apart = link, device, apart
         self._captured: list[Step] = []
         self.current: Step | None = None  # that is being captured
-        self.dropped = deque[Step]()  # of which the executor is yet to be told that they are not made again
+        self.dropped = deque[tuple[Step, Callable[[], None]]]()  # of which the executor is yet to be told
 
     @property
     def rounds(self) -> int:
@@ -134,7 +134,8 @@ class Steps:
     @property
     def places(self) -> list[tuple[int, int]]:
         """Where results go: addresses, and how many bytes."""
-        return [place for step in list(self._captured) for place in step.results]
+        gone = [step for step, _ in self.dropped]
+        return [place for step in list(self._captured) if step not in gone for place in step.results]
 
     def begin(self, prepared: list[Prepared], shares: bool, kernel: Any) -> Step | None:
         """A step that made these calls is about to be captured; `shares`: its memory comes from `kernels.step_memory`. The calls will be
@@ -157,27 +158,28 @@ class Steps:
         step, self.current = self.current, None
         if step is None:
             return None
+        self._captured.append(step)
         if step.complete and step.round:
             try:
                 self._link.compose(step.round.number, step.numbers or step.round.registered)
             except CallError as error:
                 logger.info("the calls of a captured step are made one by one: %s", error)
                 step.made = OTHER
-        self._captured.append(step)
         return step
 
-    def drop(self, step: Step) -> None:
-        """It is not made again. Callable at any time, from any thread."""
-        self.dropped.append(step)
+    def drop(self, step: Step, then: Callable[[], None]) -> None:
+        """It is not made again. `then`: when the executor knows. Callable at any time, from any thread."""
+        self.dropped.append((step, then))
 
     def give_back(self) -> None:
         """What dropped ones held. All that they called is answered."""
         while self.dropped:
-            step = self.dropped.popleft()
-            if step in self._captured:
-                self._captured.remove(step)
+            step, then = self.dropped[0]
             rounds = [step.round.number] if step.round and step.complete else []
             self._link.forget([*rounds, *step.numbers], list(step.segments.values()))
+            self._captured.remove(step)
+            self.dropped.popleft()
+            then()
 
     def _agreed(self, prepared: list[Prepared]) -> bool | None:
         """Whether such a round is large; None if the executor does not answer it as one."""
@@ -219,7 +221,11 @@ class Steps:
         targets = [target for out in outs if (target := self._segment(step, out))]
         if source is None or len(targets) < len(outs):
             return None
-        number, _ = self._link.register(call, *source, targets)
+        try:
+            number, _ = self._link.register(call, *source, targets)
+        except CallError as error:
+            logger.info("a captured step cannot use its own memory: %s", error)
+            return None
         step.numbers.append(number)
         step.results += [(out.data_ptr(), out.nbytes) for out in outs]
         return Placed(number, x, x, outs)
