@@ -455,10 +455,11 @@ def test_shapes_without_end(processes: Any, tmp_path: Path, monkeypatch: pytest.
     captured = symbiosis.capture(torch.no_grad()(lambda ids: split(ids).logits))
     kept = torch.randint(3, 100, (2, 5), device="cuda")
     with torch.no_grad():
-        expected = plain(kept).logits
-        assert torch.equal(captured(kept), expected)
+        assert torch.equal(captured(kept), plain(kept).logits)
         line = line_of(split)
-        captured(kept), captured(kept)
+        captured(kept)
+        expected = captured(kept).clone()
+        assert torch.allclose(expected, plain(kept).logits, atol=1e-5), "capturing, transformers masks otherwise"
         calls = len(line.steps._captured[0].numbers)
         for length in [*range(1, 40), *range(1, 40)]:
             ids = torch.randint(3, 100, (1, length), device="cuda")

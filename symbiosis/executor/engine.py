@@ -41,7 +41,6 @@ class Work:
     payload: tuple[Tensor, ...]
     out: Tensor
     parts: Shapes = ()  # of what lies in memory for each member of a group
-    outs: tuple[Tensor, ...] = ()  # where each member's result goes, if they do not lie together
     plan: Any = None
     number: int = 0  # of a call that a GPU makes, again and again from the same places
     priority: int = 0  # ... and how urgent it is
@@ -52,6 +51,7 @@ class Work:
     round: Any = None  # the calls that it stands for, if a captured step makes them all
     error: Exception | None = None  # what a slice of it ran into; the reply waits for the last slice
     finite: bool = False  # whether rows that are not are refused
+    outs: tuple[Tensor, ...] = ()  # where each member's result goes, if they do not lie together
 
     @property
     def calls(self) -> tuple[Call, ...]:

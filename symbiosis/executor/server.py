@@ -376,8 +376,8 @@ class Server:
         if call.seeded:
             raise CallError(Code.UNKNOWN_OP, "a seed is sent with each call, and cannot be registered")
         plan = self._plan(call)
-        outs = (out, *others) if others else ()
-        work = Work(peer, 0, call, payload, out, plan.parts, outs, plan, number, _priority(peer.session, call))
+        work = Work(peer, 0, call, payload, out, plan.parts, plan, number, _priority(peer.session, call))
+        work.outs = (out, *others) if others else ()
         takes_turns = not work.peer.here or work.peer.tenant is not None
         work.large = not takes_turns and self.engine.join_below <= plan.rows <= self.batcher.max_rows
         self.engine.place(work)
@@ -478,7 +478,7 @@ class Server:
         if priority == Priority.DECODE:
             self.background.decoded = session.heard
         finite = must_be_finite(call, payload, self.options)
-        work = Work(peer, seq, call, payload, out, plan.parts, plan=plan, finite=finite)
+        work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite)
         return Item(session.number, plan.key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable)
 
     def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
