@@ -52,10 +52,8 @@ class Round:
         self.calls: tuple[Call, ...] = tuple(work.call for work in works)
         self.number, self.peer, self.rows = next(_numbers), works[0].peer, works[0].plan.rows
         self.goes_on, self.answered = False, 0  # whether somebody else began it, and the calls that were answered then
-        self.left, self.launched = (
-            0,
-            self.calls,
-        )  # of a large one: how many calls are yet to be launched, and which were last
+        self.left = 0  # of a large one: calls that are yet to be launched
+        self.launched = self.calls  # ... and those that were last
         self.gone = False
         self.times_late = 0  # so often it kept others waiting
         self.alone_for = 0  # rounds, because of that
@@ -244,6 +242,8 @@ class Rounds:
             run.begin(rounds, stream, first, last)
         except BaseException:
             run.stop()
+            if run.over:
+                self._running.remove(run)
             raise
 
     def _free_stream(self, run: Run) -> torch.cuda.Stream:

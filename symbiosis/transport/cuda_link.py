@@ -10,8 +10,8 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
 from msgspec.structs import replace
@@ -73,6 +73,7 @@ class Link:
         self._watcher = threading.Thread(target=self._watch, name="symbiosis-line", daemon=True)
 
     def join(self) -> None:
+        """For the first time; raises what keeps us out."""
         self._socket = self._join(JOIN_S)
         self._watcher.start()
 
@@ -81,11 +82,8 @@ class Link:
     def share(self, memory: DeviceMemory) -> int:
         """The number of the segment that it becomes."""
         number = next(self._segment_numbers)
-        fd = memory.fd()
-        try:
+        with _descriptor(memory) as fd:
             self._ask(Segment(number, memory.nbytes), fd)
-        finally:
-            os.close(fd)
         self.segments[number] = memory
         return number
 
@@ -162,11 +160,8 @@ class Link:
             assert isinstance(welcome, Welcome)
             self.welcome = welcome
             for number, memory in list(self.segments.items()):
-                fd = memory.fd()
-                try:
+                with _descriptor(memory) as fd:
                     _exchange(sock, Segment(number, memory.nbytes), fd)
-                finally:
-                    os.close(fd)
             for register in list(self.places.values()):
                 _exchange(sock, register)
             for compose in list(self.rounds.values()):
@@ -244,6 +239,15 @@ def _ends(thread: threading.Thread) -> bool:
         thread.join(1.0)
         return not thread.is_alive()
     return True
+
+
+@contextmanager
+def _descriptor(memory: DeviceMemory) -> Iterator[int]:
+    fd = memory.fd()
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _exchange(sock: socket.socket, message: Control, fd: int | None = None) -> Control:
