@@ -217,7 +217,8 @@ class Rounds:
     def _begin_alone(self, round: Round) -> None:
         goes_on, first, round.goes_on, round.answered = round.goes_on, round.answered, False, 0
         run = rest(self._device, round, self._multiply) if goes_on else self._alone(round)
-        round.alone_for = max(0, round.alone_for - 1)
+        if not goes_on:
+            round.alone_for = max(0, round.alone_for - 1)
         self._begin(run, [round], first, len(round.calls))
 
     def _alone(self, round: Round) -> Run:
