@@ -156,6 +156,7 @@ def test_what_is_forgotten_makes_room() -> None:
     assert peer.ask(Segment(0, NBYTES)) == peer.ask(Segment(1, NBYTES)) == Done()
     for number in (1, 2):
         assert peer.ask(Register(number, CALL, 1, 0, ((0, 1024), (1, 1024)))) == Registered(ROWS)
+        assert isinstance(peer.ask(Register(number, CALL, 1, 0)), Refusal), "its number is taken"
     assert peer.ask(Compose(3, (1, 2))) == Composed(False)
     for refused in (Forget((1, 2), (1,)), Forget((3,), (1,)), Forget((9,)), Forget((), (0,)), Forget((), (7,))):
         assert isinstance(peer.ask(refused), Refusal), refused
