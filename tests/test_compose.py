@@ -8,9 +8,10 @@ import torch
 
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import Priority
+from symbiosis.transport.base import RoundWords
 from tests.test_background import Executor
 
-WORD = torch.zeros(1, dtype=torch.int32)
+WORDS = RoundWords(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int32), 0)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -20,7 +21,7 @@ def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytes
     executor = Executor(monkeypatch, rounds=wanted)
     most: list[float] = []
 
-    def new(works: Any, bell: Any, reply: Any, limit: float, large: bool) -> Any:
+    def new(works: Any, words: Any, limit: float, large: bool) -> Any:
         most.append(limit)
         assert not large
         return SimpleNamespace(key="round", calls=tuple(work.call for work in works))
@@ -29,10 +30,10 @@ def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytes
     works = [executor.works[priority] for priority in (Priority.DECODE, Priority.TRAIN, Priority.DECODE)]
     if not again and (shares_time or not wanted):
         with pytest.raises(CallError) as refused:
-            executor.server.compose(works[0].peer, 7, works, WORD, WORD, again)
+            executor.server.compose(works[0].peer, 7, works, WORDS, again)
         assert refused.value.code is Code.UNKNOWN_OP and not most
         return
-    work = executor.server.compose(works[0].peer, 7, works, WORD, WORD, again)
+    work = executor.server.compose(works[0].peer, 7, works, WORDS, again)
     assert work.calls == tuple(work.call for work in works) and work.number == 7
     assert work.priority == Priority.TRAIN, "the least urgent of its calls tells what it is"
     assert (work.plan.key, work.plan.calls, work.plan.nbytes) == ("round", 3, sum(work.plan.nbytes for work in works))
@@ -46,7 +47,7 @@ def test_large_rounds(policy: Any, again: bool, monkeypatch: pytest.MonkeyPatch)
     executor = Executor(monkeypatch, policy=policy)
     said: list[tuple[float, bool]] = []
 
-    def new(works: Any, bell: Any, reply: Any, limit: float, large: bool) -> Any:
+    def new(works: Any, words: Any, limit: float, large: bool) -> Any:
         said.append((limit, large))
         return SimpleNamespace(key="round", calls=tuple(work.call for work in works))
 
@@ -54,9 +55,9 @@ def test_large_rounds(policy: Any, again: bool, monkeypatch: pytest.MonkeyPatch)
     works = [executor.works[Priority.TRAIN]] * 2
     if policy == "lockstep" and not again:
         with pytest.raises(CallError, match="lockstep"):
-            executor.server.compose(works[0].peer, 7, works, WORD, WORD, again)
+            executor.server.compose(works[0].peer, 7, works, WORDS, again)
     else:
-        assert executor.server.compose(works[0].peer, 7, works, WORD, WORD, again).large
+        assert executor.server.compose(works[0].peer, 7, works, WORDS, again).large
         assert said == [(float("inf"), True)]
 
 
@@ -66,4 +67,4 @@ def test_without_triton_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     works = [executor.works[Priority.DECODE]]
     for again in (False, True):
         with pytest.raises(CallError, match="Triton"):
-            executor.server.compose(works[0].peer, 7, works, WORD, WORD, again)
+            executor.server.compose(works[0].peer, 7, works, WORDS, again)

@@ -88,7 +88,7 @@ class Inbox:
     def prepare(self, peer: Any, number: int, call: Call, payload: tuple[Tensor, ...], *outs: Tensor) -> Any:
         return SimpleNamespace(tensors=[*payload, *outs])
 
-    def compose(self, peer: Any, number: int, prepared: Any, bell: Tensor, reply: Tensor, again: bool) -> Any:
+    def compose(self, peer: Any, number: int, prepared: Any, words: Any, again: bool) -> Any:
         return SimpleNamespace(tensors=[tensor for work in prepared for tensor in work.tensors], large=False)
 
     def forget(self, peer: Any, prepared: Any) -> None:
@@ -104,6 +104,7 @@ class Peer(cuda.DevicePeer):
         self._segments, self._calls, self._uses, self._remote, self._replies, self._rounds = {}, {}, {}, {}, {}, set()
         self._elsewhere = self._looking = False
         self.words: Any = [0] * 256
+        self._words: Any = SimpleNamespace(at=lambda index: 4 * index)
         self.dropped = False
         self._listener: Any = SimpleNamespace(drop=self.drop, leaving=False)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.engine import Work
 from symbiosis.protocol import Call, Op
+from symbiosis.transport.base import RoundWords
 from symbiosis.transport.line import LET_GO, ROUND_BELL, ROUND_REPLY, VOID
 from tests.simulated_gpu import Gpu, gpu
 
@@ -27,13 +28,12 @@ class Client:
 
     def __init__(self, gpu: Gpu, rounds: Any, rows: int = 2, large: bool = False) -> None:
         self.gpu, self.words = gpu, gpu.new_words(128)
-        self.error = self.words[ERROR:].data_ptr()
         self.refused: list[Code] = []
         self.x = [torch.zeros(rows, WIDTH) for _ in range(CALLS)]
         self.y = [[torch.zeros(rows, WIDTH) for _ in range(1 + at % 2)] for at in range(CALLS)]
         works = tuple(self.work(at, rows, large) for at in range(CALLS))
-        bell, reply = self.words[BELL : BELL + 1], self.words[REPLY : REPLY + 1]
-        self.round = rounds.new(works, bell, reply, float("inf"), large)
+        words = RoundWords(self.words[BELL:][:1], self.words[REPLY:][:1], self.words[ERROR:].data_ptr())
+        self.round = rounds.new(works, words, float("inf"), large)
 
     def work(self, at: int, rows: int, large: bool) -> Work:
         places = sys.modules["symbiosis.executor.joined"].Places([self.x[at]], self.y[at], (0, 0))

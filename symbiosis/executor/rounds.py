@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.engine import call_error
@@ -24,7 +23,7 @@ from symbiosis.executor.plan import Key
 from symbiosis.executor.runs import ByKernels, ByStream, Few, Parts, Run, alone, load, rest, together
 from symbiosis.kernels import rows
 from symbiosis.protocol import Call
-from symbiosis.transport.base import refuse
+from symbiosis.transport.base import RoundWords, refuse
 from symbiosis.transport.cuda_driver import new_stream
 
 if TYPE_CHECKING:
@@ -46,9 +45,9 @@ class RoundKey(msgspec.Struct, frozen=True, cache_hash=True):
 class Round:
     """What one client's captured step calls, in order. All calls have the same number of rows."""
 
-    def __init__(self, key: RoundKey, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, large: bool) -> None:
-        """`bell`, `reply`: the words that say which call was made last, and which answered."""
-        self.key, self.works, self.bell, self.reply, self.large = key, works, bell, reply, large
+    def __init__(self, key: RoundKey, works: "tuple[Work, ...]", words: RoundWords, large: bool) -> None:
+        self.key, self.works, self.large = key, works, large
+        self.bell, self.reply, self.error = words
         self.calls: tuple[Call, ...] = tuple(work.call for work in works)
         self.number, self.peer, self.rows = next(_numbers), works[0].peer, works[0].plan.rows
         self.goes_on, self.answered = False, 0  # whether somebody else began it, and the calls that were answered then
@@ -100,7 +99,7 @@ class Rounds:
         self._gone: list[tuple[Any, Callable[[], None]]] = []  # clients, and what to do when their rounds are over
         load(device)
 
-    def new(self, works: "tuple[Work, ...]", bell: Tensor, reply: Tensor, most: float, large: bool) -> Round:
+    def new(self, works: "tuple[Work, ...]", words: RoundWords, most: float, large: bool) -> Round:
         """Raises `CallError` if these calls cannot be answered so, or one has `most` rows or more. `large`: nobody is to join them."""
         if not works or any(work.places is None or work.plan.rows >= most for work in works):
             raise CallError(
@@ -109,7 +108,7 @@ class Rounds:
         if len({work.plan.rows for work in works}) > 1:
             raise CallError(Code.UNKNOWN_OP, "the calls of a round have the same number of rows")
         key = RoundKey(tuple(work.plan.key for work in works))
-        return Round(self._keys.setdefault(key, key), works, bell, reply, large)
+        return Round(self._keys.setdefault(key, key), works, words, large)
 
     def __bool__(self) -> bool:
         """Whether something was begun of which nobody has seen the end."""

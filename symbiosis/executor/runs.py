@@ -256,7 +256,7 @@ def alone(device: torch.device, round: "Round", multiply: Multiply, parts: Parts
     """One client's round."""
     works = round.works
     products = [InPlace(work.call, parts(work, Op.DGRAD), parts(work, Op.FORWARD), multiply) for work in works]
-    return ByKernels(device, products, round.peer.error)
+    return ByKernels(device, products, round.error)
 
 
 def rest(device: torch.device, round: "Round", multiply: Multiply) -> ByKernels:

@@ -35,7 +35,7 @@ from symbiosis.keys import Keyring
 from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Priority, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
-from symbiosis.transport.base import refuse
+from symbiosis.transport.base import RoundWords, refuse
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, Shapes, bytes_tensor, empty
 
 TICK_S = 0.5
@@ -383,7 +383,7 @@ class Server:
         self.engine.place(work)
         return work
 
-    def compose(self, peer: Peer, number: int, works: Sequence[Work], bell: Tensor, reply: Tensor, again: bool) -> Work:
+    def compose(self, peer: Peer, number: int, works: Sequence[Work], words: RoundWords, again: bool) -> Work:
         wanted = self.options.rounds and not self.engine.shares_time
         if self.engine.rounds is None or not (wanted or again):  # who was in the midst of one goes on
             raise CallError(
@@ -396,7 +396,7 @@ class Server:
         most = (
             math.inf if again or large else self.engine.join_below
         )  # ... which an executor before us measured otherwise
-        round = self.engine.rounds.new(tuple(works), bell, reply, most, large)
+        round = self.engine.rounds.new(tuple(works), words, most, large)
         first, plan = works[0], plan_of_round(round.key, [work.plan for work in works])
         # those calls of a training step that need no gradient look more urgent
         priority = max(work.priority for work in works)

@@ -1,7 +1,7 @@
 """The two ends of every transport, and what a listener tells the server."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -91,6 +91,15 @@ def refuse(peer: Peer, seq: int, error: CallError) -> Reply:
     return reply
 
 
+class RoundWords(NamedTuple):
+    """Of one client: the number of the call that it made last in its round, and that of the one answered last; and the address of the
+    word that tells it of what went wrong."""
+
+    bell: Tensor
+    reply: Tensor
+    error: int
+
+
 class Inbox(Protocol):
     """What a listener calls, always in the server's thread."""
 
@@ -135,11 +144,8 @@ class Inbox(Protocol):
         one, or each of its `results` in one."""
         ...
 
-    def compose(
-        self, peer: GpuPeer, number: int, prepared: Sequence[Any], bell: Tensor, reply: Tensor, again: bool
-    ) -> Any:
-        """... or a round of such calls, in this order, which the device answers by itself, by reading and writing their numbers in two words;
-        raises `CallError` if it cannot. `again`: another executor could."""
+    def compose(self, peer: GpuPeer, number: int, prepared: Sequence[Any], words: RoundWords, again: bool) -> Any:
+        """... or a round of such calls, in this order, which the device answers by itself, by reading and writing their numbers; raises `CallError` if it cannot. `again`: another executor could."""
         ...
 
     def forget(self, peer: GpuPeer, prepared: Sequence[Any]) -> None:

@@ -34,6 +34,7 @@ from symbiosis.protocol import (
     encode_control,
     parse_call_body,
 )
+from symbiosis.transport.base import RoundWords
 from symbiosis.transport.cuda_driver import WRITE_32, CudaError, DeviceMemory, MemOp, MemOps, Words, copy, why_not
 from symbiosis.transport.line import (
     ANSWERED,
@@ -205,8 +206,9 @@ class DevicePeer:
             raise CallError(Code.BAD_FRAME, "there is no room for such a round")
         first = self._segments[0]
         bell, reply = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY))
+        words = RoundWords(bell, reply, self._words.at(ERROR))
         calls = [self._calls[number] for number in message.calls]
-        work = self._inbox.compose(self, message.number, calls, bell, reply, message.again)
+        work = self._inbox.compose(self, message.number, calls, words, message.again)
         if message.number:
             self._calls[message.number] = work
             self._uses[message.number] = frozenset[int]().union(*(self._uses[number] for number in message.calls))
@@ -334,11 +336,6 @@ class DevicePeer:
     def here(self) -> bool:
         """Whether the client's memory is on the executor's own GPU."""
         return not self._elsewhere
-
-    @property
-    def error(self) -> int:
-        """The address by which our GPU knows the word that tells the client of what went wrong."""
-        return self._words.at(ERROR)
 
     def answer(self, number: int) -> tuple[int, int]:
         """The word that tells the client of the answer to a call, and what it must become."""
