@@ -77,8 +77,8 @@ class Round:
 class Step:
     """What the executor knows of one captured step, until that is dropped.
 
-    `place` finds a place for a call (the how manieth it is, the call, its rows, and the shapes of its results); `ring` makes a call
-    whose number is this one, or its place in the round, counted from 1; `take` says what becomes of results.
+    `place` finds a place for its next call, with these rows and results of these shapes; `ring` makes a call, given its number, or if
+    there is a round, how many were made with it; `take` says what becomes of results.
     """
 
     place: "Callable[[Step, Call, Tensor, Shapes], Placed | None]"

@@ -19,8 +19,9 @@ LONGEST_ERROR = 1024
 
 # A captured step makes its calls in one round: its stream clears `CURRENT` and these two words of the first segment (at these
 # bytes), rings once for the round, and then makes each call through them, as `kernels.rounds` says. So here, too, the words say
-# at any moment which call is unanswered. Large calls are waited for by the stream, until the word is no less than the number; others
-# by kernels. `LET_GO` instead of a number ends the waiting of the round; a third word, once it is not zero, that of all kernels. What is computed then is void, and the client's CPU is told (`VOID` in `ERROR`, if nobody else tells it).
+# at any moment which call is unanswered. Large calls are waited for by the stream, until the word is no less than the number;
+# others by kernels. `LET_GO` instead of a number ends the waiting of the round; a third word, once it is not zero, that of all
+# kernels. What is computed then is void, and the client's CPU is told (`VOID` in `ERROR`, if nobody else tells it).
 ROUND_BELL, ROUND_REPLY, ROUNDS_OVER, LET_GO, VOID = 128, 256, 384, 1 << 30, 0xFFFF
 FIRST_BYTES = 512
 
