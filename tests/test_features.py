@@ -118,12 +118,23 @@ def test_deepcopy_and_pickle(split: nn.Module, ids: Tensor) -> None:
         assert torch.equal(logits(model, ids), expected)
 
 
-def test_state_dict_holds_what_the_client_owns(split: nn.Module, tmp_path: Path, ids: Tensor) -> None:
+def test_state_dict_holds_what_the_client_owns(
+    split: nn.Module, llama: nn.Module, tmp_path: Path, ids: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so, unless only an adapter is asked for."""
     state = split.state_dict()
     assert "model.embed_tokens.weight" in state and not any("proj" in name for name in state)
+    assert "14 weights that the executor holds" in caplog.text and "unwrap(model) first" in caplog.text
+    caplog.clear()
     split.load_state_dict(state)
+    assert not caplog.records
     split.save_pretrained(tmp_path)
-    assert (tmp_path / "model.safetensors").stat().st_size < 60_000
+    assert (tmp_path / "model.safetensors").stat().st_size < 60_000 and "unwrap(model) first" in caplog.text
+    caplog.clear()
+    get_peft_model(split, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    plain = symbiosis.unwrap(split, llama.state_dict())
+    plain.state_dict()
+    assert "unwrap(model) first" not in caplog.text
 
 
 def test_a_whole_checkpoint_is_loaded_if_it_is_the_executors(llama: nn.Module, serve: Callable, ids: Tensor) -> None:

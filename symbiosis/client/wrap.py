@@ -136,6 +136,9 @@ def attach(
         if private:
             private.learn(index, _parameter(places[0]).detach())
         replace(places, Handle(session, index, session.manifest[index]), biases, device)
+    root = base_model(model)
+    if say_what_is_left_out not in root._state_dict_hooks.values():
+        root.register_state_dict_post_hook(say_what_is_left_out)
     _ignore_in_ddp(model)
     model._symbiosis_report = report  # type: ignore[assignment]
     return report
@@ -296,6 +299,16 @@ def leave_out_remote(module: nn.Module, state: dict[str, Any], prefix: str, meta
     for name, parameter in module._parameters.items():
         if isinstance(parameter, RemoteWeight):
             state.pop(prefix + name, None)
+
+
+def say_what_is_left_out(root: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """To whoever asks for the base model's: who saves an adapter asks for more, and keeps nothing of the base."""
+    if not prefix and (left_out := sum(1 for _ in remote_weights(root))):
+        logger.warning(
+            "a state dict of a wrapped model holds what is the client's own, not the %d weights that the executor holds: to save "
+            "a whole checkpoint, symbiosis.unwrap(model) first",
+            left_out,
+        )
 
 
 def put_in_remote(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
