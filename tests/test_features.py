@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import symbiosis
 from symbiosis.client.remote_weight import RemoteWeight
@@ -437,3 +438,23 @@ def test_stats_count_this_clients_calls(split: nn.Module, ids: Tensor) -> None:
     assert stats.calls - before == 14 and stats.rows >= 14 * ids.numel() and stats.mean_batch == 1.0
     with pytest.raises(WrapError, match="not wrapped"):
         symbiosis.stats(tiny_llama())
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2])
+def test_rows_of_another_dtype_are_refused_as_torch_refuses_them(build: Callable, serve: Callable) -> None:
+    plain = build()
+    split = symbiosis.wrap(copy.deepcopy(plain), serve(plain).endpoint)
+
+    def first(model: nn.Module) -> nn.Module:
+        return next(m for m in model.modules() if isinstance(m, nn.Linear | Conv1D))
+
+    layer, own = first(split), first(plain)
+    assert isinstance(layer.weight, RemoteWeight)
+    rows = torch.randn(3, own.weight.shape[1 if isinstance(own, nn.Linear) else 0])
+    for of in (layer, own):
+        with pytest.raises(RuntimeError, match="dtype|Float"):
+            of(rows.bfloat16())
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert torch.equal(layer(rows.bfloat16()), own(rows.bfloat16())) and torch.equal(layer(rows), own(rows))
+    split.bfloat16(), plain.bfloat16()
+    assert torch.equal(layer(rows.bfloat16()), own(rows.bfloat16()))

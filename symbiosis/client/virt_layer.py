@@ -121,6 +121,11 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     is no longer the base's own is added here."""
     given, x = x, _as_autocast(x)
     handle, bias = weight.handle, layer.bias
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise RuntimeError(
+            f"{handle.layer.name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of "
+            "them, or use torch.autocast"
+        )
     if torch.compiler.is_compiling():  # alone: a compiler knows neither a tensor's identity nor its version
         own = False
         y = product(x, handle.session.number, handle.index, Op.FORWARD, width, own, _priority(layer, x))
