@@ -194,6 +194,20 @@ def served(processes: Any, tmp_path: Path, *how: Any, **options: Any) -> tuple[A
     return executor, ready.get(timeout=WAIT_S)
 
 
+def kill_two(start: Callable[[int], tuple[Any, Any]], endpoint: str, turn: int) -> None:
+    """In the midst of their rounds, each time a little later; and wait until the executor has seen their end."""
+    victims = [start(n) for n in range(2)]
+    for _, said in victims:
+        assert said.get(timeout=WAIT_S) == "captured"
+    time.sleep(0.1 + 0.03 * turn)
+    for process, _ in victims:
+        process.kill()
+        process.join(10)
+        assert process.exitcode == -signal.SIGKILL
+    with watching(endpoint) as look:
+        until(lambda: sum(not s.observer for s in look().sessions) <= 1, "the end of their sessions")
+
+
 def test_alone_nothing_differs(processes: Processes, tmp_path: Path) -> None:
     _, endpoint = served(processes, tmp_path)
     _, said = processes.start(decode, endpoint, 1, 40)
@@ -269,15 +283,7 @@ def test_trainers_are_killed_in_the_midst_of_large_rounds(processes: Processes, 
     _, bystander = processes.start(train, endpoint, "shared", 4000)
     assert bystander.get(timeout=WAIT_S) == "captured"
     for turn in range(3):
-        victims = [processes.start(train, endpoint, "shared", 10**6) for _ in range(2)]
-        for _, said in victims:
-            assert said.get(timeout=WAIT_S) == "captured"
-        time.sleep(0.1 + 0.03 * turn)
-        for process, _ in victims:
-            process.kill()
-            process.join(10)
-        with watching(endpoint) as look:
-            until(lambda look=look: sum(not s.observer for s in look().sessions) <= 1, "the end of their sessions")
+        kill_two(lambda n: processes.start(train, endpoint, "shared", 10**6), endpoint, turn)
     assert bystander.get(timeout=WAIT_S) == (0, 1, True)
     assert executor.is_alive()
 
@@ -364,16 +370,7 @@ def test_clients_are_killed_in_the_midst_of_rounds(
     _, bystander = processes.start(decode, endpoint, 0, 3000, dtype=dtype)
     assert bystander.get(timeout=WAIT_S) == "captured"
     for turn in range(4):
-        victims = [processes.start(decode, endpoint, 1 + n, 10**6, dtype=dtype) for n in range(2)]
-        for _, said in victims:
-            assert said.get(timeout=WAIT_S) == "captured"
-        time.sleep(0.1 + 0.03 * turn)
-        for process, _ in victims:
-            process.kill()
-            process.join(10)
-            assert process.exitcode == -signal.SIGKILL
-        with watching(endpoint) as look:
-            until(lambda look=look: sum(not s.observer for s in look().sessions) <= 1, "the end of their sessions")
+        kill_two(lambda n: processes.start(decode, endpoint, 1 + n, 10**6, dtype=dtype), endpoint, turn)
     worst, _, rounds = bystander.get(timeout=WAIT_S)
     assert worst < ROUNDING[dtype] and rounds == 1
     assert executor.is_alive()
