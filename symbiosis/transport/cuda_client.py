@@ -179,8 +179,8 @@ class DeviceLine:
             self._attend()
             prepared = [self._prepared.get(call) or self._prepare(call) for call in calls]
             step = self.steps.begin(prepared, shares, kernel)
-            if step and step.borrows:
-                self._in_graphs.update(p.number for p in prepared)
+            if step:
+                self._in_graphs.update(step.borrowed)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether it lies where replies do that are not of a step alone."""

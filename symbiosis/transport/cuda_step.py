@@ -69,7 +69,6 @@ class Round:
 
     number: int
     calls: tuple[Call, ...]
-    registered: tuple[int, ...]  # their numbers, unless the step has its own
     begin: MemOps
 
 
@@ -85,7 +84,7 @@ class Step:
     ring: Callable[[int, Placed, int], None]
     take: Callable[[Tensor], Tensor]
     round: Round | None = None
-    borrows: bool = False  # it makes calls that were registered before it, and not for it
+    borrowed: tuple[int, ...] = ()  # calls that were registered before it, and not for it
     made: int = 0
     numbers: list[int] = field(default_factory=list)  # registered for it alone
     segments: dict[int, int] = field(default_factory=dict)  # of its memory, by address
@@ -148,7 +147,8 @@ class Steps:
                 apart = self._apart([p.call for p in prepared], sizes)
                 step = Step(partial(_at, apart), self._ring, _as_it_lies, numbers=[p.number for p in apart])
             elif step is None:
-                step = Step(partial(_at, prepared), self._ring, Tensor.clone, borrows=True)
+                borrowed = tuple(p.number for p in prepared)
+                step = Step(partial(_at, prepared), self._ring, Tensor.clone, borrowed=borrowed)
             self._make_round(step, prepared, large, kernel)
         self.current = step
         return step
@@ -161,7 +161,7 @@ class Steps:
         self._captured.append(step)
         if step.complete and step.round:
             try:
-                self._link.compose(step.round.number, step.numbers or step.round.registered)
+                self._link.compose(step.round.number, step.numbers or step.borrowed)
             except CallError as error:
                 logger.info("the calls of a captured step are made one by one: %s", error)
                 step.made = OTHER
@@ -196,7 +196,7 @@ class Steps:
             MemOp(WRITE_32, words.at(CURRENT), 0), MemOp(WRITE_32, bell.data_ptr(), 0),
             MemOp(WRITE_32, reply.data_ptr(), 0), MemOp(WRITE_32, words.at(BELL), number),
         ])  # fmt: skip
-        step.round = Round(number, tuple(p.call for p in prepared), tuple(p.number for p in prepared), begin)
+        step.round = Round(number, tuple(p.call for p in prepared), begin)
         if large:
             step.ring = partial(_ring_by_stream, bell.data_ptr(), reply.data_ptr())
             return
