@@ -265,6 +265,25 @@ def test_what_cannot_be_captured_says_so(endpoint: str, ids: Tensor) -> None:
         assert torch.equal(split(ids).logits, tiny_llama().cuda()(ids).logits)
 
 
+def test_the_first_that_a_thread_does_with_cuda_is_a_call(endpoint: str) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    layer, plain = (model.model.layers[0].mlp.down_proj for model in (split, tiny_llama().cuda()))
+    x, made = torch.randn(3, layer.in_features, device="cuda"), []
+
+    @torch.no_grad()
+    def call() -> None:
+        made.append(layer(x))
+
+    call()  # the line is there, and the call is known
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(WAIT_S)
+    torch.cuda.synchronize()
+    assert len(made) == 2
+    assert all(torch.equal(result, plain(x)) for result in made)
+
+
 def test_a_graph_that_the_program_makes_itself(endpoint: str, ids: Tensor) -> None:
     """Its calls are not announced: they are answered all the same, and what comes later is as before."""
     model = tiny_llama().cuda()

@@ -65,6 +65,21 @@ def test_training_on_the_other_gpu(captured: bool, start: Callable, ids: Tensor)
         assert torch.equal(split(batch), plain(batch)), turn
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_the_other_gpu_need_not_be_the_current_one(captured: bool, start: Callable) -> None:
+    ids = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1)).to("cuda:1")
+    plain = trainer(lora(tiny_llama().to("cuda:1")))
+    model = lora(symbiosis.wrap(tiny_llama().to("cuda:1"), start()[1]))
+    split: Callable[[Tensor], Tensor] = trainer(model)
+    if captured:
+        split = symbiosis.capture(split)
+    for turn in range(8):
+        batch = (ids + turn) % 100
+        assert torch.equal(split(batch), plain(batch)), turn
+    assert torch.cuda.current_device() == 0
+    assert line_of(model).device == torch.device("cuda:1")
+
+
 def decode_on(endpoint: str, said: Any, device: int) -> None:
     with torch.cuda.device(device), torch.no_grad():
         model = tiny_llama().cuda()

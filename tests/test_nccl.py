@@ -84,6 +84,17 @@ def test_calls_go_by_nccl(endpoint: str, ids: Tensor) -> None:
     assert symbiosis.stats(split).reconnects == 0
 
 
+def test_training_on_a_gpu_that_is_not_the_current_one(endpoint: str, ids: Tensor) -> None:
+    plain = trainer(lora(tiny_llama().to("cuda:1")))
+    model = lora(symbiosis.wrap(tiny_llama().to("cuda:1"), endpoint))
+    split = trainer(model)
+    with torch.cuda.device(0):
+        for turn in range(8):
+            batch = (ids + turn) % 100
+            assert torch.equal(split(batch), plain(batch)), turn
+    assert isinstance(session_of(model)._connection, NcclConnection)
+
+
 def test_calls_of_all_kinds(endpoint: str, ids: Tensor) -> None:
     """... of very many rows in several calls, of rows on the CPU, and one that the executor refuses."""
     session = session_of(symbiosis.wrap(tiny_llama().cuda(), endpoint))

@@ -89,7 +89,7 @@ class Captured:
         if self._stream is None:
             if not torch.cuda.is_available():
                 raise CaptureError("capture makes CUDA graphs, and there is no CUDA device: call the function itself")
-            self._stream = torch.cuda.Stream()
+            self._stream = torch.cuda.Stream(_device_of(arguments))
         key = tuple(map(_kind, tree_leaves(arguments)))
         graph = self._graphs.get(key)
         _free_ended()
@@ -106,7 +106,7 @@ class Captured:
 
     def _aside(self, run: Callable[[], Any]) -> Any:
         """On the stream that graphs are captured on, because autograd remembers where it ran first."""
-        current = torch.cuda.current_stream()
+        current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             result = run()
@@ -202,6 +202,11 @@ def kernel_of_rounds() -> Any:
 def _owned(result: Any) -> Any:
     """A tensor that lies where the executor writes replies, as one of our own."""
     return result.clone() if isinstance(result, Tensor) and any(line.owns(result) for line in lines()) else result
+
+
+def _device_of(arguments: Any) -> torch.device | None:
+    """Where the tensors among them lie, else nowhere in particular: on the current device."""
+    return next((leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_cuda), None)
 
 
 def _kind(argument: Any) -> Any:

@@ -60,7 +60,8 @@ class Groups:
             return (member,)
         run = self._run
         if run.is_of(x, dtype):
-            run.called = (*run.called, member)
+            if len(run.called) <= MAX_GROUP:  # one more is too many, and that is all there is to know
+                run.called = (*run.called, member)
             return (member,)
         self._learn(run)
         self._run = Run(weakref.ref(x), x._version, dtype, (member,))

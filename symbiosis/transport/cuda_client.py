@@ -12,16 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import ITEMSIZE, Call, Hello, Welcome
-from symbiosis.transport.cuda_driver import WRITE_32, DeviceMemory, MemOp, MemOps, fill, why_not
+from symbiosis.transport.cuda_driver import WRITE_32, DeviceMemory, MemOp, MemOps, copy, fill, why_not
 from symbiosis.transport.cuda_link import Link
 from symbiosis.transport.cuda_step import Prepared, Steps, doorbell
 from symbiosis.transport.line import (
@@ -46,12 +45,32 @@ logger = logging.getLogger("symbiosis")
 FIRST_SEGMENT = 64 << 20
 
 
-@dataclass(slots=True)
-class Shaped:
+class Place:
+    """Where rows or results of a prepared call lie, in the shape in which the model has them. The driver copies them: torch would
+    take twice as long to ask for it, and a call as small as a token's is little else."""
+
+    __slots__ = "_address", "_nbytes", "tensor"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._address, self._nbytes = tensor, tensor.data_ptr(), tensor.nbytes
+
+    def put(self, rows: Tensor, stream: int) -> None:
+        if type(rows) is Tensor and rows.is_contiguous():
+            copy(self._address, rows.data_ptr(), self._nbytes, stream)
+        else:
+            self.tensor.copy_(rows)
+
+    def take(self, stream: int) -> Tensor:
+        taken = torch.empty_like(self.tensor)
+        copy(taken.data_ptr(), self._address, self._nbytes, stream)
+        return taken
+
+
+class Shaped(NamedTuple):
     """A prepared call whose rows have the shape in which the model has them."""
 
-    x: Tensor
-    outs: list[Tensor]
+    x: Place
+    outs: list[Place]
     prepared: Prepared
 
 
@@ -100,6 +119,9 @@ class DeviceLine:
 
     def call(self, call: Call, payload: tuple[Tensor, ...]) -> Tensor:
         """Enqueue a call on the current stream; its reply, as of then."""
+        if torch._C._cuda_getDevice() != self._index:  # what the driver enqueues goes to the current device
+            with torch.cuda.device(self._index):
+                return self.call(call, payload)
         with self._calls:
             prepared = self._prepared.get(call) or self._prepare(call)
             if self._link.failed or self._void or self.words[ERROR] or self.steps.dropped:
@@ -117,6 +139,9 @@ class DeviceLine:
 
     def rows(self, call: Call, x: Tensor, shapes: Shapes) -> list[Tensor]:
         """What each layer of `call` makes of the rows of `x`, in these shapes."""
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                return self.rows(call, x, shapes)
         with self._calls:
             shaped = self._shaped.get((call, x.shape)) or self._shape(call, x, shapes)
             if self._link.failed or self._void or self.words[ERROR] or self.steps.dropped:
@@ -126,9 +151,9 @@ class DeviceLine:
                 self._follow(stream)
             if self.steps.current and (outs := self._in_step(call, x, shapes, stream)):
                 return outs
-            shaped.x.copy_(x)
+            shaped.x.put(x, stream)
             self._ring(shaped.prepared, stream)
-            return [out.clone() for out in shaped.outs]
+            return [out.take(stream) for out in shaped.outs]
 
     def _in_step(self, call: Call, x: Tensor, shapes: Shapes, stream: int) -> list[Tensor] | None:
         """What becomes of a call of the step that is being captured."""
@@ -151,8 +176,8 @@ class DeviceLine:
 
     def _shape(self, call: Call, x: Tensor, shapes: Shapes) -> "Shaped":
         prepared = self._prepared.get(call) or self._prepare(call)
-        outs = cut(prepared.out, shapes)
-        shaped = self._shaped[call, x.shape] = Shaped(prepared.payload[0].view(x.shape), outs, prepared)
+        outs = [Place(out) for out in cut(prepared.out, shapes)]
+        shaped = self._shaped[call, x.shape] = Shaped(Place(prepared.payload[0].view(x.shape)), outs, prepared)
         return shaped
 
     def announce(self, calls: int) -> None:

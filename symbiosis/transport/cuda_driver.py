@@ -24,6 +24,7 @@ _CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD, _IS_SERVED_BY_MPS = 122, 103, 133
 _WAIT, _WRITE, _AT_LEAST, _EQUAL, _AS_IT_IS = 1, 2, 0, 1, 0
 WAIT_EQUAL, WAIT_AT_LEAST, WRITE_32 = (_WAIT, _EQUAL), (_WAIT, _AT_LEAST), (_WRITE, _AS_IT_IS)
 _NON_BLOCKING = 1
+_NO_CONTEXT = 201
 
 
 class CudaError(RuntimeError):
@@ -68,7 +69,10 @@ class MemOp(NamedTuple):
 
 @cache
 def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    # some calls are made of nothing else: so ctypes converts what is passed
+    driver.cuMemcpyAsync.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+    return driver
 
 
 def check(code: int, what: str) -> None:
@@ -285,7 +289,12 @@ def fill(address: int, nbytes: int, value: int, stream: int) -> None:
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     """Between any two addresses of the unified address space."""
-    check(_driver().cuMemcpyAsync(ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)), "cuMemcpyAsync")  # fmt: skip
+    code = _driver().cuMemcpyAsync(target, source, nbytes, stream)
+    if code == _NO_CONTEXT:
+        torch.cuda.current_stream().query()  # which makes the device's context this thread's
+        code = _driver().cuMemcpyAsync(target, source, nbytes, stream)
+    if code:
+        check(code, "cuMemcpyAsync")
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.ExternalStream:
