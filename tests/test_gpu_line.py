@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 import symbiosis
+from symbiosis.client.capture import MOST_WARMING
 from symbiosis.client.wrap import remote_weights
 from symbiosis.errors import CallError
 from symbiosis.executor.engine import Engine
@@ -250,6 +251,31 @@ def test_new_shapes_are_captured_anew(endpoint: str, ids: Tensor) -> None:
     assert len(captured._graphs) == 2
 
 
+def test_captured_arguments_by_name_and_in_containers(endpoint: str, ids: Tensor) -> None:
+    model = tiny_llama().cuda()
+    split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+
+    @torch.no_grad()
+    def forward(batch: dict[str, Tensor], *, shift: int = 0) -> Tensor:
+        return split((batch["ids"] + shift) % 100).logits - split(batch["others"]).logits
+
+    captured = symbiosis.capture(forward)
+    for turn in range(4):
+        for batch in ({"ids": ids + turn, "others": ids}, {"others": ids, "ids": ids + turn}):
+            for shift in (0, 1):
+                assert torch.allclose(captured(batch, shift=shift), forward(batch, shift=shift), atol=1e-5)
+    assert len(captured._graphs) == 4
+
+
+def test_captured_with_numbers_that_never_come_again(endpoint: str, ids: Tensor, caplog: Any) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    captured = symbiosis.capture(torch.no_grad()(lambda ids, scale: split(ids).logits * scale))
+    for turn in range(2 * MOST_WARMING):
+        captured(ids, 1.0 + turn)
+    assert len(captured._warming) == MOST_WARMING and not captured._graphs
+    assert caplog.text.count("did not come again") == 1
+
+
 def test_what_cannot_be_captured_says_so(endpoint: str, ids: Tensor) -> None:
     split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
 
@@ -421,7 +447,9 @@ def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, process
 
 
 @pytest.mark.fault
-def test_without_an_executor_the_stream_is_let_go(processes: Any, tmp_path: Path, ids: Tensor) -> None:
+def test_without_an_executor_the_stream_is_let_go(
+    processes: Any, tmp_path: Path, ids: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
     pinned = len(PinnedMemory._mapped)
     executor, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock")
     endpoint = ready.get(timeout=WAIT_S)
@@ -435,10 +463,43 @@ def test_without_an_executor_the_stream_is_let_go(processes: Any, tmp_path: Path
         logits = split(ids).logits
         torch.cuda.synchronize()
         assert logits.isnan().all()
+        assert "is void" in caplog.text and "no executor" in caplog.text
         with pytest.raises(symbiosis.SymbiosisError, match="no executor"):
             split(ids)
     next(remote_weights(split)).handle.session.close()
     assert len(PinnedMemory._mapped) <= pinned
+
+
+def serve_without_memory(where: str, ready: Any, failing: Any) -> None:
+    """While `failing` is set, products find no memory."""
+    run = Engine._run
+
+    def run_or_fail(self: Engine, work: Any) -> None:
+        if failing.is_set():
+            raise torch.OutOfMemoryError("none")
+        run(self, work)
+
+    Engine._run = run_or_fail  # type: ignore[method-assign]
+    serve_forever(where, ready)
+
+
+@pytest.mark.fault
+def test_what_a_refused_call_leaves_is_no_result(processes: Any, tmp_path: Path, ids: Tensor) -> None:
+    """Also of a call that was answered before, in the same place."""
+    failing = processes.context.Event()
+    _, ready = processes.start(serve_without_memory, f"{tmp_path}/executor.sock", failing=failing)
+    split = symbiosis.wrap(tiny_llama().cuda(), ready.get(timeout=WAIT_S))
+    with torch.no_grad():
+        expected = split(ids).logits
+        assert torch.equal(split(ids).logits, expected)
+        failing.set()
+        logits = split(ids).logits
+        torch.cuda.synchronize()
+        assert logits.isnan().all()
+        failing.clear()
+        with pytest.raises(CallError, match="no memory"):
+            split(ids)
+        assert torch.equal(split(ids).logits, expected)
 
 
 def decode_forever(endpoint: str, said: Any, seed: int, steps: int, all_there: Any) -> None:

@@ -5,6 +5,7 @@ as one round, without a CPU for each call. It maps the memory that the step comp
 (`transport.cuda_step.Step`).
 """
 
+import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from symbiosis.client.session import Session, Stats, sessions
 from symbiosis.errors import CaptureError
@@ -26,27 +27,29 @@ if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
     from symbiosis.transport.cuda_step import Step
 
+logger = logging.getLogger("symbiosis")
 Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
 WARM_UP = 2  # calls of new shapes that run as they are, so that all is allocated and registered before a graph is made
+MOST_WARMING = 32  # kinds of arguments that have come, and may come again
 _ended: "list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool | None]]" = []  # graphs, to be freed when none is captured
 
 
 @dataclass
 class Graph:
-    """One captured step: where its arguments must lie, what it returns, and the calls it makes of each session."""
+    """One captured step: where what it is given must lie, what it returns, and the calls it makes of each session."""
 
     graph: torch.cuda.CUDAGraph
-    arguments: Any
+    given: list[Any]
     result: Any
     made: list[tuple[Session, Stats]]
     rings: "list[tuple[DeviceLine, int]]"
     pool: "torch.cuda.MemPool | None"  # of its memory; outlives it
     steps: "list[tuple[DeviceLine, Step]]"  # what executors know of it
 
-    def replay(self, arguments: Any) -> Any:
-        for mine, given in zip(tree_leaves(self.arguments), tree_leaves(arguments), strict=True):
+    def replay(self, given: list[Any]) -> Any:
+        for mine, one in zip(self.given, given, strict=True):
             if isinstance(mine, Tensor):
-                mine.copy_(given)
+                mine.copy_(one)
         with ExitStack() as lines:
             for line, _ in self.rings:
                 lines.enter_context(line.replaying())
@@ -81,28 +84,45 @@ class Captured:
     def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
         self._function, self._max_graphs = function, max_graphs
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()
-        self._warm: dict[Any, int] = {}
-        self._noted: dict[Any, Noted] = {}
+        self._warming: OrderedDict[Any, list[Noted]] = OrderedDict()  # what runs called, for keys without a graph
+        self._in_vain = 0  # of these keys, that were forgotten
         self._stream: Any = None
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        given, structure = tree_flatten((arguments, named))
         if self._stream is None:
             if not torch.cuda.is_available():
                 raise CaptureError("capture makes CUDA graphs, and there is no CUDA device: call the function itself")
-            self._stream = torch.cuda.Stream(_device_of(arguments))
-        key = tuple(map(_kind, tree_leaves(arguments)))
-        graph = self._graphs.get(key)
+            self._stream = torch.cuda.Stream(_device_of(given))
+        key = key_of(given, structure)
         _free_ended()
-        if graph is None and self._warm.get(key, 0) < WARM_UP:
-            self._warm[key] = self._warm.get(key, 0) + 1
-            with noting() as self._noted[key]:
-                return self._aside(lambda: self._function(*arguments))
+        graph = self._graphs.get(key)
         if graph is None:
-            graph = self._graphs[key] = self._capture(arguments, self._noted.get(key, []))
+            runs = self._warming.setdefault(key, [])
+            if len(runs) < WARM_UP:
+                self._warming.move_to_end(key)
+                self._forget_what_does_not_come_again()
+                with noting() as noted:
+                    runs.append(noted)
+                    return self._aside(lambda: self._function(*arguments, **named))
+            graph = self._graphs[key] = self._capture(given, structure, runs[-1])
+            del self._warming[key]
             if len(self._graphs) > self._max_graphs:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
-        return graph.replay(arguments)
+        return graph.replay(given)
+
+    def _forget_what_does_not_come_again(self) -> None:
+        if len(self._warming) <= MOST_WARMING:
+            return
+        self._warming.popitem(last=False)
+        self._in_vain += 1
+        if self._in_vain == MOST_WARMING:
+            logger.warning(
+                "a captured function was called with %d kinds of arguments that did not come again, and ran as it is: pass numbers that "
+                "change as tensors, and pad what has many lengths",
+                MOST_WARMING,
+            )
 
     def _aside(self, run: Callable[[], Any]) -> Any:
         """On the stream that graphs are captured on, because autograd remembers where it ran first."""
@@ -113,35 +133,40 @@ class Captured:
         current.wait_stream(self._stream)
         return result
 
-    def _capture(self, arguments: Any, noted: Noted) -> Graph:
+    def _capture(self, given: list[Any], structure: TreeSpec, noted: Noted) -> Graph:
         """In memory that can be shared, and with rounds of what was noted, if that is what the step calls again."""
         used = [(line, calls) for line, calls in noted if calls]
         if not used:
-            return self._capture_in(None, arguments, [])
+            return self._capture_in(None, given, structure, [])
         pool = None if any(session.keeps_secrets for session in sessions()) else step_memory.new_pool()
         steps: list[tuple[DeviceLine, Step]] = []
         try:
             for line, calls in used:
                 line.begin_step(calls, pool is not None, kernel_of_rounds())
-            graph = self._capture_in(pool, arguments, steps)
+            graph = self._capture_in(pool, given, structure, steps)
         except BaseException:
             for line, step in _ended_steps(used):
                 line.steps.drop(step, _free_ended)
             raise
         steps += _ended_steps(used)
-        return graph if all(step.complete for _, step in steps) else self._capture_in(None, arguments, [])
+        return graph if all(step.complete for _, step in steps) else self._capture_in(None, given, structure, [])
 
     def _capture_in(
-        self, pool: "torch.cuda.MemPool | None", arguments: Any, steps: "list[tuple[DeviceLine, Step]]"
+        self,
+        pool: "torch.cuda.MemPool | None",
+        given: list[Any],
+        structure: TreeSpec,
+        steps: "list[tuple[DeviceLine, Step]]",
     ) -> Graph:
-        mine = tree_map(lambda a: a.clone() if isinstance(a, Tensor) else a, arguments)
+        mine = [one.clone() if isinstance(one, Tensor) else one for one in given]
+        arguments, named = tree_unflatten(mine, structure)
         before = [(session, session.stats.copy()) for session in sessions()]
         recorded = [(line, line.recorded) for line in lines()]
         graph = torch.cuda.CUDAGraph()
         try:
             in_pool: Any = None if pool is None else pool.id
             with torch.cuda.graph(graph, in_pool, self._stream, capture_error_mode="thread_local"):
-                result = tree_map(_owned, self._function(*mine))
+                result = tree_map(_owned, self._function(*arguments, **named))
         except CaptureError:
             _mend_random_numbers()
             raise
@@ -204,21 +229,45 @@ def _owned(result: Any) -> Any:
     return result.clone() if isinstance(result, Tensor) and any(line.owns(result) for line in lines()) else result
 
 
-def _device_of(arguments: Any) -> torch.device | None:
-    """Where the tensors among them lie, else nowhere in particular: on the current device."""
-    return next((leaf.device for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor) and leaf.is_cuda), None)
+def _device_of(given: list[Any]) -> torch.device | None:
+    """Where the tensors among it lie, else nowhere in particular: on the current device."""
+    return next((one.device for one in given if isinstance(one, Tensor) and one.is_cuda), None)
 
 
-def _kind(argument: Any) -> Any:
-    return (argument.shape, argument.dtype, argument.device) if isinstance(argument, Tensor) else argument
+def key_of(given: list[Any], structure: TreeSpec) -> tuple[Any, ...]:
+    """What a graph is made for: another one may not be replayed in its place."""
+    kinds = tuple(map(_kind, given))
+    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
+    return repr(structure), kinds, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+
+
+def _kind(given: Any) -> Any:
+    """A tensor's shape and place; anything else is what it is, and of which type: 0 is not False."""
+    if not isinstance(given, Tensor):
+        try:
+            hash(given)
+        except TypeError:
+            raise CaptureError(
+                f"a captured function was given a {type(given).__name__}: give it tensors, numbers and strings, alone or in lists, "
+                "tuples and dicts (of a BatchEncoding: `**batch`)"
+            ) from None
+        return type(given), given
+    if given.requires_grad and torch.is_grad_enabled():
+        raise CaptureError(
+            "a captured function was given a tensor that requires grad: it would get no gradient, since the graph works on a copy. "
+            "Detach it, or let the function find it by itself, as it finds the parameters"
+        )
+    return given.shape, given.dtype, given.device
 
 
 def capture(function: Callable[..., Any], *, max_graphs: int = 8) -> Captured:
     """`function` as a CUDA graph for each combination of shapes that it is called with: no Python between its kernels.
 
     Works for split and for unsplit models. The first two calls with new shapes run as they are, the third captures; every call has
-    the effects of exactly one. Tensors among the arguments are copied into the graph's own; what is returned is the graph's own,
-    too, and valid until the next call. At most `max_graphs` graphs are kept, the least recently used one goes first.
+    the effects of exactly one. Tensors among the arguments, also in lists, tuples and dicts, are copied into the graph's own; what
+    else is there (numbers, strings) belongs to the graph like the shapes: other numbers, another graph. What is returned is the graph's
+    own, too, and valid until the next call. What the function finds elsewhere (the model's mode, a scheduler's number) is as it
+    was when the graph was made. At most `max_graphs` graphs are kept, the least recently used one goes first.
 
     >>> import symbiosis
     >>> def train_step(ids):

@@ -320,16 +320,14 @@ class DevicePeer:
     def reply(self, reply: Reply, result: Tensor) -> None:
         """Behind the product on its stream. After a refusal the client's stream goes on, too, and its CPU is told."""
         self.count(reply.batch)
-        if reply.code is Code.OK:
-            self.enqueue_reply()
-        else:
+        if reply.code is not Code.OK:
             self._refuse(reply, result)
-            self._ring()
+        self.enqueue_reply()
 
     def enqueue_reply(self) -> None:
         """What the stream does when the product is there."""
         if self._elsewhere:
-            self._remote[self.words[CURRENT]].deliver(self._inbox.stream)
+            self._remote[self.words[CURRENT]].deliver(torch._C._cuda_getCurrentRawStream(self._inbox.device.index))
         self._ring()
 
     @property
@@ -356,6 +354,10 @@ class DevicePeer:
         words[BATCHED] = (words[BATCHED] + batch * calls) & 0xFFFFFFFF
 
     def _refuse(self, reply: Reply, text: Tensor) -> None:
+        """What lies where the result would be is NaN, in every float: nobody is to mistake it for one."""
+        work = self._calls[self.words[CURRENT]]
+        for out in () if work.round else work.outs or (work.out,):
+            out.view(torch.uint8).fill_(0xFF)
         raw = bytes(text.cpu().numpy())[:LONGEST_ERROR]
         self._words.memory[4 * ERROR_TEXT : 4 * ERROR_TEXT + len(raw)] = raw
         self.words[ERROR_LENGTH] = len(raw)

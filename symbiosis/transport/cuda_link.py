@@ -5,6 +5,7 @@ the same numbers; so what is unanswered is answered by that one.
 """
 
 import itertools
+import logging
 import os
 import select
 import socket
@@ -39,6 +40,7 @@ from symbiosis.transport.cuda_driver import CudaError, DeviceMemory, Words
 from symbiosis.transport.line import BEAT, FIRST_BYTES
 from symbiosis.transport.slab import MAX_CONTROL
 
+logger = logging.getLogger("symbiosis")
 JOIN_S = 10.0  # an executor may take to let us in
 PAUSE_S = 0.05  # between two attempts to find an executor again
 FORGOTTEN_AT_ONCE = 512  # calls, in one message
@@ -213,6 +215,7 @@ class Link:
         return ExecutorUnavailable.at([f"local://{self._address}"], cause)
 
     def _fail(self, error: SymbiosisError) -> None:
+        logger.error("what this program computes from now on is void: %s", error)
         self.failed = error
         self._on_failed()
 

@@ -1,0 +1,77 @@
+"""For which arguments a captured step's graph may be replayed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten
+from transformers import BatchEncoding
+
+from symbiosis.client.capture import key_of
+from symbiosis.errors import CaptureError
+
+A, B = torch.zeros(2, 3), torch.ones(2, 3)
+
+
+def key(*arguments: Any, **named: Any) -> tuple[Any, ...]:
+    return key_of(*tree_flatten((arguments, named)))
+
+
+@pytest.mark.parametrize(
+    ("one", "same"),
+    [(A, B), ({"ids": A, "labels": B}, {"ids": B, "labels": A}), ([A, (B, 3, "x")], [B, (A, 3, "x")]), (None, None)],
+)
+def test_the_same_kind_of_arguments(one: Any, same: Any) -> None:
+    assert key(one) == key(same) and hash(key(one)) == hash(key(same))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"ids": A, "labels": B}, {"labels": B, "ids": A}),  # in this order they would be copied
+        ({"ids": A}, {"labels": A}),
+        ([A, [B]], [[A], B]),
+        ((A, B), [A, B]),
+        (A, A.T),
+        (A, A.double()),
+        (A, None),
+        (0, False),
+        (1, 1.0),
+        (1, 2),
+    ],
+)
+def test_other_arguments(one: Any, other: Any) -> None:
+    assert key(one) != key(other)
+
+
+def test_named_arguments() -> None:
+    assert key(A, labels=B) == key(B, labels=A) != key(A, B)
+    assert key(a=A, b=B) != key(b=B, a=A)
+
+
+def test_modes() -> None:
+    keys = {key(A)}
+    with torch.no_grad():
+        keys.add(key(A))
+    with torch.inference_mode():
+        keys.add(key(A))
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)  # as torch.autocast would, were there a GPU
+    try:
+        for dtype in (torch.bfloat16, torch.float16):
+            torch.set_autocast_dtype("cuda", dtype)
+            keys.add(key(A))
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+    assert len(keys) == 5
+
+
+def test_arguments_that_a_graph_cannot_have() -> None:
+    with pytest.raises(CaptureError, match=r"BatchEncoding: .*\*\*batch"):
+        key(BatchEncoding({"input_ids": A}))
+    with pytest.raises(CaptureError, match="no gradient"):
+        key(nn.Parameter(A))
+    with torch.no_grad():
+        key(nn.Parameter(A))
