@@ -11,7 +11,11 @@ from torch import Tensor, nn
 
 import symbiosis
 from symbiosis.client.wrap import remote_weights
+from symbiosis.config import Options
+from symbiosis.executor.daemon import memory_plan
+from symbiosis.executor.store import Store
 from symbiosis.kernels.integers import modular_product, product_by_parts, quantise
+from symbiosis.transport import cuda_driver
 from symbiosis.transport.cuda_driver import PinnedMemory
 from tests.conftest import MODELS
 
@@ -38,6 +42,25 @@ def test_split_equals_unsplit(name: str, dtype: torch.dtype, serve: Callable, ur
         assert got.keys() == expected.keys()
         for parameter in expected:
             assert torch.equal(got[parameter], expected[parameter]), parameter
+
+
+def test_the_memory_plan_has_the_gpu_s_memory() -> None:
+    plan = memory_plan(Store(MODELS["llama"]().cuda()), Options(device="cuda"))
+    total = torch.cuda.mem_get_info()[1]
+    assert 0 < plan["gpu_free_mib"] <= total >> 20 and plan["gpu_session_at_least_mib"] == 64
+    assert plan["free_mib"] != plan["gpu_free_mib"]
+
+
+def test_without_stream_memory_operations_calls_go_through_the_host(
+    serve: Callable, ids: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = cuda_driver._attribute
+    monkeypatch.setattr(cuda_driver, "_attribute", lambda what, device: what != 122 and real(what, device))
+    model, ids = MODELS["llama"]().cuda(), ids.cuda()
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model, listen=[f"local://{tmp_path}/executor.sock"]).endpoint)
+    with torch.no_grad():
+        assert torch.equal(split(ids).logits, model(ids).logits)
+    assert "go through the host's memory, which is slow: cuda:0 has no stream memory operations" in caplog.text
 
 
 def test_client_on_the_cpu_of_a_gpu_executor(serve: Callable, url: str, ids: Tensor) -> None:

@@ -104,6 +104,24 @@ def train_forever(endpoint: str, said: Any, steps: int, captured: bool) -> None:
     said.put("done")
 
 
+def holdings(executor: Any) -> tuple[int, int]:
+    """How many descriptors it has open, and how many pages of clients' words it maps."""
+    proc = Path(f"/proc/{executor.pid}")
+    return len(list((proc / "fd").iterdir())), (proc / "maps").read_text().count("symbiosis-words")
+
+
+def holds_no_more(executor: Any, held: list[tuple[int, int]]) -> None:
+    """... than after the first clients that were killed; what these had is given back soon."""
+    if not held:
+        time.sleep(1.0)
+        held.append(holdings(executor))
+    until(
+        lambda: all(now <= then for now, then in zip(holdings(executor), held[0], strict=True)),
+        f"no more than {held[0]}",
+        10,
+    )
+
+
 class Processes:
     """Children that are killed at the end."""
 
@@ -420,7 +438,8 @@ def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, process
     endpoint = ready.get(timeout=WAIT_S)
     bystander = symbiosis.wrap(tiny_llama().cuda(), endpoint)
     ids = torch.randint(3, 100, (2, 9)).cuda()
-    free = []
+    free: list[int] = []
+    held: list[tuple[int, int]] = []
     with torch.no_grad(), watching(endpoint) as look:
         expected = bystander(ids).logits
         for _ in range(rounds):
@@ -435,6 +454,7 @@ def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, process
                 process.join(10)
                 assert process.exitcode == -signal.SIGKILL
             until(lambda: sum(not session.observer for session in look().sessions) == 1, "the end of their sessions")
+            holds_no_more(executor, held)
             for _ in range(3):
                 assert torch.equal(bystander(ids).logits, expected)
             gc.collect()
@@ -515,13 +535,17 @@ def decode_forever(endpoint: str, said: Any, seed: int, steps: int, all_there: A
     said.put((worst, symbiosis.stats(split).mean_batch))
 
 
+@pytest.mark.parametrize("invariant", [False, True], ids=["joined", "invariant"])
 @pytest.mark.parametrize("policy", ["immediate", "opportunistic", "lockstep"])
-def test_several_clients_at_once(policy: str, processes: Any, tmp_path: Path) -> None:
-    _, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", policy)
+def test_several_clients_at_once(policy: str, invariant: bool, processes: Any, tmp_path: Path) -> None:
+    _, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", policy, batch_invariant=invariant)
     endpoint = ready.get(timeout=WAIT_S)
     all_there = processes.context.Barrier(4)
     queues = [processes.start(decode_forever, endpoint, seed, 60, all_there)[1] for seed in range(4)]
     results = [queue.get(timeout=WAIT_S) for queue in queues]
+    if invariant:
+        assert all(worst == 0.0 for worst, _ in results), results
+        return
     assert max(worst for worst, _ in results) < 1e-5, results  # one product's rounding, in float32
     if policy == "lockstep":
         assert max(batch for _, batch in results) > 1.5, results

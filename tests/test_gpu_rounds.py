@@ -24,8 +24,10 @@ from symbiosis.transport import cuda_step
 from tests.conftest import tiny_llama, wide_llama
 from tests.processes import until, watching
 from tests.test_gpu_line import (
+    ENOUGH,
     WAIT_S,
     Processes,
+    holds_no_more,
     line_of,
     lora,
     losses,
@@ -199,7 +201,7 @@ def kill_two(start: Callable[[int], tuple[Any, Any]], endpoint: str, turn: int) 
     victims = [start(n) for n in range(2)]
     for _, said in victims:
         assert said.get(timeout=WAIT_S) == "captured"
-    time.sleep(0.1 + 0.03 * turn)
+    time.sleep(0.1 + 0.03 * (turn % 8))
     for process, _ in victims:
         process.kill()
         process.join(10)
@@ -282,8 +284,10 @@ def test_trainers_are_killed_in_the_midst_of_large_rounds(processes: Processes, 
     executor, endpoint = served(processes, tmp_path, **LARGE)
     _, bystander = processes.start(train, endpoint, "shared", 4000)
     assert bystander.get(timeout=WAIT_S) == "captured"
+    held: list[tuple[int, int]] = []
     for turn in range(3):
         kill_two(lambda n: processes.start(train, endpoint, "shared", 10**6), endpoint, turn)
+        holds_no_more(executor, held)
     assert bystander.get(timeout=WAIT_S) == (0, 1, True)
     assert executor.is_alive()
 
@@ -312,6 +316,17 @@ def test_together(policy: str, processes: Processes, tmp_path: Path) -> None:
     with watching(endpoint) as look:
         figures = look()
         assert figures.calls >= sum(200 * 8 for _ in queues), "each call of a round counts"
+
+
+def test_together_but_invariant(processes: Processes, tmp_path: Path) -> None:
+    _, endpoint = served(processes, tmp_path, batch_invariant=True)
+    all_there = processes.context.Barrier(3)
+    queues = [processes.start(decode, endpoint, seed, 200, all_there)[1] for seed in range(3)]
+    for said in queues:
+        assert said.get(timeout=WAIT_S) == "captured"
+    for said in queues:
+        worst, batch, _ = said.get(timeout=WAIT_S)
+        assert (worst, batch) == (0.0, 1.0)
 
 
 def test_together_in_bfloat16(processes: Processes, tmp_path: Path) -> None:
@@ -361,16 +376,25 @@ def test_another_executor_goes_on_with_the_rounds(processes: Processes, tmp_path
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize(("policy", "dtype"), [("opportunistic", torch.float32), ("lockstep", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("policy", "dtype", "turns"),
+    [
+        ("opportunistic", torch.float32, 4),
+        ("lockstep", torch.bfloat16, 4),
+        pytest.param("opportunistic", torch.bfloat16, 25, marks=[pytest.mark.soak, ENOUGH]),
+    ],
+)
 def test_clients_are_killed_in_the_midst_of_rounds(
-    policy: str, dtype: torch.dtype, processes: Processes, tmp_path: Path
+    policy: str, dtype: torch.dtype, turns: int, processes: Processes, tmp_path: Path
 ) -> None:
     """Those who were answered together with them go on, with the right results."""
     executor, endpoint = served(processes, tmp_path, policy, "llama", dtype)
-    _, bystander = processes.start(decode, endpoint, 0, 3000, dtype=dtype)
+    _, bystander = processes.start(decode, endpoint, 0, 750 * turns, dtype=dtype)
     assert bystander.get(timeout=WAIT_S) == "captured"
-    for turn in range(4):
+    held: list[tuple[int, int]] = []
+    for turn in range(turns):
         kill_two(lambda n: processes.start(decode, endpoint, 1 + n, 10**6, dtype=dtype), endpoint, turn)
+        holds_no_more(executor, held)
     worst, _, rounds = bystander.get(timeout=WAIT_S)
     assert worst < ROUNDING[dtype] and rounds == 1
     assert executor.is_alive()

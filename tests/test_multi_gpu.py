@@ -12,7 +12,17 @@ from torch import Tensor
 
 import symbiosis
 from tests.conftest import tiny_llama, wide_llama
-from tests.test_gpu_line import WAIT_S, Processes, line_of, lora, serve_forever, trainer
+from tests.processes import until, watching
+from tests.test_gpu_line import (
+    WAIT_S,
+    Processes,
+    holds_no_more,
+    line_of,
+    lora,
+    serve_forever,
+    train_forever,
+    trainer,
+)
 
 pytestmark = [
     pytest.mark.multi_gpu,
@@ -122,3 +132,30 @@ def test_the_executor_is_killed_and_the_other_gpu_goes_on(start: Callable, ids: 
             process.join(10)
             assert process.exitcode == -signal.SIGKILL
             process, _ = start()
+
+
+def train_on_the_other_gpu(endpoint: str, said: Any, captured: bool) -> None:
+    with torch.cuda.device(1):
+        train_forever(endpoint, said, 10**6, captured)
+
+
+@pytest.mark.fault
+def test_clients_of_the_other_gpu_are_killed_and_leave_nothing(
+    start: Callable, processes: Processes, ids: Tensor
+) -> None:
+    executor, endpoint = start()
+    bystander = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    held: list[tuple[int, int]] = []
+    with torch.no_grad(), watching(endpoint) as look:
+        expected = bystander(ids).logits
+        for _ in range(3):
+            victims = [processes.start(train_on_the_other_gpu, endpoint, captured) for captured in (False, True)]
+            for process, queue in victims:
+                while queue.get(timeout=WAIT_S)[0] < 3:
+                    pass
+                process.kill()
+                process.join(10)
+                assert process.exitcode == -signal.SIGKILL
+            until(lambda: sum(not session.observer for session in look().sessions) == 1, "the end of their sessions")
+            assert torch.equal(bystander(ids).logits, expected)
+            holds_no_more(executor, held)

@@ -20,6 +20,7 @@ from symbiosis.errors import CallError, Code
 from symbiosis.protocol import Op
 from symbiosis.transport.nccl_client import NcclConnection
 from tests.conftest import tiny_llama
+from tests.processes import until, watching
 from tests.test_gpu_line import WAIT_S, Processes, lora, serve_forever, train_forever, trainer
 from tests.test_multi_gpu import decode_on
 
@@ -167,7 +168,7 @@ def test_clients_are_killed_and_their_calls_are_aborted(start: Callable, process
     model = tiny_llama().cuda()
     bystander = symbiosis.wrap(copy.deepcopy(model), endpoint)
     free, longest = [], 0.0
-    with torch.no_grad():
+    with torch.no_grad(), watching(endpoint) as look:
         expected = model(ids).logits
         assert torch.equal(bystander(ids).logits, expected)
         for _ in range(int(os.environ.get("SYMBIOSIS_KILLS", "3"))):
@@ -183,6 +184,7 @@ def test_clients_are_killed_and_their_calls_are_aborted(start: Callable, process
                 assert torch.equal(bystander(ids).logits, expected)
                 torch.cuda.synchronize()
                 longest = max(longest, time.monotonic() - begun)
+            until(lambda: sum(not s.observer for s in look().sessions) == 1, "the end of their sessions", 3.0)
             for process, _ in victims:
                 process.join(10)
             free.append(torch.cuda.mem_get_info(0)[0])

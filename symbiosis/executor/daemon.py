@@ -20,6 +20,7 @@ from symbiosis.executor.log import log, set_up_logging
 from symbiosis.executor.metrics import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.executor.store import Store
+from symbiosis.transport.line import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 1 << 20
@@ -85,13 +86,13 @@ def load_and_serve(model_name: str, options: Options) -> None:
 
 
 def memory_plan(store: Store, options: Options) -> dict[str, int]:
-    """MiB of the weights, of what a session may come to have, and of what is left for all sessions. What a client on a GPU
-    sends and gets lies in memory of its own."""
-    if store.on_gpu:
-        free, _ = torch.cuda.mem_get_info(options.device)
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """MiB of the weights, of what a session may come to have in the host's memory, and of what is left there for all sessions. Of a
+    GPU, what is left for all programs on it: each client there brings memory for its calls, so much at least."""
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free}
+    if store.on_gpu:
+        left, _ = torch.cuda.mem_get_info(options.device)
+        nbytes |= {"gpu_free": left, "gpu_session_at_least": FIRST_SEGMENT}
     return {f"{name}_mib": value >> 20 for name, value in nbytes.items()} | {"sessions": options.max_sessions}
 
 

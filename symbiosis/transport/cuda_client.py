@@ -31,6 +31,7 @@ from symbiosis.transport.line import (
     ERROR,
     ERROR_LENGTH,
     ERROR_TEXT,
+    FIRST_SEGMENT,
     LET_GO,
     MOST_KEPT,
     ROUND_REPLY,
@@ -42,7 +43,6 @@ from symbiosis.transport.line import (
 from symbiosis.transport.tensors import Shapes, cut
 
 logger = logging.getLogger("symbiosis")
-FIRST_SEGMENT = 64 << 20
 
 
 class Place:

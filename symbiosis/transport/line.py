@@ -27,6 +27,7 @@ FIRST_BYTES = 512
 
 MAX_CALLS = 1 << 16  # registered by one client at a time
 MOST_KEPT = 1 << 14  # ... that come as they are, before those of shapes that no captured step uses are forgotten
+FIRST_SEGMENT = 64 << 20  # bytes of device memory that a client begins with
 MAX_SEGMENTS = 1 << 12  # of device memory that one client shares
 ALIGNED, ROW_ALIGNED = 256, 16  # bytes: of what is put together, and of what lies where it is
 
