@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import symbiosis
-from tests.conftest import tiny_llama, wide_llama
+from tests.conftest import tiny_llama
 from tests.processes import until, watching
 from tests.test_gpu_line import (
     WAIT_S,
@@ -72,20 +72,6 @@ def test_training_on_the_other_gpu(captured: bool, start: Callable, ids: Tensor)
         split = symbiosis.capture(split)
     for turn in range(8):
         batch = (ids + turn) % 100
-        assert torch.equal(split(batch), plain(batch)), turn
-
-
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
-def test_large_calls_of_the_other_gpu(captured: bool, processes: Processes, tmp_path: Path, ids: Tensor) -> None:
-    """They have a stream of their own at the executor, which others overtake."""
-    _, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", "opportunistic", "wide", join_below=4)
-    endpoint = ready.get(timeout=WAIT_S)
-    plain = trainer(lora(wide_llama().cuda()))
-    split: Callable[[Tensor], Tensor] = trainer(lora(symbiosis.wrap(wide_llama().cuda(), endpoint)))
-    if captured:
-        split = symbiosis.capture(split)
-    for turn in range(8):
-        batch = ((ids + turn) % 100).repeat(40, 3)
         assert torch.equal(split(batch), plain(batch)), turn
 
 

@@ -222,8 +222,6 @@ class Engine:
         if not work.large:
             self._let_pass()
             return self._launch(work)
-        if not work.peer.here:  # its rows are still coming, on the stream that fetches them
-            self._aside.wait_stream(self._stream)
         with torch.cuda.stream(self._aside):
             reply = self._launch(work)
         self._overtaken_until = min(self._overtaken_until, perf_counter() + AGING_S)

@@ -326,8 +326,9 @@ class DevicePeer:
 
     def enqueue_reply(self) -> None:
         """What the stream does when the product is there."""
-        if self._elsewhere:
-            self._remote[self.words[CURRENT]].deliver(torch._C._cuda_getCurrentRawStream(self._inbox.device.index))
+        remote = self._remote.get(self.words[CURRENT])
+        if remote is not None:
+            remote.deliver(self._inbox.stream)
         self._ring()
 
     @property
@@ -355,8 +356,8 @@ class DevicePeer:
 
     def _refuse(self, reply: Reply, text: Tensor) -> None:
         """What lies where the result would be is NaN, in every float: nobody is to mistake it for one."""
-        work = self._calls[self.words[CURRENT]]
-        for out in () if work.round else work.outs or (work.out,):
+        work = self._calls.get(self.words[CURRENT])
+        for out in () if work is None or work.round else work.outs or (work.out,):
             out.view(torch.uint8).fill_(0xFF)
         raw = bytes(text.cpu().numpy())[:LONGEST_ERROR]
         self._words.memory[4 * ERROR_TEXT : 4 * ERROR_TEXT + len(raw)] = raw
@@ -393,6 +394,8 @@ class DevicePeer:
         for memory in self._segments.values():
             memory.close()
         self._words.close()
+        self.words = memoryview(bytearray(Words.nbytes)).cast("I")  # nobody's, for who comes late
+        del self._words  # and its descriptor, whoever knows us still
 
 
 def device_name(device: torch.device) -> str:
