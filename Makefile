@@ -22,8 +22,8 @@ test: setup
 test-soak: setup
 	$(VENV)/bin/python -m pytest -m soak
 
-test-gpu:
-	PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or multi_gpu"
+test-gpu: setup
+	$(VENV)/bin/python -m pytest -m "gpu or multi_gpu"
 
 check: setup
 	$(VENV)/bin/ruff check .
