@@ -3,8 +3,8 @@
 Each model is built from its own configuration class with all sizes made small, and served by an executor in this
 process. Logits, greedy generation (tokens and their logits) and the adapter gradients of one LoRA training step of the
 split model are compared with those of the unsplit one: float32, unbatched, reads of weights denied. A model that needs
-them is tried again with reads allowed, and marked. One whose unsplit form cannot be built small or run on plain tokens
-counts as not run, with the reason.
+them is tried again with reads allowed, and marked. Models that also see images get text alone, unless they cannot do without
+an image. One whose unsplit form cannot be built small or run on such inputs counts as not run, with the reason.
 
 Run from the repository root (five to ten minutes on one core):
     python scripts/compat_models.py
@@ -533,6 +533,10 @@ def summarise(group: str, outcomes: list[Outcome], report: Report) -> None:
         listed = sum((outcome.name, stage) in EXCEPTIONS for outcome in compared)
         report.figure(f"{group}_{stage}_ran", len(compared))
         report.bar(f"{group}_{stage}_equal", sum(o.equal[stage] for o in compared), ">=", len(compared) - listed)
+    for outcome in outcomes:
+        if outcome.ran:
+            report.figure(f"{group}_{outcome.name}_share", round(outcome.share, 3))
+    report.figure(f"{group}_notes", {outcome.name: "; ".join(outcome.notes) for outcome in outcomes if outcome.notes})
     listed = sum((outcome.name, "served") in EXCEPTIONS for outcome in ran)
     report.bar(f"{group}_mostly_served", sum(o.covered >= MOSTLY for o in ran), ">=", len(ran) - listed)
 
