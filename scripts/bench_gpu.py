@@ -2,7 +2,7 @@
 
 * `step`      a LoRA training step at 2 × 512 and 2 × 64 tokens, and
 * `decode`    a token, of one program: the sides take turns.
-* `many`      1 to 8 programs at once, captured, against as many unsplit ones: decoders, trainers, trainers with long sequences.
+* `many`      1 to 8 programs at once, captured (or `--eager`), against as many unsplit ones: decoders, trainers, trainers with long sequences.
 * `mixed`     8 decoders, then 6 decoders beside 2 trainers.
 * `policies`  8 generators of different batch sizes and adapters under each batching policy.
 * `call`      a call of one layer by each way there is to the executor.
@@ -65,10 +65,16 @@ class Setting:
     judged: bool
     jobs: Sequence[Job]
     options: dict[str, Any]  # of every executor
+    eager: bool  # what several programs do
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device != "cpu"
 
     @property
     def captured(self) -> bool:
-        return self.device != "cpu"
+        """Whether several programs run captured steps."""
+        return self.on_gpu and not self.eager
 
     def rows(self, count: int) -> int:
         """... of a call: few where nothing is judged."""
@@ -129,7 +135,7 @@ def alone(setting: Setting, jobs: Sequence[Job]) -> None:
         )
         for job in jobs:
             times: dict[tuple[str, bool], float] = {}
-            for captured in (False, True) if setting.captured else (False,):
+            for captured in (False, True) if setting.on_gpu else (False,):
                 progress(f"{name_of(job)}, {'captured' if captured else 'eager'}")
                 measured: dict[str, list[float]] = {side: [] for side in sides}
                 for worker in sides.values():
@@ -178,7 +184,7 @@ def name_of(job: Job) -> str:
 
 
 def many(setting: Setting) -> None:
-    """1, 2, 4, ... programs that do the same, captured; split, then unsplit."""
+    """1, 2, 4, ... programs that do the same; split, then unsplit."""
     counts, jobs = [n for n in (1, 2, 4, 8, 16, 32) if n <= setting.programs], setting.jobs
     rates: dict[tuple[Job, int, str], float] = {}
     memory: dict[tuple[Job, str], int] = {}
@@ -321,9 +327,9 @@ def call(setting: Setting) -> None:
         server = stack.enter_context(workers(ServingOneLayer, [(width, setting.device, urls)]))[0]
         local, tcp = server.call("endpoints")
         ways = {"no executor": (None, setting.device), "local": (local, setting.device), "tcp": (tcp, setting.device)}
-        if setting.captured:
+        if setting.on_gpu:
             ways["CPU client"] = (local, "cpu")
-        if setting.captured and torch.cuda.device_count() > 1:
+        if setting.on_gpu and torch.cuda.device_count() > 1:
             ways["other GPU"] = (local, "cuda:1")
             ways["NCCL"] = (tcp, "cuda:1")
         for way, (endpoint, device) in ways.items():
@@ -375,6 +381,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=8, help="at most at once")
     parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement takes")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement of one program")
+    parser.add_argument("--eager", action="store_true", help="programs in company run eager code; nothing is judged")
     parser.add_argument("--no-rounds", action="store_true", help="start executors with --no-rounds")
     parser.add_argument("--no-mps", action="store_true", help="let the processes take turns on the GPU")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether all runs, not how fast")
@@ -405,7 +412,10 @@ def main() -> int:
             shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
         jobs = [JOBS[name] for name in args.jobs]
         options = {"rounds": not args.no_rounds}
-        setting = Setting(shape, device, seconds, rounds, args.programs, folder, report, not args.tiny, jobs, options)
+        judged = not (args.tiny or args.eager)
+        setting = Setting(
+            shape, device, seconds, rounds, args.programs, folder, report, judged, jobs, options, args.eager
+        )
         report.figure("rounds", not args.no_rounds)
         report.figure("layers", shape.layers)
         report.figure("mps", not (args.no_mps or args.tiny))
