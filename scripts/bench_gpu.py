@@ -77,8 +77,8 @@ class Setting:
         return self.on_gpu and not self.eager
 
     def rows(self, count: int) -> int:
-        """... of a call: few where nothing is judged."""
-        return count if self.judged else min(count, 32)
+        """... of a call: few on a CPU."""
+        return count if self.on_gpu else min(count, 32)
 
     @contextmanager
     def executor(self, **options: Any) -> Iterator[str]:
