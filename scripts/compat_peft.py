@@ -514,7 +514,7 @@ def report(outcomes: list[Outcome], impossible: dict[str, str], everything: bool
         name = {"W>P": "wrap_first", "P>W": "peft_first"}[order]
         made.figure(f"{name}_configs", kinds.total())
         free = kinds["bit"] + kinds["close"]
-        if everything and order == "W>P":
+        if everything:
             made.bar(f"{name}_without_read", free, ">=", 56)
             made.bar(f"{name}_with_read", free + kinds["read"], ">=", 75)
         else:
