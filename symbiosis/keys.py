@@ -4,6 +4,7 @@
 An executor lets in whose `.pub` file lies in its folder of tenants; the file's name is the tenant's.
 """
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -76,38 +77,59 @@ def _halves(path: Path) -> dict[str, str]:
 
 
 class Tenants:
-    """The public keys in a folder, by tenant. `look` reads the folder, and again when something in it changed."""
+    """The public keys in a folder, by tenant. `look` reads what has changed in it."""
 
     def __init__(self, folder: Path) -> None:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder: put the .pub file of each tenant into one")
         self._folder = folder
+        self._files: list[Path] = []
+        self._keys: dict[Path, tuple[object, str]] = {}  # what was read of each file, and which state of it that was
         self._seen: object = None
         self._names: dict[str, str] = {}
         self.problems: list[str] = []
 
     def look(self) -> bool:
-        """Whether the folder has changed since the last look."""
-        try:
-            files = sorted(path for path in self._folder.iterdir() if path.suffix == ".pub")
-            seen = [(path, (stat := path.stat()).st_mtime_ns, stat.st_size, stat.st_ino) for path in files]
-        except OSError:  # a file went while we looked, or the folder is being replaced: the next look tells
-            return False
-        if seen == self._seen:
-            return False
-        self._seen, self._names, self.problems = seen, {}, []
-        for path in files:
+        """Whether something has changed since the last look. Nobody comes in by a file that cannot be read now."""
+        names: dict[str, str] = {}
+        problems: list[str] = []
+        for path in self._listed(problems):
             try:
-                public = read_public(path)
+                public = self._key_in(path)
             except ConfigError as error:
-                self.problems.append(str(error))
+                problems.append(str(error))
                 continue
-            if public in self._names:
-                self.problems.append(
-                    f"{path} holds the key of {self._names[public]}, too: who has it goes by that name"
-                )
-            self._names.setdefault(public, path.stem)
-        return True
+            if public in names:
+                problems.append(f"{path} holds the key of {names[public]}, too: who has it goes by that name")
+            names.setdefault(public, path.stem)
+        seen, self._seen = self._seen, (names, problems)
+        self._names, self.problems = names, problems
+        return seen != self._seen
+
+    def _listed(self, problems: list[str]) -> list[Path]:
+        """The files of keys. While no descriptor is left to list them with, those of before: whether one was removed can be told
+        without."""
+        try:
+            self._files = sorted(path for path in self._folder.iterdir() if path.suffix == ".pub")
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                return self._files
+            self._files = []
+            problems.append(
+                f"cannot read the folder of tenants {self._folder} ({error.strerror}): nobody may come in until it is back"
+            )
+        return self._files
+
+    def _key_in(self, path: Path) -> str:
+        """Read anew when the file has changed."""
+        try:
+            stat = path.stat()
+        except OSError as error:
+            raise ConfigError(f"cannot read the key file {path}: {error}") from None
+        state = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
+        if self._keys.get(path, (None, ""))[0] != state:
+            self._keys[path] = state, read_public(path)
+        return self._keys[path][1]
 
     def name_of(self, public: str) -> str | None:
         """The tenant with this key; None for a stranger."""

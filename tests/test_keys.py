@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import socket
 import stat
 import threading
@@ -89,6 +90,75 @@ def test_the_list_of_tenants_follows_its_folder(tmp_path: Path) -> None:
     (folder / "bobby.pub").unlink()
     assert tenants.look()
     assert tenants.name_of(read_public(public)) is None
+
+
+def test_a_file_that_cannot_be_read_keeps_no_other_in_or_out(tmp_path: Path) -> None:
+    folder = tmp_path / "tenants"
+    folder.mkdir()
+    keys = {}
+    for name in ("alice", "bob"):
+        _, public = generate(name, tmp_path)
+        keys[name] = read_public(public)
+    (folder / "alice.pub").write_bytes((tmp_path / "alice.pub").read_bytes())
+    tenants = Tenants(folder)
+    assert tenants.look() and tenants.name_of(keys["alice"]) == "alice"
+    (folder / "carol.pub").symlink_to(tmp_path / "nowhere.pub")
+    (folder / "dora.pub").mkdir()
+    (folder / "alice.pub").unlink()
+    (folder / "bob.pub").write_bytes((tmp_path / "bob.pub").read_bytes())
+    assert tenants.look() and not tenants.look()
+    assert (tenants.name_of(keys["alice"]), tenants.name_of(keys["bob"])) == (None, "bob")
+    assert [re.findall(r"(\w+)\.pub: ", problem) for problem in tenants.problems] == [["carol"], ["dora"]]
+
+
+def test_who_is_struck_off_is_so_while_no_descriptor_is_left(tmp_path: Path) -> None:
+    """And who is not stays."""
+    folder = tmp_path / "tenants"
+    keys = []
+    for name in ("alice", "bob"):
+        keys.append(read_public(generate(name, folder)[1]))
+    tenants = Tenants(folder)
+    assert tenants.look()
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, before[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            os.dup(1)
+        assert not tenants.look()
+        (folder / "alice.pub").unlink()
+        assert tenants.look()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert [tenants.name_of(key) for key in keys] == [None, "bob"]
+
+
+def test_without_its_folder_an_executor_lets_nobody_in(realm: Realm, caplog: pytest.LogCaptureFixture) -> None:
+    alice = Session(realm.endpoint("alice"))
+    assert echoes(alice)
+    realm.tenants.rename(realm.folder / "elsewhere")
+
+    def refused(session: Session) -> bool:
+        try:
+            return not echoes(session)
+        except CallError as error:
+            return error.code is Code.NOT_ALLOWED
+
+    until(lambda: refused(alice), "the end of a session while the list is gone")
+    assert refused(Session(realm.endpoint("alice")))
+    assert f"folder of tenants {realm.tenants}" in caplog.text and "nobody may come in" in caplog.text
+    (realm.folder / "elsewhere").rename(realm.tenants)
+    until(lambda: echoes_again(realm), "service when the list is back")
+    alice.close()
+
+
+def echoes_again(realm: Realm) -> bool:
+    session = Session(realm.endpoint("alice"))
+    try:
+        return echoes(session)
+    except CallError:
+        return False
+    finally:
+        session.close()
 
 
 def test_a_key_that_cannot_be_read_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
