@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from symbiosis.keys import generate
 from symbiosis.protocol import (
     MAGIC_REPLY,
     Beat,
+    Bye,
     Call,
     Hello,
     Op,
@@ -30,6 +31,8 @@ from symbiosis.protocol import (
     encode_call,
     encode_control,
 )
+from symbiosis.transport import zeromq
+from symbiosis.transport.curve import MORE_THAN_JOIN, Address
 from symbiosis.transport.zeromq import FIRST_BYTES, REFUSALS
 from tests.conftest import tiny_llama
 from tests.processes import Bystander, Executor, killed_at_the_end, save_tiny_llama, until
@@ -258,6 +261,83 @@ def test_connections_that_say_nothing_keep_nobody_out_for_long(town: Town) -> No
         for connection in silent:
             connection.close()
         new.close()
+
+
+def let_in(context: zmq.Context, endpoint: str) -> zmq.Socket:
+    """A connection with the right keys that says nothing afterwards."""
+    place = Address.parse(endpoint.removeprefix("tcp://"))
+    connection = context.socket(zmq.DEALER)
+    connection.linger = 0
+    place.unlock(connection)
+    connection.connect(f"tcp://{place.where}")
+    return connection
+
+
+def test_a_tenants_connections_that_never_join_keep_nobody_out_for_long(town: Town) -> None:
+    """300 of them, and the executor may have 256 descriptors. Handshakes are over, so ZeroMQ lets them be."""
+    idle = Session(town.endpoint("alice"))
+    assert echoes(idle)
+    with Bystander(town.endpoint("bob"), tiny_llama()) as bob, zmq.Context() as context:
+        resource.prlimit(town.executor.pid, resource.RLIMIT_NOFILE, (256, 256))
+        silent = [let_in(context, town.endpoint("mallory")) for _ in range(300)]
+        until(lambda: "no descriptor is left" in town.executor.log.read_text(), "a warning")
+        bob.goes_on()
+        new = Session(town.endpoint("alice"))
+        until(lambda: is_served(new), "service for a new client", seconds=20)
+        bob.goes_on()
+        assert "session left" not in town.executor.log.read_text()  # who says nothing for a while, neither
+        for connection in silent:
+            connection.close()
+        new.close()
+    idle.close()
+
+
+@pytest.mark.parametrize("keys", [True, False])
+def test_who_does_not_join_is_hung_up_on(
+    keys: bool, tmp_path: Path, serve: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(zeromq, "JOIN_S", 1.0)
+    realm = Realm(tmp_path)
+    endpoint = realm.endpoint("alice") if keys else serve(tiny_llama(), listen=["tcp://127.0.0.1:0"]).endpoint
+    joined, silent, refused = Raw.joined(endpoint), Raw(endpoint), Raw(endpoint)
+    refused.socket.send(encode_control(Hello(version=0, client="raw")))
+    assert isinstance(decode_control(refused.socket.recv()), Refusal)
+    until(lambda: silent.was_hung_up_on and refused.was_hung_up_on, "the end of connections without a session")
+    joined.send(1)
+    assert joined.codes(1) == [Code.OK] and not joined.was_hung_up_on
+    for raw in (joined, silent, refused):
+        raw.close()
+    realm.executor.close()
+
+
+def test_few_connections_of_a_tenant_are_in_without_a_session(tmp_path: Path) -> None:
+    """Who leaves and joins again and again makes no room for more of them."""
+    realm = Realm(tmp_path, max_tenant_sessions=2)
+    most = 2 + MORE_THAN_JOIN
+    with zmq.Context() as context:
+        silent = [let_in(context, realm.endpoint("alice")) for _ in range(most - 4)]
+        door = realm.executor.server.listeners[0]._door
+        until(lambda: len(door._let_in["alice"]) == most - 4, "the end of the handshakes")
+        for _ in range(3):
+            session = realm.session()
+            assert echoes(session)
+            session.close()
+        assert len(door._let_in["alice"]) == most - 4
+        more = [let_in(context, realm.endpoint("alice")) for _ in range(8)]
+        until(lambda: len(door._held) == 4, "a queue at the door")
+        assert len(door._let_in["alice"]) == most
+        for connection in (*silent, *more):
+            connection.close()
+    realm.executor.close()
+
+
+def test_who_has_left_has_no_connection_any_more(tmp_path: Path) -> None:
+    realm = Realm(tmp_path)
+    raw = Raw.joined(realm.endpoint("alice"))
+    raw.socket.send(encode_control(Bye()))
+    until(lambda: raw.was_hung_up_on, "the end of the connection")
+    raw.close()
+    realm.executor.close()
 
 
 def test_the_process_has_all_descriptors_that_it_may_have_and_dumps_no_core(town: Town) -> None:

@@ -1,10 +1,12 @@
 """Sessions and the executor's loop: messages in, checked and queued; batches out to the engine."""
 
+import errno
 import itertools
 import logging
 import math
 import os
 import platform
+import resource
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -43,7 +45,12 @@ LONG_S = 1e-3  # of a product during which another worker may take the turn: wak
 MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: some products
 # A GPU takes longer for a product beside the clients' kernels than alone, as it was measured. Threads that wait for a core are late.
 SPREAD, PATIENCE = {True: 4.0, False: 1.0}, {True: 1.5, False: 3.0}
+ALARM_S = 60.0  # between two warnings of the same
 LONGEST_NAME = 64  # characters of what a client calls itself
+NO_DESCRIPTOR = (
+    "no descriptor is left: new clients wait until connections end. Start the executor with a higher limit (ulimit -Hn), or lower "
+    "--max-tenant-sessions"
+)
 
 
 @dataclass(slots=True)
@@ -117,7 +124,7 @@ class Server:
         self._turn = threading.Lock()  # of the workers
         self._failure: BaseException | None = None  # of the first of them that failed
         self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of those who do not have it
-        self._next_tick = 0.0
+        self._next_tick = self._next_alarm = 0.0
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
 
     def listen(self, urls: tuple[str, ...]) -> None:
@@ -228,6 +235,8 @@ class Server:
         """Once in a while: signs of life, and sessions that gave none."""
         now = self._next_tick = monotonic()
         self._next_tick += TICK_S
+        if now >= self._next_alarm:
+            self._look_for_descriptors(now)
         for listener in self.listeners:
             listener.tick()
         for session in list(self.sessions.values()):
@@ -235,6 +244,16 @@ class Server:
                 self.figures.dropped += 1
                 log(logging.WARNING, "session dropped", session=session.number, silent_s=round(now - session.heard, 1))
                 session.peer.close()
+
+    def _look_for_descriptors(self, now: float) -> None:
+        """Without one nobody new is let in, and ZeroMQ says nothing of it."""
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._next_alarm = now + ALARM_S
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                log(logging.WARNING, NO_DESCRIPTOR, descriptors=limit, sessions=len(self.sessions))
 
     def drain(self) -> None:
         """Answer what has come, take nothing new, then end `run`. Callable from any thread or signal handler."""

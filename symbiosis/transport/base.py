@@ -11,6 +11,8 @@ from symbiosis.keys import Keyring
 from symbiosis.protocol import LONGEST_TEXT, Call, Hello, Limits, Reply, Welcome
 from symbiosis.transport.tensors import Shapes, bytes_tensor
 
+JOIN_S = 10.0  # a connection that has not joined by then is ended
+
 
 class Connection(Protocol):
     """The client's end. One call at a time: the session holds a lock around it."""

@@ -6,6 +6,7 @@ of us (ZAP, RFC 27); the answer goes with every message as its `User-Id`, so nob
 
 import ipaddress
 import logging
+from collections import defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -18,12 +19,14 @@ from zmq.utils import z85
 
 from symbiosis.errors import ConfigError
 from symbiosis.keys import Keyring, Pair, read_pair, read_public
+from symbiosis.transport.base import JOIN_S
 from symbiosis.transport.reactor import Reactor
 
 ZAP = "inproc://zeromq.zap.01"
 AT_ONCE = 64
 FIRST_BAR_S, LONGEST_BAR_S = 1.0, 60.0  # for a tenant that had to be hung up on; twice as long each time
 FORGIVEN_S = 300.0
+MORE_THAN_JOIN = 64  # connections of a tenant that may be in without a session, besides as many as it may have sessions
 HELD_S = 3.0  # a handshake that was not answered for so long has ended
 logger = logging.getLogger("symbiosis")
 
@@ -31,12 +34,14 @@ logger = logging.getLogger("symbiosis")
 class Door:
     """The executor's side: its own key, the tenants, and the ZeroMQ context in which they are asked for."""
 
-    def __init__(self, keyring: Keyring, reactor: Reactor) -> None:
+    def __init__(self, keyring: Keyring, reactor: Reactor, most_sessions: int) -> None:
         self.context: Any = zmq.Context()
         self._own, self.tenants = keyring
         self._reactor = reactor
         self._barred: dict[str, tuple[float, float]] = {}  # until when, and for how long
-        self._held: list[tuple[float, list[bytes]]] = []  # questions of barred tenants, and when they were asked
+        self._most = most_sessions + MORE_THAN_JOIN
+        self._let_in = defaultdict[str, deque[float]](deque)  # when a tenant's connections came that have not joined
+        self._held: list[tuple[float, list[bytes]]] = []  # questions of who has to wait, and when they were asked
         self._asked: Any = self.context.socket(zmq.ROUTER)
         self._asked.linger = 0
         self._asked.bind(ZAP)
@@ -45,10 +50,10 @@ class Door:
         self.look()
 
     @classmethod
-    def at(cls, address: str, keyring: Keyring | None, reactor: Reactor) -> "Door | None":
+    def at(cls, address: str, keyring: Keyring | None, reactor: Reactor, most_sessions: int) -> "Door | None":
         """What guards an address; none where the machine itself is the guard."""
         if keyring is not None:
-            return cls(keyring, reactor)
+            return cls(keyring, reactor, most_sessions)
         if not is_loopback(address):
             raise ConfigError(
                 f"tcp://{address} can be reached from other machines: give --key and --tenants (symbiosis keygen makes keys), "
@@ -83,15 +88,28 @@ class Door:
             self._reactor.call_soon(self._answer)
 
     def _decide(self, asked: float, question: list[bytes]) -> None:
-        """Let in who is known; but who is barred waits at the door."""
+        """Let in who is known; but who is barred, or has many connections that do not join, waits at the door."""
         name, empty, version, number, *_, mechanism, key = question[:9]
         public = z85.encode(key).decode() if mechanism == b"CURVE" and len(key) == 32 else ""
         tenant = self.tenants.name_of(public)
-        if tenant is not None and self._barred.get(tenant, (0.0, 0.0))[0] > monotonic():
+        if tenant is not None and self._must_wait(tenant):
             self._held.append((asked, question))
             return
+        if tenant is not None:
+            self._let_in[tenant].append(monotonic())
         verdict = (b"200", b"OK", public.encode()) if tenant is not None else (b"400", b"unknown key", b"")
         self._asked.send_multipart([name, empty, version, number, *verdict, b""])
+
+    def _must_wait(self, tenant: str) -> bool:
+        now, let_in = monotonic(), self._let_in[tenant]
+        while let_in and now > let_in[0] + JOIN_S:  # the listener has ended those
+            let_in.popleft()
+        return self._barred.get(tenant, (0.0, 0.0))[0] > now or len(let_in) >= self._most
+
+    def joined(self, tenant: str) -> None:
+        """One of the tenant's connections has a session now."""
+        if self._let_in[tenant]:
+            self._let_in[tenant].popleft()
 
     def answer_held(self) -> None:
         """Decide again about those who wait at the door, if they still do."""

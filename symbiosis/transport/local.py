@@ -39,7 +39,7 @@ from symbiosis.protocol import (
     parse_call_body,
     split_call,
 )
-from symbiosis.transport.base import Inbox, refuse
+from symbiosis.transport.base import JOIN_S, Inbox, refuse
 from symbiosis.transport.cuda import DevicePeer
 from symbiosis.transport.reactor import CAN_SPIN, Reactor, fence
 from symbiosis.transport.slab import (
@@ -60,7 +60,6 @@ from symbiosis.transport.slab import (
 from symbiosis.transport.tensors import split_payload
 
 FIRST_SLAB = 4 << 20
-JOIN_S = 10.0  # a connection that has not joined by then is closed
 
 
 class Peer:

@@ -5,10 +5,12 @@ The rows of a message go last, so that no frame is left to be sent behind one th
 socket is closed in the midst of a message just as its connection breaks.
 """
 
+import errno
 import os
+import resource
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -54,10 +56,9 @@ class Wire(NamedTuple):
     @classmethod
     def all_at(cls, port: int, known: set[int]) -> "Iterator[Wire]":
         """The connections that this process has accepted at a port, but for `known` descriptors."""
-        with suppress(OSError):
-            for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-                if fd not in known and (wire := cls.of(fd, port)):
-                    yield wire
+        for fd in _descriptors():
+            if fd not in known and (wire := cls.of(fd, port)):
+                yield wire
 
     def near_end(self) -> str:
         """The address by which this process was reached; that of any if the connection has ended."""
@@ -81,14 +82,33 @@ class Wire(NamedTuple):
                 kept.shutdown(socket.SHUT_RDWR)
 
 
+def _descriptors() -> Iterable[int]:
+    """Of this process. If none is left to list them with, all that it may have are in use."""
+    try:
+        return list(map(int, os.listdir("/proc/self/fd")))  # noqa: PTH208
+    except OSError as error:
+        return range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]) if error.errno == errno.EMFILE else ()
+
+
 @contextmanager
 def _opened(fd: int) -> Iterator[socket.socket]:
-    """A descriptor of our own for the same socket, for a moment."""
-    own = os.dup(fd)
+    """A descriptor of our own for the same socket, for a moment; ZeroMQ's if none is left."""
+    own = _copied(fd)
     try:
         kept = socket.socket(fileno=own)
-    except OSError:
-        os.close(own)
-        raise
-    with kept:
-        yield kept
+        try:
+            yield kept
+        finally:
+            kept.detach()
+    finally:
+        if own != fd:
+            os.close(own)
+
+
+def _copied(fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except OSError as error:
+        if error.errno != errno.EMFILE:
+            raise
+        return fd

@@ -25,7 +25,7 @@ from symbiosis.protocol import (
     encode_control,
     encode_reply,
 )
-from symbiosis.transport.base import Inbox, refuse
+from symbiosis.transport.base import JOIN_S, Inbox, refuse
 from symbiosis.transport.curve import Door
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import bytes_of, received
@@ -107,6 +107,7 @@ class Listener:
         self._rings = False  # whether the reactor looks for bells
         self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
         self._gone: dict[bytes, float] = {}  # connections that were hung up on, and when to forget them
+        self._strangers: dict[Wire, float] = {}  # connections without a session, and when they were first seen
         # what has come, by tenant or identity
         self._turns = Turns[str | bytes, list[zmq.Frame]](
             inbox.limits.max_in_flight, min(MOST_UNREAD, inbox.limits.max_tenant_bytes)
@@ -115,7 +116,7 @@ class Listener:
         self._active: tuple[set[str | bytes], set[str | bytes]] = set(), set()
         self._due = False  # whether `_drain` will run by itself
         self._drained = -1  # in which turn of the loop it left the rest for the next
-        self._door = Door.at(address, inbox.keyring, reactor)
+        self._door = Door.at(address, inbox.keyring, reactor, inbox.limits.max_tenant_sessions)
         context = self._door.context if self._door else zmq.Context.instance()
         self._socket: Any = context.socket(zmq.ROUTER)
         if self._door:
@@ -240,11 +241,13 @@ class Listener:
         if isinstance(message, Hello) and peer is None:
             peer, welcome = self._joined(identity, tenant, frames[0], message)
             self._peers[identity] = peer
+            if self._door and tenant:
+                self._door.joined(tenant)
             self.send(peer, [encode_control(welcome)])
         elif peer is not None and isinstance(message, Beat):
             self.inbox.heard(peer)
         elif peer is not None and isinstance(message, Bye):
-            self.drop(peer)
+            self.hang_up(peer)
         else:
             raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
 
@@ -372,7 +375,8 @@ class Listener:
 
     def _look_at_wires(self) -> None:
         """Whose connection ended has left. Bytes are a sign of life: a large call over a thin line is long in coming. But ZeroMQ
-        keeps all frames of a message until the last has come, however many: hang up on who sends too much of one."""
+        keeps all frames of a message until the last has come, however many: hang up on who sends too much of one; and on who does
+        not join."""
         known = set()
         for peer in list(self._peers.values()):
             if peer.wire:
@@ -390,8 +394,10 @@ class Listener:
             elif received > peer.received:
                 self.inbox.heard(peer)
             peer.received = received
-        for wire in Wire.all_at(self._port, known):
-            if wire.received() > FIRST_BYTES:
+        now = monotonic()
+        self._strangers = {wire: self._strangers.get(wire, now) for wire in Wire.all_at(self._port, known)}
+        for wire, since in self._strangers.items():
+            if now > since + JOIN_S or wire.received() > FIRST_BYTES:
                 wire.hang_up()
 
     def stop_accepting(self) -> None:
