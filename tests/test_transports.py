@@ -298,6 +298,24 @@ def test_a_client_that_is_idle_stays_joined(url: str, serve: Callable) -> None:
     session.close()
 
 
+def test_an_idle_client_hears_all_that_zeromq_tells_while_its_executor_is_away() -> None:
+    """ZeroMQ's thread waits, with the connections of all sessions, when too much of it is not read."""
+    executor = symbiosis.Executor(tiny_llama(), listen=["tcp://127.0.0.1:0"], heartbeat_s=60)
+    session = Session(executor.endpoint)
+    assert echoed(session, anything((3, 5)))
+    monitor = session._connection._monitor
+    executor.close()
+    until(lambda: monitor.poll(0), "the end of the connection")
+    session.beat()
+    assert not monitor.poll(0)
+    until(lambda: monitor.poll(0), "another attempt of ZeroMQ's")
+    session.beat()
+    with symbiosis.Executor(tiny_llama(), listen=[executor.endpoint]):
+        assert echoed(session, anything((3, 5)))
+    assert session.stats.reconnects == 1
+    session.close()
+
+
 @between_processes
 def test_a_client_that_was_dropped_joins_again(url: str, serve: Callable) -> None:
     """Its heartbeat stopped, as it does in a frozen process; the next call finds out."""

@@ -45,6 +45,7 @@ class TcpConnection:
     def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False) -> None:
         """`for_gpu`: results go there."""
         self._for_gpu = for_gpu
+        self._broken = False  # while nobody waited for an answer
         place = Address.parse(address)
         self._url, self._has_keys = f"tcp://{place.where}", place.own is not None
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
@@ -82,6 +83,8 @@ class TcpConnection:
     ) -> tuple[Reply, list[Tensor]]:
         frames = [encode_call(call, seq), *map(bytes_of, reversed(payload))]  # the rows last: see `wire`
         deadline = monotonic() + timeout
+        if self._broken:
+            raise ConnectionLost(f"the connection to {self._url} broke")
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
         except zmq.Again:  # the signs of life that nobody took fill the queue
@@ -106,7 +109,7 @@ class TcpConnection:
 
     def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
         while not (ready := self._ready(deadline)) and monotonic() < deadline:
-            self.beat()
+            self._say_that_we_live()
         if self._socket in ready:
             return self._socket.recv_multipart(copy=False)
         if self._monitor in ready:
@@ -135,6 +138,14 @@ class TcpConnection:
         return {}
 
     def beat(self) -> None:
+        """Between calls nobody else reads what the monitor tells, again and again while the executor is away; and when no more has
+        room, ZeroMQ's thread waits for ever."""
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._broken = True
+        self._say_that_we_live()
+
+    def _say_that_we_live(self) -> None:
         with suppress(zmq.ZMQError):
             self._socket.send(encode_control(Beat()), zmq.NOBLOCK)
 
