@@ -334,7 +334,10 @@ def test_two_executors_of_one_operator_are_refused(serve: Callable) -> None:
     for name in ("one", "", "two"):
         names[name] = serve(tiny_llama(), integers=[8], operator=name)
     again = serve(tiny_llama(), integers=[8], operator="one")
+    names["ONE"], names["space"] = (serve(tiny_llama(), integers=[8], operator=name) for name in ("ONE\t", " "))
     for first, second, words in (
+        (names["one"], names["ONE"], "both run by 'one'"),
+        (names["one"], names["space"], "does not say who runs it"),
         (names["one"], again, "both run by 'one'"),
         (names["one"], names["one"], "both run by 'one'"),
         (names["one"], names[""], "does not say who runs it"),
@@ -546,6 +549,23 @@ def test_known_noise_must_be_asked_for(serve: Callable) -> None:
         symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Noise(effects="same"))
     with pytest.raises(WrapError, match="two operators"):
         symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Noise(effects=serve(tiny_llama()).endpoint))
+
+
+def test_effects_come_from_a_known_other_operator_or_as_said(serve: Callable) -> None:
+    executors = {name: serve(tiny_llama(), operator=name) for name in ("", "north", " North ", "south")}
+    for name, other, words in (
+        ("", "south", "does not say who runs it"),
+        ("north", "", "does not say who runs it"),
+        ("north", " North ", "both run by 'north'"),
+        ("north", "north", "both run by 'north'"),
+    ):
+        here, effects = executors[name].endpoint, executors[other].endpoint
+        with pytest.raises(WrapError, match=words):
+            symbiosis.wrap(tiny_llama(), here, privacy=symbiosis.Noise(effects=effects))
+        symbiosis.wrap(tiny_llama(), here, privacy=symbiosis.Noise(effects=effects, allow_known_noise=True))
+    symbiosis.wrap(
+        tiny_llama(), executors["north"].endpoint, privacy=symbiosis.Noise(effects=executors["south"].endpoint)
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from symbiosis.client.private import Group, Pinned, asked
+from symbiosis.client.private import Group, Pinned, asked, must_be_two_operators
 from symbiosis.client.session import _rows_call
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import WrapError
@@ -31,8 +31,9 @@ class Noise:
         scale: Of the noise, in units of each row's own root mean square.
         pool: How many noise vectors there are for each width of rows.
         every: After so many rows the next vector is taken, in turn; 0: each row takes one by chance.
-        effects: Where the noise's effects come from: None, this process (from the weights that the model has); an endpoint, another
-            executor; "same", the one that serves the rows, who then knows the noise: say `allow_known_noise=True` as well.
+        effects: Where the noise's effects come from: None, this process (from the weights that the model has); an endpoint, an
+            executor of another `--operator`; "same", the one that serves the rows.
+        allow_known_noise: Must be said where the operator that serves the rows computes the effects, or may: that one knows the noise.
 
     >>> Noise(scale=64.0).pool
     16
@@ -72,11 +73,8 @@ class NoiseLevel:
             self._source = session
         elif wanted is not None:
             self._source = session.beside(wanted)
-            if session.welcome.operator == self._source.welcome.operator:
-                raise WrapError(
-                    f"{wanted} and {session.endpoint} are not known to be of two operators (--operator NAME): who runs both "
-                    "knows the noise"
-                )
+            if not self.options.allow_known_noise:
+                must_be_two_operators(session, self._source)
 
     def learn(self, number: int, v_KN: Tensor) -> None:
         for op, w in ((Op.FORWARD, v_KN), (Op.DGRAD, v_KN.t())):

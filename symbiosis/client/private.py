@@ -187,6 +187,26 @@ def asked(
     return results
 
 
+def must_be_two_operators(one: Pinned, two: Pinned) -> None:
+    """What is shared among executors protects against either, not against who runs both."""
+    nameless = next((session for session in (one, two) if not _owner(session)), None)
+    if nameless is not None:
+        raise WrapError(
+            f"{nameless.endpoint} does not say who runs it, so {one.endpoint} and {two.endpoint} are not known to be of two operators: "
+            "start it with --operator NAME"
+        )
+    if _owner(one) == _owner(two):
+        raise WrapError(
+            f"{one.endpoint} and {two.endpoint} are both run by {one.welcome.operator!r}, who would see everything: take the second "
+            "executor from another owner"
+        )
+
+
+def _owner(session: Pinned) -> str:
+    """As names are compared: nobody is another by capitals and spaces."""
+    return session.welcome.operator.strip().casefold()
+
+
 class IntegerLevel:
     """Rows as integers modulo 2^k; how they are hidden is for `masked` to say.
 

@@ -13,9 +13,8 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked, checked_bits
+from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked, checked_bits, must_be_two_operators
 from symbiosis.client.verify import Proofs
-from symbiosis.errors import WrapError
 from symbiosis.keystream import keystream, new_key
 from symbiosis.protocol import Op, Priority
 
@@ -66,17 +65,7 @@ class SplitLevel(IntegerLevel):
         self._two_operators()
 
     def _two_operators(self) -> None:
-        one, two = self._first, self._second
-        if not one.operator or not two.operator:
-            nameless = two if one.operator else one
-            raise WrapError(
-                f"{nameless.endpoint} does not say who runs it, so it could be both executors' operator: start it with --operator NAME"
-            )
-        if one.operator == two.operator:
-            raise WrapError(
-                f"{one.endpoint} and {two.endpoint} are both run by {one.operator!r}, who would see everything: take the second "
-                "executor from another owner"
-            )
+        must_be_two_operators(self._first, self._second)
 
     def masked(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
         call, shapes = self.call_for(op, group, x_TK, priority)
