@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import logging
 import math
 import mmap
 import os
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
 from symbiosis.protocol import DTYPES, Call, Hello, Limits, Op, Priority, Welcome, encode_control
-from symbiosis.transport import local_client, reactor, slab
+from symbiosis.transport import local, local_client, reactor, slab
 from symbiosis.transport.cuda import DevicePeer
 from symbiosis.transport.cuda_driver import CudaError
 from symbiosis.transport.line import ANSWERED, BATCHED, ENQUEUED
@@ -377,6 +379,17 @@ def test_an_executor_that_closes_leaves_a_successors_socket_alone(tmp_path: Path
     session = Session(second.endpoint)
     assert echoed(session, anything((3, 5)))
     session.close()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_executor_on_a_gpu_says_whom_local_is_for(
+    device: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loop = Reactor()
+    with caplog.at_level(logging.INFO, "symbiosis"):
+        local.Listener(f"{tmp_path}/socket", loop, SimpleNamespace(device=torch.device(device))).close()  # type: ignore[arg-type]
+    assert ("tenants of one owner only" in caplog.text) == (device == "cuda")
+    loop.close()
 
 
 def test_an_executor_answers_at_several_addresses(tmp_path: Path, serve: Callable) -> None:

@@ -5,6 +5,7 @@ resizing, and passed as a descriptor; it belongs to one session. The header of a
 a client that scribbles over it meanwhile changes nothing.
 """
 
+import logging
 import os
 import socket
 import stat
@@ -60,6 +61,10 @@ from symbiosis.transport.slab import (
 from symbiosis.transport.tensors import split_payload
 
 FIRST_SLAB = 4 << 20
+OF_ONE_OWNER = (
+    "local:// shares device memory with its clients: for tenants of one owner only; let others come by tcp:// with keys"
+)
+logger = logging.getLogger("symbiosis")
 
 
 class Peer:
@@ -245,6 +250,8 @@ class Listener:
         self._inode = self._path.stat().st_ino
         reactor.watch(self._socket.fileno(), self._accept)
         reactor.watch_bells(self)
+        if inbox.device.type == "cuda":
+            logger.info("%s", OF_ONE_OWNER)
 
     def _accept(self) -> None:
         try:
