@@ -719,3 +719,9 @@ def test_words_that_name_no_level_are_refused(serve: Callable) -> None:
             symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=privacy)
     with pytest.raises(WrapError, match="8 or 16"):
         symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Split(executor.endpoint, 12))
+
+
+@pytest.mark.parametrize("level", [symbiosis.Noise, symbiosis.Split, symbiosis.Pads])
+def test_a_class_instead_of_a_level_is_told_how_to_write_it(level: type, serve: Callable) -> None:
+    with pytest.raises(WrapError, match=rf"write {level.__name__}\(\.\.\.\)"):
+        symbiosis.wrap(tiny_llama(), serve(tiny_llama()).endpoint, privacy=level)  # type: ignore[arg-type]

@@ -170,6 +170,8 @@ def _session(endpoint: str | Sequence[str], privacy: Privacy | str | None, verif
                 f"privacy={privacy!r}: write symbiosis.Split(ENDPOINT), symbiosis.Pads(FILE) or symbiosis.Noise()"
             )
         privacy = Noise()
+    if isinstance(privacy, type):
+        raise WrapError(f"privacy={privacy.__name__} is the class: write {privacy.__name__}(...), with what it needs")
     return PrivateSession(endpoint, privacy or Plain(), Proofs() if verify else None, **words)
 
 
