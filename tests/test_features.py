@@ -1,6 +1,7 @@
 """What transformers and PEFT users do with a model, done with a wrapped one."""
 
 import copy
+import gc
 import io
 import os
 import time
@@ -17,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 import symbiosis
 from symbiosis.client.remote_weight import RemoteWeight
+from symbiosis.client.session import sessions
 from symbiosis.client.virt_layer import VirtLinear
 from symbiosis.errors import ExecutorUnavailable, RemoteWeightError, WeightRead, WeightWrite, WrapError
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
@@ -312,6 +314,43 @@ def test_compiled_training(llama: nn.Module, split: nn.Module, ids: Tensor) -> N
     torch.compile(remote, backend="aot_eager")(input_ids=ids, labels=ids).loss.backward()
     got = {name: p.grad for name, p in remote.named_parameters() if p.grad is not None}
     assert_same(got, expected)
+
+
+def loss_of_a_model_that_is_gone(endpoint: str, exact: bool, compiled: bool, ids: Tensor) -> tuple[Tensor, Any]:
+    """And the adapter's parameters."""
+    model = adapted(symbiosis.wrap(tiny_llama(), endpoint, exact=exact))
+    model.train()
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    logits(model, ids)  # shows which layers get the same tensor
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    return run(input_ids=ids, labels=ids).loss, parameters
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_graph_outlives_its_model(llama: nn.Module, serve: Callable, ids: Tensor, exact: bool) -> None:
+    """As it does unsplit, where it keeps the weights; and the session ends with it."""
+    endpoint = serve(llama).endpoint
+    gc.collect()
+    before = len(sessions())
+    loss, parameters = loss_of_a_model_that_is_gone(endpoint, exact, False, ids)
+    gc.collect()
+    loss.backward()
+    expected = step(adapted(llama), ids)
+    assert len(parameters) > 5
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=0, atol=0 if exact else 1e-6)
+    del loss
+    gc.collect()
+    assert len(sessions()) == before
+
+
+def test_a_compiled_graph_says_that_its_model_is_gone(llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+    torch._dynamo.reset()
+    loss, _ = loss_of_a_model_that_is_gone(serve(llama).endpoint, True, True, ids)
+    torch._dynamo.reset()
+    gc.collect()
+    with pytest.raises(RemoteWeightError, match="keep the model until its backward pass is over"):
+        loss.backward()
 
 
 def test_second_derivatives(llama: nn.Module, split: nn.Module) -> None:

@@ -161,7 +161,14 @@ class Session:
 
     @staticmethod
     def of(number: int) -> "Session":
-        return _sessions[number]
+        """For compiled graphs, which have its number only."""
+        session = _sessions.get(number)
+        if session is None:
+            raise RemoteWeightError(
+                "the wrapped model of this compiled graph is gone, and with it the connection to the executor: keep the model until "
+                "its backward pass is over"
+            )
+        return session
 
     @property
     def welcome(self) -> Welcome:

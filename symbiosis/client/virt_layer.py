@@ -34,11 +34,11 @@ _library.define(
 )
 
 
-def _product(x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
+def _product(x: Tensor, session: Session, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
     """The rows of `x` times the layer's weight, in the executor; `width` is that of the result."""
     if not x.numel():
         return x.new_zeros(*x.shape[:-1], width)
-    return Session.of(session).rows(op, (Member(layer, width, bias),), x, priority)[0]
+    return session.rows(op, (Member(layer, width, bias),), x, priority)[0]
 
 
 def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
@@ -46,6 +46,8 @@ def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, 
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
+    """An eager graph keeps the session, as it would keep the weights, should the model go before the backward pass; the op keeps
+    its number."""
     x, ctx.session, ctx.layer, op, *_ = inputs
     ctx.inverse = Op.DGRAD if op == Op.FORWARD else Op.FORWARD
     ctx.width = x.shape[-1]
@@ -66,11 +68,18 @@ class EagerProduct(torch.autograd.Function):
 
 
 def product(
-    x: Tensor, session: int, layer: int, op: Op, width: int, bias: bool, priority: Priority, made: Tensor | None = None
+    x: Tensor,
+    session: Session,
+    layer: int,
+    op: Op,
+    width: int,
+    bias: bool,
+    priority: Priority,
+    made: Tensor | None = None,
 ) -> Tensor:
     """The differentiable product, in its compiled or its eager form. `made`: its result, if that is already here."""
     if torch.compiler.is_compiling():
-        return torch.ops.symbiosis.product(x, session, layer, int(op), width, bias, int(priority))
+        return torch.ops.symbiosis.product(x, session.number, layer, int(op), width, bias, int(priority))
     if x.requires_grad and torch.is_grad_enabled():
         how = session, layer, op, width, bias, priority
         return EagerProduct.apply(x, how, None if made is None else (made,))  # type: ignore[no-untyped-call]
@@ -81,10 +90,12 @@ class GroupProduct(torch.autograd.Function):
     """The products of a group of layers: one call, and one for the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, session: int, group: tuple[Member, ...], priority: Priority) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, x: Tensor, session: Session, group: tuple[Member, ...], priority: Priority
+    ) -> tuple[Tensor, ...]:
         ctx.session, ctx.group, ctx.shape = session, group, x.shape
         ctx.set_materialize_grads(False)
-        return tuple(Session.of(session).rows(Op.FORWARD, group, x, priority))
+        return tuple(session.rows(Op.FORWARD, group, x, priority))
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -96,13 +107,12 @@ class GroupProduct(torch.autograd.Function):
         first, *others = (member.layer for member, _ in given)
         rows = [dy.reshape(-1, dy.shape[-1]) for _, dy in given]
         one = rows[0] if not others else torch.cat([dy.reshape(-1) for dy in rows]).view(rows[0].shape[0], -1)
-        call = Session.of(ctx.session).call
-        dx = call(Op.DGRAD, first, one, priority=Priority.TRAIN, also=tuple(others))
+        dx = ctx.session.call(Op.DGRAD, first, one, priority=Priority.TRAIN, also=tuple(others))
         return dx.view(ctx.shape), None, None, None
 
 
 def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
-    return _product(x, session, layer, Op(op), width, bias, Priority(priority))
+    return _product(x, Session.of(session), layer, Op(op), width, bias, Priority(priority))
 
 
 def _gradient_of_op(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -128,7 +138,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
         )
     if torch.compiler.is_compiling():  # alone: a compiler knows neither a tensor's identity nor its version
         own = False
-        y = product(x, handle.session.number, handle.index, Op.FORWARD, width, own, _priority(layer, x))
+        y = product(x, handle.session, handle.index, Op.FORWARD, width, own, _priority(layer, x))
     else:
         own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
         y = _with_others(layer, given, x, handle.session, Member(handle.index, width, own))
@@ -149,10 +159,10 @@ def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, m
             if not tracked:
                 return groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
             if not session.exact:
-                return groups.keep(group, list(GroupProduct.apply(x, session.number, group, priority)))  # type: ignore[no-untyped-call]
+                return groups.keep(group, list(GroupProduct.apply(x, session, group, priority)))  # type: ignore[no-untyped-call]
             with torch.no_grad():
                 made = groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
-    return product(x, session.number, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
+    return product(x, session, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
 
 
 def _as_autocast(x: Tensor) -> Tensor:
