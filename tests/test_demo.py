@@ -41,6 +41,9 @@ def test_demo(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert "identical: yes" in lines
+    words = " ".join(result.stdout.split())
+    assert "alone now, and with plain transformers" in words
+    assert "unless the executor is started with --batch-invariant" in words
     assert "\x1b" not in result.stdout
     report = json.loads(lines[-1])
     figures = report["figures"]

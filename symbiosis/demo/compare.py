@@ -1,4 +1,4 @@
-"""Holds a split model against the unsplit one: logits, adapter gradients and generated tokens, bit for bit."""
+"""Holds a split model, its executor's only client, against the unsplit one: logits, adapter gradients and tokens, bit for bit."""
 
 import warnings
 from collections.abc import Iterator

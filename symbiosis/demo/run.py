@@ -26,6 +26,10 @@ LOOK_EVERY_S = 0.25
 CLIENTS_S = 900.0  # the longest that the clients may take together
 ENOUGH_LEARNT = 0.01  # by this, in nats per byte, each trainer's loss on held-out text must fall
 GENERATOR = "text"
+JOINED = (
+    "While several clients ran, their calls were joined (mean batch): such a product may differ by its rounding from the unsplit one, "
+    "unless the executor is started with --batch-invariant."
+)
 
 
 @dataclass
@@ -126,9 +130,10 @@ def show(console: Console, outcome: Outcome) -> None:
     print_table(
         ("split against unsplit", "values", "same bits", "greatest difference"),
         [(f"{c.model} {c.what}", c.values, "yes" if c.identical else "NO", c.difference) for c in outcome.comparisons],
-        "The adapters over the executor, and with plain transformers and PEFT in one process (float32)",
+        "The adapters over the executor, alone now, and with plain transformers and PEFT in one process (float32)",
     )
-    console.print(f"identical: {'yes' if outcome.identical else 'NO'}\n", style="bold")
+    console.print(f"identical: {'yes' if outcome.identical else 'NO'}", style="bold")
+    console.print(f"{JOINED}\n")
 
 
 def report(outcome: Outcome, seconds: float) -> Report:
