@@ -3,7 +3,7 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -58,6 +58,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in ("max_wait_us", "max_tenant_rows_per_s"):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must not be negative, but is {getattr(self, name)}")
+        if not 0 <= (self.metrics_port or 0) <= 65535:
+            raise ConfigError(f"metrics-port is a port from 0 to 65535, not {self.metrics_port}")
         if not 0 < self.train_share <= 1:
             raise ConfigError(f"train-share is a part of the time, above 0 and at most 1, not {self.train_share}")
         if not set(self.integers) <= {8, 16}:
@@ -82,6 +84,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def limits(self) -> Limits:
         return Limits(*(getattr(self, name) for name in Limits.__struct_fields__))
+
+
+CHOICES = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_origin(hint) is Literal}
 
 
 def load_options(given: dict[str, object], file: Path | None = None) -> Options:
@@ -113,6 +118,11 @@ def _convert(values: dict[str, object]) -> Options:
     for name in ("listen", "serve", "integers"):
         if isinstance(values.get(name), str | int):
             values[name] = (values[name],)
+    for name, allowed in CHOICES.items():
+        if name in values and values[name] not in allowed:
+            raise ConfigError(
+                f"wrong option: {values[name]!r} is no {name.replace('_', '-')}: write {' or '.join(map(str, allowed))}"
+            )
     try:
         return msgspec.convert(values, Options)
     except msgspec.ValidationError as error:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from symbiosis import mps
 from symbiosis.config import default_endpoints
+from symbiosis.errors import how_to_start_one
 from symbiosis.reporting import versions
 
 if TYPE_CHECKING:
@@ -166,8 +167,7 @@ def check_descriptors() -> Check:
 def check_executor(endpoint: str, wanted: bool) -> Iterator[Check]:
     """Whether an executor is there, can be reached, and how soon it answers."""
     if problem := socket_problem(endpoint):
-        remedy = f"Start one with: symbiosis-executor MODEL --listen {endpoint}"
-        yield Check("FAIL" if wanted else "warn", "executor", problem, remedy)
+        yield Check("FAIL" if wanted else "warn", "executor", problem, how_to_start_one(endpoint))
         return
     from symbiosis.client.session import Session
     from symbiosis.errors import SymbiosisError

@@ -85,10 +85,14 @@ class ExecutorUnavailable(ConnectionLost):
 
     @classmethod
     def at(cls, endpoints: Sequence[str], cause: Exception) -> "ExecutorUnavailable":
-        return cls(
-            f"no executor at {' or '.join(endpoints)} ({cause}). "
-            f"Start one with: symbiosis-executor MODEL --listen {endpoints[0].partition('?')[0]}"
-        )
+        return cls(f"no executor at {' or '.join(endpoints)} ({cause}). {how_to_start_one(endpoints[0])}")
+
+
+def how_to_start_one(endpoint: str) -> str:
+    """What to do where no executor is."""
+    if endpoint.startswith("inproc://"):
+        return f"Start one with: symbiosis.Executor(model, listen={endpoint!r}), in this program"
+    return f"Start one with: symbiosis-executor MODEL --listen {endpoint.partition('?')[0]}"
 
 
 class CallError(SymbiosisError, RuntimeError):

@@ -29,7 +29,7 @@ import symbiosis
 from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.config import Options
-from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost, ExecutorUnavailable
+from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost, ExecutorUnavailable, WrapError
 from symbiosis.executor.load import load_model
 from symbiosis.executor.server import Server
 from symbiosis.executor.store import Store
@@ -263,7 +263,13 @@ def test_nobody_there_is_said_at_once_with_endpoint_and_remedy(endpoint: str, tm
             symbiosis.wrap(model, endpoint)
         assert time.monotonic() - begun < 5
         assert f"no executor at {endpoint}" in str(error.value)
-        assert f"symbiosis-executor MODEL --listen {endpoint}" in str(error.value)
+        remedy = (
+            "symbiosis-executor MODEL --listen {}"
+            if "inproc" not in endpoint
+            else "symbiosis.Executor(model, listen='{}')"
+        )
+        assert remedy.format(endpoint) in str(error.value)
+        assert ("symbiosis-executor" in str(error.value)) == ("inproc" not in endpoint)
         assert set(map(type, model.modules())) == before
 
 
@@ -271,6 +277,23 @@ def test_nobody_there_is_said_at_once_with_endpoint_and_remedy(endpoint: str, tm
 def test_what_is_no_endpoint_is_refused_with_examples(url: str) -> None:
     with pytest.raises(ConfigError, match="is no endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp"):
         transport.connect(url, Hello(), WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "url", ["tcp://127.0.0.1:99999", "tcp://127.0.0.1", "tcp://127.0.0.1:-1", "tcp://host:x?key=y"]
+)
+def test_what_is_no_port_is_refused_not_taken_for_another(url: str) -> None:
+    for ask in (lambda: transport.connect(url, Hello(), WAIT_S), lambda: symbiosis.Executor(MODEL, listen=url)):
+        with pytest.raises(ConfigError, match="with a port from 0 to 65535"):
+            ask()
+
+
+def test_a_wrong_timeout_and_what_is_no_model_are_refused(start: Callable) -> None:
+    endpoint = start("tcp").endpoint
+    with pytest.raises(ConfigError, match="timeout must be positive, not -1"):
+        symbiosis.wrap(tiny_llama(), endpoint, timeout=-1)
+    with pytest.raises(WrapError, match="wrap takes a model, not 'demo': load it with"):
+        symbiosis.wrap("demo", endpoint)  # type: ignore[type-var]
 
 
 @both_transports

@@ -1,6 +1,7 @@
 """Executors and clients as the processes that people start: options, signals, sockets, and several clients at once."""
 
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -121,6 +122,12 @@ WRONG_OPTIONS = {
     "no endpoint": ("--listen=executor.sock", "", "'executor.sock' is no endpoint"),
     "a directory that cannot be": ("--listen=local:///proc/x/y.sock", "", "cannot .* local:///proc/x/y.sock"),
     "a name that cannot be": ("--listen=tcp://127.0.0.1:none", "", "cannot listen at tcp://127.0.0.1:none"),
+    "a port that cannot be": (
+        "--listen=tcp://127.0.0.1:99999",
+        "",
+        "cannot listen at tcp://127.0.0.1:99999: .*port from 0 to 65535",
+    ),
+    "where nobody can reach it": ("--listen=inproc://x", "", "cannot listen at inproc://x: .*symbiosis.Executor"),
     "other machines without keys": ("--listen=tcp://0.0.0.0:0", "", "--key and --tenants"),
 }
 
@@ -145,6 +152,27 @@ def test_a_model_that_is_not_there_ends_the_command_with_a_message(
     executor = start(listen_at("local", tmp_path), model=tmp_path)
     assert executor.wait() == 2
     assert f"cannot load '{tmp_path}'" in log() and "MODEL is a directory with config.json" in log()
+
+
+def test_a_directory_that_is_not_there_is_said_so(start: Callable, log: Callable, tmp_path: Path) -> None:
+    assert start(listen_at("local", tmp_path), model=tmp_path / "nowhere").wait() == 2
+    assert f"error: cannot load '{tmp_path}/nowhere': no such directory\n" in log()
+
+
+def test_a_damaged_checkpoint_is_said_so_and_wrong_options_before_it_is_read(
+    start: Callable, log: Callable, tmp_path: Path, model: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(model, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for options, message in {
+        (): "a file is damaged or cut short",
+        ("--serve=decoder.*",): "--serve 'decoder.*' matches no layer. Names look like: ",
+        ("--listen=tcp://127.0.0.1:none",): "cannot listen at tcp://127.0.0.1:none",
+    }.items():
+        assert start(*(options or (listen_at("local", tmp_path),)), model=damaged).wait() == 2
+        assert message in log().splitlines()[-1] and "Traceback" not in log()
 
 
 def test_a_port_for_metrics_that_is_taken_ends_the_command_with_a_message(

@@ -143,6 +143,8 @@ class Session:
         self.endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(dict.fromkeys(endpoint))
         if not self.endpoints:
             raise ConfigError("an empty list of endpoints: name at least one executor")
+        if not timeout > 0:
+            raise ConfigError(f"timeout must be positive, not {timeout}: seconds that one call may take")
         self.endpoint = self.endpoints[0]  # the one in use
         self.priority, self.patience, self.timeout = priority, patience, timeout
         self.fingerprint, self.observer, self.exact = fingerprint, observer, exact

@@ -99,6 +99,11 @@ def wrap(
     ...     symbiosis.stats(model).calls
     0
     """
+    if not isinstance(model, nn.Module):
+        raise WrapError(
+            f"wrap takes a model, not {model!r:.80}: load it with AutoModelForCausalLM.from_pretrained(...), or let "
+            "symbiosis.from_executor(...) build it"
+        )
     words: dict[str, Any] = {"priority": _priority(priority), "timeout": timeout, "exact": exact}
     session = _session(endpoint or default_endpoints(), privacy, verify, **words)
     try:

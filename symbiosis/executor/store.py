@@ -152,6 +152,11 @@ def _head_names(model: Any) -> set[str]:
     return {name for name, module in model.named_modules(remove_duplicate=False) if head is not None and module is head}
 
 
+def check_patterns(model: nn.Module, serve: Sequence[str]) -> None:
+    """Each must match a layer; the model may be one without weights."""
+    _choose(list(_entries(model)), serve, _head_names(model))
+
+
 def _choose(entries: list[tuple[str, str, Tensor, Tensor | None]], serve: Sequence[str], heads: set[str]) -> set[str]:
     possible = {name: kind for name, kind, _, _ in entries if kind != "client"}
     if not serve:

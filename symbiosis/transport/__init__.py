@@ -15,13 +15,25 @@ from symbiosis.transport.tensors import CPU
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
 
-__all__ = ["Connection", "Inbox", "Listener", "Peer", "Reactor", "connect", "listen", "may_go_by_nccl", "open_line"]
+__all__ = [
+    "Connection",
+    "Inbox",
+    "Listener",
+    "Peer",
+    "Reactor",
+    "connect",
+    "listen",
+    "may_go_by_nccl",
+    "open_line",
+    "parts_of",
+]
 logger = logging.getLogger("symbiosis")
+LAST_PORT = 65535
 
 
 def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU) -> Connection:
     """Join the executor at `url`, for rows on `device`; `ConnectionLost` if nobody answers in `timeout` seconds."""
-    scheme, address = _parts(url)
+    scheme, address = parts_of(url)
     if scheme == "inproc":
         from symbiosis.transport import inproc
 
@@ -38,7 +50,7 @@ def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU) 
 
 def may_go_by_nccl(url: str) -> bool:
     """Whether it makes a difference to `connect` that rows are on a GPU."""
-    scheme, address = _parts(url)
+    scheme, address = parts_of(url)
     if scheme != "tcp":
         return False
     from symbiosis.transport.curve import Address
@@ -61,7 +73,7 @@ def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device) -
 
 def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patience: float) -> "DeviceLine | None":
     """A way for the calls of a GPU that no CPU waits for; None where calls must go through the host's memory, and why is logged."""
-    scheme, address = _parts(url)
+    scheme, address = parts_of(url)
     if scheme != "local" or device.type != "cuda":
         return None
     from symbiosis.transport.cuda_client import DeviceLine
@@ -78,7 +90,7 @@ def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patien
 
 def listen(url: str, reactor: Reactor, inbox: Inbox) -> Listener:
     """Answer at `url`: events on its descriptors run in `reactor`, messages go to `inbox`."""
-    scheme, address = _parts(url)
+    scheme, address = parts_of(url)
     if scheme == "inproc":
         from symbiosis.transport import inproc
 
@@ -92,8 +104,12 @@ def listen(url: str, reactor: Reactor, inbox: Inbox) -> Listener:
     return zeromq.Listener(address, reactor, inbox)
 
 
-def _parts(url: str) -> tuple[str, str]:
+def parts_of(url: str) -> tuple[str, str]:
+    """Scheme and address of an endpoint."""
     scheme, separator, address = url.partition("://")
     if not separator or not address or scheme not in ("inproc", "local", "tcp"):
         raise ConfigError(f"{url!r} is no endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp://HOST:PORT")
+    port = address.partition("?")[0].rpartition(":")[2]
+    if scheme == "tcp" and not (port == "*" or (port.isdecimal() and int(port) <= LAST_PORT)):
+        raise ConfigError(f"{url!r} is no endpoint: write tcp://HOST:PORT with a port from 0 to {LAST_PORT}")
     return scheme, address
