@@ -53,7 +53,11 @@ class ConfigError(SymbiosisError, ValueError):
 
 
 class WrapError(SymbiosisError, ValueError):
-    """A model cannot be wrapped; it was left unchanged."""
+    """A model cannot be wrapped; it was left unchanged. `code` is WRONG_MODEL where it is not the executor's."""
+
+    def __init__(self, message: str, code: Code | None = None) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 class RemoteWeightError(SymbiosisError, RuntimeError):

@@ -32,13 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def tiny_llama(
-    hidden: int = 64, inner: int = 96, heads: int = 4, key_value_heads: int = 2, layers: int = 2
+    hidden: int = 64, inner: int = 96, heads: int = 4, key_value_heads: int = 2, layers: int = 2, tied: bool = False
 ) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=key_value_heads, vocab_size=100, max_position_embeddings=128, bos_token_id=1,
-        eos_token_id=2, pad_token_id=0,
+        eos_token_id=2, pad_token_id=0, tie_word_embeddings=tied,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()
 

@@ -4,6 +4,7 @@ import copy
 import gc
 import io
 import os
+import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ import symbiosis
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import sessions
 from symbiosis.client.virt_layer import VirtLinear
-from symbiosis.errors import ExecutorUnavailable, RemoteWeightError, WeightRead, WeightWrite, WrapError
+from symbiosis.errors import Code, ExecutorUnavailable, RemoteWeightError, WeightRead, WeightWrite, WrapError
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False}
@@ -264,8 +265,9 @@ def test_wrong_model_is_refused_and_left_unchanged(llama: nn.Module, serve: Call
     with torch.no_grad():
         other.model.layers[1].mlp.gate_proj.weight.view(torch.int32)[0, 0] ^= 1  # one flipped bit
     before = logits(other, ids)
-    with pytest.raises(WrapError, match=r"layers\.1\.mlp\.gate_proj: the weights differ"):
+    with pytest.raises(WrapError, match=r"layers\.1\.mlp\.gate_proj: the weights differ") as error:
         symbiosis.wrap(other, executor.endpoint)
+    assert error.value.code is pickle.loads(pickle.dumps(error.value)).code is Code.WRONG_MODEL
     assert torch.equal(logits(other, ids), before)
     with pytest.raises(WrapError, match=r"bfloat16.*float32"):
         symbiosis.wrap(copy.deepcopy(llama).to(torch.bfloat16), executor.endpoint)
@@ -273,6 +275,55 @@ def test_wrong_model_is_refused_and_left_unchanged(llama: nn.Module, serve: Call
         symbiosis.wrap(tiny_gpt2(), executor.endpoint)
     with pytest.raises(WrapError, match="wrapped already"):
         symbiosis.wrap(symbiosis.wrap(copy.deepcopy(llama), executor.endpoint), executor.endpoint)
+
+
+def test_a_tied_head_is_reported_and_why_it_cannot_be_wrapped(serve: Callable, ids: Tensor) -> None:
+    model = tiny_llama(tied=True)
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint)
+    assert str(symbiosis.report(split)) == "wrapped 14/15 (kept: lm_head, tied)"
+    assert torch.equal(logits(split, ids), logits(model, ids))
+    with pytest.raises(
+        WrapError, match=r"LlamaForCausalLM \(lm_head\), but all .* stay with it: lm_head: tied$"
+    ) as error:
+        symbiosis.wrap(model, serve(model, serve=["lm_head"]).endpoint)
+    assert error.value.code is Code.WRONG_MODEL
+
+
+def test_a_model_of_other_shapes_is_refused_naming_both(llama: nn.Module, serve: Callable) -> None:
+    with pytest.raises(
+        WrapError, match=r"q_proj: its shape \(32, 32\) is not the executor's \(64, 64\); .* and 11 more"
+    ):
+        symbiosis.wrap(tiny_llama(32, 48), serve(llama).endpoint)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    return lambda: [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_a_layer_of_another_shape_stays_with_a_warning(llama: nn.Module, serve: Callable, warnings: Callable) -> None:
+    endpoint = serve(llama).endpoint
+    symbiosis.wrap(copy.deepcopy(llama), endpoint)
+    assert not warnings()
+    llama.model.layers[1].mlp.up_proj = nn.Linear(64, 80, bias=False)
+    symbiosis.wrap(llama, endpoint)
+    (told,) = warnings()
+    assert "1 of the layers" in told
+    assert "model.layers.1.mlp.up_proj: its shape (80, 64) is not the executor's (96, 64)" in told
+
+
+def test_another_configuration_is_told(llama: nn.Module, serve: Callable, warnings: Callable) -> None:
+    """The weights are the same, the results are not."""
+    endpoint, config = serve(llama).endpoint, llama.config
+    config.rms_norm_eps, config.num_attention_heads, config.use_cache = 1e-3, 8, False
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 5e5}
+    symbiosis.wrap(llama, endpoint)
+    (told,) = warnings()
+    assert endpoint in told and "use_cache" not in told
+    assert "rms_norm_eps is 0.001 here and 1e-06 there" in told and "num_attention_heads is 8 here and 4 there" in told
+    assert "rope_parameters.rope_theta is 500000.0 here and 10000.0 there" in told
+    symbiosis.from_executor(endpoint, rms_norm_eps=1e-3)  # is asked for
+    assert len(warnings()) == 1
 
 
 def test_bare_model_of_what_is_served(llama: nn.Module, serve: Callable, ids: Tensor) -> None:

@@ -17,7 +17,7 @@ from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import CALL_S, Session
 from symbiosis.client.wrap import _priority, attach
 from symbiosis.config import default_endpoints
-from symbiosis.errors import WrapError
+from symbiosis.errors import Code, WrapError
 from symbiosis.protocol import Op
 
 
@@ -118,7 +118,8 @@ def _fill(model: nn.Module, session: Session, device: torch.device) -> None:
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if missing:
         raise WrapError(
-            f"the executor has no {missing[0]} (and {len(missing) - 1} more): it serves another architecture"
+            f"the executor has no {missing[0]} (and {len(missing) - 1} more): it serves another architecture",
+            Code.WRONG_MODEL,
         )
 
 

@@ -5,6 +5,7 @@ happens to be an `nn.Linear`. That is what keeps an adapter's own layers on the 
 anything is changed.
 """
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.noise import Noise
@@ -27,7 +28,7 @@ from symbiosis.client.session import CALL_S, Session, Stats
 from symbiosis.client.verify import Proofs
 from symbiosis.client.virt_layer import VirtConv1D, VirtLinear
 from symbiosis.config import default_endpoints
-from symbiosis.errors import WrapError
+from symbiosis.errors import Code, WrapError
 from symbiosis.fingerprint import digest
 from symbiosis.protocol import Layer, Priority
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
@@ -39,6 +40,9 @@ PROXY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: VirtLinear, Conv1D: 
 ORIGINAL = {proxy: original for original, proxy in PROXY.items()}
 # Names that PEFT, torch and accelerate put between a layer and its parent.
 DETOURS = frozenset(("base_layer", "original_module", "parametrizations", "original", "_orig_mod", "module"))
+OTHER_SHAPE = "its shape"
+# Of a configuration, what decides results; the rest is of shapes, training, generation and tokens.
+DECIDES = ("*rope_*", "*norm*", "*_eps", "*epsilon*", "*_act", "*activation*", "*head*", "*_per_tok", "*window*", "*softcap*", "*scal*", "*multiplier*", "*rotary*", "*layer_types*")  # fmt: skip
 DECODES = "_optimize_model_for_decode"  # the method that transformers' `generate` decodes within
 
 
@@ -129,10 +133,11 @@ def attach(
     if private:
         plan = _without_the_private(model, plan, report, session.manifest)
     if not plan:
-        raise WrapError(_nothing_matches(session, patterns))
+        raise WrapError(_nothing_matches(session, patterns, report), Code.WRONG_MODEL)
     if device is None:
         for places, index in plan:
             check_same(places[0], session.manifest[index])
+        _warn_of_differences(model, session, report)
     if any(session.manifest[index].kind == "tensor" for _, index in plan):
         _gather_no_experts(model)
     support_peft_methods()
@@ -196,7 +201,7 @@ def plan_wrap(
     plan, report = [], Report()
     for places in by_tensor.values():
         reason = _why_kept(places, served, chosen, manifest, some_frozen)
-        name = next((place.layer_name for place in places if place.layer_name in served), places[0].layer_name)
+        name = _candidate(places, served).layer_name
         if reason is None:
             plan.append((places, served[name]))
             report.wrapped.append(name)
@@ -211,8 +216,10 @@ def _why_kept(
     """None: goes to the executor. "": no candidate at all. Else the reason to stay."""
     candidates = [place for place in places if place.layer_name in served]
     if not candidates:
-        is_linear = isinstance(places[0].owner, nn.Linear | Conv1D)
-        return "not served" if is_linear and not _belongs_to_adapter(places[0]) else ""
+        candidate = _candidate(places, served)
+        if not _is_linear(candidate) or _belongs_to_adapter(candidate):
+            return ""
+        return "tied" if any(place.owner is not candidate.owner for place in places) else "not served"
     if len(candidates) < len(places):
         return "tied"
     if not all(place.layer_name in chosen for place in candidates):
@@ -221,7 +228,20 @@ def _why_kept(
     if tensor.requires_grad and some_frozen:
         return "trainable"
     expected = manifest[served[places[0].layer_name]].shape
-    return None if tuple(tensor.shape) == expected else f"its shape {tuple(tensor.shape)} is not {expected}"
+    return (
+        None
+        if tuple(tensor.shape) == expected
+        else f"{OTHER_SHAPE} {tuple(tensor.shape)} is not the executor's {expected}"
+    )
+
+
+def _candidate(places: list[Place], served: dict[str, int]) -> Place:
+    """Under whose name a tensor is reported: what is served, else a linear layer, to which an embedding may be tied."""
+    return next((p for p in places if p.layer_name in served), next(filter(_is_linear, places), places[0]))
+
+
+def _is_linear(place: Place) -> bool:
+    return isinstance(place.owner, nn.Linear | Conv1D)
 
 
 def _belongs_to_adapter(place: Place) -> bool:
@@ -273,13 +293,52 @@ def check_same(place: Place, layer: Layer) -> None:
     if dtype != layer.dtype:
         raise WrapError(
             f"{layer.name}: this model is {dtype}, the executor's is {layer.dtype}. Load the model with "
-            f"dtype=torch.{layer.dtype} (cast it after wrap if you like), or start the executor with --dtype {dtype}"
+            f"dtype=torch.{layer.dtype} (cast it after wrap if you like), or start the executor with --dtype {dtype}",
+            Code.WRONG_MODEL,
         )
     if tensor.device.type != "meta" and digest(tensor) != layer.digest:
         raise WrapError(
             f"{layer.name}: the weights differ from the executor's. This model is another checkpoint or revision, "
-            "or something changed its weights (PiSSA, OLoRA and the like do at init: keep such layers with layers=)"
+            "or something changed its weights (PiSSA, OLoRA and the like do at init: keep such layers with layers=)",
+            Code.WRONG_MODEL,
         )
+
+
+def _warn_of_differences(model: nn.Module, session: Session, report: Report) -> None:
+    """What is no error, as it may be meant, but gives other results than the executor's model."""
+    shapes = [f"{name}: {reason}" for name, reason in report.kept.items() if reason.startswith(OTHER_SHAPE)]
+    if shapes:
+        logger.warning(
+            "%d of the layers that %s serves stay with this client: %s",
+            len(shapes),
+            session.endpoint,
+            "; ".join(shapes[:4]),
+        )
+    config = getattr(base_model(model), "config", None)
+    mine = _settings(json.loads(config.to_json_string(use_diff=False))) if isinstance(config, PreTrainedConfig) else {}
+    theirs = _settings(json.loads(session.welcome.config))
+    settings = [
+        f"{key} is {mine[key]!r} here and {theirs[key]!r} there"
+        for key in mine
+        if theirs.get(key, mine[key]) != mine[key]
+    ]
+    if settings:
+        logger.warning(
+            "this model is configured otherwise than that of %s, so its results differ: %s",
+            session.endpoint,
+            "; ".join(settings),
+        )
+
+
+def _settings(config: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """What decides results, by its name; that of a part by the part's and its own."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= _settings(value, f"{path}{name}.")
+        elif any(fnmatchcase(path + name, pattern) for pattern in DECIDES):
+            found[path + name] = value
+    return found
 
 
 def replace(places: list[Place], handle: Handle, biases: dict[str, str], device: torch.device | None = None) -> None:
@@ -444,10 +503,16 @@ def _priority(name: str | None) -> Priority | None:
         raise WrapError(f"priority is decode, prefill or train, not {name!r}") from None
 
 
-def _nothing_matches(session: Session, patterns: Sequence[str] | None) -> str:
+def _nothing_matches(session: Session, patterns: Sequence[str] | None, report: Report) -> str:
     served = [layer.name for layer in session.manifest if layer.kind != "client"]
-    what = "is none of this model's" if patterns is None else f"matches {list(patterns)}"
-    return f"no layer that {session.endpoint} serves ({session.welcome.model_class}: {served[:3]}, ...) {what}"
+    examples = ", ".join(served[:3]) + (", ..." if len(served) > 3 else "")
+    told = f"{session.endpoint} serves layers of a {session.welcome.model_class} ({examples})"
+    kept = [f"{name}: {reason}" for name, reason in report.kept.items() if name in served]
+    if not kept:
+        return f"{told}, but none of this model's: wrap the model that the executor serves, or start one for this model"
+    more = f" and {len(kept) - 3} more" if len(kept) > 3 else ""
+    chosen = "" if patterns is None else f" (layers={list(patterns)})"
+    return f"{told}, but all that this model has of them stay with it{chosen}: {'; '.join(kept[:3])}{more}"
 
 
 def _gather_no_experts(model: nn.Module) -> None:
