@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch.distributed as dist
 import zmq
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.protocol import Call, Hello, Op, encode_call, encode_control
+from tests.conftest import tiny_llama
 from tests.processes import Client, Executor, Say, killed_at_the_end
 
 
@@ -61,6 +63,29 @@ def train(say: Say, endpoint: Any, steps: int, turns: Any = None, timeout: float
     result = train_model(model, steps, begin)
     stats = symbiosis.stats(model)
     return {**result, "reconnects": stats.reconnects, "retries": stats.retries}
+
+
+def data_parallel(say: Say, endpoint: str, store: Path, rank: int) -> dict[str, Any]:
+    """The gradients of one of two ranks, of a split and of an unsplit model; and of its own rows without the other rank."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        ids, split = batches(2)[rank], symbiosis.wrap(tiny_llama(), endpoint)
+        plain = nn.parallel.DistributedDataParallel(with_adapter(tiny_llama()))
+        return {
+            "plain": gradients(plain, ids),
+            "split": gradients(nn.parallel.DistributedDataParallel(with_adapter(split)), ids),
+            "alone": gradients(with_adapter(tiny_llama()), ids),
+            "calls": symbiosis.stats(split).calls,
+        }
+    finally:
+        dist.destroy_process_group()
+
+
+def gradients(model: nn.Module, ids: Tensor) -> dict[str, Any]:
+    """Of a step; by the names that they have without DDP."""
+    torch.manual_seed(5)
+    model.train()(input_ids=ids, labels=ids).loss.backward()
+    return {n.removeprefix("module."): p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def undisturbed(model: Path, steps: int) -> dict[str, Any]:

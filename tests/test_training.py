@@ -5,16 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from peft import IA3Config, LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoTokenizer, ContinuousBatchingConfig, GenerationConfig, Trainer, TrainingArguments
 
 import symbiosis
 from symbiosis.executor.load import DEMO_MODEL, load_model
+from tests import programs
 from tests.conftest import tiny_gpt2, tiny_llama
+from tests.processes import Client
 
 datasets = pytest.importorskip("datasets")  # comes with TRL
 
@@ -160,20 +162,21 @@ def test_accelerate(pair: tuple[nn.Module, nn.Module], ids: Tensor) -> None:
         assert torch.equal(results[1][name], value), name
 
 
-def test_distributed_data_parallel(pair: tuple[nn.Module, nn.Module], ids: Tensor, tmp_path: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        results = []
-        for model in pair:
-            torch.manual_seed(3)
-            wrapped = nn.parallel.DistributedDataParallel(get_peft_model(model, lora()))
-            wrapped(input_ids=ids, labels=ids).loss.backward()
-            results.append({n: p.grad for n, p in wrapped.named_parameters() if p.grad is not None})
-        assert results[0].keys() == results[1].keys()
-        for name, gradient in results[0].items():
-            assert torch.equal(results[1][name], gradient), name
-    finally:
-        dist.destroy_process_group()
+def test_distributed_data_parallel(llama: nn.Module, serve: Callable, processes: list, tmp_path: Path) -> None:
+    """Two ranks, each with data of its own and a client of its own; their gradients are averaged."""
+    endpoint = serve(llama, listen=[f"local://{tmp_path}/x.sock"], batch_invariant=True).endpoint
+    for rank in range(2):
+        processes.append(Client(programs.data_parallel, endpoint, tmp_path / "store", rank))
+    results = [process.result() for process in processes]
+    expected = results[0]["plain"]
+    assert len(expected) > 5 and any(gradient.any() for gradient in expected.values())
+    for result in results:
+        assert result["calls"] > 20
+        for gradients in (result["plain"], result["split"]):
+            assert gradients.keys() == expected.keys()
+            for name, gradient in expected.items():
+                assert numpy.array_equal(gradients[name], gradient), name
+    assert any((results[0]["alone"][name] != results[1]["alone"][name]).any() for name in expected)
 
 
 # ---------------------------------------------------------------- generation
