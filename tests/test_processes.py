@@ -1,5 +1,6 @@
 """Executors and clients as the processes that people start: options, signals, sockets, and several clients at once."""
 
+import json
 import re
 import shutil
 import signal
@@ -72,7 +73,7 @@ def echoes(endpoint: str) -> bool:
 def test_the_command_says_where_it_serves_and_ends_when_told(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.sock"
     process = subprocess.Popen(
-        [*COMMAND, str(model), f"--listen=local://{path}", "--listen=tcp://127.0.0.1:0"],
+        [*COMMAND, str(model), f"--listen=local://{path}", "--listen=tcp://127.0.0.1:0", "--log-format=json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -86,6 +87,9 @@ def test_the_command_says_where_it_serves_and_ends_when_told(model: Path, tmp_pa
         assert process.wait(WAIT_S) == 0
         assert process.stdout.read() == ""
         assert not path.exists()
+        assert process.stderr
+        events = [json.loads(line)["event"] for line in process.stderr.read().splitlines()]  # and nothing but them
+        assert (events[0], events[-1]) == ("memory", "stopped")
     finally:
         process.kill()
         process.communicate()

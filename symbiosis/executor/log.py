@@ -6,6 +6,8 @@ import sys
 import time
 from typing import Any
 
+import transformers
+
 logger = logging.getLogger("symbiosis.executor")
 logger.addHandler(logging.NullHandler())  # an executor inside a program logs where the program says, or nowhere
 
@@ -20,13 +22,15 @@ def worth_logging(count: int) -> bool:
 
 
 def set_up_logging(log_format: str) -> None:
-    """Lines on stderr: for people, or one JSON object each."""
+    """Lines on stderr: for people, or one JSON object each; then nothing else, so no progress bars."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger("symbiosis")
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
     root.propagate = False
+    if log_format == "json":
+        transformers.utils.logging.disable_progress_bar()
 
 
 class TextFormatter(logging.Formatter):
