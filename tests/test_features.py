@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import symbiosis
@@ -229,6 +230,25 @@ def test_unwrap(llama: nn.Module, serve: Callable, tmp_path: Path, ids: Tensor) 
         assert torch.equal(logits(model, ids), logits(llama, ids))
         assert model.state_dict().keys() == llama.state_dict().keys()
         assert_same(step(adapted(model), ids), step(adapted(copy.deepcopy(llama)), ids))
+
+
+def test_unwrap_takes_the_weights_from_where_the_model_came(
+    llama: nn.Module, serve: Callable, tmp_path: Path, ids: Tensor
+) -> None:
+    """... as long as they are the executor's."""
+    llama.save_pretrained(tmp_path)
+    endpoint = serve(llama).endpoint
+    split = symbiosis.wrap(AutoModelForCausalLM.from_pretrained(tmp_path), endpoint)
+    assert torch.equal(logits(symbiosis.unwrap(split), ids), logits(llama, ids))
+    assert type(split.model.layers[0].mlp.up_proj) is nn.Linear
+    symbiosis.wrap(split, endpoint)
+    with torch.no_grad():
+        llama.model.layers[1].mlp.up_proj.weight.add_(1)
+    llama.save_pretrained(tmp_path)
+    for weights, where in ((None, f"the weights in {tmp_path}"), (llama.state_dict(), "the given weights")):
+        with pytest.raises(WrapError, match=rf"layers\.1\.mlp\.up_proj: {where} differ from") as error:
+            symbiosis.unwrap(split, weights)
+        assert error.value.code is Code.WRONG_MODEL and type(split.model.layers[0].mlp.up_proj) is VirtLinear
 
 
 @pytest.mark.parametrize("pattern", ["*", "model.layers.0.*", "lm_head"])

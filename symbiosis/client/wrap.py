@@ -388,15 +388,16 @@ def _is_served(given: Tensor | None, handle: Handle) -> bool:
     """Whether what is to be loaded, if anything, is what the executor has."""
     if given is None or isinstance(given, RemoteWeight) or given.device.type == "meta":
         return True
-    layer = handle.layer
-    if handle.private is not None or tuple(given.shape) != layer.shape:
-        return False
-    return digest(given.to(TORCH_DTYPE[layer.dtype])) == layer.digest
+    return handle.private is None and _is_the_executors(given, handle.layer)
+
+
+def _is_the_executors(value: Tensor, layer: Layer) -> bool:
+    return tuple(value.shape) == layer.shape and digest(value.to(TORCH_DTYPE[layer.dtype])) == layer.digest
 
 
 def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) -> Model:
     """Give the model its own weights back: `weights` (a checkpoint directory or state dict), else read from the executor
-    if it allows reads, else from the checkpoint that the model was loaded from.
+    if it allows reads, else from the directory that the model was loaded from. Other weights than the executor's are refused.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo", allow_read=True) as executor:
@@ -426,12 +427,19 @@ def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: An
     if weights is None and remote[0].handle.session.welcome.allow_read:
         return lambda weight: weight.value().clone()
     tensors = weights if isinstance(weights, dict) else _checkpoint(model, weights)
+    where = "the given weights" if weights is not None else f"the weights in {_loaded_from(model)}"
 
     def take(weight: RemoteWeight) -> Tensor:
         layer = weight.handle.layer
         value = tensors.get(f"{layer.name}.weight", tensors.get(layer.name))
         if value is None or tuple(value.shape) != layer.shape:
-            raise WrapError(f"the given weights have no {layer.name} of shape {layer.shape}")
+            raise WrapError(f"{where} have no {layer.name} of shape {layer.shape}", Code.WRONG_MODEL)
+        if not _is_the_executors(value, layer):
+            raise WrapError(
+                f"{layer.name}: {where} differ from those that this model was wrapped with: pass weights=DIRECTORY (or a state dict) "
+                "of the executor's checkpoint and revision",
+                Code.WRONG_MODEL,
+            )
         return value.to(weight.device, weight.dtype)
 
     return take
@@ -440,7 +448,7 @@ def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: An
 def _checkpoint(model: nn.Module, directory: str | Path | None) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    path = Path(directory or getattr(base_model(model), "name_or_path", "") or "/nonexistent")
+    path = Path(directory or _loaded_from(model) or "/nonexistent")
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if not files:
         raise WrapError(
@@ -448,6 +456,11 @@ def _checkpoint(model: nn.Module, directory: str | Path | None) -> dict[str, Ten
             "or start the executor with --allow-read"
         )
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _loaded_from(model: nn.Module) -> str:
+    """A directory or a hub id; empty if the model was built."""
+    return getattr(base_model(model), "name_or_path", "")
 
 
 def remote_weights(model: nn.Module) -> Iterator[RemoteWeight]:
