@@ -2,7 +2,7 @@
 
 `W R` is as narrow as R, so the test costs a small part of the product. A wrong answer passes with a probability of at most 2^-24 with
 integers (24 columns, because modulo 2^k half of the columns may miss a wrong highest bit). With floating point an answer must be
-wrong by more than rounding explains: by some hundredths of its row's length in bfloat16, some thousandths in float16, some 10^-5 in float32.
+wrong by more than rounding explains: by some hundredths of its row's length in bfloat16, some thousandths in float16, some 10^-4 in float32.
 """
 
 from typing import TYPE_CHECKING, NamedTuple
@@ -82,10 +82,12 @@ def _differ_by_much(proof: Proof, x_TK: Tensor, y_TN: Tensor) -> Tensor:
     """A row may be off by what rounding explains. Each value of it is rounded once, and where a GPU sums in parts, each part, which has the
     size that the terms have together; the sums themselves are made in float32."""
     assert proof.squares_KM is not None and proof.lengths_M is not None
-    eps = torch.finfo(y_TN.dtype).eps
+    eps, least = torch.finfo(y_TN.dtype).eps, torch.finfo(y_TN.dtype).tiny
+    least *= eps if y_TN.dtype is torch.float16 else x_TK.shape[1]  # the others' smaller terms may be taken for zero
     x_TK, y_TN = x_TK.double(), y_TN.double()
     values_TM = (y_TN.square() @ proof.r.square()).sqrt()
     parts_TM = (x_TK.square() @ proof.squares_KM).sqrt()
     sums_TM = torch.linalg.vector_norm(x_TK, dim=1, keepdim=True) * proof.lengths_M
-    allowed_TM = ROUNDED * eps * (values_TM + parts_TM) + SUMMED * min(eps, EPS_32) * sums_TM
+    rounded_TM = eps * (values_TM + parts_TM) + least * torch.linalg.vector_norm(proof.r, dim=0)
+    allowed_TM = ROUNDED * rounded_TM + SUMMED * min(eps, EPS_32) * sums_TM
     return ~((y_TN @ proof.r - x_TK @ proof.s).abs() <= allowed_TM).all(1) & x_TK.isfinite().all(1)
