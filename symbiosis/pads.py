@@ -1,5 +1,6 @@
 """`symbiosis pads`: a tenant's pads for one model, made from the public weights, read layer by layer."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from shutil import disk_usage
@@ -44,13 +45,28 @@ def make(
         raise ConfigError(
             f"{file} would have {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: make fewer --tokens"
         )
-    PadFile.create(file, contents, nbytes)
+    part = file.with_name(f"{file.name}.part")  # a file of pads is whole, whatever ends us
     try:
-        _fill(file, contents, structure, weights)
+        PadFile.create(part, contents, nbytes)
+    except FileExistsError:
+        raise ConfigError(f"{part} exists: remove it, unless another symbiosis pads is writing it") from None
+    try:
+        _fill(part, contents, structure, weights)
+        part.rename(file)
     except BaseException:
-        file.unlink()
+        part.unlink()
         raise
+    _sync(file.parent)
     return contents
+
+
+def _sync(folder: Path) -> None:
+    """Its names, to the disk."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class Weights:
@@ -162,3 +178,5 @@ def _fill(file: Path, contents: Contents, model: nn.Module, weights: Weights) ->
                     pads_TK = keystream(contents.key, (rows, stream.width), INTEGERS[contents.bits], number, first)
                     out.write(modular_product(pads_TK, w_DKN).numpy().data)
                     progress.advance(task, rows / len(places))
+        out.flush()
+        os.fsync(out.fileno())

@@ -9,6 +9,7 @@ import fcntl
 import os
 import struct
 import threading
+import weakref
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -21,7 +22,7 @@ from symbiosis.client.fixed_point import INTEGERS
 from symbiosis.client.groups import Member
 from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked, checked_bits
 from symbiosis.client.verify import Proofs
-from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
+from symbiosis.errors import CallError, ConfigError, PadsUsedUp, WrapError
 from symbiosis.keystream import keystream
 from symbiosis.protocol import MAX_GROUP, Op, Priority
 
@@ -29,6 +30,7 @@ MAGIC = b"SYMpads1"
 PAGE = 4096
 AT_ONCE = 64  # rows that are written off together, as every writing waits for the disk
 _HEAD = struct.Struct("<8sQ")
+_files: "weakref.WeakSet[PadFile]" = weakref.WeakSet()
 _COUNTER = struct.Struct("<Q")
 
 
@@ -75,12 +77,17 @@ class PadFile:
                 self.contents = msgspec.msgpack.decode(file.read(length), type=Contents)
         except (OSError, ValueError, struct.error) as error:
             raise ConfigError(f"{path} is no file of pads ({error}): make one with symbiosis pads") from None
+        size, whole = path.stat().st_size, data_end(self.contents)
+        if size < whole:
+            raise ConfigError(
+                f"{path} has {size} bytes of {whole}: copy it again, and do not use the original, or make another one"
+            )
         self._counters = _HEAD.size + length
         self._lock = threading.Lock()
         self._mine: dict[int, tuple[int, int]] = {}  # by stream: rows that are written off, and not yet used
         self._pid = os.getpid()
-        shape = (path.stat().st_size,)
-        self._memory = torch.from_file(str(path), shared=False, size=shape[0], dtype=torch.uint8)
+        self._memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        _files.add(self)
 
     @staticmethod
     def create(path: Path, contents: Contents, nbytes: int) -> None:
@@ -90,6 +97,10 @@ class PadFile:
             file.write(_HEAD.pack(MAGIC, len(head)) + head + bytes(_COUNTER.size * len(contents.streams)))
             assert file.tell() <= data_start(contents)
             file.truncate(nbytes)
+
+    def forget_parent(self) -> None:
+        """In a forked child: a thread that it does not have may have held the lock."""
+        self._lock = threading.Lock()
 
     def left(self, stream: int) -> int:
         """Pads that nobody has written off."""
@@ -141,6 +152,19 @@ def data_start(contents: Contents) -> int:
     """Where the effects may begin; starts are numbers of up to 8 bytes in the head."""
     head = len(msgspec.msgpack.encode(contents)) + 9 * sum(len(stream.effects) for stream in contents.streams)
     return _page(_HEAD.size + head + _COUNTER.size * len(contents.streams))
+
+
+def data_end(contents: Contents) -> int:
+    """The least that the file may have."""
+    row = contents.tokens * contents.dtype.itemsize
+    return max(
+        (effect.start + row * effect.width for stream in contents.streams for effect in stream.effects), default=0
+    )
+
+
+def _after_fork() -> None:
+    for file in list(_files):
+        file.forget_parent()
 
 
 def _page(nbytes: int) -> int:
@@ -232,10 +256,29 @@ class PadsLevel(IntegerLevel):
             first = self.file.take(stream, len(x_TK))
             sent_TK = x_TK + self.file.pads(stream, first, len(x_TK))
             call, shapes = self.call_for(op, together, x_TK, priority)
-            answers = asked(self._session, self.proofs, call, (sent_TK,), shapes, sent_TK)
+            answers = asked(self._session, None, call, (sent_TK,), shapes, sent_TK)
             for member, y_TN in zip(together, answers, strict=True):
-                results.append(y_TN - self.file.effect(effects[member], first, len(x_TK)))
+                result_TN = y_TN - self.file.effect(effects[member], first, len(x_TK))
+                if self.proofs is not None:
+                    self._prove(self.proofs, op, member.layer, (x_TK, result_TN), (sent_TK, y_TN))
+                results.append(result_TN)
         return results
+
+    def _prove(
+        self, proofs: Proofs, op: Op, layer: int, unmasked: tuple[Tensor, Tensor], masked: tuple[Tensor, Tensor]
+    ) -> None:
+        """The result, and with it what the file holds; if it is wrong, tell whose fault that is."""
+        try:
+            proofs.check(self._session, op, layer, *unmasked)
+        except CallError:
+            proofs.check(self._session, op, layer, *masked)
+            raise ConfigError(
+                f"{self.file.path} is damaged: the executor's answer of {self._session.name(layer)} is right, and the pads' effect on it "
+                "is not. Make another file"
+            ) from None
 
     def close(self) -> None:
         pass
+
+
+os.register_at_fork(after_in_child=_after_fork)
