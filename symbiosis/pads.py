@@ -7,7 +7,6 @@ from shutil import disk_usage
 from typing import Any
 
 import torch
-import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -16,7 +15,7 @@ from symbiosis.client.fixed_point import INTEGERS
 from symbiosis.client.pads import Contents, Effect, PadFile, Stream, laid_out
 from symbiosis.client.private import checked_bits
 from symbiosis.errors import ConfigError
-from symbiosis.executor.load import DEMO_MODEL, load_model, model_class
+from symbiosis.executor.load import DEMO_MODEL, load_model, structure
 from symbiosis.fingerprint import digest
 from symbiosis.kernels.integers import modular_product, quantise
 from symbiosis.keystream import keystream, new_key
@@ -36,9 +35,9 @@ def make(
         raise ConfigError(f"{file} exists: pads must not be used twice, so choose another name or remove it")
     folder = DEMO_MODEL if name == "demo" else Path(name)
     weights = Weights(name, folder, dtype)
-    structure = _on_meta(name, folder, weights.dtype)
-    streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(structure)]
-    contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, structure, weights, training)))
+    model = structure(name, weights.dtype)
+    streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(model)]
+    contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, model, weights, training)))
     contents, nbytes = laid_out(contents)
     free = disk_usage(file.parent).free
     if nbytes > free:
@@ -51,7 +50,7 @@ def make(
     except FileExistsError:
         raise ConfigError(f"{part} exists: remove it, unless another symbiosis pads is writing it") from None
     try:
-        _fill(part, contents, structure, weights)
+        _fill(part, contents, model, weights)
         part.rename(file)
     except BaseException:
         part.unlink()
@@ -93,15 +92,6 @@ class Weights:
 def _keys(file: Path) -> list[str]:
     with safe_open(file, framework="pt") as opened:
         return list(opened.keys())
-
-
-def _on_meta(name: str, folder: Path, dtype: str | None) -> nn.Module:
-    config = transformers.AutoConfig.from_pretrained(folder if folder.is_dir() else name)
-    with torch.device("meta"):
-        model: nn.Module = model_class(config)._from_config(
-            config, **({"dtype": getattr(torch, dtype)} if dtype else {})
-        )
-    return model.eval()
 
 
 def masked_layers(model: Any) -> dict[str, nn.Module]:

@@ -48,12 +48,13 @@ def load_config(name: str) -> Any:
         raise ConfigError(f"cannot load {name!r}: {error}\n{MODEL}") from None
 
 
-def structure(name: str) -> nn.Module:
+def structure(name: str, dtype: str | None = None) -> nn.Module:
     """The model without its weights."""
     config = load_config(name)
+    words = {} if dtype is None else {"dtype": getattr(torch, dtype)}
     with torch.device("meta"):
-        model: nn.Module = model_class(config)._from_config(config)
-    return model
+        model: nn.Module = model_class(config)._from_config(config, **words)
+    return model.eval()
 
 
 def _path(name: str) -> str:
