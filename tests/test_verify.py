@@ -31,6 +31,11 @@ def layer(dtype: torch.dtype, inputs: int, outputs: int, kind: str = "normal") -
         x_TK, w_KN = x_TK.abs(), w_KN.abs()
     if kind == "sparse":
         x_TK *= torch.rand(x_TK.shape, generator=generator) < 0.02
+    if kind == "constant":  # whatever is rounded is rounded in the same direction
+        x_TK, w_KN = torch.full_like(x_TK, 0.3), torch.full_like(w_KN, 0.1)
+    if kind == "cancelling":  # the second half of a sum undoes the first
+        x_TK, w_KN = x_TK.abs(), w_KN.abs()
+        x_TK[:, inputs // 2 :] = -x_TK[:, : inputs // 2]
     if kind == "tiny":
         x_TK *= 10 * torch.finfo(dtype).tiny
     proofs = Proofs()
@@ -56,10 +61,10 @@ def in_parts(x_TK: Tensor, w_KN: Tensor, parts: int = 8) -> Tensor:
 
 @every_dtype
 @every_width
-@pytest.mark.parametrize("kind", ["normal", "outliers", "positive", "sparse", "tiny"])
+@pytest.mark.parametrize("kind", ["normal", "outliers", "positive", "sparse", "tiny", "constant", "cancelling"])
 def test_right_answers_pass(dtype: torch.dtype, inputs: int, outputs: int, kind: str) -> None:
     x_TK, w_KN, proofs = layer(dtype, inputs, outputs, kind)
-    for right in (x_TK @ w_KN, in_parts(x_TK, w_KN)):
+    for right in (x_TK @ w_KN, in_parts(x_TK, w_KN), in_parts(x_TK, w_KN, 32)):
         assert not wrong_rows(proofs, Op.FORWARD, x_TK, right)
         assert not wrong_rows(proofs, Op.FORWARD, x_TK[:1], right[:1])
     dy_TN = x_TK @ w_KN
@@ -79,7 +84,7 @@ def test_lies_do_not(dtype: torch.dtype, inputs: int, outputs: int, kind: str) -
         "rows swapped": y_TN.roll(1, 0),
         "negated": -y_TN,
         "doubled": 2 * y_TN,
-        "a tenth more": (1.1 * y_TN.float()).to(dtype),
+        "a fifth more": (1.2 * y_TN.float()).to(dtype),
         "of other weights": x_TK @ others_KN,
         "huge": torch.full_like(y_TN, torch.finfo(dtype).max),
         "not a number": torch.full_like(y_TN, torch.nan),
@@ -95,7 +100,7 @@ def test_lies_do_not(dtype: torch.dtype, inputs: int, outputs: int, kind: str) -
         assert wrong_rows(proofs, Op.DGRAD, dy_TN, wrong_TK) >= len(dx_TK) - few
 
 
-@pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 3e-4), (torch.float16, 0.015), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize(("dtype", "part"), [(torch.float32, 1e-3), (torch.float16, 0.02), (torch.bfloat16, 0.15)])
 @every_width
 def test_noise_of_so_small_a_part_of_an_answer_is_noticed(
     dtype: torch.dtype, part: float, inputs: int, outputs: int
