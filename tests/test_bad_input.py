@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -570,6 +571,32 @@ def test_a_call_that_arrives_in_a_tick_does_not_wait_for_the_next() -> None:
             answer = dealer.recv_multipart()
         assert decode_reply(answer[0]).code is Code.OK
     listener.close()
+
+
+def test_who_was_frozen_takes_nobody_for_hung(tmp_path: Path) -> None:
+    """What clients have said meanwhile is not read yet when it looks for those who hang; afterwards it finds those who do."""
+    server = Server(Store(tiny_llama()), Options(policy="immediate", heartbeat_s=1.0))
+    server.listen((f"local://{tmp_path}/x.sock",))
+    with ThreadPoolExecutor(1) as pool:
+        joining = pool.submit(lambda: RawLocal(server.listeners[0].url).join())
+        while not joining.done():
+            server.reactor.poll(0.01)
+            server._step()
+    raw = joining.result()
+    raw.ring(encode_call(ECHO, 1), bytes(64))
+    time.sleep(1.6)  # how long the executor is frozen
+    server._step()
+    server.reactor.poll(0.0)
+    server._step()
+    assert raw.answer()[0].code is Code.OK
+    for _ in range(3):
+        time.sleep(0.5)  # how long the client says nothing, between two looks
+        server._step()
+    server.reactor.poll(0.0)
+    assert not server.sessions
+    raw.close()
+    for listener in server.listeners:
+        listener.close()
 
 
 def busy_executor(say: Say) -> str:

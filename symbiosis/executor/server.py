@@ -233,12 +233,14 @@ class Server:
 
     def _tick(self) -> None:
         """Once in a while: signs of life, and sessions that gave none."""
-        now = self._next_tick = monotonic()
-        self._next_tick += TICK_S
+        now = monotonic()
+        late, self._next_tick = now - self._next_tick, now + TICK_S
         if now >= self._next_alarm:
             self._look_for_descriptors(now)
         for listener in self.listeners:
             listener.tick()
+        if late > self.options.heartbeat_s / 2:  # this process was frozen: what was said meanwhile is not read yet
+            return
         for session in list(self.sessions.values()):
             if not session.in_flight and now - session.heard > self.options.heartbeat_s:
                 self.figures.dropped += 1
