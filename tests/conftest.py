@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import symbiosis
+from tests.tally import pytest_runtest_makereport, pytest_sessionfinish  # noqa: F401  (hooks)
 
 settings.register_profile("symbiosis", deadline=None)  # a busy machine is no bug
 settings.load_profile("symbiosis")
@@ -64,6 +65,15 @@ def tiny_mixtral() -> nn.Module:
         bos_token_id=1, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).eval()
+
+
+def exact(model: nn.Module) -> nn.Module:
+    """Its weights made small multiples of 1/8: sums with rows of that kind are exact in any order."""
+    generator = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = torch.randint(-8, 9, module.weight.shape, generator=generator) / 8
+    return model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "mixtral": tiny_mixtral}

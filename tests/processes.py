@@ -22,6 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from symbiosis import top
 from symbiosis.client.session import Session
 from symbiosis.executor.metrics import Snapshot
 from symbiosis.protocol import Op
+from tests import tally
 from tests.conftest import tiny_llama
 
 WAIT_S = 60.0  # the longest wait for anything: machines that run tests are busy
@@ -56,6 +58,10 @@ def until(true: Callable[[], Any], what: str = "it", seconds: float = WAIT_S) ->
         time.sleep(0.002)
 
 
+def p99(times: Sequence[float]) -> float:
+    return float(numpy.percentile(times, 99))
+
+
 def turns() -> Any:
     """What a child waits for, as often as it is released here."""
     return _context.Semaphore(0)
@@ -68,6 +74,8 @@ def pipe() -> tuple[Connection, Connection]:
 
 class Process:
     """A child process that is killed at the end of the test, whatever state it is in."""
+
+    killed_ones = ""  # as what its kills are counted
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
         self._process = _context.Process(target=target, args=arguments, daemon=True)
@@ -86,6 +94,12 @@ class Process:
         return code
 
     def kill(self) -> None:
+        """A fault, which is counted."""
+        if self.alive and self.killed_ones:
+            tally.done[self.killed_ones] += 1
+        self.end()
+
+    def end(self) -> None:
         with suppress(ProcessLookupError):
             self.signal(signal.SIGKILL)
         self._process.join(WAIT_S)
@@ -114,8 +128,10 @@ class Process:
 class Executor(Process):
     """`symbiosis-executor MODEL OPTION ...`, ready when this returns."""
 
+    killed_ones = tally.EXECUTORS
+
     def __init__(self, model: Path | str, *options: str, log: Path) -> None:
-        self.model, self.options, self.log = model, options, log
+        self.model, self.options, self.log, self._ended = model, options, log, False
         reader, writer = _context.Pipe(duplex=False)
         super().__init__(_run_executor, writer, str(log), [str(model), *options])
         writer.close()
@@ -153,6 +169,13 @@ class Executor(Process):
         self.signal(signal.SIGTERM)
         return self.wait()
 
+    def end(self) -> None:
+        """... which counts a crash, if it was ready and has gone by itself."""
+        if not self._ended and not self.alive and self.line and self._process.exitcode != 0:
+            tally.done[tally.CRASHES] += 1
+        self._ended = True
+        super().end()
+
 
 def _run_executor(stdout: Connection, log: str, arguments: list[str]) -> None:
     _become(["symbiosis-executor", *arguments], stdout.fileno(), log)
@@ -184,8 +207,8 @@ class Program(Process):
         code = self.wait(seconds)
         return subprocess.CompletedProcess(str(self), code, self._out.read_text(), self._err.read_text())
 
-    def kill(self) -> None:
-        super().kill()
+    def end(self) -> None:
+        super().end()
         self._written.cleanup()
 
 
@@ -216,6 +239,8 @@ Say = Callable[[Any], None]
 class Client(Process):
     """A process that runs `program(say, *arguments)`: `say` sends what the test hears by `heard`, the rest is `result`."""
 
+    killed_ones = tally.CLIENTS
+
     def __init__(self, program: Callable[..., Any], *arguments: Any) -> None:
         self._ear, mouth = _context.Pipe(duplex=False)
         super().__init__(_run_client, mouth, program, arguments)
@@ -243,8 +268,8 @@ class Client(Process):
         except EOFError:
             raise AssertionError(f"client {self.pid} died: {self.wait()}") from None
 
-    def kill(self) -> None:
-        super().kill()
+    def end(self) -> None:
+        super().end()
         self._ear.close()
 
 
@@ -265,7 +290,7 @@ def killed_at_the_end() -> Iterator[list[Process]]:
         yield processes
     finally:
         for process in processes:
-            process.kill()
+            process.end()
 
 
 @contextmanager
@@ -295,6 +320,7 @@ class Bystander:
     def __init__(self, endpoint: str | Sequence[str], model: nn.Module) -> None:
         self.session = Session(endpoint)
         self.calls, self.slowest_s = 0, 0.0
+        self.times: list[float] = []  # of each call
         self.most_retries = 0  # of one call
         self.problem: object = None
         self._number = layer_number(self.session, self.LAYER)
@@ -314,7 +340,8 @@ class Bystander:
             except Exception as error:
                 self.problem = error
             self.most_retries = max(self.most_retries, self.session.stats.retries - retries)
-            self.slowest_s = max(self.slowest_s, time.monotonic() - begun)
+            self.times.append(time.monotonic() - begun)
+            self.slowest_s = max(self.slowest_s, self.times[-1])
             self.calls += 1
 
     def goes_on(self) -> None:

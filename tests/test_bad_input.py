@@ -64,6 +64,7 @@ from symbiosis.transport.slab import (
     reply_at,
 )
 from symbiosis.transport.zeromq import AT_ONCE
+from tests import tally
 from tests.conftest import tiny_llama
 from tests.processes import Bystander, Client, Say, both_transports, killed_at_the_end, until
 
@@ -456,6 +457,7 @@ def test_random_frames_harm_nobody(
             dealer.recv_multipart()
     for _ in range(32):
         dealer.recv_multipart()
+    tally.done[tally.SENT] += times
 
 
 @only_tcp
@@ -671,6 +673,7 @@ def test_random_greetings_harm_nobody(executor: symbiosis.Executor, times: int) 
             raw[chance.randrange(len(raw))] = chance.randrange(256)
         with socket.create_connection((host, int(port)), timeout=WAIT_S) as sock, contextlib.suppress(OSError):
             sock.sendall(raw[: chance.randrange(1, len(raw) + 1)])
+    tally.done[tally.SENT] += times
     until(lambda: descriptors() <= before, "closing of the connections")
 
 
@@ -774,6 +777,7 @@ def test_random_headers_in_shared_memory_harm_nobody(executor: symbiosis.Executo
             head[chance.randrange(len(head))] = chance.randrange(256)
         raw.ring(bytes(head))
         raw.answer()
+    tally.done[tally.RUNG] += times
 
 
 @only_local

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op
+from tests import tally
 from tests.fault_proxy import FaultProxy
 from tests.processes import Client, Executor, Say
 
@@ -74,11 +75,22 @@ def call_and_write_down(say: Say, endpoints: list[str], client: int, calls: int,
     return session.stats.retries, session.stats.reconnects
 
 
+def read(path: Path) -> list[Entry]:
+    return [msgspec.json.decode(line, type=Entry) for line in path.read_bytes().splitlines()]
+
+
+def count(path: Path, calls: int) -> None:
+    """For the last line of the run: how many calls have no answer, and how many more than one."""
+    history = read(path)
+    once = len({(entry.thread, entry.number) for entry in history})
+    tally.done.update({tally.CHECKED: once, tally.LOST: THREADS * calls - once, tally.DUPLICATED: len(history) - once})
+
+
 def check(
     path: Path, client: int, calls: int, model: nn.Module, layers: dict[int, tuple[str, tuple[int, ...]]]
 ) -> None:
     """Recompute every call of a client's history."""
-    history = [msgspec.json.decode(line, type=Entry) for line in path.read_bytes().splitlines()]
+    history = read(path)
     shapes = [(number, shape) for number, (_, shape) in layers.items()]
     for thread in range(THREADS):
         assert [entry.number for entry in history if entry.thread == thread] == list(range(calls))
@@ -117,6 +129,7 @@ def histories(model: Path, processes: list, directory: Path, clients: int, calls
         told = [client.result(1000) for client in running]
     unsplit = AutoModelForCausalLM.from_pretrained(model)
     for n in range(clients):
+        count(directory / f"{n}.history", calls)
         check(directory / f"{n}.history", n, calls, unsplit, layers)
     return told
 
