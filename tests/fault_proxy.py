@@ -1,6 +1,7 @@
 """A bad network for tests: forwards TCP to an executor, and cuts, hangs, delays, slows down or refuses connections when told.
 
-Nothing is changed in what is forwarded. Delays are drawn from a seed.
+Nothing is changed in what is forwarded. Delays are drawn from a seed. A packet that is lost is, to TCP's users, one that comes
+when it has been sent again, with all that is behind it.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from typing import Any
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: a close throws away what was not sent, and says so
 CHUNK = 16 << 10
 WAIT_S = 30.0
+SENT_AGAIN_S = 0.2  # after this long Linux takes a packet for lost, on a line as short as this
 
 
 class FaultProxy:
@@ -26,6 +28,8 @@ class FaultProxy:
         self._chance = random.Random(seed)
         self.delay_s, self.jitter_s = 0.0, 0.0  # of every chunk, in each direction: delay plus or minus jitter
         self.bits_per_s = 0.0  # of each connection and direction; 0: as fast as it goes
+        self.loss = 0.0  # the share of chunks that are lost once
+        self.lost = 0  # chunks so far
         self.accepted = 0  # connections so far
         self._open: set[socket.socket] = set()
         self._tasks: set[asyncio.Task] = set()
@@ -151,7 +155,11 @@ class FaultProxy:
                 await self._flows.wait()
                 if self.bits_per_s:
                     await asyncio.sleep(8 * len(chunk) / self.bits_per_s)
-                due = max(due, self._loop.time() + self.delay_s + chance.uniform(-self.jitter_s, self.jitter_s))
+                late_s = self.delay_s + chance.uniform(-self.jitter_s, self.jitter_s)
+                if chance.random() < self.loss:
+                    self.lost += 1
+                    late_s += SENT_AGAIN_S
+                due = max(due, self._loop.time() + late_s)
                 under_way.put_nowait((due, chunk))
                 if not chunk:
                     await delivery

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import symbiosis
 from symbiosis.client.session import Session
+from symbiosis.client.wrap import remote_weights
 from symbiosis.protocol import Call, Hello, Op, encode_call, encode_control
 from tests.conftest import tiny_llama
 from tests.processes import Client, Executor, Say, killed_at_the_end
@@ -51,7 +52,9 @@ def train_model(model: nn.Module, steps: int, say: Say = lambda _: None) -> dict
     return {"losses": losses, "adapter": adapter}
 
 
-def train(say: Say, endpoint: Any, steps: int, turns: Any = None, timeout: float = 60.0) -> dict[str, Any]:
+def train(
+    say: Say, endpoint: Any, steps: int, turns: Any = None, timeout: float = 60.0, patience: float = 60.0
+) -> dict[str, Any]:
     """... each step when it is its turn, if `turns` (a semaphore) says so."""
 
     def begin(step: int) -> None:
@@ -60,6 +63,7 @@ def train(say: Say, endpoint: Any, steps: int, turns: Any = None, timeout: float
             turns.acquire()
 
     model = symbiosis.from_executor(endpoint, timeout=timeout)
+    next(remote_weights(model)).handle.session.patience = patience
     result = train_model(model, steps, begin)
     stats = symbiosis.stats(model)
     return {**result, "reconnects": stats.reconnects, "retries": stats.retries}

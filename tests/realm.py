@@ -1,9 +1,11 @@
 """An executor with keys for tests, its folder of tenants, and what their clients need."""
 
+import copy
 from pathlib import Path
 
 import torch
 import zmq
+from torch import nn
 
 import symbiosis
 from symbiosis.client.session import Session
@@ -31,14 +33,18 @@ ROWS = torch.arange(640.0).view(10, 64)
 class Realm:
     """Lets in alice; others when told to. Options are the executor's."""
 
-    def __init__(self, folder: Path, **options: object) -> None:
+    def __init__(self, folder: Path, model: nn.Module | None = None, **options: object) -> None:
         self.folder, self.tenants = folder, folder / "tenants"
         self.tenants.mkdir()
         self.key, _ = generate("executor", folder)
         self.let_in("alice")
         chosen = {"policy": "immediate", **options}
         self.executor = symbiosis.Executor(
-            tiny_llama(), listen="tcp://127.0.0.1:0", key=str(self.key), tenants=str(self.tenants), **chosen
+            copy.deepcopy(model) if model else tiny_llama(),
+            listen="tcp://127.0.0.1:0",
+            key=str(self.key),
+            tenants=str(self.tenants),
+            **chosen,
         )
 
     def let_in(self, name: str) -> None:

@@ -1,6 +1,6 @@
-"""A bad network between client and executor: cut, half-open, refused, late, slow. Nobody's results change.
+"""A bad network between client and executor: cut, half-open, refused, late, slow, lossy. Nobody's results change.
 
-A proxy does it (tests/fault_proxy.py), so that nothing here needs root. Loss of packets is not among it: TCP hides it, as delay.
+A proxy does it (tests/fault_proxy.py), so that nothing here needs root.
 """
 
 import random
@@ -19,6 +19,8 @@ from tests.processes import Client, Executor, killed_at_the_end, save_tiny_llama
 
 pytestmark = pytest.mark.fault
 STEPS = 6
+RECOVERY_S = 3.0  # from when the network is well again to the end of the step that it broke
+long = (pytest.mark.soak, pytest.mark.timeout(1800))
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +47,19 @@ def proxy(executor: Executor) -> Iterator[FaultProxy]:
 
 
 def train(
-    endpoint: str, disturb: Callable[[int], None] = lambda _: None, timeout: float = 60.0, steps: int = STEPS
+    endpoint: str,
+    disturb: Callable[[int], None] = lambda _: None,
+    timeout: float = 60.0,
+    steps: int = STEPS,
+    patience: float = 60.0,
 ) -> dict[str, Any]:
     """A training in a process of its own, with `disturb(step)` in the middle of each step."""
     with killed_at_the_end() as processes:
         turn = turns()
-        trainer = Client(programs.train, endpoint, steps, turn, timeout)
+        trainer = Client(programs.train, endpoint, steps, turn, timeout, patience)
         processes.append(trainer)
         for step in range(steps):
-            assert trainer.heard() == step
+            assert trainer.heard(patience) == step
             turn.release()
             disturb(step)
         return trainer.result()
@@ -65,22 +71,31 @@ def test_a_good_network_changes_nothing(proxy: FaultProxy, calm: dict[str, Any])
     assert (result["reconnects"], proxy.accepted) == (0, 1)
 
 
-def test_a_cut_of_a_second(proxy: FaultProxy, calm: dict[str, Any]) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seconds", [1.0, *(pytest.param(seconds, marks=pytest.mark.soak) for seconds in (10.0, 60.0))])
+def test_a_cut(seconds: float, proxy: FaultProxy, calm: dict[str, Any]) -> None:
     """Connections are reset and new ones refused, as when a cable is pulled in a rack that says so."""
+    healed: dict[int, float] = {}
+    recoveries = []
 
     def cut(step: int) -> None:
         if step in (1, 3):
             proxy.refuse()
             proxy.cut()
-            time.sleep(1.0)  # how long it is cut, and no wait for anything
+            time.sleep(seconds)  # how long it is cut, and no wait for anything
             proxy.accept()
+            healed[step] = time.monotonic()
+        if step - 1 in healed:
+            recoveries.append(time.monotonic() - healed[step - 1])
 
-    result = train(proxy.endpoint, cut)
+    result = train(proxy.endpoint, cut, patience=120.0)
     programs.assert_same(result, calm)
     assert result["reconnects"] >= 1
+    assert len(recoveries) == 2 and max(recoveries) <= RECOVERY_S, recoveries
 
 
-def test_a_storm_of_resets(proxy: FaultProxy, calm: dict[str, Any]) -> None:
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(200, marks=long)])
+def test_a_storm_of_resets(steps: int, proxy: FaultProxy, executor: Executor) -> None:
     chance = random.Random(2)
 
     def storm(step: int) -> None:
@@ -88,9 +103,19 @@ def test_a_storm_of_resets(proxy: FaultProxy, calm: dict[str, Any]) -> None:
             time.sleep(chance.uniform(0, 0.02))
             proxy.cut()
 
-    result = train(proxy.endpoint, storm)
-    programs.assert_same(result, calm)
-    assert result["reconnects"] >= STEPS
+    result = train(proxy.endpoint, storm, steps=steps)
+    programs.assert_same(result, train(executor.endpoint, steps=steps))
+    assert result["reconnects"] >= steps
+
+
+@pytest.mark.parametrize("steps", [20, pytest.param(1000, marks=long)])
+def test_a_lossy_line(steps: int, proxy: FaultProxy, executor: Executor) -> None:
+    """One chunk in a hundred has to be sent again, and what is behind it waits."""
+    proxy.loss = 0.01
+    result = train(proxy.endpoint, steps=steps)
+    programs.assert_same(result, train(executor.endpoint, steps=steps))
+    assert result["reconnects"] == 0
+    assert proxy.lost >= steps // 10
 
 
 def test_a_half_open_connection_is_given_up(proxy: FaultProxy, calm: dict[str, Any]) -> None:

@@ -12,13 +12,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import zmq
-from torch import Tensor, nn
+from torch import Tensor
 
 import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.errors import Code
 from symbiosis.protocol import Call, Hello, Op, decode_reply, encode_call, encode_control
-from tests.conftest import tiny_llama
+from tests import tally
+from tests.conftest import exact, tiny_llama
 from tests.processes import WAIT_S, layer_number, until
 
 pytestmark = pytest.mark.fault
@@ -26,15 +27,6 @@ LAYER = "model.layers.0.mlp.up_proj"
 WIDTH = 64
 INNOCENTS = 3
 Poison = tuple[Call, list[bytes], Code]  # a call, what comes with it, and the answer
-
-
-def exact(model: nn.Module) -> nn.Module:
-    """Its weights made small multiples of 1/8."""
-    generator = torch.Generator().manual_seed(1)
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.weight.data = torch.randint(-8, 9, module.weight.shape, generator=generator) / 8
-    return model
 
 
 def rows(value: float, dtype: torch.dtype = torch.float32, width: int = WIDTH) -> bytes:
@@ -106,15 +98,18 @@ def poison(endpoint: str, kinds: dict[str, Poison], times: int) -> tuple[Counter
                 dealer.send_multipart([encode_call(call, number + 1), *payload])
                 reply = decode_reply(dealer.recv_multipart()[0])
                 answers[what, reply.code] += 1
+                tally.done[tally.POISON] += 1
                 shared += reply.code is Code.OK and reply.batch > 1
     return answers, shared
 
 
+@pytest.mark.parametrize("times", [60, pytest.param(25_000, marks=(pytest.mark.soak, pytest.mark.timeout(3600)))])
 @pytest.mark.parametrize("non_finite", ["refuse", "pass"])
-def test_poison_reaches_nobody_else(serve: Callable, non_finite: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_poison_reaches_nobody_else(
+    serve: Callable, non_finite: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the provider lets NaN and infinity in, so that they stand in the same product as the innocents' rows."""
     monkeypatch.setattr("symbiosis.transport.zeromq.REFUSALS", 10**6)  # after which the poisoner would be hung up on
-    times = 60
     model = exact(tiny_llama())
     weight: Tensor = model.get_submodule(LAYER).weight.detach()  # type: ignore[assignment]
     executor: symbiosis.Executor = serve(model, listen=["tcp://127.0.0.1:0"], policy="lockstep", non_finite=non_finite)

@@ -5,6 +5,7 @@ Every call is answered right, once, after at most one retry as long as another r
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -194,9 +195,11 @@ def test_training_goes_from_replica_to_replica(
     assert result["retries"] <= kills
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(30.0, marks=pytest.mark.soak)])
 @both_transports
 def test_a_frozen_replica_is_left_and_its_late_answer_meets_nobody(
-    start: Callable, asker: Callable, scheme: str
+    start: Callable, asker: Callable, scheme: str, seconds: float
 ) -> None:
     """The call's time is over, and the next replica answers. What the frozen one says when it thaws is not taken for the
     answer to a later call, also when the client is back there."""
@@ -207,6 +210,8 @@ def test_a_frozen_replica_is_left_and_its_late_answer_meets_nobody(
         frozen.signal(signal.SIGSTOP)
         assert client.ask() == 1
         assert client.session.endpoint == other.endpoint
+        time.sleep(seconds)  # how long it stays frozen, and no wait for anything
+        assert client.ask() == 0
         frozen.signal(signal.SIGCONT)
         for _ in range(20):
             assert client.ask() == 0
