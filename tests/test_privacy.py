@@ -114,25 +114,35 @@ def test_masks_leave_nothing_behind(
         assert all(map(torch.equal, result, results[0]))
 
 
-@pytest.mark.parametrize("level", ["split", "pads"])
-@BITS
-def test_hard_rows_are_exact(bits: int, level: str, two: Callable, pads: Callable) -> None:
-    """The largest, the smallest, zero, one massive channel, and many at random."""
-    model = tiny_llama()
-    one, other = two(model)
-    info = torch.finfo(torch.float32)
-    x = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+def hard_rows(rows: int) -> Tensor:
+    """The largest, the smallest, zero, one massive channel, and many at random, of every size."""
+    info, generator = torch.finfo(torch.float32), torch.Generator().manual_seed(0)
+    x = torch.randn(rows, 64, generator=generator)
+    x[300:] *= 10.0 ** torch.randint(-44, 38, (len(x[300:]), 1), generator=generator)
     for row, value in enumerate((0.0, info.max, -info.max, info.tiny, 1e-45, 1e30)):
         x[row] = value
     x[6] = torch.eye(64)[3] * 1e38
+    return x
+
+
+@pytest.mark.parametrize("rows", [300, pytest.param(250_000, marks=(pytest.mark.soak, pytest.mark.timeout(1800)))])
+@pytest.mark.parametrize("level", ["split", "pads"])
+@BITS
+def test_hard_rows_are_exact(bits: int, level: str, rows: int, two: Callable, pads: Callable) -> None:
+    """In the long form, a million of them in all."""
+    model = tiny_llama()
+    one, other = two(model)
+    x = hard_rows(rows)
     choices = {
         "split": lambda: symbiosis.Split(other.endpoint, bits),
-        "pads": lambda: symbiosis.Pads(pads(model, bits=bits)),
+        "pads": lambda: symbiosis.Pads(pads(model, tokens=rows + 100, bits=bits)),
     }
     found = []
     for privacy in (Unmasked(bits), choices[level]()):
         wrapped = symbiosis.wrap(copy.deepcopy(model), one.endpoint, privacy=privacy)
-        found.append(wrapped.model.layers[0].mlp.gate_proj(x))
+        layer = wrapped.model.layers[0].mlp.gate_proj
+        with torch.no_grad():
+            found.append(torch.cat([layer(some) for some in x.split(5000)]))
     assert torch.equal(*found) and found[0].isfinite().all()
 
 
