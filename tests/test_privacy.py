@@ -17,7 +17,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner
 
 import symbiosis
@@ -25,6 +25,7 @@ from symbiosis import cli
 from symbiosis.audit.exact import Unmasked
 from symbiosis.client.noise import gaussian
 from symbiosis.client.pads import AT_ONCE, PadFile
+from symbiosis.client.verify import Proofs
 from symbiosis.demo_data import base_text, blocks
 from symbiosis.errors import CallError, Code, ConfigError, PadsUsedUp, WrapError
 from symbiosis.executor.load import DEMO_MODEL
@@ -778,6 +779,113 @@ def test_rows_of_any_size_pass(serve: Callable) -> None:
     layer = symbiosis.wrap(tiny_llama(), executor.endpoint, verify=True).model.layers[0].mlp.down_proj
     for scale in (0.0, 1e-38, 1e-20, 1.0, 1e20, 1e34):
         layer(torch.randn(512, 96) * scale)
+
+
+def wide_llama(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=1024, intermediate_size=256, num_hidden_layers=1, num_attention_heads=8, vocab_size=64
+    )
+    return AutoModelForCausalLM.from_config(config).to(dtype).eval()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_wrong_answer_in_half_precision_is_an_error(dtype: torch.dtype, serve: Callable) -> None:
+    model = wide_llama(dtype)
+    executor = serve(model)
+    wrapped, ids = symbiosis.wrap(copy.deepcopy(model), executor.endpoint, verify=True), torch.arange(20)[None]
+    assert torch.equal(wrapped(ids).logits, model(ids).logits)
+    honest = executor.server.engine._compute
+    for lie in (torch.zeros_like, lambda y: y.roll(1, 0), torch.neg, lambda y: 2 * y, lambda y: y.roll(1, 1)):
+        tampered(executor, lie)
+        with pytest.raises(CallError, match="20 of 20 rows"):
+            wrapped(ids)
+        executor.server.engine._compute = honest
+
+
+FLOATS = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+
+
+def learned(v_KN: Tensor) -> Proofs:
+    proofs = Proofs()
+    proofs.learn_floats(0, v_KN)
+    return proofs
+
+
+@FLOATS
+@pytest.mark.parametrize("op", [Op.FORWARD, Op.DGRAD])
+@pytest.mark.parametrize("width", [64, 4096])
+def test_lies_are_found_whatever_the_width(width: int, op: Op, dtype: torch.dtype) -> None:
+    """Also beside a column of the layer that is much larger than the others."""
+    v_KN, others_KN = ((torch.randn(width, width) / width**0.5).to(dtype) for _ in range(2))
+    v_KN[:, 0] *= 20
+    proofs, x_TK = learned(v_KN), torch.randn(5, width).to(dtype)
+    y_TN, other_TN = (x_TK @ (v if op is Op.FORWARD else v.t()) for v in (v_KN, others_KN))
+    lies = [
+        torch.zeros_like(y_TN),
+        -y_TN,
+        2 * y_TN,
+        y_TN.roll(1, 0),
+        y_TN.roll(1, 1),
+        other_TN,
+        (1.25 * y_TN).to(dtype),
+    ]
+    lies += [torch.full_like(y_TN, value) for value in (math.inf, math.nan)]
+    assert not proofs.wrong(op, 0, x_TK, y_TN).any()
+    assert [proofs.wrong(op, 0, x_TK, lie).all() for lie in lies] == [True] * len(lies)
+    for row in range(5):
+        one_TN = y_TN.index_copy(0, torch.tensor([row]), other_TN[:1])
+        assert proofs.wrong(op, 0, x_TK, one_TN).nonzero().flatten().tolist() == [row]
+
+
+def rows_and_layer(kind: str, rows: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
+    x_TK, v_KN = torch.randn(rows, width), torch.randn(width, columns) / width**0.5
+    if kind == "outliers":
+        x_TK[:, 1] *= 200
+        v_KN[:, 0] *= 50
+    elif kind == "alike":  # every sum is rounded in the same direction
+        x_TK, v_KN = torch.full_like(x_TK, 0.3), torch.full_like(v_KN, 0.1)
+    elif kind == "cancelling":
+        x_TK[:, width // 2 :] = -x_TK[:, : width // 2] + 0.02 * x_TK[:, width // 2 :]
+        v_KN[width // 2 :] = v_KN[: width // 2]
+    elif kind == "tiny":  # down to what processors take for zero
+        x_TK *= torch.logspace(0, -40, rows)[:, None]
+    return x_TK, v_KN
+
+
+def in_parts(x_TK: Tensor, v_KN: Tensor, parts: int, in_place: bool) -> Tensor:
+    """As GPUs may compute it: every part of the sum is rounded, or even every sum of parts."""
+    sums = [
+        (x.float() @ v.float()).to(x.dtype) for x, v in zip(x_TK.chunk(parts, 1), v_KN.chunk(parts, 0), strict=True)
+    ]
+    y_TN = sums[0].clone() if in_place else sums[0].float()
+    for part in sums[1:]:
+        y_TN += part
+    return y_TN.to(x_TK.dtype)
+
+
+@FLOATS
+@pytest.mark.parametrize("kind", ["normal", "outliers", "alike", "cancelling", "tiny"])
+def test_whatever_rounding_makes_of_a_right_answer_passes(kind: str, dtype: torch.dtype) -> None:
+    for rows, width, columns in ((1, 64, 64), (40, 100, 32), (7, 4096, 128), (200, 2048, 64)):
+        x_TK, v_KN = (t.to(dtype) for t in rows_and_layer(kind, rows, width, columns))
+        proofs = learned(v_KN)
+        answers = [x_TK @ v_KN, nn.functional.linear(x_TK, v_KN.t().contiguous()), (v_KN.t() @ x_TK.t()).t()]
+        if dtype in (torch.bfloat16, torch.float16) and width % 1024 == 0:
+            answers += [in_parts(x_TK, v_KN, parts, place) for parts in (2, 8, 32) for place in (False, True)]
+        assert [int(proofs.wrong(Op.FORWARD, 0, x_TK, y).sum()) for y in answers] == [0] * len(answers)
+
+
+def test_a_row_that_overflows_passes_where_it_can_overflow() -> None:
+    """As gradients in float16 do before their scale is found."""
+    v_KN = torch.randn(64, 64)
+    proofs, x_TK = learned(v_KN.half()), torch.randn(4, 64) * torch.tensor([[1.0], [1e4], [6e4], [1.0]])
+    x_TK = x_TK.clamp(-6e4, 6e4).half()
+    y_TN = x_TK @ v_KN.half()
+    assert y_TN.isinf().any(1).tolist() == [False, True, True, False]
+    assert not proofs.wrong(Op.FORWARD, 0, x_TK, y_TN).any()
+    y_TN[0, 0] = math.inf
+    assert proofs.wrong(Op.FORWARD, 0, x_TK, y_TN).tolist() == [True, False, False, False]
 
 
 def test_words_that_name_no_level_are_refused(serve: Callable) -> None:
