@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.fixed_point import INTEGERS
-from symbiosis.client.pads import Contents, Effect, PadFile, Stream, laid_out
+from symbiosis.client.pads import Contents, Effect, PadFile, Stream, laid_out, row_checksums
 from symbiosis.client.private import checked_bits
 from symbiosis.errors import ConfigError
 from symbiosis.executor.load import DEMO_MODEL, load_model, structure
@@ -33,39 +33,43 @@ def make(
         raise ConfigError(f"there is no folder {file.parent} for {file.name}: make it first")
     if file.exists():
         raise ConfigError(f"{file} exists: pads must not be used twice, so choose another name or remove it")
+    part = file.with_name(f"{file.name}.part")
+    if part.exists():
+        raise ConfigError(
+            f"{part} exists: remove it, if no other symbiosis pads is at work on it (one was killed, then)"
+        )
     folder = DEMO_MODEL if name == "demo" else Path(name)
     weights = Weights(name, folder, dtype)
-    model = structure(name, weights.dtype)
-    streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(model)]
-    contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, model, weights, training)))
-    contents, nbytes = laid_out(contents)
+    structure = _on_meta(name, folder, weights.dtype)
+    streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(structure)]
+    contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, structure, weights, training)))
+    contents = laid_out(contents)
     free = disk_usage(file.parent).free
-    if nbytes > free:
+    if contents.nbytes > free:
         raise ConfigError(
-            f"{file} would have {nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: make fewer --tokens"
+            f"{file} would have {contents.nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: make fewer --tokens"
         )
-    part = file.with_name(f"{file.name}.part")  # a file of pads is whole, whatever ends us
+    PadFile.create(part, contents)
     try:
-        PadFile.create(part, contents, nbytes)
-    except FileExistsError:
-        raise ConfigError(f"{part} exists: remove it, unless another symbiosis pads is writing it") from None
-    try:
-        _fill(part, contents, model, weights)
-        part.rename(file)
+        _fill(part, contents, structure, weights)
+        _publish(part, file)
     except BaseException:
-        part.unlink()
+        part.unlink(missing_ok=True)
         raise
     _sync(file.parent)
     return contents
 
 
-def _sync(folder: Path) -> None:
-    """Its names, to the disk."""
-    fd = os.open(folder, os.O_RDONLY)
+def _publish(part: Path, file: Path) -> None:
+    """Under its own name a file is complete, also after the power has failed."""
+    with part.open("rb") as written:
+        os.fsync(written.fileno())
+    part.rename(file)
+    folder = os.open(file.parent, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        os.fsync(folder)
     finally:
-        os.close(fd)
+        os.close(folder)
 
 
 class Weights:
@@ -163,10 +167,12 @@ def _fill(file: Path, contents: Contents, model: nn.Module, weights: Weights) ->
             for number, stream, effect in places:
                 w_DKN = digits_DKN.transpose(1, 2) if stream.gradient else digits_DKN
                 out.seek(effect.start)
+                checksums = []
                 for first in range(0, contents.tokens, ROWS):
                     rows = min(ROWS, contents.tokens - first)
                     pads_TK = keystream(contents.key, (rows, stream.width), INTEGERS[contents.bits], number, first)
-                    out.write(modular_product(pads_TK, w_DKN).numpy().data)
+                    effects_TN = modular_product(pads_TK, w_DKN)
+                    out.write(effects_TN.numpy().data)
+                    checksums.append(row_checksums(effects_TN))
                     progress.advance(task, rows / len(places))
-        out.flush()
-        os.fsync(out.fileno())
+                out.write(torch.cat(checksums).numpy().data)

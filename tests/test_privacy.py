@@ -4,7 +4,6 @@ import copy
 import math
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from symbiosis import cli
 from symbiosis.audit.exact import Unmasked
 from symbiosis.client.noise import gaussian
 from symbiosis.client.pads import AT_ONCE, PadFile
+from symbiosis.client.session import sessions
 from symbiosis.client.verify import Proofs
 from symbiosis.demo_data import base_text, blocks
 from symbiosis.errors import CallError, Code, ConfigError, PadsUsedUp, WrapError
@@ -469,6 +469,62 @@ def test_no_pad_is_given_twice_to_threads_and_processes(pads: Callable) -> None:
     given += [row for first in (*here, there) for row in range(first, first + 7)]
     given += [PadFile(path).take(0, 1)]
     assert len(given) > 500 and len(set(given)) == len(given)
+
+
+def test_a_file_of_pads_has_its_name_when_it_is_finished(tmp_path: Path) -> None:
+    file, part = tmp_path / "my.pads", tmp_path / "my.pads.part"
+    command = [sys.executable, "-m", "symbiosis", "pads", "demo", "--tokens", "20000", "-o", str(file)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        until(part.exists)
+        process.kill()
+    assert not file.exists() and part.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(ConfigError, match="my.pads.part exists: remove it"):
+        make("demo", 1, file)
+    part.unlink()
+    make("demo", 1, file)
+    assert file.stat().st_size == PadFile(file).contents.nbytes and not part.exists()
+
+
+def test_a_file_of_pads_that_is_cut_off_is_refused(serve: Callable, pads: Callable) -> None:
+    executor, file = serve(tiny_llama(), integers=[8]), pads(tiny_llama())
+    os.truncate(file, file.stat().st_size - 4096)
+    before = set(sessions())
+    with pytest.raises(ConfigError, match="bytes instead of .*: make another file with symbiosis pads") as found:
+        symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Pads(file))
+    assert found.tb and set(sessions()) == before  # which the traceback would keep: none was half made
+
+
+@BITS
+def test_a_bit_that_the_disk_has_changed_is_no_wrong_result(bits: int, serve: Callable, pads: Callable) -> None:
+    executor, file = serve(tiny_llama(), integers=[bits]), pads(tiny_llama(), bits=bits)
+    opened = PadFile(file)
+    stream = next(stream for stream in opened.contents.streams if "down_proj" in stream.effects[0].layer)
+    row = stream.effects[0].width * opened.contents.dtype.itemsize
+
+    def call() -> None:
+        wrapped = symbiosis.wrap(tiny_llama(), executor.endpoint, privacy=symbiosis.Pads(file))
+        wrapped.model.layers[0].mlp.down_proj(torch.ones(3, 96))
+
+    call()
+    flip(file, stream.effects[0].start + (AT_ONCE + 2) * row + 5)
+    with pytest.raises(ConfigError, match="what it has for model.layers.0.mlp.down_proj is not what was written"):
+        call()
+    call()  # by other pads
+    flip(file, opened._counters + 12 * opened.contents.streams.index(stream))
+    with pytest.raises(ConfigError, match="how many of its pads are used cannot be read; make another"):
+        call()
+    flip(file, 40)
+    with pytest.raises(ConfigError, match="its head is damaged"):
+        call()
+
+
+def flip(file: Path, place: int) -> None:
+    """One bit of a byte."""
+    with file.open("r+b") as opened:
+        opened.seek(place)
+        (byte,) = opened.read(1)
+        opened.seek(place)
+        opened.write(bytes([byte ^ 4]))
 
 
 def test_a_file_of_pads_is_its_owners_and_is_not_made_again(pads: Callable, tmp_path: Path) -> None:

@@ -2,14 +2,19 @@
 
 A pad file holds a key, from which the pads grow, and their effects `r q`, one after the other for each *stream*: the layers that
 take the same rows, in one direction. How many rows of a stream are used is written to the disk before any of them is: a crash, a
-fork or a second process may waste pads and never use one twice. (A copy of the file can: do not copy it.)
+fork or a second process may waste pads and never use one twice. (A copy of the file can: do not copy it.) Behind a layer's effects
+are checksums, one for each row, which are compared when a row is used: what a disk has changed is an error, and no wrong result.
+
+    magic, the head's length and checksum | head | rows used, of each stream | effects, checksums | effects, checksums | ...
 """
 
 import fcntl
 import os
 import struct
 import threading
-import weakref
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -26,16 +31,17 @@ from symbiosis.errors import CallError, ConfigError, PadsUsedUp, WrapError
 from symbiosis.keystream import keystream
 from symbiosis.protocol import MAX_GROUP, Op, Priority
 
-MAGIC = b"SYMpads1"
+MAGIC = b"SYMpads2"
 PAGE = 4096
 AT_ONCE = 64  # rows that are written off together, as every writing waits for the disk
-_HEAD = struct.Struct("<8sQ")
-_files: "weakref.WeakSet[PadFile]" = weakref.WeakSet()
-_COUNTER = struct.Struct("<Q")
+CHECKSUM = torch.uint32  # zlib.crc32
+_HEAD = struct.Struct("<8sQI")
+_COUNTER = struct.Struct("<QI")
+_AGAIN = "make another file with symbiosis pads MODEL --tokens N -o FILE, and wrap the model with it"
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """What one layer makes of a stream's pads: `width` values for each row, from `start` of the file on."""
+    """What one layer makes of a stream's pads: `width` values for each row, from `start` of the file on; then the checksums."""
 
     layer: str
     digest: str
@@ -58,6 +64,7 @@ class Contents(msgspec.Struct, frozen=True):
     bits: int
     tokens: int
     streams: tuple[Stream, ...]
+    nbytes: int = 0  # of the file
 
     @property
     def dtype(self) -> torch.dtype:
@@ -71,32 +78,32 @@ class PadFile:
         self.path = path
         try:
             with path.open("rb") as file:
-                magic, length = _HEAD.unpack(file.read(_HEAD.size))
+                magic, length, checksum = _HEAD.unpack(file.read(_HEAD.size))
                 if magic != MAGIC:
-                    raise ValueError("it begins otherwise")
-                self.contents = msgspec.msgpack.decode(file.read(length), type=Contents)
+                    raise ValueError("it begins otherwise, or an older version made it")
+                head, nbytes = file.read(length), os.fstat(file.fileno()).st_size
+                if zlib.crc32(head) != checksum:
+                    raise ValueError("its head is damaged")
+            self.contents = msgspec.msgpack.decode(head, type=Contents)
         except (OSError, ValueError, struct.error) as error:
             raise ConfigError(f"{path} is no file of pads ({error}): make one with symbiosis pads") from None
-        size, whole = path.stat().st_size, data_end(self.contents)
-        if size < whole:
-            raise ConfigError(
-                f"{path} has {size} bytes of {whole}: copy it again, and do not use the original, or make another one"
-            )
+        if nbytes != self.contents.nbytes:
+            raise ConfigError(f"{path} has {nbytes:,} bytes instead of {self.contents.nbytes:,}: {_AGAIN}")
         self._counters = _HEAD.size + length
         self._lock = threading.Lock()
         self._mine: dict[int, tuple[int, int]] = {}  # by stream: rows that are written off, and not yet used
         self._pid = os.getpid()
-        self._memory = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-        _files.add(self)
+        self._memory = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
 
     @staticmethod
-    def create(path: Path, contents: Contents, nbytes: int) -> None:
+    def create(path: Path, contents: Contents) -> None:
         """With nothing used, and room for the effects; for its owner's eyes only."""
         head = msgspec.msgpack.encode(contents)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(_HEAD.pack(MAGIC, len(head)) + head + bytes(_COUNTER.size * len(contents.streams)))
+            file.write(_HEAD.pack(MAGIC, len(head), zlib.crc32(head)) + head)
+            file.write(_counter(0) * len(contents.streams))
             assert file.tell() <= data_start(contents)
-            file.truncate(nbytes)
+            file.truncate(contents.nbytes)
 
     def forget_parent(self) -> None:
         """In a forked child: a thread that it does not have may have held the lock."""
@@ -104,8 +111,8 @@ class PadFile:
 
     def left(self, stream: int) -> int:
         """Pads that nobody has written off."""
-        with self.path.open("rb") as file:
-            return self.contents.tokens - self._used(file.fileno(), stream)
+        with self._locked() as fd:
+            return self.contents.tokens - self._used(fd, stream)
 
     def take(self, stream: int, rows: int) -> int:
         """The first of so many pads that were never used and never will be again."""
@@ -119,23 +126,30 @@ class PadFile:
             return first
 
     def _write_off(self, stream: int, rows: int, mine: int, end: int) -> tuple[int, int]:
-        """On the disk, before they are used; the lock is of a descriptor that no fork shares."""
-        with self.path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            used = self._used(file.fileno(), stream)
+        """On the disk, before they are used."""
+        with self._locked() as fd:
+            used = self._used(fd, stream)
             kept = mine if used == end else 0  # what follows on what is left belongs together with it
             until = min(self.contents.tokens, used + max(rows - kept, AT_ONCE))
             if until - used + kept < rows:
-                raise PadsUsedUp(
-                    f"{self.path} has {until - used + kept} pads left for a call of {rows} rows: make another file with symbiosis "
-                    f"pads MODEL --tokens N -o FILE, and wrap the model with it"
-                )
-            os.pwrite(file.fileno(), _COUNTER.pack(until), self._counters + _COUNTER.size * stream)
-            os.fdatasync(file.fileno())
+                raise PadsUsedUp(f"{self.path} has {until - used + kept} pads left for a call of {rows} rows: {_AGAIN}")
+            os.pwrite(fd, _counter(until), self._counters + _COUNTER.size * stream)
+            os.fdatasync(fd)
         return used - kept, until
 
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """The file, for nobody else; the lock is of a descriptor that no fork shares."""
+        with self.path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file.fileno()
+
     def _used(self, fd: int, stream: int) -> int:
-        return int(_COUNTER.unpack(os.pread(fd, _COUNTER.size, self._counters + _COUNTER.size * stream))[0])
+        found = os.pread(fd, _COUNTER.size, self._counters + _COUNTER.size * stream)
+        used = int(_COUNTER.unpack(found)[0])
+        if found != _counter(used):
+            raise ConfigError(f"{self.path} is damaged: how many of its pads are used cannot be read; {_AGAIN}")
+        return used
 
     def pads(self, stream: int, first: int, rows: int) -> Tensor:
         contents = self.contents
@@ -143,15 +157,37 @@ class PadFile:
         return keystream(contents.key, shape, contents.dtype, stream, first)
 
     def effect(self, effect: Effect, first: int, rows: int) -> Tensor:
+        """What the layer makes of these pads, if the disk has kept it."""
         row = effect.width * self.contents.dtype.itemsize
-        start = effect.start + first * row
-        return self._memory[start : start + rows * row].view(self.contents.dtype).view(rows, effect.width)
+        values = self._part(effect.start + first * row, rows * row, self.contents.dtype).view(rows, effect.width)
+        checksums = effect.start + self.contents.tokens * row + first * CHECKSUM.itemsize
+        if not torch.equal(row_checksums(values), self._part(checksums, rows * CHECKSUM.itemsize, CHECKSUM)):
+            raise ConfigError(
+                f"{self.path} is damaged: what it has for {effect.layer} is not what was written; {_AGAIN}"
+            )
+        return values
+
+    def _part(self, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
+        return self._memory[start : start + nbytes].view(dtype)
+
+
+def _counter(used: int) -> bytes:
+    return _COUNTER.pack(used, zlib.crc32(used.to_bytes(8)))
+
+
+def row_checksums(values_TN: Tensor) -> Tensor:
+    """Of a matrix in memory.
+
+    >>> row_checksums(torch.zeros(2, 1, dtype=torch.int32)).tolist() == [zlib.crc32(bytes(4))] * 2
+    True
+    """
+    return torch.tensor([zlib.crc32(row) for row in values_TN.numpy()], dtype=CHECKSUM)
 
 
 def data_start(contents: Contents) -> int:
-    """Where the effects may begin; starts are numbers of up to 8 bytes in the head."""
+    """Where the effects may begin; starts and the size are numbers of up to 8 bytes in the head."""
     head = len(msgspec.msgpack.encode(contents)) + 9 * sum(len(stream.effects) for stream in contents.streams)
-    return _page(_HEAD.size + head + _COUNTER.size * len(contents.streams))
+    return _page(_HEAD.size + head + 9 + _COUNTER.size * len(contents.streams))
 
 
 def data_end(contents: Contents) -> int:
@@ -171,16 +207,17 @@ def _page(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def laid_out(contents: Contents) -> tuple[Contents, int]:
+def laid_out(contents: Contents) -> Contents:
     """The same with a place for each effect, and the size of the file."""
     at, streams = data_start(contents), []
     for stream in contents.streams:
         effects = []
         for effect in stream.effects:
             effects.append(msgspec.structs.replace(effect, start=at))
-            at = _page(at + contents.tokens * effect.width * contents.dtype.itemsize)
+            row = effect.width * contents.dtype.itemsize + CHECKSUM.itemsize
+            at = _page(at + contents.tokens * row)
         streams.append(msgspec.structs.replace(stream, effects=tuple(effects)))
-    return msgspec.structs.replace(contents, streams=tuple(streams)), at
+    return msgspec.structs.replace(contents, streams=tuple(streams), nbytes=at)
 
 
 @dataclass(frozen=True)

@@ -104,9 +104,9 @@ class PrivateSession(Pinned):
     def __init__(
         self, endpoint: str | Sequence[str], privacy: Privacy, proofs: Proofs | None = None, **options: Any
     ) -> None:
+        self.level = privacy.level(proofs)
         super().__init__(endpoint, **options)
         self.others: list[Session] = []  # with other operators
-        self.level = privacy.level(proofs)
         try:
             self.level.open(self)
         except BaseException:
