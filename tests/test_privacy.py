@@ -1,9 +1,11 @@
 """What executors see and what clients get with `privacy=` and `verify=`: masked, exact, pinned to an operator, used once."""
 
 import copy
+import fcntl
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -469,6 +471,34 @@ def test_no_pad_is_given_twice_to_threads_and_processes(pads: Callable) -> None:
     given += [row for first in (*here, there) for row in range(first, first + 7)]
     given += [PadFile(path).take(0, 1)]
     assert len(given) > 500 and len(set(given)) == len(given)
+
+
+def test_a_child_that_is_forked_while_a_thread_takes_pads_takes_its_own(pads: Callable) -> None:
+    """Neither the thread's lock nor the file's, which both have open then, outlives the fork."""
+    file = PadFile(pads(tiny_llama(), tokens=1000))
+    before, given = file.take(0, 1), []
+    thread = threading.Thread(target=lambda: given.append(file.take(0, AT_ONCE)))
+    read, write = os.pipe()
+    with file.path.open("rb") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        thread.start()
+        until(file._lock.locked)
+        until(lambda: [fd.resolve() for fd in Path("/proc/self/fd").iterdir()].count(file.path) == 2)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(20)
+            os.write(write, file.take(0, AT_ONCE).to_bytes(8, "little"))
+            signal.pause()
+        fcntl.flock(held, fcntl.LOCK_UN)
+    thread.join(20)
+    os.close(write)
+    there = int.from_bytes(os.read(read, 8), "little")  # nothing, if the child is stuck
+    given += [there, file.take(0, AT_ONCE)]
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert there > 0
+    rows = [before, *(row for first in given for row in range(first, first + AT_ONCE))]
+    assert len(set(rows)) == len(rows) == 3 * AT_ONCE + 1
 
 
 def test_a_file_of_pads_has_its_name_when_it_is_finished(tmp_path: Path) -> None:

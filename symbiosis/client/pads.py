@@ -12,6 +12,7 @@ import fcntl
 import os
 import struct
 import threading
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +39,7 @@ CHECKSUM = torch.uint32  # zlib.crc32
 _HEAD = struct.Struct("<8sQI")
 _COUNTER = struct.Struct("<QI")
 _AGAIN = "make another file with symbiosis pads MODEL --tokens N -o FILE, and wrap the model with it"
+_files: "weakref.WeakSet[PadFile]" = weakref.WeakSet()
 
 
 class Effect(msgspec.Struct, frozen=True):
@@ -92,8 +94,8 @@ class PadFile:
         self._counters = _HEAD.size + length
         self._lock = threading.Lock()
         self._mine: dict[int, tuple[int, int]] = {}  # by stream: rows that are written off, and not yet used
-        self._pid = os.getpid()
         self._memory = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
+        _files.add(self)
 
     @staticmethod
     def create(path: Path, contents: Contents) -> None:
@@ -106,8 +108,9 @@ class PadFile:
             file.truncate(contents.nbytes)
 
     def forget_parent(self) -> None:
-        """In a forked child: a thread that it does not have may have held the lock."""
+        """In a forked child: what is written off is the parent's, and a thread that holds the lock is not here."""
         self._lock = threading.Lock()
+        self._mine = {}
 
     def left(self, stream: int) -> int:
         """Pads that nobody has written off."""
@@ -117,8 +120,6 @@ class PadFile:
     def take(self, stream: int, rows: int) -> int:
         """The first of so many pads that were never used and never will be again."""
         with self._lock:
-            if self._pid != os.getpid():  # after a fork the rest is the parent's
-                self._mine, self._pid = {}, os.getpid()
             first, end = self._mine.get(stream, (0, 0))
             if end - first < rows:
                 first, end = self._write_off(stream, rows, end - first, end)
@@ -139,10 +140,13 @@ class PadFile:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """The file, for nobody else; the lock is of a descriptor that no fork shares."""
+        """The file, for nobody else. Closing would not end that if there is a fork meanwhile, as the child keeps it open."""
         with self.path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield file.fileno()
+            try:
+                yield file.fileno()
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
 
     def _used(self, fd: int, stream: int) -> int:
         found = os.pread(fd, _COUNTER.size, self._counters + _COUNTER.size * stream)
@@ -316,6 +320,11 @@ class PadsLevel(IntegerLevel):
 
     def close(self) -> None:
         pass
+
+
+def _after_fork() -> None:
+    for file in list(_files):
+        file.forget_parent()
 
 
 os.register_at_fork(after_in_child=_after_fork)
