@@ -40,9 +40,9 @@ def make(
         )
     folder = DEMO_MODEL if name == "demo" else Path(name)
     weights = Weights(name, folder, dtype)
-    structure = _on_meta(name, folder, weights.dtype)
-    streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(structure)]
-    contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, structure, weights, training)))
+    model = structure(name, weights.dtype)
+    streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(model)]
+    contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, model, weights, training)))
     contents = laid_out(contents)
     free = disk_usage(file.parent).free
     if contents.nbytes > free:
@@ -51,12 +51,11 @@ def make(
         )
     PadFile.create(part, contents)
     try:
-        _fill(part, contents, structure, weights)
+        _fill(part, contents, model, weights)
         _publish(part, file)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
-    _sync(file.parent)
     return contents
 
 

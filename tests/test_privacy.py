@@ -571,61 +571,6 @@ def test_a_file_of_pads_is_its_owners_and_is_not_made_again(pads: Callable, tmp_
         make(str(tmp_path / "model"), 5, tmp_path / "new" / "my.pads")
 
 
-def test_a_child_that_is_forked_while_pads_are_taken_takes_its_own(pads: Callable) -> None:
-    file = PadFile(pads(tiny_llama()))
-    with file._lock:  # as of a thread that the child does not have
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(10)
-            file.take(0, 1)
-            os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert file.take(0, 1) == AT_ONCE
-
-
-def test_pads_that_are_not_made_to_the_end_are_no_file_of_pads(tmp_path: Path) -> None:
-    file, part = tmp_path / "my.pads", tmp_path / "my.pads.part"
-    command = [sys.executable, "-m", "symbiosis", "pads", "demo", "--tokens", "100000", "-o", str(file)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    until(part.exists, "the beginning of the file")
-    process.kill()
-    process.wait(10)
-    assert not file.exists()
-    with pytest.raises(ConfigError, match="my.pads.part exists: remove it"):
-        make("demo", 5, file)
-    part.unlink()
-    make("demo", 5, file)
-    assert PadFile(file).left(0) == 5 and not part.exists()
-
-
-def test_a_file_of_pads_that_was_cut_says_so(pads: Callable) -> None:
-    file = pads(tiny_llama())
-    os.truncate(file, file.stat().st_size - 2 * 4096)
-    with pytest.raises(ConfigError, match="bytes of"):
-        PadFile(file)
-
-
-def test_damaged_pads_are_told_from_a_lying_executor(serve: Callable, pads: Callable) -> None:
-    path, executor = pads(tiny_llama()), serve(tiny_llama(), integers=[8])
-    with path.open("r+b") as file:  # one bit of each effect's first row
-        for stream in PadFile(path).contents.streams:
-            for effect in stream.effects:
-                file.seek(effect.start)
-                byte = file.read(1)[0]
-                file.seek(effect.start)
-                file.write(bytes([byte ^ 1]))
-    layer = symbiosis.wrap(
-        tiny_llama(), executor.endpoint, privacy=symbiosis.Pads(path), verify=True
-    ).model.layers[0].mlp.down_proj  # fmt: skip
-    with pytest.raises(ConfigError, match="x.pads is damaged"):
-        layer(torch.ones(1, 96))
-    expected = layer(torch.ones(1, 96))
-    tampered(executor, torch.zeros_like)
-    with pytest.raises(CallError, match="wrongly"):
-        layer(torch.ones(1, 96))
-    assert expected.isfinite().all()
-
-
 @pytest.mark.parametrize("command", [["pads", "demo", "--tokens", "1", "-o", "my.pads"], ["audit", "--level", "pads"]])
 def test_bits_that_there_are_not_are_said_in_one_line(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

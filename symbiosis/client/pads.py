@@ -28,7 +28,7 @@ from symbiosis.client.fixed_point import INTEGERS
 from symbiosis.client.groups import Member
 from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked, checked_bits
 from symbiosis.client.verify import Proofs
-from symbiosis.errors import CallError, ConfigError, PadsUsedUp, WrapError
+from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
 from symbiosis.keystream import keystream
 from symbiosis.protocol import MAX_GROUP, Op, Priority
 
@@ -194,19 +194,6 @@ def data_start(contents: Contents) -> int:
     return _page(_HEAD.size + head + 9 + _COUNTER.size * len(contents.streams))
 
 
-def data_end(contents: Contents) -> int:
-    """The least that the file may have."""
-    row = contents.tokens * contents.dtype.itemsize
-    return max(
-        (effect.start + row * effect.width for stream in contents.streams for effect in stream.effects), default=0
-    )
-
-
-def _after_fork() -> None:
-    for file in list(_files):
-        file.forget_parent()
-
-
 def _page(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
@@ -297,26 +284,10 @@ class PadsLevel(IntegerLevel):
             first = self.file.take(stream, len(x_TK))
             sent_TK = x_TK + self.file.pads(stream, first, len(x_TK))
             call, shapes = self.call_for(op, together, x_TK, priority)
-            answers = asked(self._session, None, call, (sent_TK,), shapes, sent_TK)
+            answers = asked(self._session, self.proofs, call, (sent_TK,), shapes, sent_TK)
             for member, y_TN in zip(together, answers, strict=True):
-                result_TN = y_TN - self.file.effect(effects[member], first, len(x_TK))
-                if self.proofs is not None:
-                    self._prove(self.proofs, op, member.layer, (x_TK, result_TN), (sent_TK, y_TN))
-                results.append(result_TN)
+                results.append(y_TN - self.file.effect(effects[member], first, len(x_TK)))
         return results
-
-    def _prove(
-        self, proofs: Proofs, op: Op, layer: int, unmasked: tuple[Tensor, Tensor], masked: tuple[Tensor, Tensor]
-    ) -> None:
-        """The result, and with it what the file holds; if it is wrong, tell whose fault that is."""
-        try:
-            proofs.check(self._session, op, layer, *unmasked)
-        except CallError:
-            proofs.check(self._session, op, layer, *masked)
-            raise ConfigError(
-                f"{self.file.path} is damaged: the executor's answer of {self._session.name(layer)} is right, and the pads' effect on it "
-                "is not. Make another file"
-            ) from None
 
     def close(self) -> None:
         pass
