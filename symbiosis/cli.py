@@ -173,12 +173,15 @@ def audit(
     quick: Annotated[bool, typer.Option("--quick", help="Less data.")] = False,
     bits: Annotated[int, typer.Option(help="Of the quantised weights of split and pads: 8 or 16.")] = 8,
     tcp: Annotated[bool, typer.Option("--tcp", help="Over tcp://, not within one process.")] = False,
+    tokens: Annotated[int | None, typer.Option(
+        min=0, help="So many known tokens more, for the equations of the adapter. Default 32,768; --quick and pads: 0.",
+    )] = None,
 ) -> None:  # fmt: skip
     """Attack, as an operator would, what executors see of a demo client; exit status 0 if the level holds what it promises."""
     with _errors_for_people():
         from symbiosis.audit.run import run
 
-        raise typer.Exit(run(level.value, quick, bits, tcp))
+        raise typer.Exit(run(level.value, quick, bits, tcp, tokens))
 
 
 @app.command()

@@ -17,20 +17,27 @@ from torch import Tensor
 
 import symbiosis
 from symbiosis.audit import recorder as recorder_module
-from symbiosis.audit.owner import Size, Work, own
+from symbiosis.audit.adapters import MLP, cosine, gate_projection
+from symbiosis.audit.attacks import rows_themselves
+from symbiosis.audit.owner import ATTENDED, GATED, Owner, Size, Work, own
 from symbiosis.audit.public import Public
 from symbiosis.audit.recorder import Recorder
 from symbiosis.audit.run import (
+    ANY,
+    BROKEN,
     CHI_SQUARE,
     COPY,
     COSINE,
     HEAD,
     LABELS,
     ROWS,
+    SUBSPACE,
     SUCCESS,
     TOKENS,
+    Row,
     Setup,
     chi_square,
+    control,
     setup,
     uniformity,
 )
@@ -50,7 +57,7 @@ from symbiosis.pads import make
 from symbiosis.protocol import Op, Priority
 from tests.processes import run
 
-SUBSPACE, NEIGHBOURS = "rows, outside the log's subspace", "difference of two rows of a call"
+NEIGHBOURS = "difference of two rows of a call"
 ADAPTED = ("v_proj", "gate_proj", "down_proj")
 SMALL = Size(steps=1, logged_steps=3, known=24, first=1, distil_steps=1)  # enough for attacks on rows
 
@@ -84,8 +91,68 @@ def test_a_level_holds_what_it_promises(level: str) -> None:
     assert wanted <= line["figures"].keys()
     for operator in operators if level in ("split", "pads") else ():
         assert any(name.startswith("chi-square, ") and name.endswith(f", {operator}") for name in line["figures"])
+    for attack in BROKEN:
+        assert attack in line["figures"] or all(
+            f"{attack}, {operator}, broken" in line["figures"] for operator in operators
+        )
     plain = {bar["name"] for bar in line["bars"] if bar["bar"] == SUCCESS}
     assert plain >= ({f"{name}, plain" for name in wanted} if operators else attacks)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("level", ["none", "split"])
+def test_a_million_known_tokens_do_not_show_the_adapter(level: str) -> None:
+    done = run("audit", "--quick", "--level", level, "--tokens", str(10**6), seconds=7000)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---------------------------------------------------------------- the attacks themselves
+
+
+@pytest.fixture(scope="module")
+def plain(public: Public, tmp_path_factory: pytest.TempPathFactory) -> tuple[View, Owner]:
+    """An operator's log of rows as they are, and their owner."""
+    with setup("none", SMALL, small_work(public), tmp_path_factory.mktemp("plain")) as plain:
+        owner = own(*plain, small_work(public), SMALL)
+        return View(plain.recorders[0]), owner
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_masks_hide_rows_only_from_who_does_not_attack(
+    name: str, plain: tuple[View, Owner], public: Public
+) -> None:
+    view, owner = plain
+    broken = BROKEN[name](view)
+    as_it_is = broken.cosine(rows_themselves(broken), broken.truth(owner, public), public)
+    assert as_it_is < SUCCESS <= control(name, view, owner, public)
+
+
+def test_an_attack_that_finds_nothing_in_broken_masks_is_void() -> None:
+    row = Row("rows", "one", plain=1.0, value=0.0, least=-COSINE, most=COSINE, control=1.0)
+    assert row.verdict == "yes"
+    assert dataclasses.replace(row, control=0.5).verdict == dataclasses.replace(row, plain=0.5).verdict == "VOID"
+
+
+def test_an_attack_that_may_fail_and_does_is_not_said_to_hold() -> None:
+    row = Row("adapter", "one", plain=1.0, value=0.01, least=ANY[0], most=ANY[1])
+    assert row.verdict == "failed (allowed)"
+    assert dataclasses.replace(row, value=0.99).verdict == "yes"
+
+
+def test_more_tokens_give_better_equations_of_the_adapter(public: Public, tmp_path: Path) -> None:
+    """They are among the known ones; of their calls, no more is written down than shows the adapter."""
+    found = []
+    for tokens in (0, 3000):
+        size = dataclasses.replace(SMALL, tokens=tokens)
+        work = dataclasses.replace(Work.of(public.tokenizer, size), held_out=small_work(public).held_out)
+        with setup("none", size, work, tmp_path) as plain:
+            owner = own(*plain, work, size)
+            view = View(plain.recorders[0])
+        assert {layer for entry in view.more for layer in entry.layers} <= {*GATED, *ATTENDED, f"{MLP}.up_proj"}
+        assert sum(entry.rows.shape[0] for entry in view.more if not GATED.isdisjoint(entry.layers)) >= 2 * tokens
+        found.append(cosine(f"{MLP}.gate_proj", gate_projection(view, public), owner, public))
+    assert found[0] < found[1] - 0.05 and found[1] > 0.9
 
 
 # ---------------------------------------------------------------- what is broken must be found

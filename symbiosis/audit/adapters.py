@@ -1,6 +1,6 @@
 """Attacks on the adapter: its matrices in closed form from what goes in and comes out, and a copy trained on the log."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,6 @@ from symbiosis.protocol import Op
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 LEAST, MOST = 0.02, 20.0  # factors by which the attacker dares to divide
-TOKENS = 1920  # of which the equations are made
 RIDGE = 1e-4
 DISTIL_RATE = 1e-2
 
@@ -27,37 +26,48 @@ def value_projection(view: View, public: Public) -> list[Tensor]:
     x_TK = public.dictionary()[:BYTES].double()
     heads = public.model.config
     kv, copies = heads.num_key_value_heads, heads.num_attention_heads // heads.num_key_value_heads
-    v_TN = view.floats(Op.FORWARD, f"{ATTENTION}.o_proj", "first", public)
-    v_TN = v_TN.view(len(v_TN), kv, copies, -1).mean(2).flatten(1)
     gram = x_TK.t() @ x_TK
     solve_KT = torch.linalg.solve(gram + RIDGE * gram.diagonal().mean() * torch.eye(len(gram)), x_TK.t())
     weight = public.weights[f"{ATTENTION}.v_proj"].double()
-    return [(solve_KT @ (values - x_TK @ weight.t())).t() for values in v_TN.split(BYTES)]
+    estimates = []
+    for rows in view.floats(Op.FORWARD, f"{ATTENTION}.o_proj", "first", "more first", public=public):
+        v_TN = rows.view(len(rows), kv, copies, -1).mean(2).flatten(1)
+        estimates += [(solve_KT @ (values - x_TK @ weight.t())).t() for values in v_TN.split(BYTES)]
+    return estimates
 
 
 def gate_projection(view: View, public: Public) -> list[Tensor]:
     """Where down_proj's input, divided by what up_proj makes, is positive, it shows what gate_proj (and dW) made: SiLU is one
     to one there."""
-    x_TK, gate_TN = (rows[:TOKENS] for rows in _gated(view, public, "known"))
-    usable = (gate_TN > LEAST) & (gate_TN < MOST)
-    made = _silu_inverse(gate_TN.where(usable, 1.0)) - x_TK @ public.weights[f"{MLP}.gate_proj"].double().t()
-    return [_regression(x_TK, made, usable.double())]
+    weight, equations = (
+        public.weights[f"{MLP}.gate_proj"].double(),
+        Equations(*public.weights[f"{MLP}.gate_proj"].shape),
+    )
+    for x_TK, gate_TN in _gated(view, public, "known", "more known"):
+        usable = (gate_TN > LEAST) & (gate_TN < MOST)
+        equations.add(x_TK, _silu_inverse(gate_TN.where(usable, 1.0)) - x_TK @ weight.t(), usable.double())
+    return [equations.solution()]
 
 
 def down_projection(view: View, public: Public) -> list[Tensor]:
     """up_proj's gradient, divided by what the gate let through, is `dy (W + dW)`, and down_proj's gradient is dy."""
-    _, gate_TN = _gated(view, public, "train")
-    dy_TK, up_TN = (view.floats(Op.DGRAD, f"{MLP}.{name}", "train", public) for name in ("down_proj", "up_proj"))
-    usable = (gate_TN.abs() > LEAST) & (gate_TN.abs() < MOST)
-    made = (up_TN / gate_TN).where(usable, 0.0) - dy_TK @ public.weights[f"{MLP}.down_proj"].double()
-    return [_regression(dy_TK, made, gate_TN.square().where(usable, 0.0)).t()]
+    weight = public.weights[f"{MLP}.down_proj"].double()
+    equations = Equations(*weight.t().shape)
+    gradients = (view.floats(Op.DGRAD, f"{MLP}.{name}", "train", public=public) for name in ("down_proj", "up_proj"))
+    for (_, gate_TN), dy_TK, up_TN in zip(_gated(view, public, "train"), *gradients, strict=True):
+        usable = (gate_TN.abs() > LEAST) & (gate_TN.abs() < MOST)
+        made = (up_TN / gate_TN).where(usable, 0.0) - dy_TK @ weight
+        equations.add(dy_TK, made, gate_TN.square().where(usable, 0.0))
+    return [equations.solution().t()]
 
 
-def _gated(view: View, public: Public, phase: str) -> tuple[Tensor, Tensor]:
-    """The input of the gate, and what it let through: down_proj's input divided by what up_proj makes."""
-    x_TK, down_TN = (view.floats(Op.FORWARD, f"{MLP}.{name}", phase, public) for name in ("gate_proj", "down_proj"))
-    up_TN = x_TK @ public.weights[f"{MLP}.up_proj"].double().t()
-    return x_TK, (down_TN / up_TN).where(up_TN.abs() > LEAST, 0.0)
+def _gated(view: View, public: Public, *phases: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each call, the input of the gate, and what it let through: down_proj's input divided by what up_proj makes."""
+    weight = public.weights[f"{MLP}.up_proj"].double()
+    calls = (view.floats(Op.FORWARD, f"{MLP}.{name}", *phases, public=public) for name in ("gate_proj", "down_proj"))
+    for x_TK, down_TN in zip(*calls, strict=True):
+        up_TN = x_TK @ weight.t()
+        yield x_TK, (down_TN / up_TN).where(up_TN.abs() > LEAST, 0.0)
 
 
 def _silu_inverse(y: Tensor) -> Tensor:
@@ -69,17 +79,26 @@ def _silu_inverse(y: Tensor) -> Tensor:
     return x
 
 
-def _regression(x_TK: Tensor, y_TN: Tensor, weights_TN: Tensor) -> Tensor:
-    """The matrix that makes y of x, by least squares, with weights of their own for each column; many are zero."""
-    columns, eye = [], torch.eye(x_TK.shape[1])
-    for y, weights in zip(y_TN.t(), weights_TN.t(), strict=True):
-        counted = weights > 0
-        x = x_TK[counted]
-        weighted = x * weights[counted, None]
-        gram = weighted.t() @ x
-        gram += (1e-8 * gram.diagonal().mean() + 1e-12) * eye
-        columns.append(torch.linalg.solve(gram, weighted.t() @ y[counted]))
-    return torch.stack(columns)
+class Equations:
+    """For the matrix that makes y of x, by least squares, with weights of their own for each column; many are zero. Of however
+    many tokens, no more is kept than the sums."""
+
+    def __init__(self, columns: int, width: int) -> None:
+        self._gram_NKK = torch.zeros(columns, width, width, dtype=torch.float64)
+        self._right_NK = torch.zeros(columns, width, dtype=torch.float64)
+
+    def add(self, x_TK: Tensor, y_TN: Tensor, weights_TN: Tensor) -> None:
+        for n, (y, weights) in enumerate(zip(y_TN.t(), weights_TN.t(), strict=True)):
+            counted = weights > 0
+            x = x_TK[counted]
+            weighted = x * weights[counted, None]
+            self._gram_NKK[n].addmm_(weighted.t(), x)
+            self._right_NK[n].addmv_(weighted.t(), y[counted])
+
+    def solution(self) -> Tensor:
+        for gram_KK in self._gram_NKK:
+            gram_KK.diagonal().add_(1e-8 * gram_KK.diagonal().mean() + 1e-12)
+        return torch.linalg.solve(self._gram_NKK, self._right_NK)
 
 
 MATRICES: dict[str, Callable[[View, Public], list[Tensor]]] = {

@@ -49,7 +49,7 @@ def without_noise(view: View, public: Public) -> View:
         noise.update({entry.rows.shape[1]: entry.rows.double() for entry in (forward, backward)})
     if not noise:
         return view
-    return view.with_rows(_denoised(e.rows.double(), noise[e.rows.shape[1]], e.key, public) for e in view.entries)
+    return view.with_rows(lambda e: _denoised(e.rows.double(), noise[e.rows.shape[1]], e.key, public))
 
 
 def _denoised(z_TK: Tensor, noise_PK: Tensor, key: Key, public: Public) -> Tensor:

@@ -23,20 +23,25 @@ LENGTH, TRAIN_BATCH = 48, 4
 BYTES = 256  # tokens of the demo model that stand for something
 REPEATS = 24
 HELD_OUT = 32
+AT_ONCE = 12 * BYTES  # tokens of which there are many
+GATED = frozenset(f"model.layers.0.mlp.{name}" for name in ("gate_proj", "down_proj"))
+ATTENDED = frozenset({"model.layers.0.self_attn.o_proj"})
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much the owner does. `first`: how often every token is sent as the first of a sequence."""
+    """How much the owner does. `first`: how often every token is sent as the first of a sequence. `tokens`: how many more, of
+    known text and as first ones, the equations of the adapter are made of."""
 
     steps: int
     logged_steps: int
     known: int
     first: int
     distil_steps: int
+    tokens: int = 0
 
 
-FULL = Size(steps=40, logged_steps=12, known=64, first=12, distil_steps=160)
+FULL = Size(steps=40, logged_steps=12, known=64, first=12, distil_steps=160, tokens=1 << 15)
 QUICK = Size(steps=16, logged_steps=8, known=40, first=6, distil_steps=100)
 
 
@@ -76,10 +81,11 @@ class Work:
     known: Tensor
     prompt: Tensor
     held_out: Tensor
+    more: Tensor
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, size: Size) -> "Work":
-        counts = (TRAIN_BATCH * (size.steps + size.logged_steps), size.known, 1, HELD_OUT)
+        counts = (TRAIN_BATCH * (size.steps + size.logged_steps), size.known, 1, HELD_OUT, -(-size.tokens // LENGTH))
         examples = torch.tensor(blocks(shouting_text(), tokenizer, LENGTH, sum(counts), seed=1))
         return cls(*examples.split(counts))
 
@@ -129,11 +135,27 @@ def own(endpoint: str, privacy: Privacy | None, recorders: Sequence[Recorder], w
     ask("known", list(work.known.split(8)))
     ask("repeat", [work.prompt] * REPEATS)
     ask("first", [torch.arange(BYTES)[:, None]] * size.first)
+    begin(None)
+    if recorders and size.tokens:
+        many_tokens(adapted, recorders, work, size)
     for recorder in recorders:
         recorder.server.lose = 8
     ask("retry", [work.known[:4]])
     logits = torch.cat(ask(None, [work.held_out]))
     return Owner(adapted, truth, tokens, logits)
+
+
+def many_tokens(model: Any, recorders: Sequence[Recorder], work: Work, size: Size) -> None:
+    """Known text, and tokens that are the first of a sequence; what shows the adapter is written down, and no more."""
+    firsts = torch.arange(BYTES)[:, None].repeat(-(-size.tokens // BYTES), 1)
+    for phase, layers, ids in (("more known", GATED, work.more), ("more first", ATTENDED, firsts)):
+        for recorder in recorders:
+            recorder.server.phase, recorder.server.only = phase, layers
+        for some in ids.split(AT_ONCE // ids.shape[1]):
+            with torch.no_grad():
+                model(input_ids=some)
+    for recorder in recorders:
+        recorder.server.only = None
 
 
 def train(model: Any, ids: Tensor, size: Size, log: Callable[[], None]) -> list[Tensor]:

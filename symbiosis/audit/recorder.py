@@ -57,6 +57,7 @@ class RecordingServer(Server):
         self.log: list[Sent] = []
         self.bytes = {False: Bytes(), True: Bytes()}  # by whether it was a seed
         self.phase: str | None = None  # None: only the bytes are counted, as the memory of this machine is small
+        self.only: frozenset[str] | None = None  # calls forward of these layers are written down; None: all calls
         self.lose = 0  # so many of the next calls
 
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
@@ -65,11 +66,15 @@ class RecordingServer(Server):
         lost, self.lose = self.lose > 0, max(0, self.lose - 1)
         if payload[0].dtype.is_floating_point is False:
             self.bytes[call.seeded].count(payload[0])
-        if self.phase is not None:
+        if self.phase is not None and self._wanted(call):
             self.log.append(Sent(call, payload[0].clone(), self.phase, peer.session.number, lost))
         if lost:
             return peer.close()
         return super().arrived(peer, seq, call, payload)
+
+    def _wanted(self, call: Call) -> bool:
+        names = {self.store.manifest[number].name for number in call.layers}
+        return self.only is None or (call.op is Op.FORWARD and not names.isdisjoint(self.only))
 
 
 class Recorder(Executor):

@@ -5,7 +5,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 
 import symbiosis
-from symbiosis.audit import adapters, attacks
+from symbiosis.audit import adapters, attacks, broken
 from symbiosis.audit.exact import Unmasked, unequal_values
 from symbiosis.audit.owner import BYTES, FULL, QUICK, REPEATS, TRAIN_BATCH, Owner, Size, Work, own
 from symbiosis.audit.public import Public
@@ -46,6 +46,17 @@ ROWS: dict[str, Callable[[View], list[Claim]]] = {
     "difference of two requests": attacks.two_requests,
     "difference of two layers": attacks.two_layers,
 }
+SUBSPACE = "rows, outside the log's subspace"
+BROKEN: dict[str, Callable[[View], View]] = {
+    "rows, noise matched": broken.known_noise,
+    "rows, from both halves of a call": broken.both_at_one,
+    "rows, averaged over repeats": broken.too_small,
+    "rows, averaged over retries": broken.too_small,
+    "difference of two rows of a call": broken.one_for_all,
+    "difference of two requests": broken.one_for_all,
+    "difference of two layers": broken.one_for_all,
+    SUBSPACE: broken.few,
+}  # masks on which an attack on masks must succeed: where there are none, it has nothing to do
 
 
 class Setup(NamedTuple):
@@ -58,7 +69,8 @@ class Setup(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One attack: what it reached without protection and with it, and between what the latter must lie."""
+    """One attack: what it reached without protection, on masks that are broken (`control`) and with protection, and between
+    what the latter must lie."""
 
     attack: str
     operator: str
@@ -66,11 +78,14 @@ class Row:
     value: float | None  # None: nothing was sent that could be attacked so
     least: float
     most: float
+    control: float | None = None
 
     @property
     def verdict(self) -> str:
-        if self.plain is not None and self.plain < SUCCESS:
+        if any(score is not None and score < SUCCESS for score in (self.plain, self.control)):
             return "VOID"  # an attack that cannot succeed shows nothing
+        if (self.least, self.most) == ANY and self.value is not None and self.value < SUCCESS:
+            return "failed (allowed)"
         return "yes" if self.value is None or self.least <= self.value <= self.most else "NO"
 
     @property
@@ -87,12 +102,14 @@ class Row:
         return f">= {self.least:g}" if self.most == 1.0 else f"{self.least:g} - {self.most:g}"
 
 
-def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False) -> int:
-    """The whole audit; 0 if every row holds. `bits`: of quantised weights."""
+def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False, tokens: int | None = None) -> int:
+    """The whole audit; 0 if every row holds. `bits`: of quantised weights. `tokens`: more ones, for the equations of the adapter."""
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
     checked_bits(bits)
     size = QUICK if quick else FULL
+    if tokens is not None or level == "pads":  # whose file would be gigabytes
+        size = replace(size, tokens=tokens or 0)
     public = Public(bits)
     work = Work.of(public.tokenizer, size)
     rows = audit(level, size, work, public, tcp)
@@ -103,13 +120,15 @@ def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False) -> int:
 def audit(level: Level, size: Size, work: Work, public: Public, tcp: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="symbiosis-audit-") as folder:
         with setup("none", size, work, Path(folder), public.bits, tcp) as plain:
-            owner = own(*plain, work, size)
-            control = attacked(View(plain.recorders[0]), owner, size, work, public)
+            scores, controls = unprotected(plain, size, work, public)
         if level == "none":
-            return [Row(attack, "", score, score, SUCCESS, 1.0) for attack, score in control.items()]
+            return [
+                Row(attack, "", score, score, SUCCESS, 1.0, controls.get(attack)) for attack, score in scores.items()
+            ]
         with setup(level, size, work, Path(folder), public.bits, tcp) as protected:
             owner = own(*protected, work, size)
-            return judged(level, protected, owner, control, size, work, public)
+            rows = judged(level, protected, owner, scores, size, work, public)
+            return [replace(row, control=controls.get(row.attack)) for row in rows]
 
 
 @contextmanager
@@ -141,11 +160,11 @@ def setup(level: Level, size: Size, work: Work, folder: Path, bits: int = 8, tcp
 def rows_needed(size: Size, work: Work) -> int:
     """Rows that each layer is given, and what is lost when pads are taken from the disk by the dozen."""
     asked = work.training.numel() + work.known.numel() + REPEATS * work.prompt.numel() + work.held_out.numel()
-    return asked + size.first * BYTES + 3 * TRAIN_BATCH * work.known.shape[1] + 1024
+    return asked + 2 * size.tokens + size.first * BYTES + 3 * TRAIN_BATCH * work.known.shape[1] + 1024
 
 
 def judged(
-    level: Level, protected: Setup, owner: Owner, control: Scores, size: Size, work: Work, public: Public
+    level: Level, protected: Setup, owner: Owner, plain: Scores, size: Size, work: Work, public: Public
 ) -> list[Row]:
     """Every operator's attacks; and for integers whether they are uniform, and what is made of them is exact."""
     rows: list[Row] = []
@@ -153,7 +172,7 @@ def judged(
         view = View(recorder)
         scores = attacked(view, owner, size, work, public)
         limits = limits_of_noise(scores) if level == "noise" else limits_for(scores, owner)
-        rows += [Row(attack, view.operator, control[attack], scores[attack], *limits[attack]) for attack in control]
+        rows += [Row(attack, view.operator, plain[attack], scores[attack], *limits[attack]) for attack in plain]
         if view.integers:
             rows += uniformity(view)
     if level != "noise":
@@ -162,6 +181,25 @@ def judged(
         reference = own(protected.endpoint, Unmasked(public.bits), [], work, size)
         rows.append(Row("values that masks have changed", "", None, unequal_values(owner, reference), 0, 0))
     return rows
+
+
+def unprotected(plain: Setup, size: Size, work: Work, public: Public) -> tuple[Scores, Scores]:
+    """What all attacks reach without masks, and those on masks where these are broken."""
+    owner = own(*plain, work, size)
+    view = View(plain.recorders[0])
+    plain.recorders[0].server.log.clear()  # the view has it: there may be gigabytes
+    return attacked(view, owner, size, work, public), {name: control(name, view, owner, public) for name in BROKEN}
+
+
+def control(name: str, plain: View, owner: Owner, public: Public) -> float:
+    """What an attack on masks reaches where these are broken."""
+    torch.manual_seed(0)
+    view = BROKEN[name](plain)
+    if name == SUBSPACE:
+        claims = attacks.outside_the_subspace(view, public)
+    else:
+        claims = ROWS[name](attacks.without_noise(view, public))
+    return view.cosine(claims, view.truth(owner, public), public)
 
 
 def attacked(view: View, owner: Owner, size: Size, work: Work, public: Public) -> Scores:
@@ -184,7 +222,7 @@ def cosines(view: View, seen: View, owner: Owner, public: Public) -> Scores:
     """Of the attacks that claim rows; `seen`: the log without noise."""
     truth = view.truth(owner, public)
     claims = {name: attack(seen) for name, attack in ROWS.items()}
-    claims["rows, outside the log's subspace"] = attacks.outside_the_subspace(view, public)
+    claims[SUBSPACE] = attacks.outside_the_subspace(view, public)
     return {name: view.cosine(claimed, truth, public) for name, claimed in claims.items()}
 
 
@@ -241,8 +279,8 @@ def chi_square(counts: Tensor) -> float:
 
 def show(level: Level, rows: list[Row]) -> None:
     print_table(
-        ("attack", "operator", "plain", level, "may be", "holds"),
-        [(r.attack, r.operator, said(r.plain), said(r.value), r.limits, r.verdict) for r in rows],
+        ("attack", "operator", "plain", "broken", level, "may be", "holds"),
+        [(r.attack, r.operator, said(r.plain), said(r.control), said(r.value), r.limits, r.verdict) for r in rows],
         f"What operators learn at level {level}: shares of tokens and labels, cosines with the mean removed, copied effect",
     )
 
@@ -259,6 +297,8 @@ def report(level: Level, rows: list[Row]) -> Report:
         name = f"{row.attack}, {row.operator}" if row.operator else row.attack
         if row.plain is not None:
             found.bar(f"{name}, plain", row.plain, ">=", SUCCESS)
+        if row.control is not None:
+            found.bar(f"{name}, broken", row.control, ">=", SUCCESS)
         if row.value is None:
             found.figure(name, None)
             continue

@@ -1,7 +1,8 @@
 """What one operator has: its log as rows, beside the owner's true rows where an attack is scored."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,6 +15,7 @@ from symbiosis.audit.recorder import Recorder
 from symbiosis.protocol import Op
 
 VALUES = 1 << 20  # on which a cosine is measured, at most
+MORE = ("more known", "more first")  # phases in which only what shows the adapter was written down
 NOTHING = 1e-3  # of the usual length: a true row that is shorter says nothing
 
 
@@ -64,14 +66,16 @@ class View:
             for sent in recorder.server.log
         ]
         self.at_join = [entry for entry in entries if entry.phase == "join"]
-        self.entries = [entry for entry in entries if entry.phase != "join"]
+        self.more = [entry for entry in entries if entry.phase in MORE]
+        self.entries = [entry for entry in entries if entry.phase not in ("join", *MORE)]
         self.integers = not any(entry.rows.is_floating_point() for entry in self.entries)
 
-    def with_rows(self, rows: Iterable[Tensor]) -> "View":
+    def with_rows(self, known: Callable[[Entry], Tensor]) -> "View":
         """The same calls, where the operator knows more about the rows."""
-        other = object.__new__(View)
-        other.__dict__ = {**self.__dict__}
-        other.entries = [replace(entry, rows=new) for entry, new in zip(self.entries, rows, strict=True)]
+        other = copy(self)
+        other.entries, other.more = (
+            [replace(entry, rows=known(entry)) for entry in entries] for entries in (self.entries, self.more)
+        )
         return other
 
     @property
@@ -82,13 +86,15 @@ class View:
 
     def rows(self, op: Op, layer: str, *phases: str) -> list[Tensor]:
         """Of each call of this layer in these phases."""
-        entries = (self.entries[n] for n in self.shares)
+        answered = [entry for entry in (*self.entries, *self.more) if not entry.lost]
+        entries = [entry for entry in answered if not entry.seeded] or answered
         return [e.rows for e in entries if e.op is op and layer in e.layers and e.phase in phases]
 
-    def floats(self, op: Op, layer: str, phase: str, public: Public) -> Tensor:
-        """The same together, where integers are as large as rows of this layer usually are."""
-        rows = torch.cat(self.rows(op, layer, phase)).double()
-        return rows * (public.size((op, layer)) / rows.square().mean().sqrt()) if self.integers else rows
+    def floats(self, op: Op, layer: str, *phases: str, public: Public) -> Iterator[Tensor]:
+        """The same, where integers are as large as rows of this layer usually are."""
+        for rows in self.rows(op, layer, *phases):
+            rows = rows.double()
+            yield rows * (public.size((op, layer)) / rows.square().mean().sqrt()) if self.integers else rows
 
     def truth(self, owner: Owner, public: Public) -> list[Tensor]:
         """The owner's rows for each entry, as the level took them."""
