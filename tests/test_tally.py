@@ -1,6 +1,7 @@
 """`pytest -m fault` says in its last line what its tests did, and fails if something was lost; other runs say nothing."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -43,22 +44,14 @@ def test_ordinary():
 @pytest.fixture
 def lines(tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
     """What such a run writes, and its exit status."""
-    (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  fault:\n  soak:\n  gpu:\n")
-    marks = ["-m", request.param] if request.param else []
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "tests.tally",
-        "-p",
-        "no:cacheprovider",
-        str(tmp_path),
-        *marks,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "test_some.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = some\nmarkers =\n  fault:\n  soak:\n  gpu:\n")
+    words = [] if request.param == "fault" else [str(tmp_path / "some")]  # of all tests, or of those in a place
+    words += ["-m", request.param] if request.param else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.tally", "-p", "no:cacheprovider", *words]
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=path)
     return [*done.stdout.splitlines(), str(done.returncode)]
 
 
@@ -81,9 +74,10 @@ def test_what_is_lost_fails_the_run(lines: list[str]) -> None:
 
 
 @pytest.mark.parametrize("lines", ["fault"], indirect=True)
-def test_a_run_that_fails_is_counted_too(lines: list[str]) -> None:
+def test_a_run_of_all_that_fails_is_counted_too_and_says_how_much_was_to_be_done(lines: list[str]) -> None:
     line, status = json.loads(lines[-2]), lines[-1]
     assert (line["figures"]["failed"], line["figures"]["frames_fuzzed_on_the_parser"], status) == (1, 7, "1")
+    assert {"name": "executors_killed", "value": 1, "bar": 200, "holds": False} in line["bars"]
 
 
 @pytest.mark.parametrize("lines", ["", "not gpu and not soak"], indirect=True)
