@@ -72,8 +72,8 @@ def cut(result: Tensor, shapes: Shapes) -> list[Tensor]:
     """What lies in `result` one after another; no views to autograd, which would not let them be changed in place."""
     if not shapes:
         return [result]
-    parts = result.reshape(-1).split([prod(shape) for shape in shapes])
-    return [torch.ops.aten._unsafe_view.default(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+    parts = torch.unsafe_split_with_sizes(result.reshape(-1), [prod(shape) for shape in shapes])
+    return [part.view(shape).data for part, shape in zip(parts, shapes, strict=True)]
 
 
 def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
