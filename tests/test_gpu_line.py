@@ -467,6 +467,40 @@ def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, process
     assert executor.is_alive()
 
 
+def serve_and_tell(where: str, told: Any, asked: Any) -> None:
+    """Whenever it is asked, how much memory of the GPU the executor's process holds, and how much of that is in use."""
+    with symbiosis.Executor(tiny_llama().cuda(), listen=[f"local://{where}"]) as executor:
+        told.put(executor.endpoint)
+        while asked.get(timeout=WAIT_S):
+            told.put((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
+
+
+@ENOUGH
+def test_more_clients_and_steps_take_no_more_memory_of_the_executor(
+    processes: Any, ids: Tensor, tmp_path: Path
+) -> None:
+    asked = processes.context.Queue()
+    _, told = processes.start(serve_and_tell, f"{tmp_path}/executor.sock", asked)
+    endpoint = told.get(timeout=WAIT_S)
+    held: list[tuple[int, int]] = []
+    with watching(endpoint) as look:
+        for number in range(20):
+            split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+            step = trainer(lora(split))
+            run = symbiosis.capture(step) if number % 2 else step
+            for _ in range(50):
+                run(ids)
+            torch.cuda.synchronize()
+            asked.put(True)
+            held.append(told.get(timeout=WAIT_S))
+            next(remote_weights(split)).handle.session.close()
+            until(lambda: all(session.observer for session in look().sessions), "the end of its session")
+    asked.put(False)
+    for kind in (0, 1):  # eager, captured
+        reserved, used = zip(*held[kind + 2 :: 2], strict=True)
+        assert max(reserved) == reserved[0] and max(used) == used[0], held
+
+
 @pytest.mark.fault
 def test_without_an_executor_the_stream_is_let_go(
     processes: Any, tmp_path: Path, ids: Tensor, caplog: pytest.LogCaptureFixture
