@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
 
 import symbiosis
+from symbiosis.executor.server import Server
 from symbiosis.kernels.integers import modular_product, quantise
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
@@ -79,6 +81,55 @@ class Serving:
 
     def endpoints(self) -> list[str]:
         return self._executor.endpoints
+
+
+class TimedServer(Server):
+    """Knows where its CPU's time goes: `seconds` by what it did, and not counting what that called under another name."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.seconds: Counter[str] = Counter()
+        self._inside = 0.0
+        for what, owner, methods in (
+            ("bells", self, ("rang", "admits", "arrived")),
+            ("batches", self, ("_step",)),
+            ("launches", self.engine, ("launch", "join", "compute", "reply")),
+            ("figures", self.figures, ("ran", "launched", "joined", "together", "answered")),
+        ):
+            for method in methods:
+                setattr(owner, method, self._timed(what, getattr(owner, method)))
+
+    def _timed(self, what: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            outside, self._inside, begun = self._inside, 0.0, time.perf_counter()
+            try:
+                return method(*args, **options)
+            finally:
+                took = time.perf_counter() - begun
+                self.seconds[what] += took - self._inside
+                self._inside = outside + took
+
+        return run
+
+
+class TimedExecutor(symbiosis.Executor):
+    server_class = TimedServer
+
+
+class TimedServing:
+    """An executor that knows where its CPU's time goes."""
+
+    def __init__(self, shape: Shape, device: str, endpoint: str, options: dict[str, Any]) -> None:
+        self._executor = TimedExecutor(shape.build(device), listen=[endpoint], **options)
+
+    def endpoints(self) -> list[str]:
+        return self._executor.endpoints
+
+    def spent(self) -> tuple[int, dict[str, float]]:
+        """The calls of those who are here, and the seconds, until now."""
+        server = self._executor.server
+        assert isinstance(server, TimedServer)
+        return sum(session.calls for session in list(server.sessions.values())), dict(server.seconds)
 
 
 class Program:
@@ -193,6 +244,9 @@ class Gauge:
             return 0
         free, total = torch.cuda.mem_get_info()
         return total - free
+
+    def free_bytes(self) -> int:
+        return 0 if self._device == "cpu" else torch.cuda.mem_get_info()[0]
 
 
 class OneLayer:

@@ -6,6 +6,7 @@
 * `mixed`     8 decoders, then 6 decoders beside 2 trainers.
 * `policies`  8 generators of different batch sizes and adapters under each batching policy.
 * `call`      a call of one layer by each way there is to the executor.
+* `cost`      what a call takes of the executor's CPU, and what for.
 * `integers`  products of private clients' integers against those of floats.
 
 The processes share the GPU by CUDA MPS, which is started if it does not run.
@@ -15,6 +16,7 @@ The processes share the GPU by CUDA MPS, which is started if it does not run.
 """
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -28,8 +30,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from _gpu import ATTENTION, MLP, Gauge, Job, Lora, OneLayer, Products, Program, Serving, ServingOneLayer, Shape
-from _processes import Pace, Worker, prepare, progress, together, workers
+from _gpu import (
+    ATTENTION,
+    MLP,
+    Gauge,
+    Job,
+    Lora,
+    OneLayer,
+    Products,
+    Program,
+    Serving,
+    ServingOneLayer,
+    Shape,
+    TimedServing,
+)
+from _processes import TOGETHER_S, Pace, Worker, prepare, progress, together, workers
 
 from symbiosis import mps
 from symbiosis.reporting import Report, print_table
@@ -188,12 +203,14 @@ def many(setting: Setting) -> None:
     counts, jobs = [n for n in (1, 2, 4, 8, 16, 32) if n <= setting.programs], setting.jobs
     rates: dict[tuple[Job, int, str], float] = {}
     memory: dict[tuple[Job, str], int] = {}
+    room: dict[tuple[Job, str], int] = {}
     batch: dict[tuple[Job, int], float] = {}
     for side in ("split", "unsplit"):
         with ExitStack() as stack:
             gauge = stack.enter_context(workers(Gauge, [(setting.device,)]))[0]
             before = gauge.call("used_bytes")
             endpoint = stack.enter_context(setting.executor()) if side == "split" else None
+            shared, free = gauge.call("used_bytes") - before, gauge.call("free_bytes")
             arguments = (endpoint, setting.shape, setting.device)
             crowd = stack.enter_context(workers(Program, [arguments] * counts[-1]))
             for job in jobs:
@@ -210,17 +227,22 @@ def many(setting: Setting) -> None:
                     if side == "split":
                         batch[job, count] = statistics.mean(worker.call("mean_batch") for worker in some)
                 memory[job, side] = gauge.call("used_bytes") - before
+                each = (memory[job, side] - shared) / counts[-1]
+                room[job, side] = int(free / each) if each else 0
                 for worker in crowd:
                     worker.call("forget")
-    show_many(setting, jobs, counts, rates, memory, batch)
+    show_many(setting, jobs, counts, rates, memory, room, batch)
 
 
 MEETING = 30  # steps after which the executor has recorded the products of those who meet
 MANY = {DECODE: 2.0, SHORT: 1.4, LONG: 1.0}
 
 
-def show_many(setting: Setting, jobs: Sequence[Job], counts: list[int], rates: Any, memory: Any, batch: Any) -> None:
-    rows = []
+def show_many(
+    setting: Setting, jobs: Sequence[Job], counts: list[int], rates: Any, memory: Any, room: Any, batch: Any
+) -> None:
+    """`room`: for so many programs there would be, if each took what each of these did."""
+    rows, sizes = [], []
     for job in jobs:
         name = name_of(job).replace(" ", "_")
         for count in counts:
@@ -232,9 +254,12 @@ def show_many(setting: Setting, jobs: Sequence[Job], counts: list[int], rates: A
         setting.bar(f"{name}_{last}_ratio", rates[job, last, "split"] / rates[job, last, "unsplit"], ">=", MANY.get(job, 1.0))  # fmt: skip
         for side in ("split", "unsplit"):
             setting.report.figure(f"{name}_{last}_gib_{side}", memory[job, side] / 2**30)
+            setting.report.figure(f"{name}_room_for_{side}", room[job, side])
+        sizes.append((f"{last} × {name_of(job)}", *(f"{memory[job, side] / 2**30:.1f}" for side in ("split", "unsplit")), *(str(room[job, side]) for side in ("split", "unsplit"))))  # fmt: skip
         if memory[job, "unsplit"]:
             setting.bar(f"{name}_{last}_memory_ratio", memory[job, "split"] / memory[job, "unsplit"], "<=", 0.35)
     print_table(("programs", "split tokens/s", "unsplit", "ratio", "calls per product so far"), rows)
+    print_table(("memory", "split GiB", "unsplit", "room for so many split", "unsplit"), sizes)
 
 
 def mixed(setting: Setting, trainer: Job) -> None:
@@ -348,6 +373,44 @@ def call(setting: Setting) -> None:
     print_table(("way", "rows", "", "µs"), rows, title=f"a call of {width} × {width}")
 
 
+# ---------------------------------------------------------------- the executor's own time
+
+STAGES = ("bells", "batches", "launches", "figures")
+
+
+def cost(setting: Setting) -> None:
+    """What a call takes of the executor's CPU, of one program and of many."""
+    rows = []
+    with ExitStack() as stack:
+        url = f"local://{setting.folder}/executor.sock"
+        arguments = (setting.shape, setting.device, url, setting.options)
+        server = stack.enter_context(workers(TimedServing, [arguments]))[0]
+        endpoint = server.call("endpoints")[0]
+        crowd = stack.enter_context(workers(Program, [(endpoint, setting.shape, setting.device)] * setting.programs))
+        for job, captured in itertools.product(setting.jobs, (False, True) if setting.on_gpu else (False,)):
+            for worker in crowd:
+                worker.call("prepare", job, captured)
+            for count in (1, setting.programs):
+                name = f"{count} × {name_of(job)}, {'captured' if captured else 'eager'}"
+                progress(name)
+                together(crowd[:count], "run", min(1.0, setting.seconds), job, captured)  # they meet, and are recorded
+                calls, seconds = server.call("spent")
+                begun = time.perf_counter()
+                together(crowd[:count], "run", setting.seconds, job, captured)
+                elapsed = time.perf_counter() - begun - TOGETHER_S
+                calls_then, seconds_then = server.call("spent")
+                made = calls_then - calls
+                spent = [(seconds_then.get(stage, 0.0) - seconds.get(stage, 0.0)) / made * 1e6 for stage in STAGES]
+                busy = sum(spent) * 1e-6 * made / elapsed
+                rows.append((name, f"{made / elapsed:.0f}", *(f"{us:.1f}" for us in spent), f"{sum(spent):.1f}", f"{busy:.0%}"))  # fmt: skip
+                key = f"cost_{count}_{name_of(job).replace(' ', '_')}_{'captured' if captured else 'eager'}"
+                setting.report.figure(f"{key}_us", sum(spent))
+                setting.report.figure(f"{key}_busy", busy)
+            for worker in crowd:
+                worker.call("forget")
+    print_table(("programs", "calls/s", *STAGES, "µs of a call", "busy"), rows, title="the executor's CPU")
+
+
 # ---------------------------------------------------------------- integers
 
 
@@ -382,6 +445,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement takes")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement of one program")
     parser.add_argument("--eager", action="store_true", help="programs in company run eager code; nothing is judged")
+    parser.add_argument(
+        "--serve", nargs="+", default=(), help="what executors share, such as '*_proj' lm_head; default: theirs"
+    )
     parser.add_argument("--no-rounds", action="store_true", help="start executors with --no-rounds")
     parser.add_argument("--no-mps", action="store_true", help="let the processes take turns on the GPU")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether all runs, not how fast")
@@ -395,6 +461,7 @@ SUITES: dict[str, Callable[[Setting], None]] = {
     "mixed": lambda setting: mixed(setting, LONG),
     "policies": policies,
     "call": call,
+    "cost": cost,
     "integers": integers,
 }
 
@@ -411,13 +478,14 @@ def main() -> int:
         else:
             shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
         jobs = [JOBS[name] for name in args.jobs]
-        options = {"rounds": not args.no_rounds}
+        options = {"rounds": not args.no_rounds, "serve": args.serve}
         judged = not (args.tiny or args.eager)
         setting = Setting(
             shape, device, seconds, rounds, args.programs, folder, report, judged, jobs, options, args.eager
         )
         report.figure("rounds", not args.no_rounds)
         report.figure("layers", shape.layers)
+        report.figure("serves_head", "lm_head" in args.serve)
         report.figure("mps", not (args.no_mps or args.tiny))
         for suite in args.suites or SUITES:
             SUITES[suite](setting)

@@ -81,6 +81,7 @@ POLICIES = {
 WANTED = {
     "call": CALLS,
     "decode": {*(f"decode_eager_ms_{side}" for side in SIDES), "decode_eager_over_eager"},
+    "cost": {f"cost_{count}_decode_eager_{what}" for count in (1, 2) for what in ("us", "busy")},
     "many": {f"decode_{count}_tokens_per_s_{side}" for count in (1, 2) for side in ("split", "unsplit")},
     "policies": {*POLICIES, "policies_throughput_ratio", "policies_latency_ratio"},
 }
