@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -479,12 +480,32 @@ def test_autocast_takes_what_it_takes_of_unsplit_layers(dtype: torch.dtype, serv
 def test_transforms_that_would_lose_something_are_refused(serve: Callable) -> None:
     model = nn.Sequential(nn.Linear(16, 16)).requires_grad_(False)
     split, x = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint), torch.randn(5, 16)
-    for transformed in (torch.func.vmap(split), lambda x: torch.func.jvp(split, (x,), (x,))):
+    for transformed in (
+        torch.func.vmap(split),
+        lambda x: torch.func.jvp(split, (x,), (x,)),
+        torch.func.grad(lambda x: split(x).sum()),
+        torch.func.jacrev(split),
+    ):
         with pytest.raises(RemoteWeightError, match="torch.func"):
             transformed(x)
-    with pytest.raises(RuntimeError, match="functorch"):
-        torch.func.grad(lambda x: split(x).sum())(x)
     assert torch.equal(split(x), model(x))
+
+
+VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda weight: weight.numpy(),
+    "asarray": np.asarray,
+    "tolist": lambda weight: np.array(weight.tolist(), dtype=np.float32),
+    "dlpack": lambda weight: torch.from_dlpack(weight).numpy(),
+}
+
+
+@pytest.mark.parametrize("way", VALUES)
+def test_values_are_not_taken_past_torch(way: str, serve: Callable) -> None:
+    model = nn.Sequential(nn.Linear(6, 4)).requires_grad_(False)
+    kept, read = (symbiosis.wrap(copy.deepcopy(model), serve(model, allow_read=may).endpoint) for may in (False, True))
+    with pytest.raises(WeightRead, match=r"remote weight '0'.*test_features.py.*--allow-read"):
+        VALUES[way](kept[0].weight)
+    assert np.array_equal(VALUES[way](read[0].weight), model[0].weight.numpy())
 
 
 def test_forked_process_joins_anew(

@@ -56,6 +56,21 @@ class RemoteWeight(RemoteView):
             )
         return self
 
+    def numpy(self, **how: Any) -> Any:
+        return self._read("numpy").numpy(**how)
+
+    def tolist(self) -> Any:
+        return self._read("tolist").tolist()
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self._read("__dlpack__").__dlpack__(**how)
+
+    def _read(self, what: str) -> Tensor:
+        """The values, for what takes them past torch's operations."""
+        if self.handle.private is None:
+            _check_may_read(what, self)
+        return self.value()
+
     def share_memory_(self) -> "RemoteWeight":
         """Other processes reach the executor as this one does."""
         if self.handle.private is not None:
@@ -120,13 +135,17 @@ class RemoteWeight(RemoteView):
                 return result
         if written := [one for one in written_by(func, args, kwargs) if isinstance(one, RemoteWeight | RemoteSum)]:
             return _write(func, written, args, kwargs)
-        if not remote[0].handle.session.welcome.allow_read:
-            raise WeightRead(
-                f"{func} reads the values of the remote weight {remote[0].handle.layer.name!r} (at {call_site()}). "
-                "If only an initialisation reads them, call get_peft_model before wrap; else use a method that needs only "
-                "the layer's output, keep the layer on the client (wrap's layers=), or start the executor with --allow-read"
-            )
+        _check_may_read(func, remote[0])
         return _on_values(func, args, kwargs)
+
+
+def _check_may_read(what: Any, weight: RemoteWeight) -> None:
+    if not weight.handle.session.welcome.allow_read:
+        raise WeightRead(
+            f"{what} reads the values of the remote weight {weight.handle.layer.name!r} (at {call_site()}). "
+            "If only an initialisation reads them, call get_peft_model before wrap; else use a method that needs only "
+            "the layer's output, keep the layer on the client (wrap's layers=), or start the executor with --allow-read"
+        )
 
 
 def _remade(handle: Handle, view: View, dtype: torch.dtype, device: torch.device, is_param: bool) -> RemoteWeight:

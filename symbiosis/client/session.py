@@ -212,7 +212,7 @@ class Session:
         if x is None:
             call = _call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ())
             return self._answer(call, ())[0]
-        _refuse_transforms()
+        refuse_transforms()
         payload = (x.detach(),) if ends is None else (x.detach(), ends)
         groups = 0 if ends is None else ends.numel()
         call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
@@ -223,7 +223,7 @@ class Session:
 
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
         """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
-        _refuse_transforms()
+        refuse_transforms()
         call, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
         if x.is_cuda and (line := self._line(x.device)):
             self.stats.enqueue(call)
@@ -496,7 +496,7 @@ def _rows_call(
     return call, tuple((*shape[:-1], member.width) for member in group)
 
 
-def _refuse_transforms() -> None:
+def refuse_transforms() -> None:
     """What a call sends are plain rows: a tangent would be lost, and nobody would notice."""
     if torch._C._are_functorch_transforms_active():
         raise RemoteWeightError(

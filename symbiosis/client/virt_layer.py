@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.groups import Member
 from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.client.session import Session
+from symbiosis.client.session import Session, refuse_transforms
 from symbiosis.protocol import Op, Priority
 
 DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
@@ -147,6 +147,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
 
 def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
     """The product of `x`, which is what the layer was `given`, as it is to be multiplied."""
+    refuse_transforms()
     groups = session.groups
     made = groups.fetch(given, x.dtype, member)
     tracked = x.requires_grad and torch.is_grad_enabled()
