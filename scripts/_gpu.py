@@ -76,8 +76,10 @@ DEFAULT_LORA = Lora()
 class Serving:
     """An executor."""
 
+    executor_class = symbiosis.Executor
+
     def __init__(self, shape: Shape, device: str, endpoint: str, options: dict[str, Any]) -> None:
-        self._executor = symbiosis.Executor(shape.build(device), listen=[endpoint], **options)
+        self._executor = self.executor_class(shape.build(device), listen=[endpoint], **options)
 
     def endpoints(self) -> list[str]:
         return self._executor.endpoints
@@ -116,14 +118,8 @@ class TimedExecutor(symbiosis.Executor):
     server_class = TimedServer
 
 
-class TimedServing:
-    """An executor that knows where its CPU's time goes."""
-
-    def __init__(self, shape: Shape, device: str, endpoint: str, options: dict[str, Any]) -> None:
-        self._executor = TimedExecutor(shape.build(device), listen=[endpoint], **options)
-
-    def endpoints(self) -> list[str]:
-        return self._executor.endpoints
+class TimedServing(Serving):
+    executor_class = TimedExecutor
 
     def spent(self) -> tuple[int, dict[str, float]]:
         """The calls of those who are here, and the seconds, until now."""

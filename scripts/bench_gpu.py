@@ -96,11 +96,17 @@ class Setting:
         return count if self.on_gpu else min(count, 32)
 
     @contextmanager
+    def serving(self, kind: type[Serving] = Serving, **options: Any) -> Iterator[Worker]:
+        """A new executor."""
+        arguments = self.shape, self.device, f"local://{self.folder}/executor.sock", self.options | options
+        with workers(kind, [arguments]) as started:
+            yield started[0]
+
+    @contextmanager
     def executor(self, **options: Any) -> Iterator[str]:
         """The endpoint of a new one."""
-        endpoint = f"local://{self.folder}/executor.sock"
-        with workers(Serving, [(self.shape, self.device, endpoint, self.options | options)]):
-            yield endpoint
+        with self.serving(**options) as server:
+            yield server.call("endpoints")[0]
 
     def bar(self, name: str, value: float, relation: Any, bar: float) -> None:
         if self.judged:
@@ -382,9 +388,7 @@ def cost(setting: Setting) -> None:
     """What a call takes of the executor's CPU, of one program and of many."""
     rows = []
     with ExitStack() as stack:
-        url = f"local://{setting.folder}/executor.sock"
-        arguments = (setting.shape, setting.device, url, setting.options)
-        server = stack.enter_context(workers(TimedServing, [arguments]))[0]
+        server = stack.enter_context(setting.serving(TimedServing))
         endpoint = server.call("endpoints")[0]
         crowd = stack.enter_context(workers(Program, [(endpoint, setting.shape, setting.device)] * setting.programs))
         for job, captured in itertools.product(setting.jobs, (False, True) if setting.on_gpu else (False,)):
