@@ -62,7 +62,6 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("longformer", "step"): FOLDED,
     ("mamba", "step"): FOLDED,
     ("blt", "served"): "freezes a part of itself, so that wrap takes the rest for layers which the client trains",
-    ("dbrx", "served"): "its experts are two-dimensional parameters, which the executor does not know for experts",
 }
 
 # ---------------------------------------------------------------- small configurations

@@ -24,6 +24,7 @@ SLICE = [
     ("causal", "gemma3_text"),  # sliding and full attention
     ("causal", "mixtral"),  # experts as three-dimensional parameters
     ("causal", "gpt_oss"),  # ... with biases and transposed
+    ("causal", "dbrx"),  # ... and one below the other
     ("masked", "bert"),
     ("seq2seq", "t5"),
     ("vision-language", "llava"),

@@ -21,7 +21,7 @@ SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
 class Store:
     """The tensors of a base model, by layer index. Weights are never changed and never copied per client.
 
-    Served by default: every linear and Conv1D weight and every 3-D expert tensor, but not the output head. The head's
+    Served by default: every linear and Conv1D weight and every tensor of experts' matrices, but not the output head. The head's
     gradient shows the labels, and where it is tied to the embedding the client holds it anyway.
     """
 
@@ -144,7 +144,8 @@ def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
             return "conv1d"
         if isinstance(module, nn.Embedding):
             return "embedding"
-    return "tensor" if tensor.dim() == 3 and "xpert" in type(module).__name__ else "client"
+    matrices = tensor.dim() == 3 or (tensor.dim() == 2 and "bias" not in name)  # in a stack, or one below the other
+    return "tensor" if matrices and "xpert" in type(module).__name__ else "client"
 
 
 def _head_names(model: Any) -> set[str]:
