@@ -318,6 +318,18 @@ def test_an_idle_client_hears_all_that_zeromq_tells_while_its_executor_is_away()
     session.close()
 
 
+def test_a_heartbeat_survives_zeromq() -> None:
+    """Which closes what is open when a process ends, while a thread may still beat."""
+    with symbiosis.Executor(tiny_llama(), listen=["tcp://127.0.0.1:0"]) as executor:
+        session = Session(executor.endpoint)
+        assert echoed(session, anything((3, 5)))
+        session._connection._monitor.close()
+        session.beat()
+        assert echoed(session, anything((3, 5)))
+        session._connection._socket.close()
+        session.beat()
+
+
 @between_processes
 def test_a_client_that_was_dropped_joins_again(url: str, serve: Callable) -> None:
     """Its heartbeat stopped, as it does in a frozen process; the next call finds out."""

@@ -140,9 +140,10 @@ class TcpConnection:
     def beat(self) -> None:
         """Between calls nobody else reads what the monitor tells, again and again while the executor is away; and when no more has
         room, ZeroMQ's thread waits for ever."""
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            self._broken = True
+        with suppress(zmq.ZMQError):  # when a process ends, ZeroMQ closes what is open
+            while self._monitor.poll(0):
+                recv_monitor_message(self._monitor)
+                self._broken = True
         self._say_that_we_live()
 
     def _say_that_we_live(self) -> None:
