@@ -50,6 +50,12 @@ def test_finetune_then_generate(endpoint: str, tmp_path: Path) -> None:
     assert adapted.partition("Stats(")[0] != plain.partition("Stats(")[0]
 
 
+def test_a_loop_of_captured_tokens_says_what_generate_says(endpoint: str, tmp_path: Path) -> None:
+    *text, rate = example("generate_captured.py", endpoint, tmp_path).splitlines()
+    assert rate.endswith("tokens/s, the capturing included")
+    assert "\n".join(text).startswith(example("generate.py", endpoint, tmp_path).partition("Stats(")[0].strip())
+
+
 @pytest.mark.parametrize("name", ["finetune_trl.py", "embedded.py"])
 def test_example(name: str, endpoint: str, tmp_path: Path) -> None:
     if "trl" in name:
@@ -63,4 +69,5 @@ def test_every_example_is_tested() -> None:
         "finetune.py",
         "finetune_trl.py",
         "generate.py",
+        "generate_captured.py",
     }
