@@ -13,6 +13,8 @@ The processes share the GPU by CUDA MPS, which is started if it does not run.
 
     python scripts/bench_gpu.py step decode
     python scripts/bench_gpu.py many --layers 16
+
+With --eager, --batch-invariant, --no-mps or --tiny nothing is judged.
 """
 
 import argparse
@@ -448,10 +450,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--programs", type=int, default=8, help="at most at once")
     parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement takes")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement of one program")
-    parser.add_argument("--eager", action="store_true", help="programs in company run eager code; nothing is judged")
+    parser.add_argument("--eager", action="store_true", help="programs in company run eager code")
     parser.add_argument(
         "--serve", nargs="+", default=(), help="what executors share, such as '*_proj' lm_head; default: theirs"
     )
+    parser.add_argument("--batch-invariant", action="store_true", help="start executors with --batch-invariant")
     parser.add_argument("--no-rounds", action="store_true", help="start executors with --no-rounds")
     parser.add_argument("--no-mps", action="store_true", help="let the processes take turns on the GPU")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether all runs, not how fast")
@@ -482,13 +485,14 @@ def main() -> int:
         else:
             shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
         jobs = [JOBS[name] for name in args.jobs]
-        options = {"rounds": not args.no_rounds, "serve": args.serve}
-        judged = not (args.tiny or args.eager)
+        options = {"rounds": not args.no_rounds, "serve": args.serve, "batch_invariant": args.batch_invariant}
+        judged = not (args.tiny or args.eager or args.batch_invariant or args.no_mps)
         setting = Setting(
             shape, device, seconds, rounds, args.programs, folder, report, judged, jobs, options, args.eager
         )
         report.figure("rounds", not args.no_rounds)
         report.figure("layers", shape.layers)
+        report.figure("batch_invariant", args.batch_invariant)
         report.figure("serves_head", "lm_head" in args.serve)
         report.figure("mps", not (args.no_mps or args.tiny))
         for suite in args.suites or SUITES:
