@@ -309,10 +309,10 @@ class Batcher:
         return len(queues) == 1 and len(queues[0]) >= len(self._live)
 
     def _due(self, now: float) -> dict[Hashable, list[Due]]:
-        """By key: the sessions whose next call (or next but one) it is."""
+        """By key of those that wait: the sessions whose next call (or next but one) it is."""
         table: dict[Hashable, list[Due]] = {}
         for rhythm in self._live.values():
-            if rhythm.comes and now < (due := rhythm.due(now)).latest:
+            if rhythm.next in self._queues and rhythm.comes and now < (due := rhythm.due(now)).latest:
                 table.setdefault(rhythm.next, []).append(due)
         return table
 
