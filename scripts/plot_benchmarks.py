@@ -1,4 +1,4 @@
-"""Draw each benchmark's result beside its JSON file: a chart of its bars, or of its times where it has no bars.
+"""Draw each benchmark's result beside its JSON file: a chart of its bars, or of its times or ratios where it has no bars.
 
 A bar's figure is drawn as a part of what it must be, so that the bar is one line for all; what is more than twice that is cut off.
 The files are what the scripts' last lines are.
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "benchmarks"
 ROW, TOP, BOTTOM, LEFT, WIDTH, RIGHT = 24, 48, 34, 300, 320, 180  # pixels; WIDTH is that of the chart itself
 LONGEST = 2.0  # of a figure, as a part of its bar
 HOLDS, FAILS, NEUTRAL = "#2b8a5e", "#c4452f", "#4a6fa5"
-UNITS = {"_us": "µs", "_ms": "ms"}  # of figures that are plotted where there are no bars
+UNITS = {"_us": "µs", "_ms": "ms", "_ratio": "ratios"}  # of figures that are plotted where there are no bars
 
 
 class Row(NamedTuple):
@@ -68,7 +68,7 @@ def chart_of_times(title: str, times: dict[str, float], suffix: str) -> Chart:
     low, high = min(0, math.floor(math.log10(min(times.values())))), math.ceil(math.log10(max(times.values())))
     span = max(1, high - low)
     rows = [
-        Row(name.removesuffix(suffix), (math.log10(value) - low) / span, False, f"{value:,.1f}", NEUTRAL)
+        Row(name.removesuffix(suffix), (math.log10(value) - low) / span, False, f"{value:,.{2 if value < 10 else 1}f}", NEUTRAL)
         for name, value in times.items()
     ]
     return Chart(title, rows, [((power - low) / span, f"{10.0**power:,.10g}") for power in range(low, low + span + 1)])
