@@ -3,6 +3,7 @@
 * `step`      a LoRA training step at 2 × 512 and 2 × 64 tokens, and
 * `decode`    a token, of one program: the sides take turns.
 * `many`      1 to 8 programs at once, captured (or `--eager`), against as many unsplit ones: decoders, trainers, trainers with long sequences.
+* `fit`       programs that do the same, one more at a time, until there is no memory for the next.
 * `mixed`     8 decoders, then 6 decoders beside 2 trainers.
 * `policies`  8 generators of different batch sizes and adapters under each batching policy.
 * `call`      a call of one layer by each way there is to the executor.
@@ -52,6 +53,8 @@ from symbiosis import mps
 from symbiosis.reporting import Report, print_table
 
 LONGEST_S = 120.0  # that a measurement may take
+MOST_PROGRAMS = 40  # MPS serves 48 processes
+OUT_OF_MEMORY = "OutOfMemoryError", "out of memory", "OUT_OF_MEMORY"  # as torch, CUDA and its driver call it
 POLICY_STEPS = 300  # the same for all: `lockstep` waits for who has ended
 DECODE = Job("decode", 1, 128)
 SHORT, LONG = Job("train", 2, 64), Job("train", 2, 512)
@@ -270,6 +273,41 @@ def show_many(
     print_table(("memory", "split GiB", "unsplit", "room for so many split", "unsplit"), sizes)
 
 
+def fit(setting: Setting) -> None:
+    """How many programs there is memory for, and what they do all together; split, then unsplit."""
+    rows = []
+    for job in setting.jobs:
+        name, counts = name_of(job).replace(" ", "_"), []
+        for side in ("split", "unsplit"):
+            with ExitStack() as stack:
+                endpoint = stack.enter_context(setting.executor()) if side == "split" else None
+                crowd = as_many_as_fit(setting, stack, endpoint, job)
+                progress(f"{len(crowd)} {side} programs, {name_of(job)}")
+                together(crowd, "run", min(1.0, setting.seconds), job, setting.captured)  # they meet, and are recorded
+                rate = tokens_per_s(together(crowd, "run", setting.seconds, job, setting.captured), [job] * len(crowd))
+            counts.append(len(crowd))
+            setting.report.figure(f"{name}_fit_{side}", len(crowd))
+            setting.report.figure(f"{name}_fit_{side}_tokens_per_s", rate)
+            rows.append((f"{name_of(job)}, {side}", str(len(crowd)), f"{rate:.1f}"))
+        setting.report.figure(f"{name}_fit_ratio", counts[0] / counts[1])
+    print_table(("programs", "fit", "tokens/s, all together"), rows)
+
+
+def as_many_as_fit(setting: Setting, stack: ExitStack, endpoint: str | None, job: Job) -> list[Worker]:
+    """Programs that are ready for the job: one was too many, or there are `MOST_PROGRAMS` (on a CPU: `--programs`)."""
+    crowd: list[Worker] = []
+    while len(crowd) < (MOST_PROGRAMS if setting.on_gpu else setting.programs):
+        try:
+            worker = stack.enter_context(workers(Program, [(endpoint, setting.shape, setting.device)]))[0]
+            worker.call("prepare", job, setting.captured)
+        except RuntimeError as error:
+            if not crowd or not any(words in str(error) for words in OUT_OF_MEMORY):
+                raise
+            break
+        crowd.append(worker)
+    return crowd
+
+
 def mixed(setting: Setting, trainer: Job) -> None:
     """Decoders only, then two of them replaced by trainers."""
     count = setting.programs
@@ -446,7 +484,9 @@ def arguments() -> argparse.Namespace:
         "suites", nargs="*", choices=(*SUITES, []), help=f"of {', '.join(SUITES)}; all if none is named"
     )
     parser.add_argument("--layers", type=int, default=32, help="of the model")
-    parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="what `many` programs do")
+    parser.add_argument(
+        "--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="what `many` programs do, or as many as `fit`"
+    )
     parser.add_argument("--programs", type=int, default=8, help="at most at once")
     parser.add_argument("--seconds", type=float, default=3.0, help="that each measurement takes")
     parser.add_argument("--rounds", type=int, default=3, help="of each measurement of one program")
@@ -465,6 +505,7 @@ SUITES: dict[str, Callable[[Setting], None]] = {
     "step": lambda setting: alone(setting, [LONG, SHORT]),
     "decode": lambda setting: alone(setting, [DECODE]),
     "many": many,
+    "fit": fit,
     "mixed": lambda setting: mixed(setting, LONG),
     "policies": policies,
     "call": call,

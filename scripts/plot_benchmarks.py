@@ -68,7 +68,13 @@ def chart_of_times(title: str, times: dict[str, float], suffix: str) -> Chart:
     low, high = min(0, math.floor(math.log10(min(times.values())))), math.ceil(math.log10(max(times.values())))
     span = max(1, high - low)
     rows = [
-        Row(name.removesuffix(suffix), (math.log10(value) - low) / span, False, f"{value:,.{2 if value < 10 else 1}f}", NEUTRAL)
+        Row(
+            name.removesuffix(suffix),
+            (math.log10(value) - low) / span,
+            False,
+            f"{value:,.{2 if value < 10 else 1}f}",
+            NEUTRAL,
+        )
         for name, value in times.items()
     ]
     return Chart(title, rows, [((power - low) / span, f"{10.0**power:,.10g}") for power in range(low, low + span + 1)])

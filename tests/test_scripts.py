@@ -82,6 +82,7 @@ WANTED = {
     "call": CALLS,
     "decode": {*(f"decode_eager_ms_{side}" for side in SIDES), "decode_eager_over_eager"},
     "cost": {f"cost_{count}_decode_eager_{what}" for count in (1, 2) for what in ("us", "busy")},
+    "fit": {"decode_fit_split", "decode_fit_unsplit_tokens_per_s", "decode_fit_ratio"},
     "many": {f"decode_{count}_tokens_per_s_{side}" for count in (1, 2) for side in ("split", "unsplit")},
     "policies": {*POLICIES, "policies_throughput_ratio", "policies_latency_ratio"},
 }
