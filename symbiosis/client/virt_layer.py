@@ -24,6 +24,7 @@ from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session, refuse_transforms
 from symbiosis.protocol import Op, Priority
 
+INVERSE = {Op.FORWARD: Op.DGRAD, Op.DGRAD: Op.FORWARD}  # what makes the gradient
 DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 
 _library = torch.library.Library("symbiosis", "DEF")
@@ -46,25 +47,25 @@ def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, 
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
-    """An eager graph keeps the session, as it would keep the weights, should the model go before the backward pass; the op keeps
-    its number."""
+    """For the op's gradient."""
     x, ctx.session, ctx.layer, op, *_ = inputs
-    ctx.inverse = Op.DGRAD if op == Op.FORWARD else Op.FORWARD
-    ctx.width = x.shape[-1]
+    ctx.inverse, ctx.width = INVERSE[Op(op)], x.shape[-1]
 
 
 class EagerProduct(torch.autograd.Function):
-    """The same op for code that is not compiled: a custom op's way through the dispatcher costs as much as a small call."""
+    """The same op for code that is not compiled: a custom op's way through the dispatcher costs as much as a small call. Its graph keeps
+    the session, as it would keep the weights, should the model go before the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: tuple[Any, ...], made: tuple[Tensor] | None) -> Tensor:
         """`how`: the op's other arguments. `made`: its result, if that is here: as a tensor it would be taken for an input."""
-        _remember(ctx, (x, *how), None)
+        ctx.how, ctx.width = how, x.shape[-1]
         return _product(x, *how) if made is None else made[0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return product(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, False, Priority.TRAIN), None, None
+        session, layer, op, *_ = ctx.how
+        return product(dy, session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN), None, None
 
 
 def product(
@@ -130,7 +131,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     """What `layer` computes, by the executor: asked for together with what other layers will want of the same tensor. A bias that
     is no longer the base's own is added here."""
     given, x = x, _as_autocast(x)
-    handle, bias = weight.handle, layer.bias
+    handle, bias = weight.handle, own_tensor(layer, "bias")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise RuntimeError(
             f"{handle.layer.name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of "
@@ -140,9 +141,9 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
         own = False
         y = product(x, handle.session, handle.index, Op.FORWARD, width, own, _priority(layer, x))
     else:
-        own = bias is not None and handle.is_own_bias(bias)  # type: ignore[arg-type]
+        own = bias is not None and handle.is_own_bias(bias)
         y = _with_others(layer, given, x, handle.session, Member(handle.index, width, own))
-    return y if bias is None or own else y + bias.to(y.dtype)  # type: ignore[operator]
+    return y if bias is None or own else y + bias.to(y.dtype)
 
 
 def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
@@ -168,10 +169,16 @@ def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, m
 
 def _as_autocast(x: Tensor) -> Tensor:
     """As autocast would have it, which leaves double precision alone."""
-    kind = x.device.type
+    kind = "cuda" if x.is_cuda else x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(kind))
+
+
+def own_tensor(layer: nn.Module, name: str) -> Any:
+    """As `layer.name`, which takes ten times as long to find a parameter."""
+    parameters = layer._parameters
+    return parameters[name] if name in parameters else getattr(layer, name)
 
 
 def is_as_served(weight: Tensor) -> TypeGuard[RemoteWeight]:
@@ -194,7 +201,7 @@ class VirtLinear(nn.Linear):
     """An `nn.Linear` whose weight lives in the executor."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+        weight = own_tensor(self, "weight")
         if is_as_served(weight):
             return remote_product(self, x, weight, self.out_features)
         return F.linear(x, local_value(weight), self.bias)
@@ -204,7 +211,7 @@ class VirtConv1D(Conv1D):
     """A transformers `Conv1D` (a linear layer with the weight transposed) whose weight lives in the executor."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight
+        weight = own_tensor(self, "weight")
         if is_as_served(weight):
             return remote_product(self, x, weight, self.nf)
         y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), local_value(weight))
