@@ -285,6 +285,8 @@ def fit(setting: Setting) -> None:
                 progress(f"{len(crowd)} {side} programs, {name_of(job)}")
                 together(crowd, "run", min(1.0, setting.seconds), job, setting.captured)  # they meet, and are recorded
                 rate = tokens_per_s(together(crowd, "run", setting.seconds, job, setting.captured), [job] * len(crowd))
+                for worker in crowd:  # all at once: each takes a second or two
+                    worker.hang_up()
             counts.append(len(crowd))
             setting.report.figure(f"{name}_fit_{side}", len(crowd))
             setting.report.figure(f"{name}_fit_{side}_tokens_per_s", rate)

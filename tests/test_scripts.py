@@ -57,8 +57,11 @@ class Worker:
         self.send(method, *args)
         return self.result()
 
-    def end(self) -> None:
+    def hang_up(self) -> None:
         self._pool.shutdown()
+
+    def end(self) -> None:
+        self.hang_up()
         if executor := getattr(self._thing, "_executor", None):
             executor.close()
 
