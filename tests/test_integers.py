@@ -50,13 +50,26 @@ def test_products_are_exact(bits: int, shape: tuple[int, int, int], dtype: torch
     assert torch.equal(modular_product(dy_TN, w_DNK), reference_product(dy_TN, w_DNK))
 
 
-def test_products_are_exact_where_bytes_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processors whose products of bytes saturate use float64."""
+def test_products_are_exact_by_bytes_and_by_doubles(monkeypatch: pytest.MonkeyPatch) -> None:
     q_DKN, _ = quantise(weights(300, 9), 16)
     x_TK = random_rows(5, 300, torch.int64)
-    expected = modular_product(x_TK, q_DKN)
-    monkeypatch.setattr(integers, "_bytes_are_exact", lambda: False)
-    assert torch.equal(modular_product(x_TK, q_DKN), expected)
+    for by_bytes in {False, integers._bytes_are_worth_it()}:
+        monkeypatch.setattr(integers, "_bytes_are_worth_it", lambda by_bytes=by_bytes: by_bytes)
+        assert torch.equal(modular_product(x_TK, q_DKN), reference_product(x_TK, q_DKN))
+
+
+@pytest.mark.parametrize(("wrong", "seconds", "worth_it"), [(0, 1.0, True), (0, 3.0, False), (1, 1.0, False)])
+def test_bytes_are_multiplied_where_that_is_right_and_fast(
+    wrong: int, seconds: float, worth_it: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are processors whose sums saturate, and some for which torch has but a loop."""
+
+    def by_bytes(x_TK: Tensor, w_KN: Tensor) -> Tensor:
+        return (x_TK.int() @ w_KN.int()).clamp(max=(1 << 31) - 1 if not wrong else (1 << 15) - 1)
+
+    monkeypatch.setattr(torch, "_int_mm", by_bytes)
+    monkeypatch.setattr(integers, "_seconds", lambda multiply, *_: seconds if multiply is by_bytes else 2.0)
+    assert integers._bytes_are_worth_it.__wrapped__() is worth_it
 
 
 def test_a_product_may_go_into_given_memory() -> None:

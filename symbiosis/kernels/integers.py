@@ -9,6 +9,7 @@ GPUs of NVIDIA's Hopper generation have a kernel for all of it (`integer_product
 import warnings
 from collections.abc import Callable
 from functools import cache
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ LARGEST = {8: 127, 16: 127 * 256 + 127}  # the largest weight that one digit hol
 BLOCK = 1 << 24  # weights that are quantised at once
 FUSED = (4, 8)  # bytes of the integers that our kernel multiplies
 ROWS_WARMED = (1, 9, 17, 33, 257)
+TRIED = 3  # times that a product is timed
 FEW = 32  # rows that CUDA's product of bytes takes at least
 
 
@@ -122,8 +124,10 @@ def product_of_bytes(x_TK: Tensor, w_KN: Tensor) -> Tensor:
     """Of int8 matrices, in int32."""
     if x_TK.is_cuda:
         return _product_on_cuda(x_TK, w_KN)
-    if _bytes_are_exact():
-        return torch._int_mm(x_TK, w_KN)
+    return torch._int_mm(x_TK, w_KN) if _bytes_are_worth_it() else _product_by_doubles(x_TK, w_KN)
+
+
+def _product_by_doubles(x_TK: Tensor, w_KN: Tensor) -> Tensor:
     return (x_TK.double() @ w_KN.double()).to(torch.int32)
 
 
@@ -138,11 +142,24 @@ def _product_on_cuda(x_TK: Tensor, w_KN: Tensor) -> Tensor:
 
 
 @cache
-def _bytes_are_exact() -> bool:
-    """Processors without VNNI add pairs of products in 16 bits, which saturate; then the sums are wrong, and we see it here."""
-    x = torch.tensor([[-128], [127], [-127], [85]], dtype=torch.int8).expand(4, 512).contiguous()
-    w = torch.tensor([-128, 127, 113], dtype=torch.int8).repeat_interleave(8).expand(512, 24).contiguous()
-    expected = (x.double() @ w.double()).to(torch.int32)
-    return torch.equal(torch._int_mm(x, w), expected) and torch.equal(
-        torch._int_mm(x, w.t().contiguous().t()), expected
-    )
+def _bytes_are_worth_it() -> bool:
+    """Whether this CPU multiplies bytes right, and faster than doubles. One without VNNI adds pairs of products in 16 bits, which
+    saturate, so that the sums are wrong; or torch multiplies one number after the other."""
+    x = torch.tensor([[-128], [127], [-127], [85]], dtype=torch.int8).repeat(16, 512)
+    w = torch.tensor([-128, 127, 113, 85], dtype=torch.int8).repeat_interleave(8).repeat(512, 16)
+    both_ways = (w, w.t().contiguous().t())
+    for rows, columns in ((4, 24), (len(x), w.shape[1])):
+        expected = _product_by_doubles(x[:rows], w[:, :columns])
+        if not all(torch.equal(torch._int_mm(x[:rows], w[:, :columns]), expected) for w in both_ways):
+            return False
+    return sum(_seconds(torch._int_mm, x, w) - _seconds(_product_by_doubles, x, w) for w in both_ways) < 0
+
+
+def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], x_TK: Tensor, w_KN: Tensor) -> float:
+    """What a product takes, the best of some."""
+    times = []
+    for _ in range(TRIED):
+        begun = perf_counter()
+        multiply(x_TK, w_KN)
+        times.append(perf_counter() - begun)
+    return min(times)
