@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from symbiosis.client.session import Session, Stats, sessions
 from symbiosis.errors import CaptureError
-from symbiosis.kernels import step_memory
+from symbiosis.kernels import step_memory, with_triton
 from symbiosis.protocol import Call
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ class Captured:
         steps: list[tuple[DeviceLine, Step]] = []
         try:
             for line, calls in used:
-                line.begin_step(calls, pool is not None, kernel_of_rounds())
+                line.begin_step(calls, pool is not None, with_triton("rounds"))
             graph = self._capture_in(pool, given, structure, steps)
         except BaseException:
             for line, step in _ended_steps(used):
@@ -212,16 +211,6 @@ def noting() -> Iterator[Noted]:
         for line in used:
             noted.append((line, tuple(line.noted or ())))
             line.noted = None
-
-
-@cache
-def kernel_of_rounds() -> Any:
-    """What makes a call of a round; nothing without Triton."""
-    try:
-        from symbiosis.kernels import rounds
-    except ImportError:
-        return None
-    return rounds
 
 
 def _owned(result: Any) -> Any:

@@ -34,6 +34,7 @@ from symbiosis.errors import (
     ExecutorUnavailable,
     RemoteWeightError,
 )
+from symbiosis.kernels import with_triton
 from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, Shapes, on_host
 
@@ -265,6 +266,7 @@ class Session:
         name = str(torch.cuda.get_device_properties(device).uuid)
         line = transport.open_line(self.endpoint, lambda: self._hello(name), device, self.patience)
         if line is not None:
+            line.kernel = with_triton("calls")
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
         elif transport.may_go_by_nccl(self.endpoint):
             self._join_for(device)

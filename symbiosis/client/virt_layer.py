@@ -12,6 +12,7 @@ who looks, a VirtLinear is an `nn.Linear` and a VirtConv1D a transformers `Conv1
 leaves hooks, name and mode as they are.
 """
 
+from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import torch
@@ -65,26 +66,14 @@ class EagerProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         session, layer, op, *_ = ctx.how
-        return product(dy, session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN), None, None
+        how = session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN
+        if dy.requires_grad and torch.is_grad_enabled():
+            return _tracked_product(dy, how, None), None, None
+        return _product(dy, *how), None, None
 
 
-def product(
-    x: Tensor,
-    session: Session,
-    layer: int,
-    op: Op,
-    width: int,
-    bias: bool,
-    priority: Priority,
-    made: Tensor | None = None,
-) -> Tensor:
-    """The differentiable product, in its compiled or its eager form. `made`: its result, if that is already here."""
-    if torch.compiler.is_compiling():
-        return torch.ops.symbiosis.product(x, session.number, layer, int(op), width, bias, int(priority))
-    if x.requires_grad and torch.is_grad_enabled():
-        how = session, layer, op, width, bias, priority
-        return EagerProduct.apply(x, how, None if made is None else (made,))  # type: ignore[no-untyped-call]
-    return _product(x, session, layer, op, width, bias, priority) if made is None else made
+# `Function.apply` looks for what torch.func leaves, which is refused before, for as long as all the rest takes.
+_tracked_product: Callable[..., Tensor] = super(torch.autograd.Function, EagerProduct).apply  # type: ignore[misc]
 
 
 class GroupProduct(torch.autograd.Function):
@@ -130,16 +119,17 @@ torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_con
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
     """What `layer` computes, by the executor: asked for together with what other layers will want of the same tensor. A bias that
     is no longer the base's own is added here."""
-    given, x = x, _as_autocast(x)
-    handle, bias = weight.handle, own_tensor(layer, "bias")
+    handle, bias, own, given = weight.handle, own_tensor(layer, "bias"), False, x
+    if torch._C._is_any_autocast_enabled():
+        x = _as_autocast(x)
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise RuntimeError(
             f"{handle.layer.name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of "
             "them, or use torch.autocast"
         )
     if torch.compiler.is_compiling():  # alone: a compiler knows neither a tensor's identity nor its version
-        own = False
-        y = product(x, handle.session, handle.index, Op.FORWARD, width, own, _priority(layer, x))
+        number, priority = handle.session.number, int(_priority(layer, x))
+        y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, own, priority)
     else:
         own = bias is not None and handle.is_own_bias(bias)
         y = _with_others(layer, given, x, handle.session, Member(handle.index, width, own))
@@ -158,13 +148,13 @@ def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, m
     if made is None:
         group = groups.begin(given, x.dtype, member)
         if len(group) > 1 and x.numel():
-            if not tracked:
-                return groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
-            if not session.exact:
+            if tracked and not session.exact:
                 return groups.keep(group, list(GroupProduct.apply(x, session, group, priority)))  # type: ignore[no-untyped-call]
-            with torch.no_grad():
-                made = groups.keep(group, session.rows(Op.FORWARD, group, x, priority))
-    return product(x, session, member.layer, Op.FORWARD, member.width, member.bias, priority, made)
+            made = groups.keep(group, session.rows(Op.FORWARD, group, x.detach() if tracked else x, priority))
+    how = session, member.layer, Op.FORWARD, member.width, member.bias, priority
+    if tracked:
+        return _tracked_product(x, how, None if made is None else (made,))
+    return _product(x, *how) if made is None else made
 
 
 def _as_autocast(x: Tensor) -> Tensor:

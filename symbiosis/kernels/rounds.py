@@ -31,6 +31,23 @@ class Words(NamedTuple):
     void: int
 
 
+@triton.jit
+def wait_for_answer(  # type: ignore[no-untyped-def]
+    reply, over, error, number, ended, limit, VOID: tl.constexpr, LET_GO: tl.constexpr, LOOKS: tl.constexpr
+):  # fmt: skip
+    """Unless it has `ended` already."""
+    begun, looks = globaltimer(), number * 0
+    seen = tl.atomic_add(reply, 0, sem="acquire", scope="sys")
+    while (seen != number) & (seen != LET_GO) & (ended == 0):
+        looks += 1
+        if looks % LOOKS == 0:
+            ended = tl.atomic_add(over, 0, sem="relaxed", scope="sys")
+            if globaltimer() - begun > limit:
+                tl.store(error.to(tl.pointer_type(tl.int32)), VOID)
+                tl.store(over, 1)
+        seen = tl.atomic_add(reply, 0, sem="acquire", scope="sys")
+
+
 @triton.jit(do_not_specialize=["error", "number", "source", "target", "count", "limit"])
 def _call(  # type: ignore[no-untyped-def]
     bell, reply, over, error, number, source, target, count, limit, VOID: tl.constexpr, LET_GO: tl.constexpr,
@@ -42,16 +59,7 @@ def _call(  # type: ignore[no-untyped-def]
         tl.store(target.to(tl.pointer_type(tl.int64)) + where, rows, mask=where < count)
         tl.debug_barrier()
     tl.atomic_xchg(bell, number, sem="release", scope="sys")
-    begun, ended, looks = globaltimer(), number * 0, number * 0
-    seen = tl.atomic_add(reply, 0, sem="acquire", scope="sys")
-    while (seen != number) & (seen != LET_GO) & (ended == 0):
-        looks += 1
-        if looks % LOOKS == 0:
-            ended = tl.atomic_add(over, 0, sem="relaxed", scope="sys")
-            if globaltimer() - begun > limit:
-                tl.store(error.to(tl.pointer_type(tl.int32)), VOID)
-                tl.store(over, 1)
-        seen = tl.atomic_add(reply, 0, sem="acquire", scope="sys")
+    wait_for_answer(reply, over, error, number, number * 0, limit, VOID, LET_GO, LOOKS)
 
 
 @triton.jit(do_not_specialize=["pages", "stride", "limit", "behind", "error"])

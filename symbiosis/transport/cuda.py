@@ -118,6 +118,7 @@ class DevicePeer:
         self._remote: dict[int, Remote] = {}
         self._replies: dict[int, MemOps] = {}
         self._rounds: set[int] = set()  # those of the numbers that are of rounds
+        self._waits = False  # by kernels
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looking = self._gone = False
         self._beats = 0
@@ -209,6 +210,7 @@ class DevicePeer:
         words = RoundWords(bell, reply, self._words.at(ERROR))
         calls = [self._calls[number] for number in message.calls]
         work = self._inbox.compose(self, message.number, calls, words, message.again)
+        self._waits = True
         if message.number:
             self._calls[message.number] = work
             self._uses[message.number] = frozenset[int]().union(*(self._uses[number] for number in message.calls))
@@ -382,7 +384,7 @@ class DevicePeer:
         self._inbox.settle(self, self._free)
 
     def _free(self) -> None:
-        if self._gone and self._looking and self._rounds:
+        if self._gone and self._looking and self._waits:
             # its process ends when its stream does, and that may wait for us
             self.words[ERROR] = VOID
             first = self._segments[0].address

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import ITEMSIZE, Call, Hello, Welcome
-from symbiosis.transport.cuda_driver import WRITE_32, DeviceMemory, MemOp, MemOps, copy, fill, why_not
+from symbiosis.transport.cuda_driver import WRITE_32, DeviceMemory, MemOp, MemOps, copy, fill, shares_time, why_not
 from symbiosis.transport.cuda_link import Link
 from symbiosis.transport.cuda_step import Prepared, Steps, doorbell
 from symbiosis.transport.line import (
@@ -42,36 +42,39 @@ from symbiosis.transport.line import (
 )
 from symbiosis.transport.tensors import Shapes, cut
 
+WORD = 8  # bytes: kernels copy no less
+
 logger = logging.getLogger("symbiosis")
 
 
 class Place:
     """Where rows or results of a prepared call lie, in the shape in which the model has them. The driver copies them: torch would
-    take twice as long to ask for it, and a call as small as a token's is little else."""
+    take twice as long to ask for it."""
 
-    __slots__ = "_address", "_nbytes", "tensor"
+    __slots__ = "address", "nbytes", "tensor"
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self._address, self._nbytes = tensor, tensor.data_ptr(), tensor.nbytes
+        self.tensor, self.address, self.nbytes = tensor, tensor.data_ptr(), tensor.nbytes
 
     def put(self, rows: Tensor, stream: int) -> None:
         if type(rows) is Tensor and rows.is_contiguous():
-            copy(self._address, rows.data_ptr(), self._nbytes, stream)
+            copy(self.address, rows.data_ptr(), self.nbytes, stream)
         else:
             self.tensor.copy_(rows)
 
     def take(self, stream: int) -> Tensor:
         taken = torch.empty_like(self.tensor)
-        copy(taken.data_ptr(), self._address, self._nbytes, stream)
+        copy(taken.data_ptr(), self.address, self.nbytes, stream)
         return taken
 
 
 class Shaped(NamedTuple):
-    """A prepared call whose rows have the shape in which the model has them."""
+    """A prepared call whose rows have the shape in which the model has them. `make`: a kernel that makes all of it, if it is small."""
 
     x: Place
     outs: list[Place]
     prepared: Prepared
+    make: Callable[[int, list[int], int], None] | None
 
 
 class DeviceLine:
@@ -82,6 +85,7 @@ class DeviceLine:
         if reason := why_not(device):
             raise CallError(Code.UNKNOWN_OP, reason)
         self._address, self.device = address, device
+        self.kernel: Any = None  # the module `kernels.calls`, where there is one
         self.noted: list[Call] | None = None  # the calls that are made, if somebody wants to know
         self.recorded = 0  # times that graphs, as they were captured, ring for the executor's CPU
         self._link = Link(address, hello, device, patience, self._give_up)
@@ -89,6 +93,7 @@ class DeviceLine:
         self.words = self._link.words.words
         self._newest = 0  # segment for calls that are registered
         self._prepared: dict[Call, Prepared] = {}
+        self._small: Any = None  # what makes small calls by that, once the executor has agreed
         self._in_graphs: set[int] = set()  # the numbers of those of them that graphs make
         self._shaped: dict[tuple[Call, torch.Size], Shaped] = {}
         self._void: CallError | None = None  # what was computed is
@@ -151,9 +156,19 @@ class DeviceLine:
                 self._follow(stream)
             if self.steps.current and (outs := self._in_step(call, x, shapes, stream)):
                 return outs
+            if shaped.make and _lies_well(x) and not torch._C._cuda_isCurrentStreamCapturing():
+                return self._make(shaped, shaped.make, x, stream)
             shaped.x.put(x, stream)
             self._ring(shaped.prepared, stream)
             return [out.take(stream) for out in shaped.outs]
+
+    def _make(
+        self, shaped: Shaped, make: Callable[[int, list[int], int], None], x: Tensor, stream: int
+    ) -> list[Tensor]:
+        taken = [torch.empty_like(out.tensor) for out in shaped.outs]
+        self._note(shaped.prepared)
+        make(x.data_ptr(), [out.data_ptr() for out in taken], stream)
+        return taken
 
     def _in_step(self, call: Call, x: Tensor, shapes: Shapes, stream: int) -> list[Tensor] | None:
         """What becomes of a call of the step that is being captured."""
@@ -169,16 +184,48 @@ class DeviceLine:
             self.recorded += 1
             self._in_graphs.add(prepared.number)
         else:
-            self.announce(1)
-            if self.noted is not None:
-                self.noted.append(prepared.call)
+            self._note(prepared)
         prepared.ring.enqueue(stream)
 
-    def _shape(self, call: Call, x: Tensor, shapes: Shapes) -> "Shaped":
+    def _note(self, prepared: Prepared) -> None:
+        """It is made as it is, and not by a graph."""
+        self.announce(1)
+        if self.noted is not None:
+            self.noted.append(prepared.call)
+
+    def _shape(self, call: Call, x: Tensor, shapes: Shapes) -> Shaped:
         prepared = self._prepared.get(call) or self._prepare(call)
-        outs = [Place(out) for out in cut(prepared.out, shapes)]
-        shaped = self._shaped[call, x.shape] = Shaped(Place(prepared.payload[0].view(x.shape)), outs, prepared)
+        place, outs = Place(prepared.payload[0].view(x.shape)), [Place(out) for out in cut(prepared.out, shapes)]
+        make = None if self.kernel is None else self._by_kernel(prepared.number, place, outs)
+        shaped = self._shaped[call, x.shape] = Shaped(place, outs, prepared, make)
         return shaped
+
+    def _by_kernel(self, number: int, x: Place, outs: list[Place]) -> Callable[[int, list[int], int], None] | None:
+        """What makes the call of that number, if it is small. A kernel that waits must not keep the executor's from running: so all
+        of them have to be served by MPS."""
+        lies = self.kernel.Lies(number, (x.address, x.nbytes), [(out.address, out.nbytes) for out in outs])
+        if not self.kernel.takes(lies) or torch.cuda.is_current_stream_capturing():
+            return None
+        if self._small is None and (reason := self._why_not_by_kernels(number)):
+            logger.info("small calls are made by stream memory operations: %s", reason)
+            self.kernel = None
+            return None
+        return self._small.prepared(lies)  # type: ignore[no-any-return]
+
+    def _why_not_by_kernels(self, number: int) -> str | None:
+        if shares_time(self.device):
+            return "MPS does not serve this process"
+        try:
+            self._link.agrees([number])
+        except CallError as error:
+            return error.message
+        first, words = self._link.first.address, self._link.words
+        mine = words.at(BELL), first, first + ROUNDS_OVER, words.at(ERROR), VOID
+        try:  # if this process does not say that there will be no answer, because it stands still, the stream goes on at some time
+            self._small = self.kernel.SmallCalls(self.kernel.Words(*mine), 2 * self._link.longest, self.device)
+        except Exception as error:  # whatever Triton needs and does not find
+            return f"{type(error).__name__} {error}"
+        return None
 
     def announce(self, calls: int) -> None:
         """Tell the executor's CPU that the stream is going to make so many calls."""
@@ -357,3 +404,8 @@ class DeviceLine:
         except RuntimeError:  # CUDA is broken
             return False
         return True
+
+
+def _lies_well(rows: Tensor) -> bool:
+    """Whether a kernel can copy them word by word."""
+    return type(rows) is Tensor and rows.is_contiguous() and not rows.data_ptr() % WORD

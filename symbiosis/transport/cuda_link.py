@@ -66,6 +66,7 @@ class Link:
         self.segments: dict[int, DeviceMemory] = {0: self.first}
         self.places: dict[int, Register] = {}  # by the numbers of the calls
         self.rounds: dict[int, Compose] = {}
+        self._agreed = Compose(0, ())  # what was asked for last
         self._numbers, self._segment_numbers = itertools.count(1), itertools.count(1)
         self._control = threading.RLock()
         self.awake = os.eventfd(0)  # from the moment we join on the executor's own, which each join puts in its place
@@ -101,8 +102,10 @@ class Link:
 
     def agrees(self, numbers: Sequence[int]) -> Composed:
         """What the executor says of these calls as a round; raises `CallError` if it does not agree."""
-        answer = self._ask(Compose(0, tuple(numbers)))
+        compose = Compose(0, tuple(numbers))
+        answer = self._ask(compose)
         assert isinstance(answer, Composed)
+        self._agreed = compose
         return answer
 
     def new_round(self) -> int:
@@ -168,6 +171,9 @@ class Link:
                 _exchange(sock, register)
             for compose in list(self.rounds.values()):
                 _exchange(sock, compose)
+            if self._agreed.calls and self.places.keys() >= set(self._agreed.calls):  # it is to know that kernels wait
+                with suppress(CallError):
+                    _exchange(sock, self._agreed)
             _exchange(sock, Resume())
         except BaseException:
             sock.close()
