@@ -173,6 +173,18 @@ def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> I
             worker.end(STOP_S / len(started))
 
 
+@contextmanager
+def same_cores(count: int) -> Iterator[None]:
+    """Processes that are started in the block share so many cores, for comparing those that take turns: else one has a better core than
+    another for as long as they live."""
+    ours = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(ours)[-count:])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, ours)
+
+
 def together(them: Sequence[Worker], method: str, *args: Any, meanwhile: Callable[[], Any] | None = None) -> list[Any]:
     """`method(start, *args)` in all of them, `start` being one moment for all; their results."""
     start = time.monotonic() + TOGETHER_S

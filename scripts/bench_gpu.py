@@ -47,12 +47,14 @@ from _gpu import (
     Shape,
     TimedServing,
 )
-from _processes import TOGETHER_S, Pace, Worker, prepare, progress, together, workers
+from _processes import TOGETHER_S, Pace, Worker, prepare, progress, same_cores, together, workers
 
 from symbiosis import mps
 from symbiosis.reporting import Report, print_table
 
 LONGEST_S = 120.0  # that a measurement may take
+GROUPED = "split, grads grouped"
+CORES = 2  # of programs that are compared: one for the steps, one for autograd's thread
 MOST_PROGRAMS = 40  # MPS serves 48 processes
 OUT_OF_MEMORY = "OutOfMemoryError", "out of memory", "OUT_OF_MEMORY"  # as torch, CUDA and its driver call it
 POLICY_STEPS = 300  # the same for all: `lockstep` waits for who has ended
@@ -143,23 +145,16 @@ def alone(setting: Setting, jobs: Sequence[Job]) -> None:
     rows = []
     with ExitStack() as stack:
         endpoint = stack.enter_context(setting.executor())
-        sides = dict(
-            zip(
-                ("split", "split, grads grouped", "unsplit"),
-                stack.enter_context(
-                    workers(
-                        Program,
-                        [
-                            (endpoint, setting.shape, setting.device),
-                            (endpoint, setting.shape, setting.device, Lora(), False),
-                            (None, setting.shape, setting.device),
-                        ],
-                    )
-                ),
-                strict=True,
-            )
-        )
+        programs = {
+            "split": (endpoint, setting.shape, setting.device),
+            GROUPED: (endpoint, setting.shape, setting.device, Lora(), False),
+            "unsplit": (None, setting.shape, setting.device),
+        }
+        with same_cores(CORES):
+            started = stack.enter_context(workers(Program, list(programs.values())))
+        everybody = dict(zip(programs, started, strict=True))
         for job in jobs:
+            sides = {side: worker for side, worker in everybody.items() if job.kind == "train" or side != GROUPED}
             times: dict[tuple[str, bool], float] = {}
             for captured in (False, True) if setting.on_gpu else (False,):
                 progress(f"{name_of(job)}, {'captured' if captured else 'eager'}")

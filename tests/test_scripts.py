@@ -77,13 +77,12 @@ def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> I
 
 
 CALLS = {f"call_{way}_{rows}_eager_us" for way in ("no_executor", "local", "tcp") for rows in (1, 1024)}
-SIDES = ("split", "split, grads grouped", "unsplit")
 POLICIES = {
     f"{p}_{what}" for p in ("immediate", "lockstep", "opportunistic") for what in ("tokens_per_s", "ms_per_token")
 }
 WANTED = {
     "call": CALLS,
-    "decode": {*(f"decode_eager_ms_{side}" for side in SIDES), "decode_eager_over_eager"},
+    "decode": {*(f"decode_eager_ms_{side}" for side in ("split", "unsplit")), "decode_eager_over_eager"},
     "cost": {f"cost_{count}_decode_eager_{what}" for count in (1, 2) for what in ("us", "busy")},
     "fit": {"decode_fit_split", "decode_fit_unsplit_tokens_per_s", "decode_fit_ratio"},
     "many": {f"decode_{count}_tokens_per_s_{side}" for count in (1, 2) for side in ("split", "unsplit")},
