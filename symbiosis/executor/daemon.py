@@ -15,6 +15,7 @@ import torch
 from symbiosis import mps
 from symbiosis.config import Options, default_endpoints
 from symbiosis.errors import ConfigError
+from symbiosis.executor.headroom import headroom_bytes
 from symbiosis.executor.load import load_model, structure
 from symbiosis.executor.log import log, set_up_logging
 from symbiosis.executor.metrics import PrometheusCollector
@@ -107,12 +108,14 @@ def endpoints_to_serve(options: Options) -> tuple[str, ...]:
 
 def memory_plan(store: Store, options: Options) -> dict[str, int]:
     """MiB of the weights, of what a session may come to have in the host's memory, and of what is left there for all sessions. Of a
-    GPU, what is left for all programs on it: each client there brings memory for its calls, so much at least."""
+    GPU, what the executor keeps for its products, and what is left for all programs on it: each client there brings memory for its calls,
+    so much at least."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free}
     if store.on_gpu:
         left, _ = torch.cuda.mem_get_info(options.device)
-        nbytes |= {"gpu_free": left, "gpu_session_at_least": FIRST_SEGMENT}
+        kept = headroom_bytes(store.weights, options.max_batch_tokens)
+        nbytes |= {"gpu_headroom": kept, "gpu_free": left - kept, "gpu_session_at_least": FIRST_SEGMENT}
     return {f"{name}_mib": value >> 20 for name, value in nbytes.items()} | {"sessions": options.max_sessions}
 
 

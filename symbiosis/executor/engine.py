@@ -18,6 +18,7 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batch import Batch, Slice
 from symbiosis.executor.batcher import AGING_S, JOIN_BELOW
+from symbiosis.executor.headroom import keep_headroom
 from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_finite
@@ -83,7 +84,10 @@ class Engine:
         on_joined: Callable[[Batch], None],
         workers: int = 1,
         on_over: Callable[[Any, float], None] = lambda *_: None,
+        most_rows: int = 0,
     ) -> None:
+        """`most_rows`: of a batch, for which memory is kept."""
+        self._most_rows = most_rows
         self._store, self._on_done, self._on_joined, self._on_over = store, on_done, on_joined, on_over
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
         self.stream = 0
@@ -110,7 +114,9 @@ class Engine:
             torch.cuda.set_device(self.device)
             torch.empty(1, device=self.device)  # makes the device's context this thread's
             torch.cuda.synchronize(self.device)  # the weights are there
-            torch.cuda.set_stream(self._stream)
+            for stream in (self._aside, self._stream):
+                torch.cuda.set_stream(stream)
+                torch.cuda.current_blas_handle()  # for which torch takes memory now
             self._joined = _joined(self._multiply, self._pool)
             if self._joined is not None:
                 from symbiosis.executor.rounds import Rounds
@@ -121,6 +127,7 @@ class Engine:
                 self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
             if any(weight.dim() == 2 for weight in self._store.weights):
                 self._pace = Pace(self._store.weights)
+            keep_headroom(self._store.weights, self._most_rows, self.device)
 
     @property
     def join_below(self) -> int:

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.engine import call_error
+from symbiosis.executor.engine import HIGHEST, call_error
 from symbiosis.executor.joined import Multiply, power_of_two, rounded
 from symbiosis.executor.plan import Key
 from symbiosis.executor.runs import ByKernels, ByStream, Few, Parts, Run, alone, load, rest, together
@@ -92,6 +92,7 @@ class Rounds:
         product, and comes out; `on_over` hears what rounds of a key take."""
         self._multiply, self._few_rows, self._parts, self._on_over = multiply, few_rows, parts, on_over
         self._device, self._streams = device, defaultdict[int, list[torch.cuda.Stream]](list)  # by priority
+        self._clients: defaultdict[int, set[Any]] = defaultdict(set)  # of whose rounds each priority has some
         self._give_up = math.inf  # when an executor that ends waits for nobody any more
         self._keys: dict[RoundKey, RoundKey] = {}
         self._runs: OrderedDict[Hashable, list[ByKernels]] = OrderedDict()
@@ -109,6 +110,18 @@ class Rounds:
             raise CallError(Code.UNKNOWN_OP, "the calls of a round have the same number of rows")
         key = RoundKey(tuple(work.plan.key for work in works))
         return Round(self._keys.setdefault(key, key), works, words, large)
+
+    def make_room(self, round: Round) -> None:
+        """Streams for all clients with such rounds, now: when all make theirs at once, there may be no memory left for that. Raises
+        `CallError` if there is none now."""
+        priority = 0 if round.large else HIGHEST
+        clients = self._clients[priority] | {round.peer}
+        try:
+            while len(self._streams[priority]) < len(clients):
+                self._new_stream(priority)
+        except Exception as error:  # whatever it is: the executor has other clients
+            raise call_error(error) from error
+        self._clients[priority] = clients
 
     def __bool__(self) -> bool:
         """Whether something was begun of which nobody has seen the end."""
@@ -181,6 +194,8 @@ class Rounds:
 
     def leave(self, peer: Any, then: Callable[[], None]) -> None:
         """A client is gone: what was begun for it ends. `then`: when nothing uses its memory any more."""
+        for clients in self._clients.values():
+            clients.discard(peer)
         for run in [run for run in self._running if not run.over]:
             theirs = [round for round in run.rounds if round.peer is peer]
             for round in theirs:
@@ -250,11 +265,16 @@ class Rounds:
     def _free_stream(self, run: Run) -> torch.cuda.Stream:
         """One for which it has a graph, if there is one."""
         streams, used = self._streams[run.priority], {other.stream for other in self._running}
-        free = [stream for stream in streams if stream not in used]
-        if not free:
-            free = [new_stream(self._device, run.priority)]
-            streams += free
+        free = [stream for stream in streams if stream not in used] or [self._new_stream(run.priority)]
         return max(free, key=lambda stream: run.graphs_on(stream))
+
+    def _new_stream(self, priority: int) -> torch.cuda.Stream:
+        """With the memory that cuBLAS wants for each."""
+        stream = new_stream(self._device, priority)
+        with torch.cuda.stream(stream):
+            torch.cuda.current_blas_handle()
+        self._streams[priority].append(stream)
+        return stream
 
     def _together(self, rounds: list[Round]) -> ByKernels:
         """One that does not run yet, for so many."""

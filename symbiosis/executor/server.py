@@ -112,7 +112,9 @@ class Server:
             spread=SPREAD[store.on_gpu],
             patience=PATIENCE[store.on_gpu],
         )
-        self.engine = Engine(store, self._answered, self._joined, options.workers, self.batcher.took)
+        self.engine = Engine(
+            store, self._answered, self._joined, options.workers, self.batcher.took, options.max_batch_tokens
+        )
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.background = Background(options.train_share)
         self.crowd = Crowd() if self.batcher.policy == "opportunistic" and not store.on_gpu else None
@@ -418,6 +420,8 @@ class Server:
             math.inf if again or large else self.engine.join_below
         )  # ... which an executor before us measured otherwise
         round = self.engine.rounds.new(tuple(works), words, most, large)
+        if number and not again:
+            self.engine.rounds.make_room(round)
         first, plan = works[0], plan_of_round(round.key, [work.plan for work in works])
         # those calls of a training step that need no gradient look more urgent
         priority = max(work.priority for work in works)
