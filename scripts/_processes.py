@@ -97,12 +97,12 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 class Worker:
-    """An object that lives in a process of its own: `send` it a method call, take the `result` later."""
+    """An object that lives in a process of its own: `begin` builds it, then `send` it a method call, take the `result` later."""
 
-    def __init__(self, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, kind: Callable[..., Any]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_live, args=(theirs, kind, args), daemon=True)
+        self._process = context.Process(target=_live, args=(theirs, kind), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -110,6 +110,9 @@ class Worker:
     def pid(self) -> int:
         assert self._process.pid
         return self._process.pid
+
+    def begin(self, *args: Any) -> None:
+        self._pipe.send(args)
 
     def send(self, method: str, *args: Any) -> None:
         self._pipe.send((method, args))
@@ -140,12 +143,12 @@ class Worker:
             self._process.join()
 
 
-def _live(pipe: "Connection", kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
+def _live(pipe: "Connection", kind: Callable[..., Any]) -> None:
     """Build the object, then answer calls until the parent closes its end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
-        thing = kind(*args)
+        thing = kind(*pipe.recv())
         pipe.send((True, None))
         while True:
             method, arguments = pipe.recv()
@@ -159,12 +162,21 @@ def _live(pipe: "Connection", kind: Callable[..., Any], args: tuple[Any, ...]) -
 @contextmanager
 def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Worker]]:
     """One worker for each tuple of arguments, all ready when this yields and gone when it ends."""
-    started: list[Worker] = []
-    try:
-        for args in arguments:
-            started.append(Worker(kind, args))
+    with idle_workers(kind, len(arguments)) as started:
+        for worker, args in zip(started, arguments, strict=True):
+            worker.begin(*args)
         for worker in started:
             worker.result(START_S)
+        yield started
+
+
+@contextmanager
+def idle_workers(kind: Callable[..., Any], count: int) -> Iterator[list[Worker]]:
+    """So many that import what they need, and wait for `begin`; gone when this ends."""
+    started: list[Worker] = []
+    try:
+        for _ in range(count):
+            started.append(Worker(kind))
         yield started
     finally:
         for worker in started:

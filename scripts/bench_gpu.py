@@ -47,7 +47,7 @@ from _gpu import (
     Shape,
     TimedServing,
 )
-from _processes import TOGETHER_S, Pace, Worker, prepare, progress, same_cores, together, workers
+from _processes import TOGETHER_S, Pace, Worker, idle_workers, prepare, progress, same_cores, together, workers
 
 from symbiosis import mps
 from symbiosis.reporting import Report, print_table
@@ -55,6 +55,7 @@ from symbiosis.reporting import Report, print_table
 LONGEST_S = 120.0  # that a measurement may take
 GROUPED = "split, grads grouped"
 CORES = 2  # of programs that are compared: one for the steps, one for autograd's thread
+STARTED_AT_ONCE = 4
 MOST_PROGRAMS = 40  # MPS serves 48 processes
 OUT_OF_MEMORY = "OutOfMemoryError", "out of memory", "OUT_OF_MEMORY"  # as torch, CUDA and its driver call it
 POLICY_STEPS = 300  # the same for all: `lockstep` waits for who has ended
@@ -293,15 +294,18 @@ def fit(setting: Setting) -> None:
 def as_many_as_fit(setting: Setting, stack: ExitStack, endpoint: str | None, job: Job) -> list[Worker]:
     """Programs that are ready for the job: one was too many, or there are `MOST_PROGRAMS` (on a CPU: `--programs`)."""
     crowd: list[Worker] = []
-    while len(crowd) < (MOST_PROGRAMS if setting.on_gpu else setting.programs):
-        try:
-            worker = stack.enter_context(workers(Program, [(endpoint, setting.shape, setting.device)]))[0]
-            worker.call("prepare", job, setting.captured)
-        except RuntimeError as error:
-            if not crowd or not any(words in str(error) for words in OUT_OF_MEMORY):
-                raise
-            break
-        crowd.append(worker)
+    most = MOST_PROGRAMS if setting.on_gpu else setting.programs
+    while len(crowd) < most:
+        for worker in stack.enter_context(idle_workers(Program, min(STARTED_AT_ONCE, most - len(crowd)))):
+            try:
+                worker.begin(endpoint, setting.shape, setting.device)
+                worker.result()
+                worker.call("prepare", job, setting.captured)
+            except RuntimeError as error:
+                if not crowd or not any(words in str(error) for words in OUT_OF_MEMORY):
+                    raise
+                return crowd
+            crowd.append(worker)
     return crowd
 
 
@@ -400,8 +404,10 @@ def call(setting: Setting) -> None:
         if setting.on_gpu and torch.cuda.device_count() > 1:
             ways["other GPU"] = (local, "cuda:1")
             ways["NCCL"] = (tcp, "cuda:1")
-        for way, (endpoint, device) in ways.items():
-            worker = stack.enter_context(workers(OneLayer, [(endpoint, width, device)]))[0]
+        clients = stack.enter_context(idle_workers(OneLayer, len(ways)))
+        for worker, (way, (endpoint, device)) in zip(clients, ways.items(), strict=True):
+            worker.begin(endpoint, width, device)
+            worker.result()
             for count in (1, 1024):
                 for captured in (False, True) if device != "cpu" and endpoint != tcp else (False,):
                     progress(f"{way}, {count} rows, {'captured' if captured else 'eager'}")

@@ -43,9 +43,13 @@ def last_line(text: str, name: str) -> Any:
 class Worker:
     """As that of scripts/_processes.py, but a thread."""
 
-    def __init__(self, kind: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self._pool, self._last = ThreadPoolExecutor(1), Future[Any]()
-        self._thing = self._pool.submit(kind, *args).result(60)
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        self._kind, self._pool, self._last = kind, ThreadPoolExecutor(1), Future[Any]()
+        self._thing: Any = None
+
+    def begin(self, *args: Any) -> None:
+        self._thing = self._pool.submit(self._kind, *args).result(60)
+        self._last.set_result(None)
 
     def send(self, method: str, *args: Any) -> None:
         self._last = self._pool.submit(getattr(self._thing, method), *args)
@@ -68,7 +72,15 @@ class Worker:
 
 @contextmanager
 def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Worker]]:
-    started = [Worker(kind, args) for args in arguments]
+    with idle_workers(kind, len(arguments)) as started:
+        for worker, args in zip(started, arguments, strict=True):
+            worker.begin(*args)
+        yield started
+
+
+@contextmanager
+def idle_workers(kind: Callable[..., Any], count: int) -> Iterator[list[Worker]]:
+    started = [Worker(kind) for _ in range(count)]
     try:
         yield started
     finally:
@@ -96,6 +108,7 @@ def test_a_suite_of_the_gpu_benchmark(
 ) -> None:
     bench = script("bench_gpu")
     monkeypatch.setattr(bench, "workers", workers)
+    monkeypatch.setattr(bench, "idle_workers", idle_workers)
     monkeypatch.setattr(bench, "prepare", lambda threads: None)  # settings of processes
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", suite, "--tiny", "--programs", "2", "--jobs", "decode"])
     assert bench.main() == 0
