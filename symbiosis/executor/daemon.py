@@ -113,8 +113,8 @@ def memory_plan(store: Store, options: Options) -> dict[str, int]:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free}
     if store.on_gpu:
-        left, _ = torch.cuda.mem_get_info(options.device)
-        kept = headroom_bytes(store.weights, options.max_batch_tokens)
+        left, gpu_bytes = torch.cuda.mem_get_info(options.device)
+        kept = headroom_bytes(store.weights, options.max_batch_tokens, gpu_bytes)
         nbytes |= {"gpu_headroom": kept, "gpu_free": left - kept, "gpu_session_at_least": FIRST_SEGMENT}
     return {f"{name}_mib": value >> 20 for name, value in nbytes.items()} | {"sessions": options.max_sessions}
 
