@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from symbiosis.executor import engine
-from symbiosis.executor.engine import ROWS_TRIED, Pace
+from symbiosis.executor import pace as measured
+from symbiosis.executor.pace import ROWS_TRIED, Pace
 
 MATRIX = torch.zeros(8, 4)
 
@@ -12,7 +12,7 @@ MATRIX = torch.zeros(8, 4)
 @pytest.mark.parametrize("knee", [64, 256, 1024])
 def test_rows_that_are_worth_joining(knee: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to the knee a product takes as long as reading its weight, from there on its time grows with its rows."""
-    monkeypatch.setattr(engine, "_seconds", lambda matrix, rows: 1e-5 * max(1.0, rows / knee))
+    monkeypatch.setattr(measured, "_seconds", lambda matrix, rows: 1e-5 * max(1.0, rows / knee))
     pace = Pace([MATRIX, torch.zeros(8)])
     assert pace.join_below == knee
     assert pace.seconds(MATRIX, 1) == pytest.approx(1e-5)
@@ -21,5 +21,5 @@ def test_rows_that_are_worth_joining(knee: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_gpu_that_reads_the_weight_longer_than_it_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_seconds", lambda matrix, rows: 1e-5)
+    monkeypatch.setattr(measured, "_seconds", lambda matrix, rows: 1e-5)
     assert Pace([MATRIX]).join_below == ROWS_TRIED[-1]

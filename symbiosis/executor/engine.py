@@ -6,7 +6,6 @@ Shapes: T rows of all sessions, K what goes in, N what comes out.
 import logging
 import math
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
@@ -20,6 +19,7 @@ from symbiosis.executor.batch import Batch, Slice
 from symbiosis.executor.batcher import AGING_S, JOIN_BELOW
 from symbiosis.executor.headroom import keep_headroom
 from symbiosis.executor.log import log, worth_logging
+from symbiosis.executor.pace import Pace
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_finite
 from symbiosis.kernels.few_rows import FewRows
@@ -62,9 +62,6 @@ class Work:
 
 _LAUNCHED = Reply(0)
 HIGHEST = -5  # priority of a stream, or what the GPU has
-ROWS_TRIED = (64, 128, 256, 512, 1024, 2048, 4096)
-TIMES_TRIED = 8
-NEARLY = 0.85
 ALIGNED = 64  # bytes
 GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 Finished = Callable[[Work, Reply], None]
@@ -512,42 +509,6 @@ def _loaded(weights: Sequence[Tensor]) -> bool:
         )  # fmt: skip
         return False
     return True
-
-
-class Pace:
-    """How long products take on this GPU, which nobody waits for: by the bytes of the matrices, and by the rows where these
-    are many. Measured with the commonest matrix."""
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        shapes = Counter(weight.shape for weight in weights if weight.dim() == 2)
-        matrix = next(weight for weight in weights if weight.shape == shapes.most_common(1)[0][0])
-        seconds = {rows: _seconds(matrix, rows) for rows in ROWS_TRIED}
-        self._per_byte = seconds[ROWS_TRIED[0]] / matrix.nbytes
-        self._per_row = seconds[ROWS_TRIED[-1]] / ROWS_TRIED[-1] / matrix.nbytes
-        pairs = zip(ROWS_TRIED, ROWS_TRIED[1:], strict=False)
-        self.join_below = next(
-            (rows for rows, double in pairs if seconds[double] > NEARLY * 2 * seconds[rows]), ROWS_TRIED[-1]
-        )
-
-    def seconds(self, weight: Tensor, rows: int) -> float:
-        """Of a product of so many rows, each with one of the weight's matrices."""
-        matrix = weight if weight.dim() == 2 else weight[0]
-        return max(self._per_byte * weight.nbytes, self._per_row * rows * matrix.nbytes)
-
-
-def _seconds(matrix: Tensor, rows: int) -> float:
-    """What a product takes, the best of some."""
-    x_TK = torch.zeros(rows, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    best = math.inf
-    for _ in range(TIMES_TRIED):
-        begin.record()
-        for _ in range(TIMES_TRIED):
-            product(x_TK, matrix.t(), None)
-        end.record()
-        end.synchronize()
-        best = min(best, begin.elapsed_time(end) / 1e3 / TIMES_TRIED)
-    return best
 
 
 def call_error(error: Exception) -> CallError:

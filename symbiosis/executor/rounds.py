@@ -112,15 +112,16 @@ class Rounds:
         return Round(self._keys.setdefault(key, key), works, words, large)
 
     def make_room(self, round: Round) -> None:
-        """Streams for all clients with such rounds, now: when all make theirs at once, there may be no memory left for that. Raises
-        `CallError` if there is none now."""
+        """Streams for all clients with such rounds, now: when all run at once, there may be no memory left for that. Raises `CallError`
+        if there is none now."""
         priority = 0 if round.large else HIGHEST
         clients = self._clients[priority] | {round.peer}
         try:
             while len(self._streams[priority]) < len(clients):
                 self._new_stream(priority)
         except Exception as error:  # whatever it is: the executor has other clients
-            raise call_error(error) from error
+            reason = f"there is no room for the captured steps of one more client: {type(error).__name__}"
+            raise CallError(Code.RESOURCE, reason) from error
         self._clients[priority] = clients
 
     def __bool__(self) -> bool:

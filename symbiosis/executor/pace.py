@@ -1,0 +1,49 @@
+"""How long products take on a GPU, which nobody waits for, and from how many rows on joining them gains nothing: measured at the start."""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from symbiosis.kernels.product import product
+
+ROWS_TRIED = (64, 128, 256, 512, 1024, 2048, 4096)
+TIMES_TRIED = 8
+NEARLY = 0.85  # of twice the time, for twice the rows
+
+
+class Pace:
+    """By the bytes of the matrices, and by the rows where these are many. Measured with the commonest matrix."""
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        shapes = Counter(weight.shape for weight in weights if weight.dim() == 2)
+        matrix = next(weight for weight in weights if weight.shape == shapes.most_common(1)[0][0])
+        seconds = {rows: _seconds(matrix, rows) for rows in ROWS_TRIED}
+        self._per_byte = seconds[ROWS_TRIED[0]] / matrix.nbytes
+        self._per_row = seconds[ROWS_TRIED[-1]] / ROWS_TRIED[-1] / matrix.nbytes
+        pairs = zip(ROWS_TRIED, ROWS_TRIED[1:], strict=False)
+        self.join_below = next(
+            (rows for rows, double in pairs if seconds[double] > NEARLY * 2 * seconds[rows]), ROWS_TRIED[-1]
+        )
+
+    def seconds(self, weight: Tensor, rows: int) -> float:
+        """Of a product of so many rows, each with one of the weight's matrices."""
+        matrix = weight if weight.dim() == 2 else weight[0]
+        return max(self._per_byte * weight.nbytes, self._per_row * rows * matrix.nbytes)
+
+
+def _seconds(matrix: Tensor, rows: int) -> float:
+    """What a product takes, the best of some."""
+    x_TK = torch.zeros(rows, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    best = math.inf
+    for _ in range(TIMES_TRIED):
+        begin.record()
+        for _ in range(TIMES_TRIED):
+            product(x_TK, matrix.t(), None)
+        end.record()
+        end.synchronize()
+        best = min(best, begin.elapsed_time(end) / 1e3 / TIMES_TRIED)
+    return best
