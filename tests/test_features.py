@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -506,6 +507,15 @@ def test_values_are_not_taken_past_torch(way: str, serve: Callable) -> None:
     with pytest.raises(WeightRead, match=r"remote weight '0'.*test_features.py.*--allow-read"):
         VALUES[way](kept[0].weight)
     assert np.array_equal(VALUES[way](read[0].weight), model[0].weight.numpy())
+
+
+def test_a_weight_is_saved_when_it_is_no_longer_remote(serve: Callable, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 4)).requires_grad_(False)
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model, allow_read=True).endpoint)
+    with pytest.raises(WeightRead, match=r"'0' has no memory here .*unwrap\(model\)"):
+        save_file({"weight": split[0].weight}, tmp_path / "x.safetensors")
+    save_file(symbiosis.unwrap(split).state_dict(), tmp_path / "x.safetensors")
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["0.weight"], model[0].weight)
 
 
 def test_forked_process_joins_anew(

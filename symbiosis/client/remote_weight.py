@@ -65,6 +65,13 @@ class RemoteWeight(RemoteView):
     def __dlpack__(self, **how: Any) -> Any:
         return self._read("__dlpack__").__dlpack__(**how)
 
+    def storage(self) -> Any:
+        """What `safetensors` asks for at last, of each tensor that it saves."""
+        raise WeightRead(
+            f"the remote weight {self.handle.layer.name!r} has no memory here (at {call_site()}). To save it, call "
+            "symbiosis.unwrap(model) first"
+        )
+
     def _read(self, what: str) -> Tensor:
         """The values, for what takes them past torch's operations."""
         if self.handle.private is None:
