@@ -207,6 +207,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch.cuda, "stream", simulated.on)
     monkeypatch.setattr(torch.cuda, "synchronize", simulated.run)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     before = {name: importlib.import_module(name.rpartition(".")[0]) for name in WITH_TRITON}
     kept = {name: vars(package).get(name.rpartition(".")[2]) for name, package in before.items()}
     runs = importlib.import_module("symbiosis.executor.runs")

@@ -20,13 +20,15 @@ WORDS = RoundWords(torch.zeros(1, dtype=torch.int32), torch.zeros(1, dtype=torch
 def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     executor = Executor(monkeypatch, rounds=wanted)
     most: list[float] = []
+    made_room: list[Any] = []
 
     def new(works: Any, words: Any, limit: float, large: bool) -> Any:
         most.append(limit)
         assert not large
         return SimpleNamespace(key="round", calls=tuple(work.call for work in works))
 
-    executor.engine.rounds, executor.engine.shares_time = SimpleNamespace(new=new), shares_time
+    rounds = SimpleNamespace(new=new, make_room=made_room.append)
+    executor.engine.rounds, executor.engine.shares_time = rounds, shares_time
     works = [executor.works[priority] for priority in (Priority.DECODE, Priority.TRAIN, Priority.DECODE)]
     if not again and (shares_time or not wanted):
         with pytest.raises(CallError) as refused:
@@ -38,6 +40,7 @@ def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytes
     assert work.priority == Priority.TRAIN, "the least urgent of its calls tells what it is"
     assert (work.plan.key, work.plan.calls, work.plan.nbytes) == ("round", 3, sum(work.plan.nbytes for work in works))
     assert most == [float("inf") if again else executor.engine.join_below]
+    assert len(made_room) == (not again), "who was in the midst of one is not refused for want of room"
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -51,7 +54,8 @@ def test_large_rounds(policy: Any, again: bool, monkeypatch: pytest.MonkeyPatch)
         said.append((limit, large))
         return SimpleNamespace(key="round", calls=tuple(work.call for work in works))
 
-    executor.engine.rounds, executor.engine.shares_time = SimpleNamespace(new=new), False
+    executor.engine.rounds = SimpleNamespace(new=new, make_room=lambda round: None)
+    executor.engine.shares_time = False
     works = [executor.works[Priority.TRAIN]] * 2
     if policy == "lockstep" and not again:
         with pytest.raises(CallError, match="lockstep"):

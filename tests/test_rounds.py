@@ -115,6 +115,31 @@ def test_a_large_round_call_by_call(gpu: Gpu, rounds: Any) -> None:
             assert bool(rounds) is (number < CALLS)
 
 
+def test_room_is_made_for_each_client_before_it_runs(gpu: Gpu, rounds: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that is full later has the streams of all who run at once."""
+    clients = [Client(gpu, rounds, large=True) for _ in range(3)]
+    for client in [*clients, *clients]:
+        rounds.make_room(client.round)
+    assert len(gpu.streams) == 1 + len(clients)
+
+    def full(*how: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(sys.modules["symbiosis.executor.rounds"], "new_stream", full)
+    for client in clients:
+        began(rounds, client)
+    assert all(client.goes() for client in clients)
+    rounds.look()
+    late = Client(gpu, rounds, large=True)
+    for _ in range(2):
+        with pytest.raises(CallError, match="no room .* OutOfMemoryError") as refused:
+            rounds.make_room(late.round)
+        assert refused.value.code is Code.RESOURCE
+    rounds.leave(clients[0], lambda: None)
+    rounds.make_room(late.round)
+    assert began(rounds, late).goes()
+
+
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_together_all_are_answered_when_the_last_has_called(count: int, gpu: Gpu, rounds: Any) -> None:
     clients = [Client(gpu, rounds, rows=1 + at % 2) for at in range(count)]
