@@ -206,7 +206,8 @@ def test_a_call_for_which_there_is_no_memory_is_refused_and_the_next_served(
             connection.close()
             bystander.goes_on()
             resident.append(executor.resident_bytes)
-        assert max(resident[5:]) < max(resident[:5]) + (16 << 20), resident  # two payloads
+        # four payloads, as many as were held at once in 200 calls; one lost by each call would be 15
+        assert max(resident[5:]) < max(resident[:5]) + (32 << 20), resident
 
 
 # ---------------------------------------------------------------- clients die
