@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -490,6 +491,95 @@ def test_transforms_that_would_lose_something_are_refused(serve: Callable) -> No
         with pytest.raises(RemoteWeightError, match="torch.func"):
             transformed(x)
     assert torch.equal(split(x), model(x))
+
+
+def jvp_by_dual(layer: nn.Module, x: Tensor) -> Tensor:
+    return forward_ad.unpack_dual(layer(forward_ad.make_dual(x, x))).tangent
+
+
+def gradient_of_dual(layer: nn.Module, x: Tensor) -> None:
+    y = layer(x.clone().requires_grad_())
+    y.backward(forward_ad.make_dual(torch.ones_like(y), torch.ones_like(y)))
+
+
+TANGENTS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "dual": jvp_by_dual,
+    "dual, with gradients": lambda layer, x: jvp_by_dual(layer, x.clone().requires_grad_()),
+    "dual, without gradients": torch.no_grad()(jvp_by_dual),
+    "gradient": gradient_of_dual,
+}
+
+
+@pytest.mark.parametrize("privacy", [None, symbiosis.Noise()])
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("way", TANGENTS)
+def test_tangents_are_refused(way: str, exact: bool, privacy: Any, serve: Callable) -> None:
+    """They would be lost. Rows that have none pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16)).requires_grad_(False)
+    endpoint = serve(model, allow_read=True).endpoint
+    split, x = symbiosis.wrap(copy.deepcopy(model), endpoint, exact=exact, privacy=privacy), torch.randn(5, 16)
+    with forward_ad.dual_level():
+        with pytest.raises(RemoteWeightError, match="tangents"):
+            TANGENTS[way](split, x)
+        torch.testing.assert_close(split(x), model(x))
+    with pytest.raises(RemoteWeightError, match="torch.func|tangents"):
+        torch.autograd.functional.jacobian(split, x, strategy="forward-mode", vectorize=True)
+
+
+def test_batches_of_gradients_are_refused(serve: Callable) -> None:
+    model = nn.Sequential(nn.Linear(4, 4)).requires_grad_(False)
+    split, x = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint), torch.randn(4)
+    with pytest.raises(RemoteWeightError, match="one by one"):
+        torch.autograd.functional.jacobian(split, x, vectorize=True)
+    expected = torch.autograd.functional.jacobian(model, x)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(split, x), expected)
+
+
+def test_gradients_of_what_outlived_a_transform(serve: Callable) -> None:
+    model = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False)
+    split, x = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint), torch.randn(3, 8)
+
+    def gradient(layer: nn.Module) -> Tensor:
+        kept: list[Tensor] = []
+        leaf = x.clone().requires_grad_()
+        torch.func.grad(lambda z: (kept.append(z * 2), z.pow(2).sum())[1])(leaf)
+        layer(kept[0]).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    torch.testing.assert_close(gradient(split), gradient(model))
+
+
+def test_compiled_autograd(split: nn.Module, llama: nn.Module, ids: Tensor) -> None:
+    """The backward pass alone is compiled, without a break."""
+    expected = step(adapted(llama), ids)
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(
+        lambda graph: torch.compile(graph, backend="eager", fullgraph=True, dynamic=False)
+    ):
+        made = step(adapted(split), ids)
+    torch._dynamo.reset()
+    assert_same(made, expected)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_members_of_a_group_called_without_gradients(exact: bool, llama: nn.Module, serve: Callable) -> None:
+    split = symbiosis.wrap(copy.deepcopy(llama), serve(llama).endpoint, exact=exact)
+    x = torch.linspace(-1, 1, 128).view(2, 64)
+
+    def gradient(model: nn.Module) -> Tensor:
+        attention, leaf = model.model.layers[0].self_attn, x.clone().requires_grad_()
+        q = attention.q_proj(leaf)
+        with torch.no_grad():
+            k = attention.k_proj(leaf)
+        assert not k.requires_grad
+        (q[..., : k.shape[-1]] * k + attention.v_proj(leaf)).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    for _ in range(3):  # the group is found
+        torch.testing.assert_close(gradient(split), gradient(llama))
 
 
 VALUES: dict[str, Callable[[Tensor], Any]] = {

@@ -1,5 +1,8 @@
 """Small calls of eager code, each made by one kernel, under MPS."""
 
+import os
+import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 import symbiosis
+from symbiosis.transport import cuda_link
 from symbiosis.transport.cuda_driver import WRITE_32, MemOp, MemOps
 from tests.conftest import tiny_llama, wide_llama
 from tests.test_gpu_line import WAIT_S, Processes, line_of, processes, serve_forever
@@ -144,6 +148,28 @@ def test_another_executor_goes_on(how: str, processes: Processes, tmp_path: Path
         executor, _ = served(processes, tmp_path)
     wrong, by_kernels, reconnects = said.get(timeout=WAIT_S)
     assert (wrong, by_kernels) == (0, True) and reconnects
+
+
+def ask_a_frozen_executor(endpoint: str, said: Any, executor: int, seconds: float) -> None:
+    """For a new shape, in the midst of small calls."""
+    model, split = tiny_llama().cuda(), symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    ids, wrong = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1)).cuda(), 0
+    with torch.no_grad():
+        for tokens in (2, 3, 2):
+            if tokens == 3:
+                torch.cuda.synchronize()
+                os.kill(executor, signal.SIGSTOP)
+                threading.Timer(seconds, os.kill, (executor, signal.SIGCONT)).start()
+            wrong += not torch.equal(split(ids[:, :tokens]).logits, model(ids[:, :tokens]).logits)
+    said.put((wrong, line_of(split)._small is not None, line_of(split).reconnects))
+
+
+def test_a_slow_executor_is_not_a_lost_one(processes: Processes, tmp_path: Path) -> None:
+    executor, endpoint = served(processes, tmp_path)
+    begun, seconds = time.monotonic(), cuda_link.JOIN_S + 2
+    _, said = processes.start(ask_a_frozen_executor, endpoint, executor.pid, seconds)
+    assert said.get(timeout=WAIT_S) == (0, True, 0)
+    assert time.monotonic() - begun > seconds
 
 
 def test_the_executor_says_how(processes: Processes, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis.client.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.client.groups import Member
-from symbiosis.client.session import Session, Stats, _rows_call
+from symbiosis.client.session import Session, Stats, _rows_call, refuse_transforms
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import CallError, CaptureError, Code, WrapError
 from symbiosis.kernels.integers import quantise
@@ -125,6 +125,7 @@ class PrivateSession(Pinned):
         self.level.learn(layer, weight.t() if self.manifest[layer].kind == "linear" else weight)
 
     def rows(self, op: Op, group: Group, x: Tensor, priority: Priority) -> list[Tensor]:
+        refuse_transforms(x)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "private calls are masked on the CPU, which a CUDA graph cannot capture: do not capture the step"

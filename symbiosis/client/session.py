@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from msgspec.structs import replace as replace_fields
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from symbiosis import transport
 from symbiosis.client.groups import Groups, Member
@@ -213,7 +214,7 @@ class Session:
         if x is None:
             call = _call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ())
             return self._answer(call, ())[0]
-        refuse_transforms()
+        refuse_transforms(x)
         payload = (x.detach(),) if ends is None else (x.detach(), ends)
         groups = 0 if ends is None else ends.numel()
         call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
@@ -224,7 +225,7 @@ class Session:
 
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
         """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
-        refuse_transforms()
+        refuse_transforms(x)
         call, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
         if x.is_cuda and (line := self._line(x.device)):
             self.stats.enqueue(call)
@@ -498,11 +499,19 @@ def _rows_call(
     return call, tuple((*shape[:-1], member.width) for member in group)
 
 
-def refuse_transforms() -> None:
+def refuse_transforms(x: Tensor) -> None:
     """What a call sends are plain rows: a tangent would be lost, and nobody would notice."""
     if torch._C._are_functorch_transforms_active():
         raise RemoteWeightError(
             "torch.func transforms (grad, jvp, vmap, ...) do not reach through remote layers: use torch.autograd"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise RemoteWeightError(
+            "tangents (torch.autograd.forward_ad, jacobian's forward-mode) do not reach through remote layers: use gradients"
+        )
+    if torch._C._functorch.is_legacy_batchedtensor(x):
+        raise RemoteWeightError(
+            "batches of gradients (is_grads_batched, jacobian's vectorize) do not reach through remote layers: take them one by one"
         )
 
 

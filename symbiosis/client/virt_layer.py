@@ -66,14 +66,21 @@ class EagerProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         session, layer, op, *_ = ctx.how
+        if torch.compiler.is_compiling():  # the backward pass alone: compiled autograd traces it
+            arguments = session.number, layer, int(INVERSE[op]), ctx.width, False, int(Priority.TRAIN)
+            return torch.ops.symbiosis.product(dy, *arguments), None, None
         how = session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN
         if dy.requires_grad and torch.is_grad_enabled():
             return _tracked_product(dy, how, None), None, None
         return _product(dy, *how), None, None
 
 
-# `Function.apply` looks for what torch.func leaves, which is refused before, for as long as all the rest takes.
-_tracked_product: Callable[..., Tensor] = super(torch.autograd.Function, EagerProduct).apply  # type: ignore[misc]
+_apply: Callable[..., Tensor] = super(torch.autograd.Function, EagerProduct).apply  # type: ignore[misc]
+
+
+def _tracked_product(x: Tensor, how: tuple[Any, ...], made: tuple[Tensor] | None) -> Tensor:
+    """`EagerProduct.apply`, which looks for transforms of torch.func, which are refused before, for as long as all the rest takes."""
+    return _apply(torch._C._functorch.unwrap_if_dead(x), how, made)
 
 
 class GroupProduct(torch.autograd.Function):
@@ -138,11 +145,13 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
 
 def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
     """The product of `x`, which is what the layer was `given`, as it is to be multiplied."""
-    refuse_transforms()
+    refuse_transforms(x)
     groups = session.groups
     made = groups.fetch(given, x.dtype, member)
     tracked = x.requires_grad and torch.is_grad_enabled()
-    if made is not None and (made.requires_grad or not tracked):
+    if made is not None and made.requires_grad:
+        return made if tracked else made.detach()
+    if made is not None and not tracked:
         return made
     priority = _priority(layer, x)
     if made is None:

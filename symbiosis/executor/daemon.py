@@ -115,7 +115,7 @@ def memory_plan(store: Store, options: Options) -> dict[str, int]:
     if store.on_gpu:
         left, gpu_bytes = torch.cuda.mem_get_info(options.device)
         kept = headroom_bytes(store.weights, options.max_batch_tokens, gpu_bytes)
-        nbytes |= {"gpu_headroom": kept, "gpu_free": left - kept, "gpu_session_at_least": FIRST_SEGMENT}
+        nbytes |= {"gpu_headroom": kept, "gpu_free": max(0, left - kept), "gpu_session_at_least": FIRST_SEGMENT}
     return {f"{name}_mib": value >> 20 for name, value in nbytes.items()} | {"sessions": options.max_sessions}
 
 

@@ -92,6 +92,7 @@ class Rounds:
         product, and comes out; `on_over` hears what rounds of a key take."""
         self._multiply, self._few_rows, self._parts, self._on_over = multiply, few_rows, parts, on_over
         self._device, self._streams = device, defaultdict[int, list[torch.cuda.Stream]](list)  # by priority
+        self._bare: dict[int, torch.cuda.Stream] = {}  # ... for which there was no memory
         self._clients: defaultdict[int, set[Any]] = defaultdict(set)  # of whose rounds each priority has some
         self._give_up = math.inf  # when an executor that ends waits for nobody any more
         self._keys: dict[RoundKey, RoundKey] = {}
@@ -271,9 +272,11 @@ class Rounds:
 
     def _new_stream(self, priority: int) -> torch.cuda.Stream:
         """With the memory that cuBLAS wants for each."""
-        stream = new_stream(self._device, priority)
-        with torch.cuda.stream(stream):
+        if priority not in self._bare:
+            self._bare[priority] = new_stream(self._device, priority)
+        with torch.cuda.stream(self._bare[priority]):
             torch.cuda.current_blas_handle()
+        stream = self._bare.pop(priority)
         self._streams[priority].append(stream)
         return stream
 

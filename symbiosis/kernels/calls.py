@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from symbiosis.kernels.rounds import LET_GO, LOOKS, WORD, wait_for_answer
+from symbiosis.kernels.rounds import LET_GO, LONGEST_S, LOOKS, WORD, wait_for_answer
 
 MOST_RESULTS = 4
 MOST_BYTES = 128 << 10  # of rows, and of each result: one block copies them
@@ -79,7 +78,7 @@ class SmallCalls:
     def __init__(self, words: Words, seconds: float, device: torch.device) -> None:
         """A call waits for so long, at most. CUDA loads the kernels now, and not while a stream waits."""
         bell, reply, over, error, void = words
-        self._words = bell, reply, over, error, int(max(seconds, LEAST_S) * 1e9)
+        self._words = bell, reply, over, error, int(min(max(seconds, LEAST_S), LONGEST_S) * 1e9)
         self._void = void
         self._runs = [self._load(results, device) for results in range(1, MOST_RESULTS + 1)]
 
@@ -120,10 +119,3 @@ def takes(lies: Lies) -> bool:
         0 < nbytes <= MOST_BYTES and not nbytes % WORD and not address % WORD
         for address, nbytes in (lies.rows, *lies.results)
     )
-
-
-def reference(rows: Tensor, place: Tensor, outs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """What the kernel copies, if the answer is there at once."""
-    place.copy_(rows)
-    for out, target in zip(outs, targets, strict=True):
-        target.copy_(out)

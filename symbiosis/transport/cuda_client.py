@@ -94,7 +94,7 @@ class DeviceLine:
         self._newest = 0  # segment for calls that are registered
         self._prepared: dict[Call, Prepared] = {}
         self._small: Any = None  # what makes small calls by that, once the executor has agreed
-        self._in_graphs: set[int] = set()  # the numbers of those of them that graphs make
+        self._stay: set[int] = set()  # the numbers of calls that graphs make, or that the next executor is asked about
         self._shaped: dict[tuple[Call, torch.Size], Shaped] = {}
         self._void: CallError | None = None  # what was computed is
         self._closed = False
@@ -182,7 +182,7 @@ class DeviceLine:
     def _ring(self, prepared: Prepared, stream: int) -> None:
         if torch._C._cuda_isCurrentStreamCapturing():
             self.recorded += 1
-            self._in_graphs.add(prepared.number)
+            self._stay.add(prepared.number)
         else:
             self._note(prepared)
         prepared.ring.enqueue(stream)
@@ -208,23 +208,25 @@ class DeviceLine:
             return None
         if self._small is None and (reason := self._why_not_by_kernels(number)):
             logger.info("small calls are made by stream memory operations: %s", reason)
-            self.kernel = None
             return None
         return self._small.prepared(lies)  # type: ignore[no-any-return]
 
     def _why_not_by_kernels(self, number: int) -> str | None:
-        if shares_time(self.device):
-            return "MPS does not serve this process"
+        """The executor may agree to another call; what this process lacks, it lacks for all."""
         try:
+            if shares_time(self.device):
+                raise RuntimeError("MPS does not serve this process")
             self._link.agrees([number])
+            first, words = self._link.first.address, self._link.words
+            mine = self.kernel.Words(words.at(BELL), first, first + ROUNDS_OVER, words.at(ERROR), VOID)
+            # If this process does not say that there will be no answer, because it stands still, the stream goes on at some time.
+            self._small = self.kernel.SmallCalls(mine, 2 * self._link.longest, self.device)
         except CallError as error:
             return error.message
-        first, words = self._link.first.address, self._link.words
-        mine = words.at(BELL), first, first + ROUNDS_OVER, words.at(ERROR), VOID
-        try:  # if this process does not say that there will be no answer, because it stands still, the stream goes on at some time
-            self._small = self.kernel.SmallCalls(self.kernel.Words(*mine), 2 * self._link.longest, self.device)
         except Exception as error:  # whatever Triton needs and does not find
-            return f"{type(error).__name__} {error}"
+            self.kernel = None
+            return f"{type(error).__name__}: {error}"
+        self._stay.add(number)
         return None
 
     def announce(self, calls: int) -> None:
@@ -252,7 +254,7 @@ class DeviceLine:
             prepared = [self._prepared.get(call) or self._prepare(call) for call in calls]
             step = self.steps.begin(prepared, shares, kernel)
             if step:
-                self._in_graphs.update(step.borrowed)
+                self._stay.update(step.borrowed)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether it lies where replies do that are not of a step alone."""
@@ -301,7 +303,7 @@ class DeviceLine:
         if self.words[ERROR] == VOID:
             self._void = CallError(
                 Code.RESOURCE,
-                "nobody answered a call of a captured step, and what was computed since is void: begin anew",
+                "nobody answered a call in time, and what was computed since is void: begin anew",
             )
             raise self._void
         length = self.words[ERROR_LENGTH]
@@ -312,7 +314,7 @@ class DeviceLine:
     # ------------------------------------------------------------------ what is agreed with the executor
 
     def _prepare(self, call: Call) -> Prepared:
-        if len(self._prepared) - len(self._in_graphs) >= MOST_KEPT and not torch.cuda.is_current_stream_capturing():
+        if len(self._prepared) - len(self._stay) >= MOST_KEPT and not torch.cuda.is_current_stream_capturing():
             self._forget()
         if not self._newest:
             self._grow(max(FIRST_SEGMENT, 4 * sum(map(aligned, call.parts))))
@@ -327,9 +329,9 @@ class DeviceLine:
                 return prepared
 
     def _forget(self) -> None:
-        """All calls but those of graphs: who makes others again and again, registers them again."""
+        """All calls but those that stay: who makes others again and again, registers them again."""
         if self._is_idle():
-            gone = {call: p for call, p in self._prepared.items() if p.number not in self._in_graphs}
+            gone = {call: p for call, p in self._prepared.items() if p.number not in self._stay}
             self._link.forget([prepared.number for prepared in gone.values()], [])
             self._prepared = {call: prepared for call, prepared in self._prepared.items() if call not in gone}
             self._shaped = {key: shaped for key, shaped in self._shaped.items() if key[0] not in gone}

@@ -175,6 +175,9 @@ class Link:
                 with suppress(CallError):
                     _exchange(sock, self._agreed)
             _exchange(sock, Resume())
+            sock.settimeout(
+                max(timeout, self._patience)
+            )  # a slow executor is not a lost one: who hangs up makes it let us go
         except BaseException:
             sock.close()
             raise
