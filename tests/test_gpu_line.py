@@ -605,8 +605,8 @@ def test_shapes_without_end(processes: Any, tmp_path: Path, monkeypatch: pytest.
             ids = torch.randint(3, 100, (1, length), device="cuda")
             assert torch.equal(split(ids).logits, plain(ids).logits)
             assert torch.equal(captured(kept), expected)
-            assert len(line._prepared) - len(line._in_graphs) <= 40
-            assert len(line._link.places) - len(line._in_graphs) - calls <= 40
+            assert len(line._prepared) - len(line._stay) <= 40
+            assert len(line._link.places) - len(line._stay) - calls <= 40
     assert max(line._link.places) > 200
 
 
