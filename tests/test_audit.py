@@ -256,7 +256,7 @@ def test_a_pad_file_that_gives_pads_out_again_is_found(
 ) -> None:
     if not burned:
         monkeypatch.setattr(PadFile, "take", lambda self, stream, rows: 0)
-    with setup("pads", SMALL, Work.of(public.tokenizer, SMALL), tmp_path) as protected:
+    with setup("pads", SMALL, small_work(public), tmp_path) as protected:
         found = flagged(protected, public)
     assert ("difference of two requests" in found) is not burned
     assert burned is (found == set())

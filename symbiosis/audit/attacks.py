@@ -176,5 +176,6 @@ def _projected(view: View, public: Public, key: Key, numbers: list[int]) -> Iter
     foreign, _ = torch.linalg.qr(lower @ vectors[:, values > FOREIGN])
     keep = torch.eye(len(usual)) - foreign @ foreign.t()
     filled = usual @ keep @ torch.linalg.pinv(keep @ usual @ keep, rtol=1e-9, hermitian=True)
-    for n, entry in zip(numbers, entries, strict=True):
-        yield Claim(mean + (entry.rows.double() - mean) @ keep @ filled.t(), n)
+    claimed = mean + (rows_TK - mean) @ (keep @ filled.t())
+    for n, rows in zip(numbers, claimed.split([len(entry.rows) for entry in entries]), strict=True):
+        yield Claim(rows, n)

@@ -67,8 +67,7 @@ class EagerProduct(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         session, layer, op, *_ = ctx.how
         if torch.compiler.is_compiling():  # the backward pass alone: compiled autograd traces it
-            arguments = session.number, layer, int(INVERSE[op]), ctx.width, False, int(Priority.TRAIN)
-            return torch.ops.symbiosis.product(dy, *arguments), None, None
+            return _gradient_by_op(dy, session.number, layer, INVERSE[op], ctx.width), None, None
         how = session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN
         if dy.requires_grad and torch.is_grad_enabled():
             return _tracked_product(dy, how, None), None, None
@@ -101,6 +100,11 @@ class GroupProduct(torch.autograd.Function):
         given = [(member, dy) for member, dy in zip(ctx.group, dys, strict=True) if dy is not None]
         if not given:
             return None, None, None, None
+        if torch.compiler.is_compiling():
+            gradients = [
+                _gradient_by_op(dy, ctx.session.number, member.layer, Op.DGRAD, ctx.shape[-1]) for member, dy in given
+            ]
+            return torch.stack(gradients).sum(0), None, None, None
         first, *others = (member.layer for member, _ in given)
         rows = [dy.reshape(-1, dy.shape[-1]) for _, dy in given]
         one = rows[0] if not others else torch.cat([dy.reshape(-1) for dy in rows]).view(rows[0].shape[0], -1)
@@ -114,8 +118,12 @@ def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, pr
 
 def _gradient_of_op(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """As an op again: a compiler traces this in a thread that does not know that it is compiling."""
-    arguments = ctx.session, ctx.layer, int(ctx.inverse), ctx.width, False, int(Priority.TRAIN)
-    return torch.ops.symbiosis.product(dy, *arguments), None, None, None, None, None, None
+    dx = _gradient_by_op(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width)
+    return dx, None, None, None, None, None, None
+
+
+def _gradient_by_op(dy: Tensor, session: int, layer: int, op: Op, width: int) -> Tensor:
+    return torch.ops.symbiosis.product(dy, session, layer, int(op), width, False, int(Priority.TRAIN))  # type: ignore[no-any-return]
 
 
 _library.impl("product", _op, "CompositeExplicitAutograd")
