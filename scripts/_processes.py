@@ -312,7 +312,7 @@ class LoraClient:
 
     def leave(self) -> None:
         """Leave the executor, as a program that has ended does; the next call joins again."""
-        from symbiosis.client.wrap import remote_weights
+        from symbiosis.client.remote_weight import remote_weights
 
         next(remote_weights(self.model)).handle.session.close()
 

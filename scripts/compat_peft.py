@@ -37,8 +37,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import symbiosis
-from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.client.wrap import remote_weights
+from symbiosis.client.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import SymbiosisError
 from symbiosis.fingerprint import digest
 from symbiosis.reporting import Report, print_table

@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "wrap": "symbiosis.client.wrap",
-    "unwrap": "symbiosis.client.wrap",
+    "unwrap": "symbiosis.client.unwrap",
     "stats": "symbiosis.client.wrap",
     "report": "symbiosis.client.wrap",
     "from_executor": "symbiosis.client.build",
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from symbiosis.client.noise import Noise
     from symbiosis.client.pads import Pads
     from symbiosis.client.split import Split
-    from symbiosis.client.wrap import report, stats, unwrap, wrap
+    from symbiosis.client.unwrap import unwrap
+    from symbiosis.client.wrap import report, stats, wrap
     from symbiosis.errors import SymbiosisError
     from symbiosis.executor.embedded import Executor
 

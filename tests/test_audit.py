@@ -47,9 +47,9 @@ from symbiosis.client import split as split_module
 from symbiosis.client.groups import Member
 from symbiosis.client.pads import PadFile
 from symbiosis.client.private import Group, PrivateSession, asked
+from symbiosis.client.remote_weight import remote_weights
 from symbiosis.client.split import Split, SplitLevel
 from symbiosis.client.verify import Proofs
-from symbiosis.client.wrap import remote_weights
 from symbiosis.executor import server as server_module
 from symbiosis.executor.load import load_model
 from symbiosis.keystream import keystream, new_key

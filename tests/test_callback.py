@@ -12,7 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import symbiosis
-from symbiosis.client.wrap import remote_weights
+from symbiosis.client.remote_weight import remote_weights
 from symbiosis.errors import WrapError
 
 FIGURES = {"executor_calls", "executor_round_trip_ms", "executor_wait_ms", "executor_mean_batch"}

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
-from symbiosis.client.wrap import remote_weights
+from symbiosis.client.remote_weight import remote_weights
 from symbiosis.config import Options
 from symbiosis.executor.daemon import memory_plan
 from symbiosis.executor.store import Store

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 import symbiosis
 from scripts.compat_models import Stage, build, forward, generate, step
-from symbiosis.client.wrap import DECODES, remote_weights
+from symbiosis.client.remote_weight import remote_weights
+from symbiosis.client.wrap import DECODES
 from tests.test_gpu_line import WAIT_S, Processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -19,7 +19,7 @@ from transformers import StaticCache
 
 import symbiosis
 from symbiosis.client.capture import MOST_WARMING
-from symbiosis.client.wrap import remote_weights
+from symbiosis.client.remote_weight import remote_weights
 from symbiosis.errors import CallError
 from symbiosis.executor.engine import Engine
 from symbiosis.protocol import Op

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import symbiosis
+from symbiosis.client.remote_weight import remote_weights
 from symbiosis.client.session import Session
-from symbiosis.client.wrap import remote_weights
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import Op
 from symbiosis.transport.nccl_client import NcclConnection

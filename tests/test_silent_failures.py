@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 import symbiosis
-from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.client.wrap import remote_weights
+from symbiosis.client.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import RemoteWeightError, WeightRead, WeightWrite
 from symbiosis.fingerprint import digest
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral

@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
-from symbiosis.client.wrap import remote_weights
+from symbiosis.client.remote_weight import remote_weights
 from symbiosis.config import Options
 from symbiosis.errors import CallError, ConfigError, SymbiosisError
 from symbiosis.executor import server

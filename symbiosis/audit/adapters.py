@@ -10,7 +10,7 @@ from torch import Tensor
 from symbiosis.audit.owner import BYTES, RANK, TARGETS, TRAIN_BATCH, Owner
 from symbiosis.audit.public import Public
 from symbiosis.audit.view import View
-from symbiosis.client.wrap import base_model, base_name
+from symbiosis.client.places import base_model, base_name
 from symbiosis.executor.load import load_model
 from symbiosis.protocol import Op
 

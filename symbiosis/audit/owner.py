@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 import symbiosis
 from symbiosis.audit.recorder import Recorder
+from symbiosis.client.places import base_model, base_name
 from symbiosis.client.private import Privacy
-from symbiosis.client.wrap import base_model, base_name
 from symbiosis.demo_data import blocks, shouting_text
 from symbiosis.executor.load import load_model
 from symbiosis.protocol import Op

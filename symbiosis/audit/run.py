@@ -1,6 +1,7 @@
 """`symbiosis audit`: the owner works at one level, its operators attack, and a table says what they got."""
 
 import math
+import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -107,6 +108,10 @@ def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False, tokens: int
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
     checked_bits(bits)
+    if (
+        "OMP_NUM_THREADS" not in os.environ
+    ):  # the owner and executors are threads of one process, and each has threads of its own
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     size = QUICK if quick else FULL
     if tokens is not None or level == "pads":  # whose file would be gigabytes
         size = replace(size, tokens=tokens or 0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import CALL_S, Session
-from symbiosis.client.wrap import _priority, attach
+from symbiosis.client.wrap import attach, priority_of
 from symbiosis.config import default_endpoints
 from symbiosis.errors import Code, WrapError
 from symbiosis.protocol import Op
@@ -47,7 +47,7 @@ def from_executor(
     ...     str(symbiosis.report(model)).startswith("wrapped")
     True
     """
-    session = Session(endpoint or default_endpoints(), _priority(priority), timeout=timeout, exact=exact)
+    session = Session(endpoint or default_endpoints(), priority_of(priority), timeout=timeout, exact=exact)
     try:
         model = _structure(session, config)
         attach(model, session, [layers] if isinstance(layers, str) else layers, torch.device(device))

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from symbiosis.client.session import Stats
+from symbiosis.client.stats import Stats
 from symbiosis.client.wrap import stats
 
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from symbiosis.client.session import Session, Stats, sessions
+from symbiosis.client.session import Session, sessions
+from symbiosis.client.stats import Stats
 from symbiosis.errors import CaptureError
 from symbiosis.kernels import step_memory, with_triton
 from symbiosis.protocol import Call

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from symbiosis.client.calls import rows_call
 from symbiosis.client.private import Group, Pinned, asked, must_be_two_operators
-from symbiosis.client.session import _rows_call
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import WrapError
 from symbiosis.keystream import keystream, new_key
@@ -98,7 +98,7 @@ class NoiseLevel:
         x_TK = x_TK.to(WIRE)
         size_T1 = self.options.scale * x_TK.square().mean(1, keepdim=True).sqrt()
         chosen_T = self._choice(len(x_TK))
-        call, shapes = _rows_call(op, group, WIRE, x_TK.shape, priority)
+        call, shapes = rows_call(op, group, WIRE, x_TK.shape, priority)
         sent_TK = x_TK + size_T1 * self._noise_of(x_TK.shape[1])[chosen_T]
         results = asked(self._session, self.proofs, call, (sent_TK,), shapes, sent_TK)
         effects = [self._effects[member.layer, op] for member in group]

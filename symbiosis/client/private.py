@@ -13,7 +13,7 @@ from torch import Tensor
 
 from symbiosis.client.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.client.groups import Member
-from symbiosis.client.session import Session, Stats, _rows_call, refuse_transforms
+from symbiosis.client.session import Session, Stats, refuse_transforms, rows_call
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import CallError, CaptureError, Code, WrapError
 from symbiosis.kernels.integers import quantise
@@ -65,7 +65,7 @@ class Plain:
             self.proofs.learn_floats(number, v_KN)
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
-        call, shapes = _rows_call(op, group, x_TK.dtype, x_TK.shape, priority)
+        call, shapes = rows_call(op, group, x_TK.dtype, x_TK.shape, priority)
         return asked(self._session, self.proofs, call, (x_TK,), shapes, x_TK)
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class IntegerLevel:
         raise NotImplementedError
 
     def call_for(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> tuple[Call, Shapes]:
-        return _rows_call(op, group, self.dtype, x_TK.shape, priority)
+        return rows_call(op, group, self.dtype, x_TK.shape, priority)
 
     def needs(self, session: Pinned) -> None:
         """The executor must serve integers."""

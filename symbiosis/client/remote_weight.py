@@ -7,6 +7,7 @@
 * a write: a private copy where reads are allowed, else `WeightWrite`.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -196,3 +197,11 @@ def _write(func: Any, written: list[Any], args: Any, kwargs: Any) -> Any:
         one.privatise(str(func))
     _on_values(func, args, kwargs)
     return None if isinstance(args[0], list | tuple) else weight
+
+
+def remote_weights(model: nn.Module) -> Iterator[RemoteWeight]:
+    """Those of a wrapped model; who is tied to another comes as often."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if isinstance(parameter, RemoteWeight):
+                yield parameter

@@ -15,17 +15,16 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec.structs import replace as replace_fields
+from msgspec.structs import replace
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from symbiosis import transport
+from symbiosis.client.calls import call_of, goes_in_parts, parts_of, refuse_transforms, rows_call
 from symbiosis.client.groups import Groups, Member
+from symbiosis.client.stats import Stats
 from symbiosis.errors import (
     CallError,
     CaptureError,
@@ -36,8 +35,8 @@ from symbiosis.errors import (
     RemoteWeightError,
 )
 from symbiosis.kernels import with_triton
-from symbiosis.protocol import DTYPES, Call, Hello, Layer, Op, Priority, Reply, View, Welcome
-from symbiosis.transport.tensors import CPU, DTYPE_NAME, Shapes, on_host
+from symbiosis.protocol import Call, Hello, Layer, Op, Priority, Reply, View, Welcome
+from symbiosis.transport.tensors import CPU, Shapes, on_host
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
@@ -47,8 +46,6 @@ PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a l
 JOIN_S = 10.0  # how long a join may take
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
-LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
-FEWEST = 64  # rows of a part of them
 
 logger = logging.getLogger("symbiosis")
 _numbers = itertools.count(1)
@@ -59,71 +56,6 @@ _restored: "weakref.WeakValueDictionary[str, Session]" = weakref.WeakValueDictio
 def sessions() -> "list[Session]":
     """Those of this process."""
     return list(_sessions.values())
-
-
-@dataclass
-class Stats:
-    """What one client has seen of its executor. Waits and computing are the executor's, the round trip is the client's."""
-
-    calls: int = 0
-    rows: int = 0
-    bytes_sent: int = 0
-    bytes_received: int = 0
-    wait_s: float = 0.0
-    compute_s: float = 0.0
-    round_trip_s: float = 0.0
-    batched_calls: int = 0
-    reconnects: int = 0
-    retries: int = 0
-    slowed_s: float = 0.0  # waited because the executor said that this tenant has enough under way
-    by_op: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def mean_batch(self) -> float:
-        """Calls per product, as this client's calls met others."""
-        return self.batched_calls / self.calls if self.calls else 0.0
-
-    def count(self, call: Call, reply: Reply, seconds: float) -> None:
-        self.enqueue(call)
-        self.bytes_received += reply.nbytes
-        self.wait_s += reply.wait_us * 1e-6
-        self.compute_s += reply.compute_us * 1e-6
-        self.round_trip_s += seconds
-        self.batched_calls += reply.batch
-
-    def enqueue(self, call: Call) -> None:
-        """Of a call that a GPU makes no more is known than that."""
-        rows, nbytes, op = _figures(call)
-        self.calls += 1
-        self.rows += rows
-        self.bytes_sent += nbytes
-        self.by_op[op] = self.by_op.get(op, 0) + 1
-
-    def add(self, other: "Stats") -> None:
-        """Count what `other` counted, once more."""
-        for name, value in vars(other).items():
-            if name == "by_op":
-                for op, calls in other.by_op.items():
-                    self.by_op[op] = self.by_op.get(op, 0) + calls
-            else:
-                setattr(self, name, getattr(self, name) + value)
-
-    def copy(self) -> "Stats":
-        return replace(self, by_op=dict(self.by_op))
-
-    def taken_back(self, old: "Stats") -> "Stats":
-        """What was counted since `old`; it is not counted any more."""
-        made = replace(
-            self, **{name: getattr(self, name) - value for name, value in vars(old).items() if name != "by_op"}
-        )
-        made.by_op = {op: calls - old.by_op.get(op, 0) for op, calls in self.by_op.items()}
-        vars(self).update(vars(old))
-        return made
-
-
-@lru_cache(maxsize=1 << 14)
-def _figures(call: Call) -> tuple[int, int, str]:
-    return call.rows, call.nbytes, call.op.name
 
 
 class Session:
@@ -212,12 +144,12 @@ class Session:
     ) -> Tensor:
         """The result of `op` on `layer` for the rows of `x`, on x's device; sent again until an executor answers."""
         if x is None:
-            call = _call(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ())
+            call = call_of(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ())
             return self._answer(call, ())[0]
         refuse_transforms(x)
         payload = (x.detach(),) if ends is None else (x.detach(), ends)
         groups = 0 if ends is None else ends.numel()
-        call = _call(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
+        call = call_of(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
         if x.is_cuda and op in BY_DEVICE and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.call(call, payload)
@@ -226,7 +158,7 @@ class Session:
     def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
         """What each layer of `group` makes of the rows of `x`, in the shape of `x` but for the width, in one call."""
         refuse_transforms(x)
-        call, shapes = _rows_call(op, group, x.dtype, x.shape, priority)
+        call, shapes = rows_call(op, group, x.dtype, x.shape, priority)
         if x.is_cuda and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.rows(call, x, shapes)
@@ -236,7 +168,7 @@ class Session:
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor]:
         """The results of a call that this CPU makes, on `device`; very many rows go in several calls."""
-        if call.nbytes > LARGEST and call.rows > FEWEST and _is_separable(call, shapes):
+        if goes_in_parts(call, shapes):
             return self._in_parts(call, payload[0], device, shapes)
         if device.type == "cpu":
             return self._answer(call, payload, shapes)
@@ -248,8 +180,8 @@ class Session:
 
     def _in_parts(self, call: Call, x: Tensor, device: torch.device, shapes: Shapes) -> list[Tensor]:
         results = []
-        for part in _parts(x.reshape(call.shape)):
-            some = replace_fields(call, shape=tuple(part.shape))
+        for part in parts_of(x.reshape(call.shape)):
+            some = replace(call, shape=tuple(part.shape))
             results.append(self._by_host(some, (part,), device, tuple((len(part), shape[-1]) for shape in shapes)))
         whole = [torch.cat(parts) for parts in zip(*results, strict=True)]
         return [y.view(shape) for y, shape in zip(whole, shapes, strict=True)] if shapes else whole
@@ -452,66 +384,6 @@ class Session:
             self.patience,
             self.timeout,
             self.exact,
-        )
-
-
-def _is_separable(call: Call, shapes: Shapes) -> bool:
-    """Whether its rows may go by themselves. What several members get or make lies one member after another: results can be taken
-    apart where their shapes are known."""
-    members_apart = not call.also or (call.op is Op.FORWARD and bool(shapes))
-    return call.by_rows and members_apart
-
-
-def _parts(x_TK: Tensor) -> Sequence[Tensor]:
-    """Rows that go one call after another."""
-    most = LARGEST // max(1, x_TK.shape[1] * x_TK.element_size())
-    return x_TK.split(max(FEWEST, most // FEWEST * FEWEST))
-
-
-@lru_cache(maxsize=1 << 14)
-def _call(
-    op: Op,
-    layer: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    bias: bool,
-    priority: Priority,
-    view: View | None,
-    groups: int,
-    gradient: bool,
-    also: tuple[int, ...],
-) -> Call:
-    """The call of these words, looked up rather than built anew."""
-    name = DTYPE_NAME.get(dtype)
-    if name is None:
-        raise CallError(Code.BAD_DTYPE, f"layer {layer}: {dtype} does not travel. Use one of {', '.join(DTYPES)}")
-    return Call(op, layer, name, shape, bias, priority, view, groups, gradient, also)
-
-
-@lru_cache(maxsize=1 << 14)
-def _rows_call(
-    op: Op, group: tuple[Member, ...], dtype: torch.dtype, shape: torch.Size, priority: Priority
-) -> tuple[Call, Shapes]:
-    """The call for the rows of a tensor of this shape, and the shapes of its results."""
-    first, *others = group
-    also, rows = tuple(member.layer for member in others), (shape[:-1].numel(), shape[-1])
-    call = _call(op, first.layer, dtype, rows, first.bias, priority, None, 0, False, also)
-    return call, tuple((*shape[:-1], member.width) for member in group)
-
-
-def refuse_transforms(x: Tensor) -> None:
-    """What a call sends are plain rows: a tangent would be lost, and nobody would notice."""
-    if torch._C._are_functorch_transforms_active():
-        raise RemoteWeightError(
-            "torch.func transforms (grad, jvp, vmap, ...) do not reach through remote layers: use torch.autograd"
-        )
-    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
-        raise RemoteWeightError(
-            "tangents (torch.autograd.forward_ad, jacobian's forward-mode) do not reach through remote layers: use gradients"
-        )
-    if torch._C._functorch.is_legacy_batchedtensor(x):
-        raise RemoteWeightError(
-            "batches of gradients (is_grads_batched, jacobian's vectorize) do not reach through remote layers: take them one by one"
         )
 
 

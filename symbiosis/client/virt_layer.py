@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.client.calls import refuse_transforms
 from symbiosis.client.groups import Member
 from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.client.session import Session, refuse_transforms
+from symbiosis.client.session import Session
 from symbiosis.protocol import Op, Priority
 
 INVERSE = {Op.FORWARD: Op.DGRAD, Op.DGRAD: Op.FORWARD}  # what makes the gradient
@@ -223,3 +224,7 @@ class VirtConv1D(Conv1D):
             return remote_product(self, x, weight, self.nf)
         y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), local_value(weight))
         return y.view(*x.shape[:-1], self.nf)
+
+
+PROXY: dict[type[nn.Module], type[nn.Module]] = {nn.Linear: VirtLinear, Conv1D: VirtConv1D}
+ORIGINAL = {proxy: original for original, proxy in PROXY.items()}

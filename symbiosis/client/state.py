@@ -1,0 +1,49 @@
+"""State dicts of a wrapped model: they hold what the client owns, and load as if they held the rest, too."""
+
+import logging
+from typing import Any
+
+from torch import Tensor, nn
+
+from symbiosis.client.remote_view import Handle
+from symbiosis.client.remote_weight import RemoteWeight, remote_weights
+from symbiosis.fingerprint import digest
+from symbiosis.protocol import Layer
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+logger = logging.getLogger("symbiosis")
+
+
+def leave_out_remote(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict holds what the client owns."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, RemoteWeight):
+            state.pop(prefix + name, None)
+
+
+def say_what_is_left_out(root: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """To whoever asks for the base model's: who saves an adapter asks for more, and keeps nothing of the base."""
+    if not prefix and (left_out := sum(1 for _ in remote_weights(root))):
+        logger.warning(
+            "a state dict of a wrapped model holds what is the client's own, not the %d weights that the executor holds: to save "
+            "a whole checkpoint, symbiosis.unwrap(model) first",
+            left_out,
+        )
+
+
+def put_in_remote(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """... and loads as if it held the remote weights, too. Other values than the executor's are a write."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, RemoteWeight) and _is_served(state.get(prefix + name), parameter.handle):
+            state[prefix + name] = parameter
+
+
+def _is_served(given: Tensor | None, handle: Handle) -> bool:
+    """Whether what is to be loaded, if anything, is what the executor has."""
+    if given is None or isinstance(given, RemoteWeight) or given.device.type == "meta":
+        return True
+    return handle.private is None and is_the_executors(given, handle.layer)
+
+
+def is_the_executors(value: Tensor, layer: Layer) -> bool:
+    return tuple(value.shape) == layer.shape and digest(value.to(TORCH_DTYPE[layer.dtype])) == layer.digest
