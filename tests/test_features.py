@@ -8,7 +8,7 @@ import pickle
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
@@ -534,6 +537,61 @@ def test_batches_of_gradients_are_refused(serve: Callable) -> None:
         torch.autograd.functional.jacobian(split, x, vectorize=True)
     expected = torch.autograd.functional.jacobian(model, x)
     torch.testing.assert_close(torch.autograd.functional.jacobian(split, x), expected)
+
+
+class Residual(nn.Module):
+    """What a tracer takes for a constant, it takes here without a complaint."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.layer(x)
+        return y
+
+
+TRACERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "jit": lambda model, x: torch.jit.trace(model, (x,)),
+    "jit, unchecked": lambda model, x: torch.jit.trace(model, (x,), check_trace=False),
+    "make_fx": lambda model, x: make_fx(model)(x),
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+}
+
+
+@pytest.mark.parametrize("tracer", TRACERS)
+def test_traced_calls_are_made_anew(tracer: str, llama: nn.Module, split: nn.Module) -> None:
+    x = torch.linspace(-1, 1, 128).view(2, 64)
+    made, expected = (TRACERS[tracer](Residual(model.model.layers[0].mlp), x)(-x) for model in (split, llama))
+    assert torch.equal(made, expected)
+
+
+def test_fake_tensors_are_not_sent(llama: nn.Module, serve: Callable) -> None:
+    split = symbiosis.wrap(copy.deepcopy(llama), serve(llama, serve=["*"]).endpoint)
+    before = symbiosis.stats(split).calls
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert split.model.layers[0].mlp(torch.ones(2, 64)).shape == (2, 64)
+        with pytest.raises(RemoteWeightError, match="FakeTensorMode"):
+            split.model.embed_tokens(torch.ones(2, 3, dtype=torch.long))
+    with pytest.raises(RemoteWeightError, match="make_fx"):
+        make_fx(lambda x: x @ split.model.layers[0].mlp.up_proj.weight.t())(torch.ones(2, 64))
+    assert symbiosis.stats(split).calls == before
+
+
+def test_modes_see_the_products(llama: nn.Module, split: nn.Module, ids: Tensor) -> None:
+    """... and change nothing."""
+
+    class Names(TorchDispatchMode):
+        seen: ClassVar[list[str]] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        made = step(adapted(split), ids)
+    assert_same(made, step(adapted(llama), ids))
+    assert Names.seen.count("symbiosis.product.default") > 14
 
 
 def test_gradients_of_what_outlived_a_transform(serve: Callable) -> None:

@@ -14,6 +14,7 @@ from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 
 LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
 FEWEST = 64  # rows of a part of them
+TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 
 
 @lru_cache(maxsize=1 << 14)
@@ -58,6 +59,15 @@ def parts_of(x_TK: Tensor) -> Sequence[Tensor]:
     """Rows that go one call after another."""
     most = LARGEST // max(1, x_TK.shape[1] * x_TK.element_size())
     return x_TK.split(max(FEWEST, most // FEWEST * FEWEST))
+
+
+def refuse_tracers() -> None:
+    """Who writes down torch's operations would take the results of such a call for constants, and a fake tensor has no rows."""
+    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(tracer) for tracer in TRACERS):
+        raise RemoteWeightError(
+            "make_fx and FakeTensorMode see no use of a remote weight but by its own linear layer: keep this layer on the client (wrap's "
+            "layers=)"
+        )
 
 
 def refuse_transforms(x: Tensor) -> None:

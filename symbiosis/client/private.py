@@ -11,9 +11,11 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from symbiosis.client.calls import refuse_tracers, refuse_transforms, rows_call
 from symbiosis.client.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.client.groups import Member
-from symbiosis.client.session import Session, Stats, refuse_transforms, rows_call
+from symbiosis.client.session import Session
+from symbiosis.client.stats import Stats
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import CallError, CaptureError, Code, WrapError
 from symbiosis.kernels.integers import quantise
@@ -138,6 +140,7 @@ class PrivateSession(Pinned):
         """As of any session, where it can be done by masked rows or carries nothing of the client's."""
         if x is None:
             return super().call(op, layer, **words)
+        refuse_tracers()
         if op not in (Op.FORWARD, Op.DGRAD) or words.get("view") is not None or words.get("bias"):
             self._refuse(op, layer)
         layers = (layer, *words.get("also", ()))

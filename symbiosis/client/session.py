@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis import transport
-from symbiosis.client.calls import call_of, goes_in_parts, parts_of, refuse_transforms, rows_call
+from symbiosis.client.calls import call_of, goes_in_parts, parts_of, refuse_tracers, refuse_transforms, rows_call
 from symbiosis.client.groups import Groups, Member
 from symbiosis.client.stats import Stats
 from symbiosis.errors import (
@@ -147,6 +147,7 @@ class Session:
             call = call_of(op, layer, dtype or torch.float32, (), bias, priority, view, 0, gradient, ())
             return self._answer(call, ())[0]
         refuse_transforms(x)
+        refuse_tracers()
         payload = (x.detach(),) if ends is None else (x.detach(), ends)
         groups = 0 if ends is None else ends.numel()
         call = call_of(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)

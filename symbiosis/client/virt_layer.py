@@ -67,7 +67,7 @@ class EagerProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         session, layer, op, *_ = ctx.how
-        if torch.compiler.is_compiling():  # the backward pass alone: compiled autograd traces it
+        if is_watched():  # the backward pass alone: compiled autograd traces it
             return _gradient_by_op(dy, session.number, layer, INVERSE[op], ctx.width), None, None
         how = session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN
         if dy.requires_grad and torch.is_grad_enabled():
@@ -101,7 +101,7 @@ class GroupProduct(torch.autograd.Function):
         given = [(member, dy) for member, dy in zip(ctx.group, dys, strict=True) if dy is not None]
         if not given:
             return None, None, None, None
-        if torch.compiler.is_compiling():
+        if is_watched():
             gradients = [
                 _gradient_by_op(dy, ctx.session.number, member.layer, Op.DGRAD, ctx.shape[-1]) for member, dy in given
             ]
@@ -143,13 +143,18 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
             f"{handle.layer.name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of "
             "them, or use torch.autocast"
         )
-    if torch.compiler.is_compiling():  # alone: a compiler knows neither a tensor's identity nor its version
+    if is_watched():  # alone: a compiler knows neither a tensor's identity nor its version
         number, priority = handle.session.number, int(_priority(layer, x))
         y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, own, priority)
     else:
         own = bias is not None and handle.is_own_bias(bias)
         y = _with_others(layer, given, x, handle.session, Member(handle.index, width, own))
     return y if bias is None or own else y + bias.to(y.dtype)
+
+
+def is_watched() -> bool:
+    """Whether somebody writes down what goes through torch's dispatcher, or replaces it: compilers, tracers, modes."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
 def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
