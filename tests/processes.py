@@ -205,7 +205,14 @@ class Program(Process):
     def done(self, seconds: float = WAIT_S) -> "subprocess.CompletedProcess[str]":
         """Its exit code, and what it wrote."""
         code = self.wait(seconds)
-        return subprocess.CompletedProcess(str(self), code, self._out.read_text(), self._err.read_text())
+        return subprocess.CompletedProcess(str(self), code, self.output(), self.errors())
+
+    def output(self) -> str:
+        """What it has written so far."""
+        return self._out.read_text() if self._out.exists() else ""
+
+    def errors(self) -> str:
+        return self._err.read_text() if self._err.exists() else ""
 
     def end(self) -> None:
         super().end()

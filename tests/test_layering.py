@@ -54,14 +54,15 @@ def ours(file: Path) -> set[str]:
 
 ALLOWED = {
     "kernels": {"kernels"},
-    "errors": set[str](),
+    "text": set[str](),
+    "errors": {"text"},
     "protocol": {"errors"},
     "config": {"errors", "protocol"},
     "fingerprint": {"protocol"},
     "mps": {"config", "errors"},
     "keys": {"errors"},
     "keystream": set[str](),
-    "transport": {"errors", "keys", "protocol", "transport"},
+    "transport": {"errors", "fingerprint", "keys", "protocol", "transport"},
     "client": {"client", "config", "errors", "fingerprint", "kernels", "keystream", "mps", "protocol", "transport"},
     "executor": {
         "config",

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.client.session import CALL_S, Session
+from symbiosis.client.session import CALL_S, PATIENCE_S, Session
 from symbiosis.client.wrap import attach, priority_of
 from symbiosis.config import default_endpoints
 from symbiosis.errors import Code, WrapError
@@ -25,6 +25,8 @@ def from_executor(
     endpoint: str | Sequence[str] | None = None,
     *,
     timeout: float = CALL_S,
+    patience: float = PATIENCE_S,
+    wait: float = 0.0,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str = "cpu",
     layers: Sequence[str] | str | None = None,
@@ -36,7 +38,7 @@ def from_executor(
     something needs the weights: `privacy` and `verify` are for `wrap` only.)
 
     Args:
-        endpoint, timeout, layers, priority, exact: as for `wrap`.
+        endpoint, timeout, patience, wait, layers, priority, exact: as for `wrap`.
         dtype: What the client computes in; default: what the executor holds.
         device: Where the client's own tensors live.
         config: Changes to the model's configuration, such as `attn_implementation="eager"`.
@@ -47,7 +49,8 @@ def from_executor(
     ...     str(symbiosis.report(model)).startswith("wrapped")
     True
     """
-    session = Session(endpoint or default_endpoints(), priority_of(priority), timeout=timeout, exact=exact)
+    waits = {"timeout": timeout, "patience": patience, "wait": wait}
+    session = Session(endpoint or default_endpoints(), priority_of(priority), exact=exact, **waits)  # type: ignore[arg-type]
     try:
         model = _structure(session, config)
         attach(model, session, [layers] if isinstance(layers, str) else layers, torch.device(device))

@@ -118,7 +118,9 @@ class PrivateSession(Pinned):
     def beside(self, endpoint: str | Sequence[str]) -> Pinned:
         """A session with another operator's executors of the same model, which ends with this one."""
         told = self.welcome
-        other = Pinned(endpoint, self.priority, told.fingerprint, patience=self.patience, timeout=self.timeout)
+        other = Pinned(
+            endpoint, self.priority, told.fingerprint, patience=self.patience, timeout=self.timeout, wait=self.wait
+        )
         self.others.append(other)
         return other
 

@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from msgspec.structs import replace
@@ -37,13 +37,15 @@ from symbiosis.errors import (
 from symbiosis.kernels import with_triton
 from symbiosis.protocol import Call, Hello, Layer, Op, Priority, Reply, View, Welcome
 from symbiosis.transport.tensors import CPU, Shapes, on_host
+from symbiosis.transport.waiting import Waiting
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda_client import DeviceLine
 
 BY_DEVICE = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT, Op.LEFT, Op.GROUPED))  # whose payload no CPU must have seen
 PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a lost executor may be away
-JOIN_S = 10.0  # how long a join may take
+PATIENCE = "patience=, $SYMBIOSIS_PATIENCE_S"
+JOIN_S, LEAST_JOIN_S = 10.0, 0.1  # how long a join may take; and how long it may when the patience is over
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
@@ -73,14 +75,18 @@ class Session:
         patience: float = PATIENCE_S,
         timeout: float = CALL_S,
         exact: bool = True,
+        wait: float = 0.0,
     ) -> None:
         self.endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(dict.fromkeys(endpoint))
         if not self.endpoints:
             raise ConfigError("an empty list of endpoints: name at least one executor")
         if not timeout > 0:
             raise ConfigError(f"timeout must be positive, not {timeout}: seconds that one call may take")
+        for name, seconds in (("patience", patience), ("wait", wait)):
+            if not seconds >= 0:
+                raise ConfigError(f"{name} must not be negative, but is {seconds}: seconds to wait for an executor")
         self.endpoint = self.endpoints[0]  # the one in use
-        self.priority, self.patience, self.timeout = priority, patience, timeout
+        self.priority, self.patience, self.timeout, self.wait = priority, patience, timeout, wait
         self.fingerprint, self.observer, self.exact = fingerprint, observer, exact
         self.stats = Stats()
         self.known_groups: dict[Member, tuple[Member, ...]] = {}
@@ -90,6 +96,7 @@ class Session:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._connection: transport.Connection | None = None
+        self._waiting: Waiting | None = None  # for an executor that is away
         self._device = CPU  # where rows may be when they need not go through the host
         self._lines: dict[torch.device, DeviceLine | None] = {}  # for the calls of GPUs
         self._welcome: Welcome | None = None
@@ -235,31 +242,38 @@ class Session:
 
     def _persist(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
         """Call; on a lost connection join the next replica, or the same executor again, until the patience is over."""
-        begun, give_up, pause, first = time.perf_counter(), None, FIRST_PAUSE_S, self.endpoint
-        while True:
-            try:
-                return self._attempt(call, payload, shapes)
-            except (ConnectionLost, CallError) as error:
-                if isinstance(error, CallError) and error.code is Code.BUSY:
-                    if time.perf_counter() + error.retry_s > begun + self.patience:
-                        raise
-                    self._slow_down(error)
-                    continue
-                if not _is_away(error) or isinstance(error, ExecutorUnavailable):  # the latter: nobody was ever there
+        end, pause, first = time.perf_counter() + self.patience, FIRST_PAUSE_S, self.endpoint
+        try:
+            while True:
+                try:
+                    return self._attempt(call, payload, shapes)
+                except (ConnectionLost, CallError) as error:
+                    if _says_when(error) and time.perf_counter() + error.retry_s <= end:
+                        self._slow_down(error)
+                        continue
+                    self._look_elsewhere(error)
+                except BaseException:  # interrupted: the next call must not meet this one's reply
+                    self._disconnect()
                     raise
-                self._disconnect()
-                cause = error
-            except BaseException:  # interrupted: the next call must not meet this one's reply
-                self._disconnect()
-                raise
-            give_up = give_up or time.monotonic() + self.patience
-            if self._welcome is None or time.monotonic() > give_up:
-                raise ExecutorUnavailable.at(self.endpoints, cause) from None
-            self._turn_to_next()
-            self.stats.retries += 1
-            if self.endpoint == first:  # all were asked
-                time.sleep(pause)
-                pause = min(2 * pause, LONGEST_PAUSE_S)
+                if self.endpoint == first:  # all were asked
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+        finally:
+            if self._waiting is not None:
+                self._waiting.end(self.endpoint if self._connection else None)
+                self._waiting = None
+
+    def _look_elsewhere(self, error: Exception) -> None:
+        """After a call was lost: the next attempt is for another executor, if there is one. Raises when there is to be none."""
+        if not _is_away(error) or isinstance(error, ExecutorUnavailable):  # the latter: nobody was ever there
+            raise error
+        self._disconnect()
+        if self._waiting is None:
+            self._waiting = Waiting(self.endpoints, self.patience, PATIENCE)
+        if self._welcome is None or self._waiting.left < 0:
+            raise ExecutorUnavailable.at(self.endpoints, error) from None
+        self._turn_to_next()
+        self.stats.retries += 1
 
     def _attempt(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> tuple[Reply, list[Tensor]]:
         connection = self._connection or self._connected()
@@ -292,19 +306,35 @@ class Session:
         return self._connection
 
     def _join(self) -> transport.Connection:
-        return transport.connect(self.endpoint, self._hello(), JOIN_S, self._device)
+        left = self._waiting.left if self._waiting else JOIN_S
+        return transport.connect(self.endpoint, self._hello(), min(JOIN_S, max(LEAST_JOIN_S, left)), self._device)
 
     def _join_first(self) -> transport.Connection:
-        """Whichever replica answers: nobody waits for an executor that was never there."""
+        """Whichever replica answers: one that was never there is waited for only if the user says so."""
+        waiting = Waiting(self.endpoints, max(self.wait, JOIN_S), "wait=")
+        connection = None
+        try:
+            while connection is None:
+                connection, cause = self._ask_each()
+                if connection is None and time.monotonic() > waiting.begun + self.wait:
+                    raise ExecutorUnavailable.at(self.endpoints, cause) from None
+                time.sleep(0 if connection else FIRST_PAUSE_S)
+            return connection
+        finally:
+            waiting.end(self.endpoint if connection else None)
+
+    def _ask_each(self) -> tuple[transport.Connection | None, Exception]:
+        """A connection to whichever executor lets us in; or why none does."""
+        cause: Exception = ConnectionLost("nobody was asked")
         for _ in self.endpoints:
             try:
-                return self._join()
+                return self._join(), cause
             except (ConnectionLost, CallError) as error:
                 if not _is_away(error):
                     raise
                 cause = error
                 self._turn_to_next()
-        raise ExecutorUnavailable.at(self.endpoints, cause) from None
+        return None, cause
 
     def _turn_to_next(self) -> None:
         at = self.endpoints.index(self.endpoint)
@@ -408,6 +438,11 @@ def _restore(
 def _is_away(error: Exception) -> bool:
     """Whether it says that the executor is lost, or about to end: another one may serve the call."""
     return isinstance(error, ConnectionLost) or (isinstance(error, CallError) and error.code is Code.DRAINING)
+
+
+def _says_when(error: Exception) -> TypeGuard[CallError]:
+    """Whether the executor is there, and says when the call may come again."""
+    return isinstance(error, CallError) and error.code is Code.BUSY
 
 
 def _beat_from_now_on(session: Session, interval: float) -> None:

@@ -20,7 +20,7 @@ from symbiosis.client.places import OTHER_SHAPE, Place, Report, base_model, para
 from symbiosis.client.private import Plain, Privacy, PrivateSession
 from symbiosis.client.remote_view import Handle
 from symbiosis.client.remote_weight import RemoteWeight, remote_weights
-from symbiosis.client.session import CALL_S, Session
+from symbiosis.client.session import CALL_S, PATIENCE_S, Session
 from symbiosis.client.state import leave_out_remote, put_in_remote, say_what_is_left_out
 from symbiosis.client.stats import Stats
 from symbiosis.client.verify import Proofs
@@ -44,6 +44,8 @@ def wrap(
     endpoint: str | Sequence[str] | None = None,
     *,
     timeout: float = CALL_S,
+    patience: float = PATIENCE_S,
+    wait: float = 0.0,
     layers: Sequence[str] | str | None = None,
     priority: str | None = None,
     exact: bool = True,
@@ -56,6 +58,9 @@ def wrap(
         endpoint: The executor's URL, or those of several that serve the same model: when the one in use is lost, ends or
             does not answer in time, the next one goes on. Else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
         timeout: Seconds that one call may take before it is sent again; default: `$SYMBIOSIS_CALL_TIMEOUT_S`, else 120.
+        patience: Seconds that an executor which is lost may be away, before calls raise; default: `$SYMBIOSIS_PATIENCE_S`, else 60.
+            After two seconds a line says what is waited for.
+        wait: Seconds that it may take an executor to come up which is not there when `wrap` is called; default: none.
         layers: Patterns of layer names (`"model.layers.*"`); default: every layer that the executor serves.
         priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.
         exact: Whether gradients are to be the unsplit model's, bit for bit. Without it the gradients of layers that share
@@ -78,7 +83,8 @@ def wrap(
             f"wrap takes a model, not {model!r:.80}: load it with AutoModelForCausalLM.from_pretrained(...), or let "
             "symbiosis.from_executor(...) build it"
         )
-    words: dict[str, Any] = {"priority": priority_of(priority), "timeout": timeout, "exact": exact}
+    waits = {"timeout": timeout, "patience": patience, "wait": wait}
+    words: dict[str, Any] = {"priority": priority_of(priority), "exact": exact, **waits}
     session = _session(endpoint or default_endpoints(), privacy, verify, **words)
     try:
         report = attach(model, session, [layers] if isinstance(layers, str) else layers)

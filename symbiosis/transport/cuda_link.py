@@ -39,6 +39,7 @@ from symbiosis.protocol import (
 from symbiosis.transport.cuda_driver import CudaError, DeviceMemory, Words
 from symbiosis.transport.line import BEAT, FIRST_BYTES
 from symbiosis.transport.slab import MAX_CONTROL
+from symbiosis.transport.waiting import Waiting
 
 logger = logging.getLogger("symbiosis")
 JOIN_S = 10.0  # an executor may take to let us in
@@ -60,6 +61,7 @@ class Link:
         """`hello`: what to join with; asked for whenever an executor is joined (again). `on_failed` is called by another thread."""
         self.first = DeviceMemory.create(FIRST_BYTES, device)
         self._address, self._hello, self._patience, self._on_failed = address, hello, patience, on_failed
+        self._url = f"local://{address}"
         self.reconnects, self.closed = 0, False
         self.failed: SymbiosisError | None = None
         self.longest = patience + JOIN_S  # seconds in which nobody answers, if this process lives
@@ -199,29 +201,36 @@ class Link:
         self._socket.close()  # what was joined again, perhaps, just when we were to leave
 
     def _find_another(self) -> bool:
-        give_up = time.monotonic() + self._patience
-        with self._control:
-            self._socket.close()
-            while not self.closed:
-                try:
-                    self._socket = self._join(JOIN_S)
-                    self.reconnects += 1
-                    return True
-                except CallError as error:
-                    if error.code not in (Code.DRAINING, Code.LIMIT):
-                        self._fail(error)
-                        return False
-                    cause: Exception = error
-                except (OSError, ConnectionLost, CudaError) as error:
-                    cause = error
-                if time.monotonic() > give_up:
-                    self._fail(self._unavailable(cause))
+        waiting, found = Waiting([self._url], self._patience, "patience=, $SYMBIOSIS_PATIENCE_S"), False
+        try:
+            with self._control:
+                self._socket.close()
+                found = self._joins_again(waiting)
+        finally:
+            waiting.end(self._url if found else None)
+        return found
+
+    def _joins_again(self, waiting: Waiting) -> bool:
+        while not self.closed:
+            try:
+                self._socket = self._join(JOIN_S)
+                self.reconnects += 1
+                return True
+            except CallError as error:
+                if error.code not in (Code.DRAINING, Code.LIMIT):
+                    self._fail(error)
                     return False
-                time.sleep(PAUSE_S)
+                cause: Exception = error
+            except (OSError, ConnectionLost, CudaError) as error:
+                cause = error
+            if waiting.left < 0:
+                self._fail(self._unavailable(cause))
+                return False
+            time.sleep(PAUSE_S)
         return False
 
     def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
-        return ExecutorUnavailable.at([f"local://{self._address}"], cause)
+        return ExecutorUnavailable.at([self._url], cause)
 
     def _fail(self, error: SymbiosisError) -> None:
         logger.error("what this program computes from now on is void: %s", error)
