@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.fixed_point import INTEGERS
-from symbiosis.client.pads import Contents, Effect, PadFile, Stream, laid_out, row_checksums
+from symbiosis.client.pad_layout import Contents, Effect, Stream, laid_out, row_checksums
+from symbiosis.client.pads import PadFile
 from symbiosis.client.private import checked_bits
 from symbiosis.errors import ConfigError
 from symbiosis.executor.load import DEMO_MODEL, load_model, structure

@@ -1,21 +1,22 @@
 """`Pads`: rows as integers with a one-time pad, whose effects a tenant computed beforehand from the public weights.
 
 A pad file holds a key, from which the pads grow, and their effects `r q`, one after the other for each *stream*: the layers that
-take the same rows, in one direction. How many rows of a stream are used is written to the disk before any of them is: a crash, a
-fork or a second process may waste pads and never use one twice. (A copy of the file can: do not copy it.) Behind a layer's effects
-are checksums, one for each row, which are compared when a row is used: what a disk has changed is an error, and no wrong result.
-
-    magic, the head's length and checksum | head | rows used, of each stream | effects, checksums | effects, checksums | ...
+take the same rows, in one direction. How many rows of a stream are used is written to the disk before any of them is, in the file
+and in this user's register (`pad_register`): a crash, a fork or a second process may waste pads and never use one twice; a file
+that was exchanged or overwritten while it is in use, a copy and a restored backup are refused where the register knows better.
+Behind a layer's effects are checksums, one for each row, which are compared when a row is used: what a disk has changed is an
+error, and no wrong result.
 """
 
-import fcntl
+import hashlib
+import logging
 import os
 import struct
 import threading
 import weakref
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -24,77 +25,47 @@ import msgspec
 import torch
 from torch import Tensor
 
-from symbiosis.client.fixed_point import INTEGERS
 from symbiosis.client.groups import Member
+from symbiosis.client.pad_layout import CHECKSUM, HEAD, MAGIC, Contents, Effect, data_start, opening, row_checksums
+from symbiosis.client.pad_register import Counters, Damaged, locked, packed, registered
 from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked, checked_bits
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import ConfigError, PadsUsedUp, WrapError
 from symbiosis.keystream import keystream
 from symbiosis.protocol import MAX_GROUP, Op, Priority
 
-MAGIC = b"SYMpads2"
-PAGE = 4096
 AT_ONCE = 64  # rows that are written off together, as every writing waits for the disk
-CHECKSUM = torch.uint32  # zlib.crc32
-_HEAD = struct.Struct("<8sQI")
-_COUNTER = struct.Struct("<QI")
 _AGAIN = "make another file with symbiosis pads MODEL --tokens N -o FILE, and wrap the model with it"
 _files: "weakref.WeakSet[PadFile]" = weakref.WeakSet()
-
-
-class Effect(msgspec.Struct, frozen=True):
-    """What one layer makes of a stream's pads: `width` values for each row, from `start` of the file on; then the checksums."""
-
-    layer: str
-    digest: str
-    width: int
-    start: int
-
-
-class Stream(msgspec.Struct, frozen=True):
-    """Pads for rows of `width` values that these layers take, in one direction."""
-
-    gradient: bool
-    width: int
-    effects: tuple[Effect, ...]
-
-
-class Contents(msgspec.Struct, frozen=True):
-    """The head of a pad file."""
-
-    key: bytes
-    bits: int
-    tokens: int
-    streams: tuple[Stream, ...]
-    nbytes: int = 0  # of the file
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return INTEGERS[self.bits]
+logger = logging.getLogger("symbiosis")
 
 
 class PadFile:
-    """A file of pads, of which each is given out once."""
+    """A file of pads, of which each is given out once. Everything is read and written through one descriptor."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()  # the folder that this program is in may change
+        self._lock = threading.Lock()
+        self._mine: dict[int, tuple[int, int]] = {}  # by stream: rows that are written off, and not yet used
+        self._fd = self._open()
+        found = os.fstat(self._fd)
+        self._identity = found.st_dev, found.st_ino
         try:
-            with path.open("rb") as file:
-                magic, length, checksum = _HEAD.unpack(file.read(_HEAD.size))
-                if magic != MAGIC:
-                    raise ValueError("it begins otherwise, or an older version made it")
-                head, nbytes = file.read(length), os.fstat(file.fileno()).st_size
-                if zlib.crc32(head) != checksum:
-                    raise ValueError("its head is damaged")
+            self._opening = os.pread(self._fd, HEAD.size, 0)
+            magic, length, checksum = HEAD.unpack(self._opening)
+            if magic != MAGIC:
+                raise ValueError("it begins otherwise, or an older version made it")
+            head = os.pread(self._fd, length, HEAD.size)
+            if zlib.crc32(head) != checksum:
+                raise ValueError("its head is damaged")
             self.contents = msgspec.msgpack.decode(head, type=Contents)
         except (OSError, ValueError, struct.error) as error:
             raise ConfigError(f"{path} is no file of pads ({error}): make one with symbiosis pads") from None
-        if nbytes != self.contents.nbytes:
-            raise ConfigError(f"{path} has {nbytes:,} bytes instead of {self.contents.nbytes:,}: {_AGAIN}")
-        self._counters = _HEAD.size + length
-        self._lock = threading.Lock()
-        self._mine: dict[int, tuple[int, int]] = {}  # by stream: rows that are written off, and not yet used
-        self._memory = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
+        if found.st_size != self.contents.nbytes:
+            raise ConfigError(f"{path} has {found.st_size:,} bytes instead of {self.contents.nbytes:,}: {_AGAIN}")
+        self._counters = HEAD.size + length
+        self._name = hashlib.sha256(head).hexdigest()[:32]  # of the key, too: no other file has it
+        self._compare_with_register()
         _files.add(self)
 
     @staticmethod
@@ -102,24 +73,39 @@ class PadFile:
         """With nothing used, and room for the effects; for its owner's eyes only."""
         head = msgspec.msgpack.encode(contents)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(_HEAD.pack(MAGIC, len(head), zlib.crc32(head)) + head)
-            file.write(_counter(0) * len(contents.streams))
+            file.write(opening(head) + head)
+            file.write(packed(0) * len(contents.streams))
             assert file.tell() <= data_start(contents)
             file.truncate(contents.nbytes)
 
+    def _open(self) -> int:
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be opened for reading and writing ({error.strerror}): a file of pads is made with symbiosis pads, "
+                "and notes which pads are used"
+            ) from None
+        self._closing = weakref.finalize(self, os.close, fd)
+        return fd
+
     def forget_parent(self) -> None:
-        """In a forked child: what is written off is the parent's, and a thread that holds the lock is not here."""
+        """In a forked child: what is written off is the parent's, so is the lock of its descriptor, and a thread that holds our lock
+        is not here."""
+        self._closing()
+        self._fd = -1
         self._lock = threading.Lock()
         self._mine = {}
 
     def left(self, stream: int) -> int:
         """Pads that nobody has written off."""
-        with self._locked() as fd:
-            return self.contents.tokens - self._used(fd, stream)
+        with self._lock, self._alone() as (used, _):
+            return self.contents.tokens - used[stream]
 
     def take(self, stream: int, rows: int) -> int:
         """The first of so many pads that were never used and never will be again."""
         with self._lock:
+            self._must_be_the_same()
             first, end = self._mine.get(stream, (0, 0))
             if end - first < rows:
                 first, end = self._write_off(stream, rows, end - first, end)
@@ -128,32 +114,71 @@ class PadFile:
 
     def _write_off(self, stream: int, rows: int, mine: int, end: int) -> tuple[int, int]:
         """On the disk, before they are used."""
-        with self._locked() as fd:
-            used = self._used(fd, stream)
+        with self._alone() as (counters, known):
+            used = counters[stream]
+            self._must_not_be_behind(stream, used, max(known[stream], end))
             kept = mine if used == end else 0  # what follows on what is left belongs together with it
             until = min(self.contents.tokens, used + max(rows - kept, AT_ONCE))
             if until - used + kept < rows:
                 raise PadsUsedUp(f"{self.path} has {until - used + kept} pads left for a call of {rows} rows: {_AGAIN}")
-            os.pwrite(fd, _counter(until), self._counters + _COUNTER.size * stream)
-            os.fdatasync(fd)
+            counters[stream] = until
+            known[stream] = until  # after the file: what dies in between is not taken for a copy
         return used - kept, until
 
     @contextmanager
-    def _locked(self) -> Iterator[int]:
-        """The file, for nobody else. Closing would not end that if there is a fork meanwhile, as the child keeps it open."""
-        with self.path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+    def _alone(self) -> Iterator[tuple[Counters, Counters]]:
+        """How many pads are used, says the file, and says the register; both for nobody else."""
+        self._must_be_the_same()
+        with locked(self._fd, self.path), registered(self._name, len(self.contents.streams)) as known:
             try:
-                yield file.fileno()
-            finally:
-                fcntl.flock(file, fcntl.LOCK_UN)
+                yield Counters(self._fd, self._counters), known
+            except OSError as error:
+                raise ConfigError(f"{self.path}: how many of its pads are used cannot be written ({error})") from None
+            except Damaged:
+                raise ConfigError(
+                    f"{self.path} is damaged: how many of its pads are used cannot be read; {_AGAIN}"
+                ) from None
 
-    def _used(self, fd: int, stream: int) -> int:
-        found = os.pread(fd, _COUNTER.size, self._counters + _COUNTER.size * stream)
-        used = int(_COUNTER.unpack(found)[0])
-        if found != _counter(used):
-            raise ConfigError(f"{self.path} is damaged: how many of its pads are used cannot be read; {_AGAIN}")
-        return used
+    def _must_be_the_same(self) -> None:
+        """What lies at the path is still what was opened: else its numbers, pads and effects do not belong together."""
+        if self._fd < 0:
+            self._fd = self._open()
+        opened = os.fstat(self._fd)
+        with suppress(OSError):
+            found = self.path.stat()
+            same = (found.st_dev, found.st_ino) == self._identity == (opened.st_dev, opened.st_ino)
+            whole = opened.st_size == self.contents.nbytes and os.pread(self._fd, HEAD.size, 0) == self._opening
+            if same and whole:
+                return
+        raise ConfigError(
+            f"{self.path} is no longer the file that was opened: it was renewed, moved, cut off or written over while it was in use. Wrap "
+            "the model again, with a file that stays where it is"
+        )
+
+    def _must_not_be_behind(self, stream: int, used: int, known: int) -> None:
+        if used < known:
+            raise ConfigError(
+                f"{self.path} says that {used} of its pads are used where {known} were (stream {stream}): it is a copy, or was restored "
+                f"from a backup or snapshot, and what its pads hid would be hidden no more; {_AGAIN}"
+            )
+
+    def _compare_with_register(self) -> None:
+        """A copy that was overtaken is refused before anything is wrapped; what was used elsewhere is noted here, and said."""
+        with self._alone() as (counters, known):
+            elsewhere = 0
+            for stream in range(len(self.contents.streams)):
+                used, here = counters[stream], known[stream]
+                self._must_not_be_behind(stream, used, here)
+                if used > here:
+                    elsewhere = max(elsewhere, used - here)
+                    known[stream] = used
+        if elsewhere:
+            logger.warning(
+                "%s was used before, by another machine, user or container (%d pads of a stream, of which nothing is known here): if it was "
+                "copied rather than moved, both would use the same pads, and neither can notice. Remove all but one",
+                self.path,
+                elsewhere,
+            )
 
     def pads(self, stream: int, first: int, rows: int) -> Tensor:
         contents = self.contents
@@ -166,49 +191,20 @@ class PadFile:
         values = self._part(effect.start + first * row, rows * row, self.contents.dtype).view(rows, effect.width)
         checksums = effect.start + self.contents.tokens * row + first * CHECKSUM.itemsize
         if not torch.equal(row_checksums(values), self._part(checksums, rows * CHECKSUM.itemsize, CHECKSUM)):
+            self._must_be_the_same()
             raise ConfigError(
                 f"{self.path} is damaged: what it has for {effect.layer} is not what was written; {_AGAIN}"
             )
+        self._must_be_the_same()  # another file of this model has checksums of its own
         return values
 
     def _part(self, start: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        return self._memory[start : start + nbytes].view(dtype)
-
-
-def _counter(used: int) -> bytes:
-    return _COUNTER.pack(used, zlib.crc32(used.to_bytes(8)))
-
-
-def row_checksums(values_TN: Tensor) -> Tensor:
-    """Of a matrix in memory.
-
-    >>> row_checksums(torch.zeros(2, 1, dtype=torch.int32)).tolist() == [zlib.crc32(bytes(4))] * 2
-    True
-    """
-    return torch.tensor([zlib.crc32(row) for row in values_TN.numpy()], dtype=CHECKSUM)
-
-
-def data_start(contents: Contents) -> int:
-    """Where the effects may begin; starts and the size are numbers of up to 8 bytes in the head."""
-    head = len(msgspec.msgpack.encode(contents)) + 9 * sum(len(stream.effects) for stream in contents.streams)
-    return _page(_HEAD.size + head + 9 + _COUNTER.size * len(contents.streams))
-
-
-def _page(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
-
-
-def laid_out(contents: Contents) -> Contents:
-    """The same with a place for each effect, and the size of the file."""
-    at, streams = data_start(contents), []
-    for stream in contents.streams:
-        effects = []
-        for effect in stream.effects:
-            effects.append(msgspec.structs.replace(effect, start=at))
-            row = effect.width * contents.dtype.itemsize + CHECKSUM.itemsize
-            at = _page(at + contents.tokens * row)
-        streams.append(msgspec.structs.replace(stream, effects=tuple(effects)))
-    return msgspec.structs.replace(contents, streams=tuple(streams), nbytes=at)
+        """Read, and not mapped: a mapped file that is cut off ends the process that looks at it. What is not there is zeros."""
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        view, at = memory.numpy().data, 0
+        while at < nbytes and (got := os.preadv(self._fd, [view[at:]], start + at)):
+            at += got
+        return memory.view(dtype)
 
 
 @dataclass(frozen=True)
@@ -225,6 +221,8 @@ class Pads:
     file: str | Path
 
     def level(self, proofs: Proofs | None) -> "PadsLevel":
+        if not isinstance(self.file, str | Path):
+            raise WrapError(f"Pads({self.file!r}): write the path of a file that symbiosis pads made")
         return PadsLevel(PadFile(Path(self.file)), proofs)
 
 
