@@ -1,6 +1,13 @@
 """Symbiosis: one frozen base model, shared by any number of transformers/PEFT programs."""
 
+from sys import platform as _platform
 from typing import TYPE_CHECKING, Any
+
+if _platform != "linux":
+    raise ImportError(
+        f"Symbiosis runs on Linux, and this is {_platform}: it needs sealed memory, eventfds and peer credentials of sockets. "
+        "On Windows use WSL 2, on macOS a Linux container or virtual machine"
+    )
 
 __version__ = "0.1.0"
 
@@ -55,3 +62,8 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """What completion shows, before anything has been used."""
+    return sorted({*globals(), *__all__})

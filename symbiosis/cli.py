@@ -7,18 +7,49 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
+import typer.core
 
-from symbiosis.config import load_options
+from symbiosis import __version__
+from symbiosis.config import default_endpoints, load_options
 from symbiosis.errors import SymbiosisError
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="One frozen base model, many clients.")
-executor_app = typer.Typer(add_completion=False)
+
+class InLines(typer.core.TyperCommand):
+    """Errors that tell the user what is wrong end a command with a line each; any other is a bug, and shows where."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SymbiosisError as error:
+            for line in str(error).splitlines():
+                typer.echo(f"error: {line}", err=True)
+            raise typer.Exit(2) from None
 
 
-@executor_app.command()
+# Plain help and errors: a wrong option is a line or two, and not a box.
+app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False)
+executor_app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and end.")]  # fmt: skip
+
+
+@app.callback()
+def symbiosis(version: Version = False) -> None:
+    """One frozen base model, many clients."""
+
+
+@executor_app.command(cls=InLines)
 def executor(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`.")],
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Else --config must say it.", show_default=False)] = None,
     listen: Annotated[list[str] | None, typer.Option(help="Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = None,
     device: Annotated[str | None, typer.Option(help="Where the weights live. Default: cpu.")] = None,
     mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
@@ -50,30 +81,33 @@ def executor(
     max_tenant_in_flight: Annotated[int | None, typer.Option(help="Most unanswered calls of one tenant. Default: 64.")] = None,
     max_tenant_bytes: Annotated[int | None, typer.Option(help="Most bytes of a tenant's calls and unread replies. Default: 4 GiB.")] = None,
     max_tenant_rows_per_s: Annotated[int | None, typer.Option(help="Rows per second of one tenant; a client over it is slowed down. Default: 0, no limit.")] = None,
+    version: Version = False,
 ) -> None:  # fmt: skip
     """Hold the frozen layers of MODEL and answer the calls of any number of clients."""
-    given = {key: value for key, value in locals().items() if key not in ("model", "config") and value is not None}
-    with _errors_for_people():
-        options = load_options(given, config)
-        from symbiosis.executor.daemon import serve as serve_model
+    given = {key: value for key, value in locals().items() if key not in ("config", "version") and value is not None}
+    options = load_options(given, config)
+    options = msgspec.structs.replace(options, listen=options.listen or default_endpoints())
+    from symbiosis.executor.preflight import check
 
-        serve_model(model, options)
+    model = check(options)
+    from symbiosis.executor.daemon import serve as run
+
+    run(model, options)
 
 
-@app.command()
+@app.command(cls=InLines)
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two fine-tuning clients.")] = 120,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that the generating client writes.")] = 500,
     keep: Annotated[Path | None, typer.Option(help="Folder to keep adapters and logs in. Default: they are deleted.")] = None,
 ) -> None:  # fmt: skip
     """Start an executor, fine-tune two adapters and generate text over it at once, and compare with plain PEFT."""
-    with _errors_for_people():
-        from symbiosis.demo.run import run
+    from symbiosis.demo.run import run
 
-        raise typer.Exit(run(steps, tokens, keep))
+    raise typer.Exit(run(steps, tokens, keep))
 
 
-@app.command()
+@app.command(cls=InLines)
 def doctor(
     url: Annotated[str | None, typer.Argument(metavar="[URL]", help="An executor's endpoint. Default: this user's.")] = None,
 ) -> None:  # fmt: skip
@@ -83,18 +117,16 @@ def doctor(
     raise typer.Exit(run(url))
 
 
-@app.command()
+@app.command(cls=InLines)
 def top(
     url: Annotated[str | None, typer.Argument(metavar="[URL]", help="An executor's endpoint. Default: this user's.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Print one plain view and end.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two views.")] = 1.0,
 ) -> None:  # fmt: skip
     """Watch an executor: sessions, busiest layers, batch sizes, queue, memory, rates."""
-    with _errors_for_people():
-        from symbiosis.config import default_endpoints
-        from symbiosis.top import run
+    from symbiosis.top import run
 
-        run(url or default_endpoints()[0], once, interval)
+    run(url or default_endpoints()[0], once, interval)
 
 
 class Benchmark(StrEnum):
@@ -108,7 +140,7 @@ class Benchmark(StrEnum):
     GPU = "gpu"
 
 
-@app.command(context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
+@app.command(cls=InLines, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def bench(
     context: typer.Context,
     what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients. isolation: one tenant beside another's floods. privacy: what each level costs. gpu: all of it on a GPU.")],
@@ -123,23 +155,22 @@ def bench(
     raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args]).returncode)
 
 
-@app.command()
+@app.command(cls=InLines)
 def keygen(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the executor or tenant that the keys are for.")],
     folder: Annotated[Path, typer.Option("--output", "-o", help="Folder to put them in.")] = Path(),
 ) -> None:
     """Make a pair of keys for tcp://: NAME.key, which its owner keeps, and NAME.pub, which others need."""
-    with _errors_for_people():
-        from symbiosis.keys import generate
+    from symbiosis.keys import generate
 
-        secret, public = generate(name, folder)
-        typer.echo(f"{secret}: keep it where only {name} can read it")
-        typer.echo(
-            f"{public}: give it to others: an executor's to its clients (server=), a tenant's to the executor (--tenants)"
-        )
+    secret, public = generate(name, folder)
+    typer.echo(f"{secret}: keep it where only {name} can read it")
+    typer.echo(
+        f"{public}: give it to others: an executor's to its clients (server=), a tenant's to the executor (--tenants)"
+    )
 
 
-@app.command()
+@app.command(cls=InLines)
 def pads(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`: the weights that the executor serves.")],
     tokens: Annotated[int, typer.Option(min=1, help="For how many rows there are to be pads.")],
@@ -149,13 +180,10 @@ def pads(
     dtype: Annotated[str | None, typer.Option(help="As the executor's --dtype. Default: that of the checkpoint.")] = None,
 ) -> None:  # fmt: skip
     """Make the pads of privacy=symbiosis.Pads(FILE), on a machine of your own: the executor must never see them."""
-    with _errors_for_people():
-        from symbiosis.pads import make
+    from symbiosis.pads import make
 
-        made = make(model, tokens, output, bits, training, dtype)
-        typer.echo(
-            f"{output}: {tokens} pads for {len(made.streams)} kinds of rows, {output.stat().st_size / 1e6:.1f} MB"
-        )
+    made = make(model, tokens, output, bits, training, dtype)
+    typer.echo(f"{output}: {tokens} pads for {len(made.streams)} kinds of rows, {output.stat().st_size / 1e6:.1f} MB")
 
 
 class Level(StrEnum):
@@ -167,7 +195,7 @@ class Level(StrEnum):
     PADS = "pads"
 
 
-@app.command()
+@app.command(cls=InLines)
 def audit(
     level: Annotated[Level, typer.Option(help="none: rows as they are. noise, split, pads: as privacy= of wrap.")],
     quick: Annotated[bool, typer.Option("--quick", help="Less data.")] = False,
@@ -178,30 +206,15 @@ def audit(
     )] = None,
 ) -> None:  # fmt: skip
     """Attack, as an operator would, what executors see of a demo client; exit status 0 if the level holds what it promises."""
-    with _errors_for_people():
-        from symbiosis.audit.run import run
+    from symbiosis.audit.run import run
 
-        raise typer.Exit(run(level.value, quick, bits, tcp, tokens))
+    raise typer.Exit(run(level.value, quick, bits, tcp, tokens))
 
 
-@app.command()
+@app.command(cls=InLines)
 def version() -> None:
     """Print the version."""
-    from symbiosis import __version__
-
     typer.echo(__version__)
-
-
-class _errors_for_people:
-    """Our own errors end the command with their message, without a traceback."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, SymbiosisError):
-            typer.echo(f"error: {error}", err=True)
-            sys.exit(2)
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.protocol import Limits
 
 Policy = Literal["immediate", "lockstep", "opportunistic"]
+DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,6 +21,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     8
     """
 
+    model: str | None = None
     listen: tuple[str, ...] = ()
     device: str = "cpu"
     mps: bool = False
@@ -62,6 +64,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"metrics-port is a port from 0 to 65535, not {self.metrics_port}")
         if not 0 < self.train_share <= 1:
             raise ConfigError(f"train-share is a part of the time, above 0 and at most 1, not {self.train_share}")
+        check_dtype(self.dtype)
         if not set(self.integers) <= {8, 16}:
             raise ConfigError(f"integers names the bits of quantised weights, 8 or 16, not {self.integers}")
         if (self.key is None) != (self.tenants is None):
@@ -89,6 +92,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 CHOICES = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_origin(hint) is Literal}
 
 
+def check_dtype(name: str | None) -> None:
+    """None stands for that of the checkpoint."""
+    if name is not None and name not in DTYPE_BITS:
+        raise ConfigError(f"--dtype {name!r} is no floating point type: float32, bfloat16, float16 or float64")
+
+
 def load_options(given: dict[str, object], file: Path | None = None) -> Options:
     """Options from the command line (`given`, without what was not said) over a YAML file over the defaults.
 
@@ -99,19 +108,22 @@ def load_options(given: dict[str, object], file: Path | None = None) -> Options:
 
 
 def read_config_file(file: Path) -> dict[str, object]:
-    """The file's keys, spelt as option names (`max-wait-us`), as names of `Options` fields."""
+    """The file's keys, spelt as option names (`max-wait-us`) or with underscores, as names of `Options` fields."""
     import yaml
 
     try:
         content = yaml.safe_load(file.read_text()) or {}
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the configuration file {file}: {error}") from None
+        raise ConfigError(f"cannot read the configuration file {file}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold `option: value` lines, not a {type(content).__name__}")
     known = {name.replace("_", "-") for name in Options.__struct_fields__}
-    if unknown := sorted(str(key) for key in content if key not in known):
+    spelt = {key: str(key).replace("_", "-") for key in content}
+    if unknown := sorted(str(key) for key, option in spelt.items() if option not in known):
         raise ConfigError(f"{file}: unknown option {', '.join(unknown)}. Known: {', '.join(sorted(known))}")
-    return {key.replace("-", "_"): value for key, value in content.items()}
+    if twice := sorted(option for option in spelt.values() if list(spelt.values()).count(option) > 1):
+        raise ConfigError(f"{file} says {twice[0]} twice")
+    return {option.replace("-", "_"): content[key] for key, option in spelt.items()}
 
 
 def _convert(values: dict[str, object]) -> Options:
@@ -123,6 +135,9 @@ def _convert(values: dict[str, object]) -> Options:
             raise ConfigError(
                 f"wrong option: {values[name]!r} is no {name.replace('_', '-')}: write {' or '.join(map(str, allowed))}"
             )
+    for name in ("key", "tenants"):  # no shell has replaced a `~` in a file or an argument
+        if isinstance(value := values.get(name), str):
+            values[name] = os.path.expanduser(value)  # noqa: PTH111  (which keeps the string as it is otherwise)
     try:
         return msgspec.convert(values, Options)
     except msgspec.ValidationError as error:

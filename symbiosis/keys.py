@@ -38,7 +38,10 @@ def generate(name: str, folder: Path) -> tuple[Path, Path]:
         raise ConfigError(f"{name!r} is no name for a key: use letters, digits, '.', '_' and '-'")
     public, secret = (half.decode() for half in zmq.curve_keypair())
     paths = folder / f"{name}.key", folder / f"{name}.pub"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
     for path, text, mode in zip(paths, (f"public {public}\nsecret {secret}\n", f"public {public}\n"), (0o600, 0o644), strict=True):  # fmt: skip
         try:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)

@@ -27,6 +27,7 @@ INSTALL = (
     f"{CONTROL} comes with the NVIDIA driver (package nvidia-compute-utils-NNN or nvidia-driver-cuda); "
     "containers get it by NVIDIA_DRIVER_CAPABILITIES=compute,utility"
 )
+NONE = f"there is no CUDA MPS on this machine: {INSTALL}"
 
 logger = logging.getLogger("symbiosis.mps")
 
@@ -79,7 +80,7 @@ def running() -> Iterator[Path]:
             yield pipes
             return
     if shutil.which(CONTROL) is None:
-        raise ConfigError(f"there is no CUDA MPS on this machine: {INSTALL}")
+        raise ConfigError(NONE)
     free = next((pipes for pipes, what in found.items() if what is State.ABSENT and claim(pipes)), None)
     if free is None:
         there = "; ".join(f"{pipes} has {what.value}" for pipes, what in found.items())

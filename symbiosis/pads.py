@@ -16,7 +16,8 @@ from symbiosis.client.pad_layout import Contents, Effect, Stream, laid_out, row_
 from symbiosis.client.pads import PadFile
 from symbiosis.client.private import checked_bits
 from symbiosis.errors import ConfigError
-from symbiosis.executor.load import DEMO_MODEL, load_model, structure
+from symbiosis.executor.checkpoint import path_of
+from symbiosis.executor.load import load_model, structure, torch_dtype
 from symbiosis.fingerprint import digest
 from symbiosis.kernels.integers import modular_product, quantise
 from symbiosis.keystream import keystream, new_key
@@ -39,7 +40,7 @@ def make(
         raise ConfigError(
             f"{part} exists: remove it, if no other symbiosis pads is at work on it (one was killed, then)"
         )
-    folder = DEMO_MODEL if name == "demo" else Path(name)
+    folder = path_of(name) or Path(name)
     weights = Weights(name, folder, dtype)
     model = structure(name, weights.dtype)
     streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(model)]
@@ -50,7 +51,10 @@ def make(
         raise ConfigError(
             f"{file} would have {contents.nbytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free: make fewer --tokens"
         )
-    PadFile.create(part, contents)
+    try:
+        PadFile.create(part, contents)
+    except OSError as error:
+        raise ConfigError(f"cannot write {part}: {error.strerror}") from None
     try:
         _fill(part, contents, model, weights)
         _publish(part, file)
@@ -76,7 +80,7 @@ class Weights:
     """The matrices of a checkpoint by their layers' names, each read when it is asked for."""
 
     def __init__(self, name: str, folder: Path, dtype: str | None) -> None:
-        self._dtype = getattr(torch, dtype) if dtype else None
+        self._dtype = torch_dtype(dtype) if dtype else None
         self._files = {key: file for file in sorted(folder.glob("*.safetensors")) for key in _keys(file)}
         self._model: nn.Module | None = None
         self._name = name

@@ -13,7 +13,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.protocol import Limits
 
 EVERYTHING: dict[str, Any] = {
-    "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True, "dtype": "bfloat16",
+    "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True, "dtype": "bfloat16",
     "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9,
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,
@@ -42,6 +42,17 @@ def test_a_file_may_say_everything(tmp_path: Path) -> None:
     assert options.limits == Limits(10, 11, 12, 13, 14, 15, 16, 17)
 
 
+def test_names_may_be_spelt_with_underscores(tmp_path: Path) -> None:
+    spelt = {key.replace("-", "_"): value for key, value in EVERYTHING.items()}
+    assert read_config_file(written(tmp_path, yaml.safe_dump(spelt))) == spelt
+
+
+def test_no_shell_has_replaced_the_home_folder_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = load_options({}, written(tmp_path, "key: ~/executor.key\ntenants: ~/tenants\n"))
+    assert (options.key, options.tenants) == (f"{tmp_path}/executor.key", f"{tmp_path}/tenants")
+
+
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "policy: lockstep\nmax-rows: 5\n")
     options = load_options({"policy": "immediate"}, file)
@@ -57,7 +68,8 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
     ("text", "message"),
     [
         ("polcy: lockstep", "unknown option polcy. Known: allow-read, "),
-        ("max_rows: 5", "unknown option max_rows"),
+        ("max_rows: 5\nmax-rows: 5", "says max-rows twice"),
+        ("dtype: float7", "--dtype 'float7' is no floating point type"),
         ("1: 2", "unknown option 1"),
         ("- policy", "must hold `option: value` lines, not a list"),
         ("policy: [", "cannot read the configuration file"),

@@ -112,9 +112,16 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_the_default(s
     assert (limits.max_sessions, limits.max_in_flight) == (7, 8)
 
 
+def test_a_file_may_name_the_model(processes: list, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "executor.yaml"
+    file.write_text(f"model: {model}\nmax_wait_us: 7\nlisten: local://{tmp_path}/file.sock\n")
+    processes.append(Executor(f"--config={file}", log=tmp_path / "executor.log"))
+    assert processes[-1].line.startswith(f"symbiosis-executor ready: {model} (14 layers")
+
+
 WRONG_OPTIONS = {
     "an unknown key": ("{file}", "polcy: lockstep\n", "unknown option polcy. Known: allow-read, "),
-    "a key with underscores": ("{file}", "max_wait_us: 3\n", "unknown option max_wait_us. Known: "),
+    "a key twice": ("{file}", "max_wait_us: 3\nmax-wait-us: 4\n", "says max-wait-us twice"),
     "a wrong value": ("{file}", "max-wait-us: soon\n", "wrong option: .*max_wait_us"),
     "an unknown policy": ("--policy=fair", "", "wrong option: .*'fair'.*policy"),
     "a limit of nothing": ("--max-rows=0", "", "max-rows must be positive, not 0"),

@@ -18,6 +18,7 @@ from symbiosis.demo.compare import Comparison, compare
 from symbiosis.demo.processes import Child, DemoError, clients, executor
 from symbiosis.demo.tasks import PROMPT, TASKS
 from symbiosis.demo.view import view
+from symbiosis.errors import ConfigError
 from symbiosis.executor.metrics import Snapshot
 from symbiosis.reporting import Report, print_table
 from symbiosis.top import size_of, snapshot
@@ -62,7 +63,10 @@ def folders(keep: Path | None) -> Iterator[tuple[Path, Path]]:
     """Where the socket is (its path must be short), and where adapters and logs go."""
     with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
         folder = keep or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
         yield Path(temporary), folder
 
 

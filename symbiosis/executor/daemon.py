@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from symbiosis import mps
-from symbiosis.config import Options, default_endpoints
+from symbiosis.config import Options
 from symbiosis.errors import ConfigError
 from symbiosis.executor.headroom import headroom_bytes
 from symbiosis.executor.load import load_model, structure
@@ -21,7 +21,6 @@ from symbiosis.executor.log import log, set_up_logging
 from symbiosis.executor.metrics import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.executor.store import Store, check_patterns
-from symbiosis.transport import parts_of
 from symbiosis.transport.line import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3
@@ -66,16 +65,17 @@ def shared_gpu(options: Options) -> Iterator[None]:
 
 
 def load_and_serve(model_name: str, options: Options) -> None:
-    """Prints one line when it is ready. What can be found wrong before the weights are loaded, is."""
-    listen = endpoints_to_serve(options)
+    """Prints one line when it is ready. What `preflight` could not check without torch is checked before the weights are loaded."""
     if options.serve:
         check_patterns(structure(model_name), options.serve)
+    if options.workers > (cores := len(os.sched_getaffinity(0))):
+        log(logging.WARNING, "more workers than cores: they take turns", workers=options.workers, cores=cores)
     store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage takes a tenth of a second
     server = Server(store, options)
     log(logging.INFO, "memory", **memory_plan(store, options))
-    server.listen(listen)
+    server.listen(options.listen)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.drain())
     if options.metrics_port is not None:
@@ -88,22 +88,6 @@ def load_and_serve(model_name: str, options: Options) -> None:
     )
     server.run()
     log(logging.INFO, "stopped", calls=sum(line.calls for line in server.figures.lines.values()))
-
-
-def endpoints_to_serve(options: Options) -> tuple[str, ...]:
-    """Where others can reach this process."""
-    urls = options.listen or default_endpoints()
-    for url in urls:
-        try:
-            scheme, _ = parts_of(url)
-        except ConfigError as error:
-            raise ConfigError(f"cannot listen at {url}: {error}") from None
-        if scheme == "inproc":
-            raise ConfigError(
-                f"cannot listen at {url}: only the executor's own process could reach it. Use local:// or tcp://, or an executor in "
-                "your program: symbiosis.Executor(model)"
-            )
-    return urls
 
 
 def memory_plan(store: Store, options: Options) -> dict[str, int]:

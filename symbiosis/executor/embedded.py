@@ -6,11 +6,13 @@ import threading
 from types import TracebackType
 from typing import Any
 
+import msgspec
 from torch import nn
 
 from symbiosis.config import Options, load_options
 from symbiosis.errors import ConfigError
 from symbiosis.executor.load import load_model
+from symbiosis.executor.preflight import check
 from symbiosis.executor.server import Server
 from symbiosis.executor.store import Store
 
@@ -35,6 +37,8 @@ class Executor:
         if chosen.mps:
             raise ConfigError("mps is for symbiosis-executor: a program must join MPS before it initialises CUDA")
         if isinstance(model, str):
+            elsewhere = tuple(url for url in chosen.listen if not url.startswith("inproc://"))
+            check(msgspec.structs.replace(chosen, model=model, listen=elsewhere, metrics_port=None))
             model = load_model(model, chosen.dtype, chosen.device)
         self.server = self.server_class(Store(model, chosen.serve, chosen.integers), chosen)
         self.server.listen(chosen.listen or (f"inproc://executor-{next(_numbers)}",))

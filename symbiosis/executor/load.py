@@ -1,8 +1,5 @@
 """Loads the base model that an executor serves: a directory, a hub id, or the bundled demo model."""
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,10 +7,11 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
+from symbiosis.config import check_dtype
 from symbiosis.errors import ConfigError
+from symbiosis.executor.checkpoint import DEMO_MODEL, MODEL, check_whole, path_of, weight_files
 
-DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
-MODEL = "MODEL is a directory with config.json and *.safetensors, a hub id, or demo"
+__all__ = ["DEMO_MODEL", "load_config", "load_model", "model_class", "structure", "torch_dtype"]
 
 
 def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.Module:
@@ -22,11 +20,13 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.M
     >>> type(load_model("demo")).__name__
     'LlamaForCausalLM'
     """
-    config, path = load_config(name), _path(name)
+    config, path = load_config(name), path_of(name)
+    for file in weight_files(path) if path else ():
+        check_whole(file)  # the last file of many may be cut short: say so before the first one is read
     try:
-        model = model_class(config).from_pretrained(path, dtype=_dtype(dtype), use_safetensors=True)
+        model = model_class(config).from_pretrained(path or name, dtype=torch_dtype(dtype), use_safetensors=True)
     except OSError as error:
-        raise ConfigError(f"cannot load the weights of {name!r} (only *.safetensors are read): {error}") from None
+        raise ConfigError(f"cannot load the weights of {name!r} (only *.safetensors are read): {_in_a_line(error)}") from None  # fmt: skip
     except SafetensorError as error:
         raise ConfigError(
             f"cannot load the weights of {name!r}: a file is damaged or cut short, copy it anew: {error}"
@@ -39,31 +39,24 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.M
 
 def load_config(name: str) -> Any:
     """What the model is, without its weights."""
-    path = _path(name)
-    if _is_path(path) and not Path(path).is_dir():
-        raise ConfigError(f"cannot load {name!r}: no such directory\n{MODEL}")
+    path = path_of(name)
     try:
-        return transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot load {name!r}: {error}\n{MODEL}") from None
+        return transformers.AutoConfig.from_pretrained(path or name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load {name!r}: {_in_a_line(error)} {MODEL}") from None
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def structure(name: str, dtype: str | None = None) -> nn.Module:
     """The model without its weights."""
     config = load_config(name)
-    words = {} if dtype is None else {"dtype": getattr(torch, dtype)}
+    words = {} if dtype is None else {"dtype": torch_dtype(dtype)}
     with torch.device("meta"):
         model: nn.Module = model_class(config)._from_config(config, **words)
     return model.eval()
-
-
-def _path(name: str) -> str:
-    return str(DEMO_MODEL) if name == "demo" else str(Path(name).expanduser()) if name.startswith("~") else name
-
-
-def _is_path(name: str) -> bool:
-    """A hub id has one slash, and begins with a letter or digit."""
-    return name.startswith(("/", ".", "~")) or name.count(os.sep) > 1
 
 
 def model_class(config: transformers.PretrainedConfig) -> Any:
@@ -77,10 +70,7 @@ def model_class(config: transformers.PretrainedConfig) -> Any:
     raise ConfigError(f"transformers {transformers.__version__} has no class for a {type(config).__name__}")
 
 
-def _dtype(name: str | None) -> torch.dtype | str:
-    if name is None:
-        return "auto"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"--dtype {name!r} is no floating point type: float32, bfloat16, float16 or float64")
-    return dtype
+def torch_dtype(name: str | None) -> Any:
+    """That of the checkpoint, if none is named."""
+    check_dtype(name)
+    return "auto" if name is None else getattr(torch, name)

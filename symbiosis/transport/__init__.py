@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
+from symbiosis.endpoints import parts_of
+from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.protocol import Hello
 from symbiosis.transport.base import Connection, Inbox, Listener, Peer
 from symbiosis.transport.reactor import Reactor
@@ -25,10 +26,8 @@ __all__ = [
     "listen",
     "may_go_by_nccl",
     "open_line",
-    "parts_of",
 ]
 logger = logging.getLogger("symbiosis")
-LAST_PORT = 65535
 
 
 def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU) -> Connection:
@@ -102,14 +101,3 @@ def listen(url: str, reactor: Reactor, inbox: Inbox) -> Listener:
     from symbiosis.transport import zeromq
 
     return zeromq.Listener(address, reactor, inbox)
-
-
-def parts_of(url: str) -> tuple[str, str]:
-    """Scheme and address of an endpoint."""
-    scheme, separator, address = url.partition("://")
-    if not separator or not address or scheme not in ("inproc", "local", "tcp"):
-        raise ConfigError(f"{url!r} is no endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp://HOST:PORT")
-    port = address.partition("?")[0].rpartition(":")[2]
-    if scheme == "tcp" and not (port == "*" or (port.isdecimal() and int(port) <= LAST_PORT)):
-        raise ConfigError(f"{url!r} is no endpoint: write tcp://HOST:PORT with a port from 0 to {LAST_PORT}")
-    return scheme, address

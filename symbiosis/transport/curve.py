@@ -4,7 +4,6 @@ ZeroMQ's CURVE encrypts, and proves that the client holds the secret half of its
 of us (ZAP, RFC 27); the answer goes with every message as its `User-Id`, so nobody can speak for another tenant.
 """
 
-import ipaddress
 import logging
 from collections import defaultdict, deque
 from contextlib import suppress
@@ -17,6 +16,7 @@ from urllib.parse import parse_qs
 import zmq
 from zmq.utils import z85
 
+from symbiosis.endpoints import is_loopback, open_to_others
 from symbiosis.errors import ConfigError
 from symbiosis.keys import Keyring, Pair, read_pair, read_public
 from symbiosis.transport.base import JOIN_S
@@ -55,10 +55,7 @@ class Door:
         if keyring is not None:
             return cls(keyring, reactor, most_sessions)
         if not is_loopback(address):
-            raise ConfigError(
-                f"tcp://{address} can be reached from other machines: give --key and --tenants (symbiosis keygen makes keys), "
-                "or listen at 127.0.0.1"
-            )
+            raise ConfigError(open_to_others(address))
         return None
 
     def guard(self, socket: Any) -> None:
@@ -133,15 +130,6 @@ class Door:
         self._reactor.forget(self._fd)
         self._asked.close()
         Thread(target=self.context.term, daemon=True).start()  # which waits for the last replies to go out
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine can connect to HOST:PORT."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class Address(NamedTuple):

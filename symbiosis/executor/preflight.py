@@ -1,0 +1,234 @@
+"""What is wrong with an executor's options is found before torch is imported and before a weight is read; all is said at once."""
+
+import ctypes
+import importlib.metadata
+import os
+import re
+import shutil
+import socket
+import stat
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from symbiosis import mps
+from symbiosis.config import DTYPE_BITS, Options
+from symbiosis.endpoints import is_loopback, open_to_others, parts_of
+from symbiosis.errors import ConfigError
+from symbiosis.executor.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
+from symbiosis.keys import Keyring
+
+DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
+LONGEST_SOCKET = 107  # bytes of a Unix socket's path
+
+
+def check(options: Options) -> str:
+    """The model's name; or `ConfigError`, with a line for each thing that is wrong."""
+    with ExitStack() as held:  # ports stay taken until all are, so that two options cannot want the same one
+        if problems := [line for test in TESTS for line in test(options, held)]:
+            raise ConfigError("\n".join(dict.fromkeys(problems)))
+    assert options.model is not None
+    return options.model
+
+
+def _said(test: Callable[[Options, ExitStack], object]) -> Callable[[Options, ExitStack], Iterator[str]]:
+    """The ConfigErrors that a test raises, as lines."""
+
+    def lines(options: Options, held: ExitStack) -> Iterator[str]:
+        try:
+            test(options, held)
+        except ConfigError as error:
+            yield str(error)
+
+    return lines
+
+
+@_said
+def check_model(options: Options, held: ExitStack) -> None:
+    if options.model is None:
+        raise ConfigError(f"no model: symbiosis-executor MODEL, or `model:` in a --config file. {MODEL}")
+    folder = located(options.model)
+    files = weight_files(folder)
+    if files:
+        for file in files if not options.serve else ():  # patterns are checked with torch, and go first
+            check_whole(file)
+        needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), options.integers)
+        check_room(options.model, needed, free_memory(), "this machine")
+        if options.on_gpu and (free := free_gpu_memory(options.device)) is not None:
+            check_room(options.model, needed, free, options.device)
+    elif Path(options.model).expanduser().is_dir() or os.environ.get("HF_HUB_OFFLINE"):
+        raise ConfigError(f"cannot load the weights of {options.model!r} (only *.safetensors are read): there are none in {folder}")  # fmt: skip
+
+
+def check_room(model: str, needed: int, free: int, where: str) -> None:
+    """Whether so many bytes of weights fit."""
+    if needed > free:
+        raise ConfigError(
+            f"the weights of {model!r} need {needed / 2**30:.1f} GiB, and {where} has {free / 2**30:.1f} GiB free: end what else "
+            "runs there, or choose a smaller model, or --dtype bfloat16"
+        )
+
+
+def check_endpoints(options: Options, held: ExitStack) -> Iterator[str]:
+    """Where others can reach this process: each must be free."""
+    for url in dict.fromkeys(options.listen):
+        if options.listen.count(url) > 1 and not url.endswith((":0", ":*")):
+            yield f"cannot listen at {url} twice"
+        try:
+            scheme, address = parts_of(url)
+        except ConfigError as error:
+            yield f"cannot listen at {url}: {error}"
+            continue
+        yield from SCHEMES[scheme](address, options, held)
+
+
+def check_inproc(address: str, options: Options, held: ExitStack) -> Iterator[str]:
+    yield (
+        f"cannot listen at inproc://{address}: only the executor's own process could reach it. Use local:// or tcp://, or an executor "
+        "in your program: symbiosis.Executor(model)"
+    )
+
+
+def check_local(address: str, options: Options, held: ExitStack) -> Iterator[str]:
+    """The path of a Unix socket."""
+    path, where = Path(address), f"local://{address}"
+    if len(os.fsencode(path)) > LONGEST_SOCKET:
+        yield f"cannot listen at {where}: the path has more than {LONGEST_SOCKET} bytes"
+    elif problem := _no_folder(path.parent):
+        yield f"cannot listen at {where}: {problem}"
+    elif path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
+        yield f"{path} exists and is no socket: choose another path for local://"
+    elif path.exists():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+            if probe.connect_ex(str(path)) == 0:
+                yield f"another executor already serves {where}: stop it, or choose another path"
+
+
+def _no_folder(folder: Path) -> str:
+    """Why no file can be made there; made is the folder itself, as for the listener."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"cannot make the folder {folder}: {error.strerror}"
+    return "" if os.access(folder, os.W_OK | os.X_OK) else f"you may not write to {folder}"
+
+
+def check_tcp(address: str, options: Options, held: ExitStack) -> Iterator[str]:
+    """A host and port of this machine, which strangers reach with keys only."""
+    import zmq
+
+    if "?" in address:
+        yield f"cannot listen at tcp://{address}: what comes after ? is for clients. Here keys are given by --key and --tenants"
+        return
+    if options.key is None and not is_loopback(address):
+        yield open_to_others(address)
+        return
+    context = held.enter_context(zmq.Context())  # leaving it waits until the port is free again
+    listener = held.enter_context(context.socket(zmq.ROUTER))
+    try:
+        listener.bind(f"tcp://{address}")
+    except zmq.ZMQError as error:
+        yield f"cannot listen at tcp://{address}: {error}"
+
+
+SCHEMES = {"inproc": check_inproc, "local": check_local, "tcp": check_tcp}
+
+
+@_said
+def check_metrics(options: Options, held: ExitStack) -> None:
+    if options.metrics_port:
+        server = held.enter_context(socket.socket())
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("127.0.0.1", options.metrics_port))
+            server.listen()
+        except OSError as error:
+            raise ConfigError(f"cannot serve metrics at 127.0.0.1:{options.metrics_port}: {error}") from None
+
+
+@_said
+def check_keys(options: Options, held: ExitStack) -> None:
+    if options.key is not None and options.tenants is not None:
+        Keyring.open(options.key, options.tenants)
+
+
+@_said
+def check_device(options: Options, held: ExitStack) -> None:
+    """As the driver's own tools tell: asking CUDA would initialise it, before MPS can be joined."""
+    found = DEVICE.fullmatch(options.device)
+    if found is None:
+        raise ConfigError(f"--device {options.device!r}: a device is cpu, cuda or cuda:NUMBER")
+    if not options.on_gpu:
+        return
+    build = importlib.metadata.version("torch")
+    if "+cpu" in build:
+        raise ConfigError(f"--device {options.device!r}: torch {build} has no CUDA: install torch's CUDA build, or serve from the CPU")  # fmt: skip
+    gpus = None if "+rocm" in build else visible_gpus()
+    if gpus is not None and int(found[1] or 0) >= len(gpus):
+        raise ConfigError(f"--device {options.device!r}: this process sees {len(gpus)} GPUs{' (CUDA_VISIBLE_DEVICES)' if _visible() is not None else ''}")  # fmt: skip
+
+
+@_said
+def check_mps(options: Options, held: ExitStack) -> None:
+    if (
+        options.mps
+        and shutil.which(mps.CONTROL) is None
+        and all(mps.state(pipes) is mps.State.ABSENT for pipes in mps.places())
+    ):
+        raise ConfigError(mps.NONE)  # fmt: skip
+
+
+TESTS: tuple[Callable[[Options, ExitStack], Iterator[str]], ...] = (
+    check_model, check_endpoints, check_metrics, check_keys, check_device, check_mps,
+)  # fmt: skip
+
+
+def visible_gpus() -> list[str] | None:
+    """What nvidia-smi calls the GPUs that this process may use; None where it cannot be told without CUDA."""
+    listed = _nvidia_smi("index")
+    if listed is None:
+        return None if _has_driver() else []
+    named = _visible()
+    return listed if named is None else [name for name in named.split(",") if name.strip() and not name.startswith("-")]
+
+
+def free_gpu_memory(device: str) -> int | None:
+    """In bytes; None where it cannot be told without CUDA."""
+    gpus, found = visible_gpus(), DEVICE.fullmatch(device)
+    if not gpus or found is None or (number := int(found[1] or 0)) >= len(gpus):
+        return None
+    free = _nvidia_smi("memory.free", "--id", gpus[number].strip())
+    return int(free[0]) << 20 if free and free[0].isdecimal() else None
+
+
+def _visible() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def _nvidia_smi(field: str, *more: str) -> list[str] | None:
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *more]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def free_memory() -> int:
+    """Bytes that a new process could have: the machine's, and swap, within the limit of its cgroup."""
+    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = sum(int(told[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+    with suppress(OSError, ValueError, LookupError):  # no cgroup, or no limit
+        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip())
+        used = int((group / "memory.current").read_text())
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, int((group / "memory.max").read_text()) - used + int(cached["inactive_file"]))
+    return max(0, free)
