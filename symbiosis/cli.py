@@ -61,7 +61,7 @@ def executor(
     workers: Annotated[int | None, typer.Option(help="Large products that a CPU computes at the same time, each with OMP_NUM_THREADS threads; joined ones of few rows are computed by as many threads. Default: 1.")] = None,
     train_share: Annotated[float | None, typer.Option(help="Of a GPU's time, what large products of clients that train on it get while somebody decodes. Default: 0.05; 1: no limit.")] = None,
     rounds: Annotated[bool | None, typer.Option("--rounds/--no-rounds", help="Under MPS, the GPU answers all calls of a step that a client captured by itself, without a CPU for each. The default.")] = None,
-    serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve. Repeatable. Default: all linear and expert layers but the output head.")] = None,
+    serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve, or, after !, of those not to. Repeatable. Default: all linear and expert layers but heads.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
     integers: Annotated[list[int] | None, typer.Option(help="Serve integers, too, for clients that hide what they send: by weights quantised to 8 or 16 bits. Repeatable.")] = None,
     operator: Annotated[str | None, typer.Option(help="Who runs this executor: what is shared among two of them must not go to one operator.")] = None,

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.choice import head_names, is_in
 from symbiosis.client.fixed_point import INTEGERS
 from symbiosis.client.pad_layout import Contents, Effect, Stream, laid_out, row_checksums
 from symbiosis.client.pads import PadFile
@@ -103,9 +104,9 @@ def _keys(file: Path) -> list[str]:
 
 
 def masked_layers(model: Any) -> dict[str, nn.Module]:
-    """Every linear layer but the output head."""
-    head = model.get_output_embeddings()
-    return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and m is not head}
+    """Every linear layer but the heads."""
+    heads = head_names(model)
+    return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and not is_in(name, heads)}
 
 
 def input_groups(model: Any) -> list[Group]:

@@ -10,6 +10,7 @@ subclasses of `nn.Linear`. Methods that add to a weight need nothing here: see `
 per process; they act as before on layers that are not remote.
 """
 
+import sys
 from contextlib import suppress
 from functools import cache, wraps
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from symbiosis.client.remote_view import Handle
 from symbiosis.client.remote_weight import RemoteWeight
+from symbiosis.client.state import values_later
 from symbiosis.client.virt_layer import VirtLinear
 from symbiosis.protocol import Op, Priority
 
@@ -30,7 +32,7 @@ _squared_norms: "WeakKeyDictionary[Handle, Tensor]" = WeakKeyDictionary()
 @cache
 def support_peft_methods() -> None:
     """Patch the methods that the installed PEFT has, if there is one."""
-    for patch in (_patch_dora, _patch_hra, _patch_rewriting_inits, _patch_glora):
+    for patch in (_patch_dora, _patch_hra, _patch_rewriting_inits, _patch_glora, _patch_state_dicts):
         with suppress(ImportError):
             patch()
 
@@ -183,3 +185,34 @@ def _patch_glora() -> None:
         return create(peft_config, adapter_name, target, **options)
 
     glora._create_new_module = staticmethod(create_on_remote)
+
+
+# ---------------------------------------------------------------- adapters' state dicts
+
+
+def _patch_state_dicts() -> None:
+    """PEFT asks for the whole model's state dict and keeps the adapter's part: what it does not keep is not read."""
+    from peft.utils import hotswap, save_and_load
+
+    for home, name in (
+        (save_and_load, "get_peft_model_state_dict"),
+        (save_and_load, "set_peft_model_state_dict"),
+        (hotswap, "hotswap_adapter_from_state_dict"),
+    ):
+        original = getattr(home, name)
+        patched = _reading_what_is_kept(original)
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                setattr(module, name, patched)
+
+
+def _reading_what_is_kept(function: Any) -> Any:
+    @wraps(function)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        with values_later():
+            result = function(*args, **kwargs)
+        if isinstance(result, dict):
+            return {name: value.value() if isinstance(value, RemoteWeight) else value for name, value in result.items()}
+        return result
+
+    return kept

@@ -4,18 +4,18 @@ Names decide, as the executor's manifest has them; never what happens to be an `
 layers on the client.
 """
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from symbiosis.choice import choose, excludes, matches
+from symbiosis.errors import WrapError
 from symbiosis.protocol import Layer
 
-logger = logging.getLogger("symbiosis")
 # Names that PEFT, torch and accelerate put between a layer and its parent.
 DETOURS = frozenset(("base_layer", "original_module", "parametrizations", "original", "_orig_mod", "module"))
 OTHER_SHAPE = "its shape"
@@ -27,7 +27,8 @@ class Place:
 
     owner: nn.Module
     name: str
-    layer_name: str
+    layer_name: str  # as the executor calls it
+    own_name: str  # as this model does
 
 
 @dataclass
@@ -49,13 +50,10 @@ def plan_wrap(
 ) -> tuple[list[tuple[list[Place], int]], Report]:
     """Which parameters become remote: places of one tensor, and the layer's number."""
     served = {layer.name: index for index, layer in enumerate(manifest) if layer.kind != "client"}
-    chosen = {name for name in served if patterns is None or any(fnmatchcase(name, p) for p in patterns)}
-    for pattern in patterns or ():
-        if not any(fnmatchcase(name, pattern) for name in served):
-            logger.warning("layers=%r matches no served layer, such as %s", pattern, next(iter(served), "(none)"))
     by_tensor: dict[int, list[Place]] = {}
     for place in places_of(model, served):
         by_tensor.setdefault(id(place.owner._parameters[place.name]), []).append(place)
+    chosen = _chosen(patterns, served, [place for places in by_tensor.values() for place in places], manifest)
     some_frozen = any(not parameter_of(p[0]).requires_grad for p in by_tensor.values() if p[0].layer_name in served)
     plan, report = [], Report()
     for places in by_tensor.values():
@@ -67,6 +65,30 @@ def plan_wrap(
         elif reason:
             report.kept[name] = reason
     return plan, report
+
+
+def _chosen(
+    patterns: Sequence[str] | None, served: dict[str, int], places: Iterable[Place], manifest: Sequence[Layer]
+) -> set[str]:
+    """The served layers that `layers=` chooses, by the executor's names or by this model's."""
+    names: dict[str, set[str]] = {name: {name} for name in served}
+    mine = {layer.name for layer in manifest}  # what stays here may be excluded, too
+    for place in places:
+        mine |= {place.own_name, place.layer_name}
+        if place.layer_name in served:
+            names[place.layer_name].add(place.own_name)
+    theirs = set().union(*names.values())
+    for pattern in patterns or ():
+        if excludes(pattern) and not matches(mine, [pattern[1:]]):
+            raise WrapError(f"layers={pattern!r} excludes nothing: this model has no such layer; {_examples(served)}")
+        if not excludes(pattern) and not matches(theirs, [pattern]):
+            why = "the executor was not told to serve it" if matches(mine, [pattern]) else "there is no such layer"
+            raise WrapError(f"layers={pattern!r} matches no served layer: {why}; {_examples(served)}")
+    return choose(patterns or (), names, served)
+
+
+def _examples(served: dict[str, int]) -> str:
+    return f"names look like: {', '.join(list(served)[:4]) or '(none)'}"
 
 
 def _why_kept(
@@ -110,20 +132,20 @@ def _belongs_to_adapter(place: Place) -> bool:
 def places_of(model: nn.Module, served: dict[str, int]) -> Iterator[Place]:
     """Every parameter of the model (each name of it once), under the name it has in the base model."""
     root = base_model(model)
-    prefix = _missing_prefix(root, served)
+    theirs = executors_names(root, served)
     seen: set[tuple[int, str]] = set()
     for path, module in root.named_modules(remove_duplicate=False):
-        base = prefix + base_name(path)
+        own = base_name(path)
         for name, parameter in module._parameters.items():
             if parameter is None or name == "bias":
                 continue
-            full = f"{base}.{name}" if base else name
-            whole = name == "weight" and (base in served or isinstance(module, nn.Linear | Conv1D))
-            layer = base if whole else base_name(full)
-            if (id(module), name) in seen and layer not in served:
+            full = f"{own}.{name}" if own else name
+            whole = name == "weight" and (theirs(own) in served or isinstance(module, nn.Linear | Conv1D))
+            mine = own if whole else base_name(full)
+            if (id(module), name) in seen and theirs(mine) not in served:
                 continue
             seen.add((id(module), name))
-            yield Place(module, name, layer)
+            yield Place(module, name, theirs(mine), mine)
 
 
 def base_model(model: nn.Module) -> nn.Module:
@@ -136,13 +158,21 @@ def base_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part not in DETOURS)
 
 
-def _missing_prefix(root: nn.Module, served: dict[str, int]) -> str:
-    """ "model." if the client has the bare model (`LlamaModel`) of what is served (`LlamaForCausalLM`)."""
-    names = {base_name(path) for path, _ in root.named_modules()}
+def executors_names(root: nn.Module, served: Collection[str]) -> Callable[[str], str]:
+    """What the executor calls a layer of this model. They differ where a task's class calls its base otherwise than the bare base or
+    another task's does (`bert.encoder`, `encoder`): what both call it is found by which of the ways finds most layers."""
     prefix = getattr(root, "base_model_prefix", "")
-    if prefix and not names & served.keys() and any(name.startswith(f"{prefix}.") for name in served):
-        return f"{prefix}."
-    return ""
+    names = {base_name(path) for path, _ in root.named_modules()}
+    ways = [
+        partial(_renamed, mine, theirs)
+        for mine in ("", *([f"{prefix}."] if prefix else []))
+        for theirs in ("", *sorted({f"{name.partition('.')[0]}." for name in served}))
+    ]
+    return max(ways, key=lambda way: sum(way(name) in served for name in names))
+
+
+def _renamed(mine: str, theirs: str, name: str) -> str:
+    return theirs + name.removeprefix(mine)
 
 
 def parameter_of(place: Place) -> nn.Parameter:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 from torch.utils._pytree import tree_leaves, tree_map
 
 from symbiosis.client.remote_products import PRODUCTS
@@ -26,6 +27,8 @@ aten = torch.ops.aten
 
 class RemoteWeight(RemoteView):
     """A view into a tensor of the executor that acts as a tensor."""
+
+    _is_a_parameter = _is_to_be_trained = False
 
     # What torch.Tensor has as attributes and must not be bypassed.
 
@@ -50,12 +53,39 @@ class RemoteWeight(RemoteView):
         self.requires_grad_(flag)
 
     def requires_grad_(self, flag: bool = True) -> "RemoteWeight":  # type: ignore[override]
+        """To be trained, a parameter becomes the client's own: this very object, which modules and optimizers know."""
         if flag and self.is_whole:  # nn.Parameter(W.t()), as PEFT writes it, asks too, and means nothing by it
-            raise WeightWrite(
-                f"the shared base weight {self.handle.layer.name!r} is frozen and cannot require grad (at {call_site()}). "
-                "To train it, keep the layer on the client: wrap(model, layers=[...]) without it"
-            )
+            self._refuse_training()
+            self._is_to_be_trained = True
+            self._is_param = self._is_param
         return self
+
+    @property
+    def _is_param(self) -> bool:
+        """What `nn.Parameter` sets at last, also on the tensor that it has just asked to require grad."""
+        return self._is_a_parameter
+
+    @_is_param.setter
+    def _is_param(self, flag: bool) -> None:
+        self._is_a_parameter = flag
+        if flag and self._is_to_be_trained:
+            own = nn.Parameter(self.value().clone(memory_format=torch.contiguous_format))
+            try:
+                swap_tensors(self, own)
+            except RuntimeError as error:  # something refers to the tensor below: a graph, or compiled code
+                raise WeightWrite(
+                    f"{self.handle.layer.name!r} cannot become the client's own any more: ask for gradients before it is used or "
+                    f"compiled ({error})"
+                ) from None
+
+    def _refuse_training(self) -> None:
+        handle = self.handle
+        if handle.private is None and not handle.session.welcome.allow_read:
+            raise WeightWrite(
+                f"the shared base weight {handle.layer.name!r} is frozen and cannot require grad (at {call_site()}). To train it, "
+                f'keep the layer on the client, wrap(model, layers="!{handle.layer.name}"), or start the executor with '
+                "--allow-read for a private copy"
+            )
 
     def numpy(self, **how: Any) -> Any:
         return self._read("numpy").numpy(**how)
@@ -118,13 +148,13 @@ class RemoteWeight(RemoteView):
 
                     bias = copy.deepcopy(own[0], memo)
                 handle.own_bias = (bias, bias._version) if self.handle.is_own_bias(own[0]) else None
-            memo[id(self)] = _remade(handle, self.view_of(), self.dtype, self.device, hasattr(self, "_is_param"))
+            memo[id(self)] = _remade(handle, self.view_of(), self.dtype, self.device, self._is_param)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         handle = self.handle
         parts = handle.session, handle.index, handle.layer, handle.private
-        return _unpickled, (*parts, self.view_of(), self.dtype, self.device, hasattr(self, "_is_param"))
+        return _unpickled, (*parts, self.view_of(), self.dtype, self.device, self._is_param)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -1,6 +1,9 @@
-"""State dicts of a wrapped model: they hold what the client owns, and load as if they held the rest, too."""
+"""State dicts of a wrapped model: they hold what the client owns (and the rest, if it may be read), and load as if they held all."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,20 +17,44 @@ from symbiosis.transport.tensors import TORCH_DTYPE
 logger = logging.getLogger("symbiosis")
 
 
-def leave_out_remote(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state dict holds what the client owns."""
+def complete(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict holds what the client owns, private copies included, and, where reads are allowed, the executor's values."""
     for name, parameter in module._parameters.items():
-        if isinstance(parameter, RemoteWeight):
+        if not isinstance(parameter, RemoteWeight):
+            continue
+        if parameter.handle.private is None and not may_read(parameter):
             state.pop(prefix + name, None)
+        elif (
+            state.get(prefix + name) is not parameter and not _values_later.get()
+        ):  # it is if it was asked for variables
+            state[prefix + name] = parameter.value()
+
+
+def may_read(weight: RemoteWeight) -> bool:
+    return weight.handle.session.welcome.allow_read
+
+
+_values_later: ContextVar[bool] = ContextVar("values_later", default=False)
+
+
+@contextmanager
+def values_later() -> Iterator[None]:
+    """State dicts hold remote weights as they are, for whoever takes but a few of them."""
+    token = _values_later.set(True)
+    try:
+        yield
+    finally:
+        _values_later.reset(token)
 
 
 def say_what_is_left_out(root: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
     """To whoever asks for the base model's: who saves an adapter asks for more, and keeps nothing of the base."""
-    if not prefix and (left_out := sum(1 for _ in remote_weights(root))):
+    left_out = [weight for weight in remote_weights(root) if weight.handle.private is None and not may_read(weight)]
+    if left_out and not prefix:
         logger.warning(
             "a state dict of a wrapped model holds what is the client's own, not the %d weights that the executor holds: to save "
             "a whole checkpoint, symbiosis.unwrap(model) first",
-            left_out,
+            len(left_out),
         )
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from symbiosis.client.places import base_model
-from symbiosis.client.remote_weight import RemoteWeight, remote_weights
-from symbiosis.client.state import is_the_executors
+from symbiosis.client.places import base_model, base_name
+from symbiosis.client.remote_weight import RemoteWeight
+from symbiosis.client.state import is_the_executors, may_read
 from symbiosis.client.virt_layer import ORIGINAL
 from symbiosis.client.wrap import DECODES, Model
 from symbiosis.errors import Code, WrapError
@@ -23,33 +23,40 @@ def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) 
     ...     type(model.model.layers[0].mlp.up_proj).__name__
     'Linear'
     """
-    found: dict[int, RemoteWeight] = {id(weight): weight for weight in remote_weights(model)}
-    source = _source_of_weights(model, list(found.values()), weights)
-    values = {key: source(weight) for key, weight in found.items()}
-    sessions = {weight.handle.session for weight in found.values()}
+    names = _names(model)
+    source = _source_of_weights(model, list(names), weights)
+    values = {weight: source(weight, names[weight]) for weight in names}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, RemoteWeight):
-                module._parameters[name] = nn.Parameter(values[id(parameter)], requires_grad=False)
+                module._parameters[name] = nn.Parameter(values[parameter], requires_grad=False)
                 module._state_dict_hooks.clear()
-                module.__class__ = ORIGINAL.get(type(module), type(module))
+        module.__class__ = ORIGINAL.get(type(module), type(module))
     vars(base_model(model)).pop(DECODES, None)
-    for session in sessions:
+    for session in {weight.handle.session for weight in names}:
         session.close()
     return model
+
+
+def _names(model: nn.Module) -> dict[RemoteWeight, str]:
+    """Those of the remote weights in this model, which the executor may call otherwise."""
+    named = base_model(model).named_parameters(remove_duplicate=False)
+    return {parameter: base_name(name) for name, parameter in named if isinstance(parameter, RemoteWeight)}
 
 
 def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: Any) -> Any:
     if not remote:
         return None
-    if weights is None and remote[0].handle.session.welcome.allow_read:
-        return lambda weight: weight.value().clone()
+    if weights is None and may_read(remote[0]):
+        return lambda weight, _: weight.value().clone()
     tensors = weights if isinstance(weights, dict) else _checkpoint(model, weights)
     where = "the given weights" if weights is not None else f"the weights in {_loaded_from(model)}"
 
-    def take(weight: RemoteWeight) -> Tensor:
+    def take(weight: RemoteWeight, name: str) -> Tensor:
         layer = weight.handle.layer
-        value = tensors.get(f"{layer.name}.weight", tensors.get(layer.name))
+        if weight.handle.private is not None:
+            return weight.value().clone()
+        value = next((tensors[key] for key in (name, f"{layer.name}.weight", layer.name) if key in tensors), None)
         if value is None or tuple(value.shape) != layer.shape:
             raise WrapError(f"{where} have no {layer.name} of shape {layer.shape}", Code.WRONG_MODEL)
         if not is_the_executors(value, layer):

@@ -3,28 +3,27 @@
 What is replaced is found by name (`places`) and checked by shape, dtype and digest. Everything is checked before anything is changed.
 """
 
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
+from symbiosis.choice import head_names, is_in
 from symbiosis.client.noise import Noise
 from symbiosis.client.peft_methods import support_peft_methods
-from symbiosis.client.places import OTHER_SHAPE, Place, Report, base_model, parameter_of, plan_wrap
+from symbiosis.client.places import Place, Report, base_model, parameter_of, plan_wrap
 from symbiosis.client.private import Plain, Privacy, PrivateSession
 from symbiosis.client.remote_view import Handle
 from symbiosis.client.remote_weight import RemoteWeight, remote_weights
 from symbiosis.client.session import CALL_S, PATIENCE_S, Session
-from symbiosis.client.state import leave_out_remote, put_in_remote, say_what_is_left_out
+from symbiosis.client.state import complete, put_in_remote, say_what_is_left_out
 from symbiosis.client.stats import Stats
 from symbiosis.client.verify import Proofs
 from symbiosis.client.virt_layer import PROXY
+from symbiosis.client.warn import warn_of_differences, warn_of_heads, warn_when_trained
 from symbiosis.config import default_endpoints
 from symbiosis.errors import Code, WrapError
 from symbiosis.fingerprint import digest
@@ -34,8 +33,6 @@ from symbiosis.transport.tensors import DTYPE_NAME
 logger = logging.getLogger("symbiosis")
 Model = TypeVar("Model", bound=nn.Module)
 
-# Of a configuration, what decides results; the rest is of shapes, training, generation and tokens.
-DECIDES = ("*rope_*", "*norm*", "*_eps", "*epsilon*", "*_act", "*activation*", "*head*", "*_per_tok", "*window*", "*softcap*", "*scal*", "*multiplier*", "*rotary*", "*layer_types*")  # fmt: skip
 DECODES = "_optimize_model_for_decode"  # the method that transformers' `generate` decodes within
 
 
@@ -61,7 +58,8 @@ def wrap(
         patience: Seconds that an executor which is lost may be away, before calls raise; default: `$SYMBIOSIS_PATIENCE_S`, else 60.
             After two seconds a line says what is waited for.
         wait: Seconds that it may take an executor to come up which is not there when `wrap` is called; default: none.
-        layers: Patterns of layer names (`"model.layers.*"`); default: every layer that the executor serves.
+        layers: Patterns of layer names (`"model.layers.*"`), or of those that stay here (`"!*.o_proj"`); default: every layer that
+            the executor serves.
         priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.
         exact: Whether gradients are to be the unsplit model's, bit for bit. Without it the gradients of layers that share
             their input (q/k/v, gate/up) are one call instead of several, and are added in another order.
@@ -113,16 +111,21 @@ def attach(
     if device is None:
         for places, index in plan:
             check_same(places[0], session.manifest[index])
-        _warn_of_differences(model, session, report)
+        warn_of_differences(model, session, report)
+    if patterns is None:
+        warn_of_heads(model, session, [place.own_name for places, _ in plan for place in places])
     if any(session.manifest[index].kind == "tensor" for _, index in plan):
         _gather_no_experts(model)
     support_peft_methods()
     biases = {layer.name: layer.digest for layer in session.manifest if layer.name.endswith(".bias") and not private}
+    trainable = any(parameter_of(places[0]).requires_grad for places, _ in plan)
     for places, index in plan:
         if private:
             private.learn(index, parameter_of(places[0]).detach())
         replace(places, Handle(session, index, session.manifest[index]), biases, device)
     root = base_model(model)
+    if trainable and device is None:
+        warn_when_trained(root)
     if say_what_is_left_out not in root._state_dict_hooks.values():
         root.register_state_dict_post_hook(say_what_is_left_out)
     _ignore_in_ddp(model)
@@ -133,13 +136,12 @@ def attach(
 def _without_the_private(
     model: nn.Module, plan: list[tuple[list[Place], int]], report: Report, manifest: Sequence[Layer]
 ) -> list[tuple[list[Place], int]]:
-    """Only layers whose rows can be masked: not embeddings and experts, nor the head, whose gradient shows the labels."""
-    root = base_model(model)
-    head = root.get_output_embeddings() if isinstance(root, PreTrainedModel) else None
+    """Only layers whose rows can be masked: not embeddings and experts, nor a head, whose gradient shows the labels."""
+    heads = head_names(base_model(model))
     kept = []
     for places, index in plan:
         layer = manifest[index]
-        if layer.kind in ("linear", "conv1d") and all(place.owner is not head for place in places):
+        if layer.kind in ("linear", "conv1d") and not any(is_in(place.own_name, heads) for place in places):
             kept.append((places, index))
         else:
             report.wrapped.remove(layer.name)
@@ -179,43 +181,6 @@ def check_same(place: Place, layer: Layer) -> None:
         )
 
 
-def _warn_of_differences(model: nn.Module, session: Session, report: Report) -> None:
-    """What is no error, as it may be meant, but gives other results than the executor's model."""
-    shapes = [f"{name}: {reason}" for name, reason in report.kept.items() if reason.startswith(OTHER_SHAPE)]
-    if shapes:
-        logger.warning(
-            "%d of the layers that %s serves stay with this client: %s",
-            len(shapes),
-            session.endpoint,
-            "; ".join(shapes[:4]),
-        )
-    config = getattr(base_model(model), "config", None)
-    mine = _settings(json.loads(config.to_json_string(use_diff=False))) if isinstance(config, PreTrainedConfig) else {}
-    theirs = _settings(json.loads(session.welcome.config))
-    settings = [
-        f"{key} is {mine[key]!r} here and {theirs[key]!r} there"
-        for key in mine
-        if theirs.get(key, mine[key]) != mine[key]
-    ]
-    if settings:
-        logger.warning(
-            "this model is configured otherwise than that of %s, so its results differ: %s",
-            session.endpoint,
-            "; ".join(settings),
-        )
-
-
-def _settings(config: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """What decides results, by its name; that of a part by the part's and its own."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            found |= _settings(value, f"{path}{name}.")
-        elif any(fnmatchcase(path + name, pattern) for pattern in DECIDES):
-            found[path + name] = value
-    return found
-
-
 def replace(places: list[Place], handle: Handle, biases: dict[str, str], device: torch.device | None = None) -> None:
     """Put a remote weight where the real one was. `biases`: digests of those that the executor has."""
     old = parameter_of(places[0])
@@ -227,7 +192,7 @@ def replace(places: list[Place], handle: Handle, biases: dict[str, str], device:
         if bias is not None and handle.layer.bias and biases.get(f"{handle.layer.name}.bias") == _digest_of(bias):
             handle.own_bias = (bias, bias._version)
         owner.__class__ = PROXY.get(type(owner), type(owner))
-        owner.register_state_dict_post_hook(leave_out_remote)
+        owner.register_state_dict_post_hook(complete)
         owner.register_load_state_dict_pre_hook(put_in_remote)
 
 
@@ -298,14 +263,20 @@ def _gather_no_experts(model: nn.Module) -> None:
         logger.warning("experts_implementation 'batched_mm' reads the experts' weights: set to 'grouped_mm'")
 
 
+class _Remote:
+    """The names of a model's remote weights, as they are when somebody asks: PEFT moves them, and some become the client's own."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+
+    def __iter__(self) -> Iterator[str]:
+        for name, parameter in self._root.named_parameters(remove_duplicate=False):
+            if isinstance(parameter, RemoteWeight):
+                yield from (f"{prefix}{name}" for prefix in ("", "base_model.model.", "base_model.", "model."))
+
+
 def _ignore_in_ddp(model: nn.Module) -> None:
-    """Tell DistributedDataParallel, under every name PEFT may give them, which parameters are not there to broadcast."""
+    """Tell DistributedDataParallel, under every prefix PEFT may give them, which parameters are not there to broadcast."""
     root = base_model(model)
-    names = [name for name, p in root.named_parameters(remove_duplicate=False) if isinstance(p, RemoteWeight)]
-    ignored = []
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        for prefix in ("", "base_model.model.", "base_model.", "model."):
-            ignored += [f"{prefix}{name}", f"{prefix}{path}.base_layer.{leaf}"]
-    root._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
-    model._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+    root._ddp_params_and_buffers_to_ignore = _Remote(root)  # type: ignore[assignment]
+    model._ddp_params_and_buffers_to_ignore = root._ddp_params_and_buffers_to_ignore

@@ -2,12 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, BinaryIO
 
 from torch import Tensor, nn
 
+from symbiosis.choice import choose, head_names, is_in, matches
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.fingerprint import digest, model_fingerprint
 from symbiosis.kernels.integers import quantise, warm
@@ -21,8 +21,8 @@ SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
 class Store:
     """The tensors of a base model, by layer index. Weights are never changed and never copied per client.
 
-    Served by default: every linear and Conv1D weight and every tensor of experts' matrices, but not the output head. The head's
-    gradient shows the labels, and where it is tied to the embedding the client holds it anyway.
+    Served by default: every linear and Conv1D weight and every tensor of experts' matrices, but no head (`choice`). A head's
+    gradient shows the labels, tasks train it, and where it is tied to the embedding the client holds it anyway.
     """
 
     def __init__(self, model: nn.Module, serve: Sequence[str] = (), integers: Sequence[int] = ()) -> None:
@@ -34,7 +34,7 @@ class Store:
         self.biases: list[Tensor | None] = []
         self.manifest: list[Layer] = []
         entries = list(_entries(model))
-        chosen = _choose(entries, serve, _head_names(model))
+        chosen = _choose(entries, serve, head_names(model))
         with ThreadPoolExecutor() as pool:
             digests = list(pool.map(digest, [weight for _, _, weight, _ in entries]))
         for (name, kind, weight, bias), sha in zip(entries, digests, strict=True):
@@ -148,22 +148,16 @@ def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
     return "tensor" if matrices and "xpert" in type(module).__name__ else "client"
 
 
-def _head_names(model: Any) -> set[str]:
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    return {name for name, module in model.named_modules(remove_duplicate=False) if head is not None and module is head}
-
-
 def check_patterns(model: nn.Module, serve: Sequence[str]) -> None:
     """Each must match a layer; the model may be one without weights."""
-    _choose(list(_entries(model)), serve, _head_names(model))
+    _choose(list(_entries(model)), serve, head_names(model))
 
 
 def _choose(entries: list[tuple[str, str, Tensor, Tensor | None]], serve: Sequence[str], heads: set[str]) -> set[str]:
     possible = {name: kind for name, kind, _, _ in entries if kind != "client"}
-    if not serve:
-        return {name for name, kind in possible.items() if kind != "embedding" and name not in heads}
     for pattern in serve:
-        if not any(fnmatchcase(name, pattern) for name in possible):
+        if not matches(possible, [pattern.removeprefix("!")]):
             examples = ", ".join(sorted(possible)[:4])
             raise ConfigError(f"--serve {pattern!r} matches no layer. Names look like: {examples}")
-    return {name for name in possible if any(fnmatchcase(name, pattern) for pattern in serve)}
+    default = {name for name, kind in possible.items() if kind != "embedding" and not is_in(name, heads)}
+    return choose(serve, {name: [name] for name in possible}, default)
