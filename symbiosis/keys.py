@@ -1,19 +1,29 @@
 """Who is who over `tcp://`: a pair of CURVE keys for each executor and each tenant, as files.
 
-`NAME.key` holds both halves and is for its owner's eyes only (mode 0600); `NAME.pub` holds the public half, to be given away.
-An executor lets in whose `.pub` file lies in its folder of tenants; the file's name is the tenant's.
+`NAME.key` holds both halves and is for its owner's eyes only (mode 0600). `NAME.pub` is to be given away: it holds the public half
+(or several, while one is exchanged for another), and may say when it expires. An executor lets in whose `.pub` file lies in its
+folder of tenants; the file's name is the tenant's.
 """
 
 import errno
 import os
 import re
+import stat
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
+from time import time
 from typing import NamedTuple
 
 from symbiosis.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-LINE = re.compile(r"(public|secret) (\S{40})")  # Z85, as ZeroMQ writes keys
+LINE = re.compile(r"(public|secret|expires) (\S+)")
+KEY = re.compile(r"\S{40}")  # in Z85, as ZeroMQ writes keys
+LONGEST_FILE = 64 << 10  # bytes
+ROOT = 0
+SETTLED_S = 0.1  # clocks of files are coarse: what was written less long ago may be written again without a sign of it
 
 
 class Pair(NamedTuple):
@@ -23,7 +33,14 @@ class Pair(NamedTuple):
     secret: str
 
 
-def generate(name: str, folder: Path) -> tuple[Path, Path]:
+class Public(NamedTuple):
+    """What a `.pub` file says: its owner's keys, and when they expire (in seconds since 1970)."""
+
+    keys: tuple[str, ...]
+    expires: float = inf
+
+
+def generate(name: str, folder: Path, expires: str | None = None) -> tuple[Path, Path]:
     """New keys in `folder`: the paths of `NAME.key` and `NAME.pub`. Files that are there already stay as they are.
 
     >>> import tempfile
@@ -36,26 +53,45 @@ def generate(name: str, folder: Path) -> tuple[Path, Path]:
 
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name for a key: use letters, digits, '.', '_' and '-'")
+    if expires is not None and moment(expires) <= time():
+        raise ConfigError(f"a key that expires {expires} lets nobody in: choose a time to come")
     public, secret = (half.decode() for half in zmq.curve_keypair())
-    paths = folder / f"{name}.key", folder / f"{name}.pub"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from None
-    for path, text, mode in zip(paths, (f"public {public}\nsecret {secret}\n", f"public {public}\n"), (0o600, 0o644), strict=True):  # fmt: skip
-        try:
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-        except OSError as error:
-            raise ConfigError(f"cannot write {path}: {error.strerror}") from None
-        with os.fdopen(file, "w") as opened:
-            opened.write(text)
-    return paths
+    until = f"expires {expires}\n" if expires else ""
+    _write(folder / f"{name}.key", f"public {public}\nsecret {secret}\n", 0o600)
+    _write(folder / f"{name}.pub", f"public {public}\n{until}", 0o644)
+    return folder / f"{name}.key", folder / f"{name}.pub"
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+    with os.fdopen(file, "w") as opened:
+        opened.write(text)
+
+
+def moment(text: str) -> float:
+    """A day or a time, in seconds since 1970; in UTC where it names no other zone.
+
+    >>> moment("1970-01-02"), moment("1970-01-01T01:30+01:00")
+    (86400.0, 1800.0)
+    """
+    try:
+        given = datetime.fromisoformat(text)
+        return (given if given.tzinfo else given.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        raise ConfigError(f"{text!r} is no time: write 2027-01-31, or 2027-01-31T12:00Z") from None
 
 
 def read_pair(path: Path) -> Pair:
     """Of a `.key` file that nobody but its owner can read."""
-    halves = _halves(path)
-    if "secret" not in halves or "public" not in halves:
+    halves = dict(_lines(path))
+    if not {"public", "secret"} <= halves.keys():
         raise ConfigError(f"{path} holds no pair of keys: make one with `symbiosis keygen NAME`")
     if path.stat().st_mode & 0o077:
         raise ConfigError(f"{path} holds a secret that others can read: chmod 600 {path}")
@@ -63,83 +99,172 @@ def read_pair(path: Path) -> Pair:
 
 
 def read_public(path: Path) -> str:
-    """Of a `.pub` (or a `.key`) file."""
-    halves = _halves(path)
-    if "public" not in halves:
+    """The first key of a `.pub` (or a `.key`) file."""
+    return read_publics(path).keys[0]
+
+
+def read_publics(path: Path) -> Public:
+    """All keys of a `.pub` (or a `.key`) file, and the first time at which it says that they expire."""
+    lines = _lines(path)
+    keys = tuple(dict.fromkeys(value for word, value in lines if word == "public"))
+    if not keys:
         raise ConfigError(f"{path} holds no public key: give the .pub file that `symbiosis keygen NAME` made")
-    return halves["public"]
-
-
-def _halves(path: Path) -> dict[str, str]:
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
+        return Public(keys, min((moment(value) for word, value in lines if word == "expires"), default=inf))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    """The words and values of a file of keys. None at all if there is a line that is neither that nor a comment: it may be meant
+    to say when the keys expire."""
+    try:
+        found = path.stat()
+        usual = stat.S_ISREG(found.st_mode) and found.st_size <= LONGEST_FILE
+        text = path.read_text(encoding="ascii") if usual else ""
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the key file {path}: {error}") from None
-    found = [LINE.fullmatch(line.strip()) for line in lines if line.strip()]
-    return {match[1]: match[2] for match in found if match}
+        raise ConfigError(f"cannot read the key file {path}: {error}") from error
+    if not usual:
+        raise ConfigError(f"cannot read the key file {path}: it is no file of keys")
+    lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]
+    matches = [match for line in lines if (match := LINE.fullmatch(line))]
+    understood = len(matches) == len(lines) and all(
+        match[1] == "expires" or KEY.fullmatch(match[2]) for match in matches
+    )
+    return [(match[1], match[2]) for match in matches] if understood else []
+
+
+def doubt(path: Path) -> str:
+    """Why somebody else may have written what lies there; "" if only this user and root (and a group they chose) can have."""
+    found = path.stat()
+    if found.st_uid not in (ROOT, os.geteuid()):
+        return f"{path} belongs to another user ({found.st_uid}), who could change it: chown it to the executor's user"
+    if found.st_mode & stat.S_IWOTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
+        return f"everybody can write {path}: chmod o-w {path}"
+    return ""
+
+
+class _File(NamedTuple):
+    """What was read of a tenant's file or is wrong with it; in which state it was, and whether that tells of any later change."""
+
+    state: object
+    settled: bool
+    public: Public = Public(())
+    problem: str = ""
 
 
 class Tenants:
-    """The public keys in a folder, by tenant. `look` reads what has changed in it."""
+    """The public keys in a folder, by tenant. `look` reads what has changed in it, `look_at` what is known to have changed. While
+    others can write the folder, or read the executor's own `secret`, nobody is let in."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, secret: Path | None = None) -> None:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder: put the .pub file of each tenant into one")
-        self._folder = folder
-        self._files: list[Path] = []
-        self._keys: dict[Path, tuple[object, str]] = {}  # what was read of each file, and which state of it that was
-        self._seen: object = None
+        self.folder, self._secret = folder, secret
+        if doubts := self._doubts():
+            raise ConfigError("; ".join(doubts))
+        self._files: dict[str, _File] = {}
+        self._closed: list[str] = []  # why nobody is let in
         self._names: dict[str, str] = {}
+        self._seen: object = None
+        self.expired: dict[str, str] = {}  # as `_names`: keys that let nobody in any more, and whose they are
         self.problems: list[str] = []
 
     def look(self) -> bool:
         """Whether something has changed since the last look. Nobody comes in by a file that cannot be read now."""
-        names: dict[str, str] = {}
-        problems: list[str] = []
-        for path in self._listed(problems):
-            try:
-                public = self._key_in(path)
-            except ConfigError as error:
-                problems.append(str(error))
-                continue
-            if public in names:
-                problems.append(f"{path} holds the key of {names[public]}, too: who has it goes by that name")
-            names.setdefault(public, path.stem)
-        seen, self._seen = self._seen, (names, problems)
-        self._names, self.problems = names, problems
+        self._closed = self._doubts()
+        self._files = {name: self._read(name, self._files.get(name)) for name in self._listed()}
+        self._sum_up()
+        seen, self._seen = self._seen, (self._names, self.problems)
         return seen != self._seen
 
-    def _listed(self, problems: list[str]) -> list[Path]:
+    def look_at(self, names: Iterable[str]) -> None:
+        """These files have changed, or are gone."""
+        for name in names:
+            self._files.pop(name, None)
+            if name.endswith(".pub") and os.path.lexists(self.folder / name):
+                self._files[name] = self._read(name)
+        self._sum_up()
+
+    def _listed(self) -> list[str]:
         """The files of keys. While no descriptor is left to list them with, those of before: whether one was removed can be told
         without."""
         try:
-            self._files = sorted(path for path in self._folder.iterdir() if path.suffix == ".pub")
+            return [name for name in os.listdir(self.folder) if name.endswith(".pub")]  # noqa: PTH208
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                return self._files
-            self._files = []
-            problems.append(
-                f"cannot read the folder of tenants {self._folder} ({error.strerror}): nobody may come in until it is back"
-            )
-        return self._files
+            if _no_descriptor(error):
+                return list(self._files)
+            self._closed.append(f"cannot read the folder of tenants {self.folder} ({error.strerror})")
+            return []
 
-    def _key_in(self, path: Path) -> str:
-        """Read anew when the file has changed."""
+    def _doubts(self) -> list[str]:
+        """Why others may have chosen who is let in, or may be taken for this executor."""
+        doubts = []
+        for path in filter(None, (self.folder, self._secret)):
+            try:
+                doubts.append(doubt(path))
+                if path == self._secret and path.stat().st_mode & 0o077:
+                    doubts.append(f"others can read {path}: make new keys")
+            except OSError:  # a folder that is gone cannot be listed, and the executor has read its secret
+                continue
+        return list(filter(None, doubts))
+
+    def _read(self, name: str, before: _File | None = None) -> _File:
+        """What a file says, read anew if it has changed or may have; while no descriptor is left to read it with, what it said."""
+        state: object = None
+        settled = False
         try:
-            stat = path.stat()
+            found = os.stat(f"{self.folder}/{name}")  # noqa: PTH116  (of many files; a Path costs more than the call)
+            state = found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
+            if before is not None and before.settled and before.state == state:
+                return before
+            settled = time() - found.st_ctime > SETTLED_S
+            return _File(state, settled, self._public_in(self.folder / name))
         except OSError as error:
-            raise ConfigError(f"cannot read the key file {path}: {error}") from None
-        state = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino
-        if self._keys.get(path, (None, ""))[0] != state:
-            self._keys[path] = state, read_public(path)
-        return self._keys[path][1]
+            return _File(state, settled, problem=f"cannot read the key file {self.folder / name}: {error}")
+        except ConfigError as error:
+            unread = _no_descriptor(error.__cause__)
+            if unread and before is not None and before.state == state:
+                return before
+            return _File(state, settled and not unread, problem=str(error))
+
+    def _public_in(self, path: Path) -> Public:
+        if not NAME.fullmatch(path.stem):
+            raise ConfigError(f"{str(path)!r} names no tenant: use letters, digits, '.', '_' and '-'")
+        if why := doubt(path):
+            raise ConfigError(why)
+        return read_publics(path)
+
+    def _sum_up(self) -> None:
+        names: dict[str, str] = {}
+        expired: dict[str, str] = {}
+        problems = [f"{why}: nobody may come in until that is mended" for why in self._closed]
+        now = time()
+        for name, file in sorted(self._files.items()):
+            tenant, public = name[:-4], file.public
+            if file.problem:
+                problems.append(file.problem)
+            elif public.expires <= now:
+                problems.append(f"{self.folder / name} has expired: {tenant} may not come in by it")
+                expired |= dict.fromkeys(public.keys, tenant)
+                continue
+            for key in public.keys:
+                if names.setdefault(key, tenant) != tenant:
+                    problems.append(
+                        f"{self.folder / name} holds the key of {names[key]}, too: who has it goes by that name"
+                    )
+        self._names, self.expired, self.problems = ({} if self._closed else names), expired, problems
 
     def name_of(self, public: str) -> str | None:
         """The tenant with this key; None for a stranger."""
         return self._names.get(public)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(set(self._names.values()))
+
+
+def _no_descriptor(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 class Keyring(NamedTuple):
@@ -150,4 +275,4 @@ class Keyring(NamedTuple):
 
     @classmethod
     def open(cls, key: str, tenants: str) -> "Keyring":
-        return cls(read_pair(Path(key)), Tenants(Path(tenants)))
+        return cls(read_pair(Path(key)), Tenants(Path(tenants), Path(key)))

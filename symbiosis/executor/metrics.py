@@ -104,6 +104,7 @@ class Figures:
         self.batch_sizes: Counter[int] = Counter()
         self.bytes: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
+        self.kept_out: Counter[str] = Counter()  # handshakes that were refused, by reason
         self.dropped = 0
 
     def ran(self, batch: Batch, seconds: float) -> None:

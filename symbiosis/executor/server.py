@@ -306,6 +306,12 @@ class Server:
             integers=self.options.integers, operator=self.options.operator,
         )  # fmt: skip
 
+    def kept_out(self, why: str, address: str, tenant: str = "") -> None:
+        self.figures.kept_out[why] += 1
+        if worth_logging(self.figures.kept_out[why]):
+            who = {"tenant": tenant} if tenant else {}
+            log(logging.WARNING, "kept out", code=why, address=address, **who, times=self.figures.kept_out[why])
+
     def _account(self, tenant: str | None) -> Account:
         """The tenant's; where there are no keys, a new one."""
         if tenant is None:

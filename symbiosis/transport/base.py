@@ -115,6 +115,10 @@ class Inbox(Protocol):
         """A client asks to join; raises `CallError` to refuse it."""
         ...
 
+    def kept_out(self, why: str, address: str, tenant: str = "") -> None:
+        """Somebody was refused before it could ask to join."""
+        ...
+
     def admits(self, peer: Peer, seq: int, call: Call) -> bool:
         """Whether there is room for a call, to be asked before anything is allocated for it; else it was refused."""
         ...

@@ -4,6 +4,7 @@ ZeroMQ's CURVE encrypts, and proves that the client holds the secret half of its
 of us (ZAP, RFC 27); the answer goes with every message as its `User-Id`, so nobody can speak for another tenant.
 """
 
+import ipaddress
 import logging
 from collections import defaultdict, deque
 from contextlib import suppress
@@ -19,41 +20,51 @@ from zmq.utils import z85
 from symbiosis.endpoints import is_loopback, open_to_others
 from symbiosis.errors import ConfigError
 from symbiosis.keys import Keyring, Pair, read_pair, read_public
-from symbiosis.transport.base import JOIN_S
+from symbiosis.transport.allowance import Allowance
+from symbiosis.transport.base import JOIN_S, Inbox
+from symbiosis.transport.inotify import FolderWatch
 from symbiosis.transport.reactor import Reactor
 
 ZAP = "inproc://zeromq.zap.01"
-AT_ONCE = 64
+AT_ONCE = 16  # questions that are answered between two turns of the loop
 FIRST_BAR_S, LONGEST_BAR_S = 1.0, 60.0  # for a tenant that had to be hung up on; twice as long each time
 FORGIVEN_S = 300.0
 MORE_THAN_JOIN = 64  # connections of a tenant that may be in without a session, besides as many as it may have sessions
+COMES_PER_S = 8.0  # connections of a tenant in the long run; at once, twice as many as may be in without a session
+STRANGERS_AT_ONCE, STRANGERS_PER_S = 64, 4.0  # of an address that are told that they are none of the tenants
 HELD_S = 3.0  # a handshake that was not answered for so long has ended
+MOST_HELD = 1024
+LOOK_SHARE = 0.02  # of the time, for reading the list of tenants where nothing tells that it has changed
 logger = logging.getLogger("symbiosis")
 
 
 class Door:
     """The executor's side: its own key, the tenants, and the ZeroMQ context in which they are asked for."""
 
-    def __init__(self, keyring: Keyring, reactor: Reactor, most_sessions: int) -> None:
+    def __init__(self, keyring: Keyring, reactor: Reactor, inbox: Inbox) -> None:
         self.context: Any = zmq.Context()
         self._own, self.tenants = keyring
-        self._reactor = reactor
+        self._reactor, self._inbox = reactor, inbox
         self._barred: dict[str, tuple[float, float]] = {}  # until when, and for how long
-        self._most = most_sessions + MORE_THAN_JOIN
+        self._most = inbox.limits.max_tenant_sessions + MORE_THAN_JOIN
         self._let_in = defaultdict[str, deque[float]](deque)  # when a tenant's connections came that have not joined
         self._held: list[tuple[float, list[bytes]]] = []  # questions of who has to wait, and when they were asked
+        self._strangers = Allowance(STRANGERS_AT_ONCE, STRANGERS_PER_S)
+        self._comes = Allowance(2 * self._most, COMES_PER_S)
         self._asked: Any = self.context.socket(zmq.ROUTER)
         self._asked.linger = 0
         self._asked.bind(ZAP)
         self._fd = int(self._asked.getsockopt(zmq.FD))
         reactor.watch(self._fd, self._answer)
-        self.look()
+        self._folder = FolderWatch()
+        self._next_look = 0.0
+        self._look()
 
     @classmethod
-    def at(cls, address: str, keyring: Keyring | None, reactor: Reactor, most_sessions: int) -> "Door | None":
+    def at(cls, address: str, reactor: Reactor, inbox: Inbox) -> "Door | None":
         """What guards an address; none where the machine itself is the guard."""
-        if keyring is not None:
-            return cls(keyring, reactor, most_sessions)
+        if inbox.keyring is not None:
+            return cls(inbox.keyring, reactor, inbox)
         if not is_loopback(address):
             raise ConfigError(open_to_others(address))
         return None
@@ -66,53 +77,83 @@ class Door:
 
     def tenant_of(self, frame: zmq.Frame) -> str | None:
         """Whose message this is; None if that tenant was struck off the list."""
-        return self.tenants.name_of(str(frame.get("User-Id")))
+        return self._name_of(str(frame.get("User-Id")))
 
-    def look(self) -> None:
-        """Read the list of tenants, if it changed."""
+    def _name_of(self, public: str) -> str | None:
+        """By what the folder of tenants says at this moment."""
+        if self._folder.tells:
+            names = self._folder.changed()
+            if names is None:
+                self._look()
+            else:
+                self.tenants.look_at(names)
+        return self.tenants.name_of(public)
+
+    def _look(self) -> None:
+        """Read the whole list of tenants, if it changed. What that costs is bounded: none is too long for this thread."""
+        begun = monotonic()
+        self._folder.changed()
+        self._folder.follow(self.tenants.folder)
         if self.tenants.look():
             logger.info("%d tenants may come in", len(self.tenants))
             for problem in self.tenants.problems:
                 logger.warning("%s", problem)
+        now = monotonic()
+        self._next_look = now + (now - begun) / LOOK_SHARE
 
     def _answer(self) -> None:
-        """All that was asked so far: the descriptor tells of changes only."""
+        """What was asked so far: the descriptor tells of changes only."""
         with suppress(zmq.Again):
             for _ in range(AT_ONCE):
-                question = self._asked.recv_multipart(zmq.NOBLOCK)
-                self.look()
-                self._decide(monotonic(), question)
+                self._decide(monotonic(), self._asked.recv_multipart(zmq.NOBLOCK))
             self._reactor.call_soon(self._answer)
 
     def _decide(self, asked: float, question: list[bytes]) -> None:
         """Let in who is known; but who is barred, or has many connections that do not join, waits at the door."""
-        name, empty, version, number, *_, mechanism, key = question[:9]
+        address, *_, mechanism, key = question[5:9]
         public = z85.encode(key).decode() if mechanism == b"CURVE" and len(key) == 32 else ""
-        tenant = self.tenants.name_of(public)
-        if tenant is not None and self._must_wait(tenant):
-            self._held.append((asked, question))
-            return
-        if tenant is not None:
+        tenant = self._name_of(public)
+        if tenant is None:
+            self._refuse(public, address.decode(), question)
+        elif not self._must_wait(tenant):
             self._let_in[tenant].append(monotonic())
-        verdict = (b"200", b"OK", public.encode()) if tenant is not None else (b"400", b"unknown key", b"")
-        self._asked.send_multipart([name, empty, version, number, *verdict, b""])
+            self._say(question, b"200", b"OK", public.encode())
+        elif len(self._held) < MOST_HELD:
+            self._held.append((asked, question))
+
+    def _refuse(self, public: str, address: str, question: list[bytes]) -> None:
+        """Tell a stranger so; but not one address very often: who waits in vain, until ZeroMQ gives the handshake up, comes again
+        later."""
+        tenant = self.tenants.expired.get(public, "")
+        self._inbox.kept_out("EXPIRED_KEY" if tenant else "UNKNOWN_KEY", address, tenant)
+        if self._strangers.takes(network_of(address), monotonic()):
+            self._say(question, b"400", b"unknown key", b"")
+
+    def _say(self, question: list[bytes], *verdict: bytes) -> None:
+        self._asked.send_multipart([*question[:4], *verdict, b""])
 
     def _must_wait(self, tenant: str) -> bool:
         now, let_in = monotonic(), self._let_in[tenant]
         while let_in and now > let_in[0] + JOIN_S:  # the listener has ended those
             let_in.popleft()
-        return self._barred.get(tenant, (0.0, 0.0))[0] > now or len(let_in) >= self._most
+        barred = self._barred.get(tenant, (0.0, 0.0))[0] > now or len(let_in) >= self._most
+        return barred or not self._comes.takes(tenant, now)
 
     def joined(self, tenant: str) -> None:
         """One of the tenant's connections has a session now."""
         if self._let_in[tenant]:
             self._let_in[tenant].popleft()
 
-    def answer_held(self) -> None:
-        """Decide again about those who wait at the door, if they still do."""
+    def tick(self) -> None:
+        """Look at the list of tenants, and decide again about those who wait at the door, if they still do."""
+        now = monotonic()
+        if now >= self._next_look:
+            self._look()
+        self._strangers.forget(now)
+        self._comes.forget(now)
         held, self._held = self._held, []
         for asked, question in held:
-            if monotonic() < asked + HELD_S:
+            if now < asked + HELD_S:
                 self._decide(asked, question)
         if held:
             self._answer()  # sending may have taken the sign that more is asked
@@ -128,8 +169,20 @@ class Door:
 
     def close(self) -> None:
         self._reactor.forget(self._fd)
+        self._folder.close()
         self._asked.close()
         Thread(target=self.context.term, daemon=True).start()  # which waits for the last replies to go out
+
+
+def network_of(address: str) -> str:
+    """Whose an address is, as far as it tells: of IPv6, many are one host's.
+
+    >>> network_of("192.0.2.7"), network_of("2001:db8::7")
+    ('192.0.2.7', '2001:db8::/64')
+    """
+    if ":" not in address or address.startswith("::ffff:"):
+        return address
+    return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
 
 
 class Address(NamedTuple):

@@ -116,7 +116,7 @@ class Listener:
         self._active: tuple[set[str | bytes], set[str | bytes]] = set(), set()
         self._due = False  # whether `_drain` will run by itself
         self._drained = -1  # in which turn of the loop it left the rest for the next
-        self._door = Door.at(address, inbox.keyring, reactor, inbox.limits.max_tenant_sessions)
+        self._door = Door.at(address, reactor, inbox)
         context = self._door.context if self._door else zmq.Context.instance()
         self._socket: Any = context.socket(zmq.ROUTER)
         if self._door:
@@ -365,8 +365,7 @@ class Listener:
         self._active = set(), self._active[0]
         self._gone = {identity: end for identity, end in self._gone.items() if end > now}
         if self._door:
-            self._door.look()
-            self._door.answer_held()
+            self._door.tick()
             for peer in self._by_nccl:  # whose calls do not come through it
                 if self._door.tenants.name_of(peer.key) != peer.tenant:
                     self.hang_up(peer)

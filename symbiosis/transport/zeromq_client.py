@@ -124,7 +124,9 @@ class TcpConnection:
             why = "the connection broke"
             if event & BROKEN_HANDSHAKE:
                 asked = (
-                    "server= names another executor's .pub file" if self._has_keys else f"the endpoint must read {keys}"
+                    "it keeps keys that it does not know waiting, or server= names another executor's .pub file"
+                    if self._has_keys
+                    else f"the endpoint must read {keys}"
                 )
                 why = f"it is ending, or {asked}"
             raise ConnectionLost(f"no executor at {self._url}: {why}")
