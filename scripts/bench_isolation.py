@@ -4,9 +4,10 @@
     crowd    50 connections that each make one call after another, as 50 programs would
     frozen   large replies are on their way to a client that is stopped (SIGSTOP) and reads nothing
     trainer  calls of very many rows, one after another, that claim to be urgent
+    strangers  200 handshakes a second with keys that are not among the 1,000 tenants
 
 The other tenant's processes have the lowest priority of the scheduler, because they would run on other machines: what is
-measured is the executor. Before each of the four the first tenant is measured alone, and compared with that.
+measured is the executor. Before each of these the first tenant is measured alone, and compared with that.
 
     python scripts/bench_isolation.py --quick     # about a minute
     python scripts/bench_isolation.py
@@ -19,6 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import deque
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +29,7 @@ import numpy as np
 import torch
 import zmq
 from _processes import executor, prepare, progress, pss_bytes, save_llama, together, wait_for, workers
+from zmq.utils import z85
 
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConnectionLost
@@ -49,7 +52,8 @@ HIDDEN = 128
 CONNECTIONS = 50
 LAYER = "model.layers.0.self_attn.q_proj"
 LARGE_ROWS = 16 << 11  # of 512 bytes: 16 MB
-SITUATIONS = ("flood", "crowd", "frozen", "trainer")
+SITUATIONS = ("flood", "crowd", "frozen", "trainer", "strangers")
+TENANTS, HANDSHAKES_PER_S = 1_000, 200
 P50_BAR, P99_BAR, REPLIES_BAR = 3.0, 5.0, 4.0
 
 
@@ -198,6 +202,32 @@ class Nuisance:
         session.close()
         return calls
 
+    def strangers(self, start: float, seconds: float) -> int:
+        """Handshakes by keys that nobody knows, each by a connection of its own that is closed a second later."""
+        wait_for(start)
+        knocking: deque[zmq.Socket] = deque()
+        count, begun = 0, time.monotonic()
+        while (now := time.monotonic()) < begun + seconds:
+            if count > (now - begun) * HANDSHAKES_PER_S:
+                time.sleep(1e-3)
+                continue
+            knocking.append(self._knock())
+            count += 1
+            if len(knocking) > HANDSHAKES_PER_S:
+                knocking.popleft().close()
+        for socket in knocking:
+            socket.close()
+        return count
+
+    def _knock(self) -> zmq.Socket:
+        place = Address.parse(self._endpoint.removeprefix("tcp://"))
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.linger, socket.reconnect_ivl = 0, -1
+        place.unlock(socket)
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.connect(f"tcp://{place.where}")
+        return socket
+
 
 class Round(NamedTuple):
     """Milliseconds of the innocent tenant's calls: alone, and in the situation; and what the other tenant got done."""
@@ -222,6 +252,8 @@ class Bench:
             if name != "executor":
                 tenants.mkdir(exist_ok=True)
                 public.rename(tenants / public.name)
+        for number in range(TENANTS):
+            (tenants / f"tenant-{number}.pub").write_text(f"public {z85.encode(os.urandom(32)).decode()}\n")
         keys = ["--key", f"{folder}/executor.key", "--tenants", str(tenants)]
         served = stack.enter_context(executor(folder / "model", 1, "--listen", "tcp://127.0.0.1:0", *keys))
         self._executor = served.pid
