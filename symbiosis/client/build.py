@@ -117,7 +117,7 @@ def _fill(model: nn.Module, session: Session, device: torch.device) -> None:
     for module in model.modules():
         weight, bias = getattr(module, "weight", None), module._parameters.get("bias")
         if isinstance(weight, RemoteWeight) and bias is not None and weight.handle.layer.bias:
-            weight.handle.own_bias = (bias, bias._version)
+            weight.handle.bias = bias.detach().clone()
     missing = [name for name, p in model.named_parameters() if p.device.type == "meta"]
     if missing:
         raise WrapError(

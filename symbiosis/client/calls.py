@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 
 from symbiosis.client.groups import Member
 from symbiosis.errors import CallError, Code, RemoteWeightError
-from symbiosis.protocol import DTYPES, Call, Op, Priority, View
+from symbiosis.protocol import DTYPES, Call, Layer, Op, Priority, View
 from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 
 LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
@@ -48,6 +48,17 @@ def rows_call(
     return call, tuple((*shape[:-1], member.width) for member in group)
 
 
+def shape_of_result(call: Call, layer: Layer) -> tuple[int, ...]:
+    """Of a call that carries rows."""
+    if call.op is Op.LEFT and call.view is not None:
+        return (*call.view.size[:-1], call.shape[-1])
+    if call.op is Op.LOOKUP:
+        return (*call.shape, layer.shape[1])
+    outputs_last = (call.op is Op.FORWARD) == (layer.kind == "conv1d")
+    width = call.view.size[-1] if call.view is not None else layer.shape[1 if outputs_last else 0]
+    return (*call.shape[:-1], width)
+
+
 def goes_in_parts(call: Call, shapes: Shapes) -> bool:
     """Whether its rows are very many, and may go by themselves. What several members get or make lies one member after another:
     results can be taken apart where their shapes are known."""
@@ -59,6 +70,11 @@ def parts_of(x_TK: Tensor) -> Sequence[Tensor]:
     """Rows that go one call after another."""
     most = LARGEST // max(1, x_TK.shape[1] * x_TK.element_size())
     return x_TK.split(max(FEWEST, most // FEWEST * FEWEST))
+
+
+def is_watched() -> bool:
+    """Whether somebody writes down what goes through torch's dispatcher, or replaces it: compilers, tracers, modes."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
 def refuse_tracers() -> None:

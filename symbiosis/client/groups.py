@@ -36,9 +36,21 @@ class Run:
     dtype: torch.dtype | None = None
     called: tuple[Member, ...] = ()
     ready: dict[Member, Tensor] | None = None
+    made_of: Tensor | None = None  # what `x` held then, where that can be compared without waiting
 
     def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
         return self.x is not None and self.x() is x and self.version == x._version and self.dtype == dtype
+
+    def take(self, x: Tensor, member: Member) -> Tensor | None:
+        """What was made for `member`, if `x` still holds what it was made of."""
+        if not self.ready or member not in self.ready:
+            return None
+        if self.made_of is not None and not torch.equal(self.made_of, x):  # written to past autograd
+            return None
+        made = self.ready.pop(member)
+        if not self.ready:
+            self.made_of = None
+        return made
 
 
 class Groups:
@@ -52,11 +64,11 @@ class Groups:
     def fetch(self, x: Tensor, dtype: torch.dtype, member: Member) -> Tensor | None:
         """What `member` makes of `x` (as `dtype`), if it was made already."""
         run = self._run
-        return run.ready.pop(member, None) if run.ready and run.is_of(x, dtype) else None
+        return run.take(x, member) if run.ready and run.is_of(x, dtype) else None
 
     def begin(self, x: Tensor, dtype: torch.dtype, member: Member) -> tuple[Member, ...]:
         """Who is to be asked for together with `member`, which makes a call now: it first, perhaps alone."""
-        if x.is_inference():  # nobody could tell whether it was changed in between
+        if x.is_inference() or torch.is_inference_mode_enabled():  # results that wait would be of no use outside
             return (member,)
         run = self._run
         if run.is_of(x, dtype):
@@ -67,10 +79,11 @@ class Groups:
         self._run = Run(weakref.ref(x), x._version, dtype, (member,))
         return self._known.get(member) or (member,)
 
-    def keep(self, group: tuple[Member, ...], made: list[Tensor]) -> Tensor:
+    def keep(self, x: Tensor, group: tuple[Member, ...], made: list[Tensor]) -> Tensor:
         """The first one's result; the others wait."""
-        self._run.called = group
-        self._run.ready = dict(zip(group[1:], made[1:], strict=True))
+        run = self._run
+        run.called, run.ready = group, dict(zip(group[1:], made[1:], strict=True))
+        run.made_of = x.detach().clone() if x.is_cpu else None
         return made[0]
 
     def _learn(self, run: Run) -> None:

@@ -130,6 +130,8 @@ class PrivateSession(Pinned):
 
     def rows(self, op: Op, group: Group, x: Tensor, priority: Priority) -> list[Tensor]:
         refuse_transforms(x)
+        if x.is_meta:
+            return super().rows(op, group, x, priority)
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "private calls are masked on the CPU, which a CUDA graph cannot capture: do not capture the step"
@@ -140,8 +142,8 @@ class PrivateSession(Pinned):
 
     def call(self, op: Op, layer: int, x: Tensor | None = None, **words: Any) -> Tensor:
         """As of any session, where it can be done by masked rows or carries nothing of the client's."""
-        if x is None:
-            return super().call(op, layer, **words)
+        if x is None or x.is_meta:
+            return super().call(op, layer, x, **words)
         refuse_tracers()
         if op not in (Op.FORWARD, Op.DGRAD) or words.get("view") is not None or words.get("bias"):
             self._refuse(op, layer)

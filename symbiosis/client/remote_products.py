@@ -5,12 +5,15 @@ nothing is saved for it. What is no product that the executor knows comes back a
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from symbiosis.client.remote_view import RemoteView, contiguous_stride
+from symbiosis.client.bias import complete, shares
+from symbiosis.client.calls import is_watched
+from symbiosis.client.remote_view import RemoteView, contiguous_stride, stand_in
 from symbiosis.protocol import Op, Priority, View
 
 aten = torch.ops.aten
@@ -71,10 +74,12 @@ def _plus(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) 
     """`beta * bias + alpha * x @ V`; the base's own bias is added inside the executor's product, so that it rounds once."""
     if isinstance(bias, RemoteView):
         return NotImplemented
-    own = isinstance(weight, RemoteView) and beta == alpha == 1 and weight.handle.is_own_bias(bias)
-    if own and _op_by(weight) is Op.FORWARD and x.numel():
+    if isinstance(weight, RemoteView) and beta == alpha == 1 and _op_by(weight) is Op.FORWARD and x.numel():
         handle = weight.handle
-        return handle.session.call(Op.FORWARD, handle.index, x, bias=True, gradient=_in_backward())
+        added, left = shares(handle, bias, x.dtype, is_watched())
+        if added:
+            y = handle.session.call(Op.FORWARD, handle.index, x, bias=True, gradient=_in_backward())
+            return complete(y, bias, handle.bias) if left else y
     y = times(x, weight)
     return NotImplemented if y is NotImplemented else beta * bias + alpha * y
 
@@ -84,16 +89,6 @@ def _plus_in_place(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: fl
         return NotImplemented
     y = times(x, weight)
     return NotImplemented if y is NotImplemented else bias.mul_(beta).add_(y, alpha=alpha)
-
-
-def _linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if isinstance(x, RemoteView):
-        return NotImplemented
-    rows = x.reshape(-1, x.shape[-1])
-    y = times(rows, weight.t()) if bias is None else _plus(bias, rows, weight.t())
-    if y is NotImplemented:
-        return y
-    return y.view(*x.shape[:-1], -1)
 
 
 def _matrix_vector(weight: Any, x: Any) -> Any:
@@ -108,6 +103,13 @@ def _grouped(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype:
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], weight.shape[-1])
     return _call(Op.GROUPED, weight, x.to(weight.dtype), weight.view_of(), offs.to(torch.int32))
+
+
+def _grouped_backward(x: Any, weight: Any, offs: Any, dy: Any) -> Any:
+    """Of compiled experts: the gradient of the rows, and that of the weight, which nobody wants."""
+    if not isinstance(weight, RemoteView) or isinstance(x, RemoteView):
+        return NotImplemented
+    return _grouped(dy, weight.transpose(-2, -1), offs), stand_in(weight)
 
 
 def _lookup(weight: Any, ids: Any, *_: Any) -> Any:
@@ -125,7 +127,11 @@ PRODUCTS: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _plus,
     aten.baddbmm.default: _plus,
     aten.addmm_.default: _plus_in_place,
-    aten.linear.default: _linear,
     aten._grouped_mm.default: _grouped,
     aten.embedding.default: _lookup,
 }
+with suppress(ImportError, AttributeError):  # what transformers makes of grouped products where a compiler knows none
+    import transformers.integrations.moe  # noqa: F401
+
+    PRODUCTS[torch.ops.transformers.grouped_mm_fallback.default] = _grouped
+    PRODUCTS[torch.ops.transformers.grouped_mm_fallback_backward.default] = _grouped_backward

@@ -9,7 +9,16 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from symbiosis.client.remote_products import PRODUCTS
-from symbiosis.client.remote_view import LIKE, VIEWS, RemoteView, call_site, stand_in, written_by
+from symbiosis.client.remote_view import (
+    LIKE,
+    RemoteView,
+    call_site,
+    is_composite,
+    is_view,
+    stand_in,
+    without_memory,
+    written_by,
+)
 from symbiosis.errors import WeightRead, WeightWrite
 
 aten = torch.ops.aten
@@ -24,9 +33,7 @@ class RemoteSum(Tensor):
 
     @staticmethod
     def __new__(cls, weight: RemoteView, delta: Tensor) -> "RemoteSum":
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[return-value]
-            cls, weight.shape, strides=weight.stride(), dtype=delta.dtype, device=weight.device, requires_grad=False
-        )
+        return without_memory(cls, weight.shape, weight.stride(), 0, delta.dtype, weight.device)  # type: ignore[no-any-return]
 
     def __init__(self, weight: RemoteView, delta: Tensor) -> None:
         self.weight, self.delta = weight, delta
@@ -56,7 +63,9 @@ class RemoteSum(Tensor):
         kwargs = kwargs or {}
         sums = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteSum)]
         first = args[0]
-        if func in _VIEWS_OF_SUMS:
+        if is_composite(func):
+            return func.decompose(*args, **kwargs)
+        if func is aten._to_copy.default or (is_view(func) and func is not aten.as_strided.default):
             weights, deltas = func(first.weight, *args[1:], **kwargs), func(first.delta, *args[1:], **kwargs)
             if isinstance(weights, list | tuple):
                 return [RemoteSum(w, d) for w, d in zip(weights, deltas, strict=True)]
@@ -85,7 +94,6 @@ class RemoteSum(Tensor):
         return func(*args, **kwargs)
 
 
-_VIEWS_OF_SUMS = (VIEWS - {aten.as_strided.default}) | {aten._to_copy.default}  # its offset counts from W's beginning
 _WITH_BIAS = frozenset((aten.addmm.default, aten.baddbmm.default, aten.addmm_.default))
 _WITHOUT_BIAS = {
     aten.addmm.default: aten.mm.default, aten.addmm_.default: aten.mm.default, aten.baddbmm.default: aten.bmm.default
@@ -107,8 +115,6 @@ def _both_terms(func: Any, args: Any, kwargs: Any) -> Any:
     if plain := _WITHOUT_BIAS.get(func):
         addend = plain(*local[0][1:]) * kwargs.get("alpha", 1)
         return func(*remote[0], **remote[1]).add_(addend)
-    if func is aten.linear.default:
-        return func(*remote[0], **remote[1]) + func(*local[0][:2])
     return func(*remote[0], **remote[1]) + func(*local[0], **local[1])
 
 

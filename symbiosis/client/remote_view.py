@@ -11,22 +11,28 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+import typing_extensions
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from symbiosis.client.session import Session
+from symbiosis.errors import RemoteWeightError
 from symbiosis.protocol import MAX_DIM, Layer, Op, View
 
 aten = torch.ops.aten
 
-VIEWS = frozenset(
+UNSAFE_VIEWS = frozenset(  # views that torch does not call so
+    (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+)
+OTHER_NUMBERS = frozenset(  # views in which the memory means something else
     (
-        aten.t.default, aten.transpose.int, aten.permute.default, aten.select.int, aten.slice.Tensor,
-        aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default,
-        aten.squeeze.default, aten.squeeze.dim, aten.expand.default, aten.unbind.int, aten.split.Tensor,
-        aten.split_with_sizes.default, aten.as_strided.default, aten.chunk.default, aten.narrow.default,
+        aten.view.dtype,
+        aten.view_as_real.default,
+        aten.view_as_complex.default,
+        aten._conj.default,
+        aten._neg_view.default,
     )
-)  # fmt: skip
+)
 LIKE = frozenset(
     (
         aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -44,19 +50,12 @@ class Handle:
     index: int
     layer: Layer
     private: Tensor | None = None
-    own_bias: tuple[nn.Parameter, int] | None = None  # the base's own bias, and its version when it was taken over
-
-    def is_own_bias(self, bias: Tensor | None) -> bool:
-        """Whether `bias` is still what the executor adds, too."""
-        own = self.own_bias
-        if own is None or bias is not own[0] or bias._version != own[1]:
-            return False
-        return not (bias.requires_grad and torch.is_grad_enabled())
+    bias: Tensor | None = None  # what the executor adds if it is asked to: a copy that nobody else can reach
 
     def snapshot(self) -> "Handle":
         """The executor's tensor as it is, for what is a copy to the caller: writes to the one do not show in the other."""
         assert self.private is None
-        return Handle(self.session, self.index, self.layer, own_bias=self.own_bias)
+        return Handle(self.session, self.index, self.layer, bias=self.bias)
 
     def is_same_tensor(self, other: "Handle") -> bool:
         if self is other:
@@ -67,7 +66,7 @@ class Handle:
     def copy(self, memo: dict[int, Any]) -> "Handle":
         if id(self) not in memo:
             private = None if self.private is None else self.private.clone()
-            memo[id(self)] = Handle(self.session, self.index, self.layer, private)
+            memo[id(self)] = Handle(self.session, self.index, self.layer, private, self.bias)
         return memo[id(self)]
 
 
@@ -80,11 +79,21 @@ class RemoteView(Tensor):
 
     @staticmethod
     def __new__(
-        cls, handle: Handle, size: Any, stride: Any, offset: int, dtype: torch.dtype, device: torch.device
+        cls,
+        handle: Handle,
+        size: Any = None,
+        stride: Any = None,
+        offset: int = 0,
+        dtype: Any = None,
+        device: Any = None,
+        **_: Any,
     ) -> Self:
-        weight = torch.Tensor._make_wrapper_subclass(
-            cls, size, strides=stride, storage_offset=offset, dtype=dtype, device=device, requires_grad=False
-        )
+        if not isinstance(handle, Handle):
+            raise RemoteWeightError(
+                f"the weight of a layer that an executor holds cannot be remade of values (at {call_site()}), as accelerate's cpu_offload "
+                "and disk_offload do: leave offloading out, since there is no memory to give back; or symbiosis.unwrap(model) first"
+            )
+        weight: Self = without_memory(cls, size, stride, offset, dtype, device)
         weight.handle, shape = handle, handle.layer.shape
         weight.is_whole = tuple(size) == shape and tuple(stride) == contiguous_stride(shape)
         return weight
@@ -129,6 +138,30 @@ class RemoteView(Tensor):
         return read.to(self.device).permute(*(order.index(dim) for dim in range(self.dim())))
 
 
+def without_memory(
+    cls: type[Tensor], size: Any, stride: Any, offset: int, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of this class. A view of an ordinary tensor is an ordinary tensor, under inference_mode, too."""
+    words: dict[str, Any] = {"strides": stride, "storage_offset": offset, "dtype": dtype, "device": device}
+    if not torch.is_inference_mode_enabled():
+        return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
+    with torch.inference_mode(False):
+        return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether what `func` makes lies where its first argument does, as other strides tell."""
+    return func in UNSAFE_VIEWS or (func.is_view and func not in OTHER_NUMBERS)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether torch writes `func` with other operations. Where autograd is at work it does so first, under inference_mode it leaves
+    that to us."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
 @cache
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride, step = [], 1
@@ -138,7 +171,7 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
-_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_INTERNAL = (str(Path(torch.__file__).parent), str(Path(__file__).parent), typing_extensions.__file__)
 
 
 def call_site() -> str:

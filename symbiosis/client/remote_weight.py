@@ -17,12 +17,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from symbiosis.client.remote_products import PRODUCTS
 from symbiosis.client.remote_sum import SUMS, RemoteSum
-from symbiosis.client.remote_view import LIKE, VIEWS, Handle, RemoteView, call_site, stand_in, written_by
+from symbiosis.client.remote_view import (
+    LIKE,
+    Handle,
+    RemoteView,
+    call_site,
+    is_composite,
+    is_view,
+    stand_in,
+    written_by,
+)
 from symbiosis.client.session import Session
 from symbiosis.errors import WeightRead, WeightWrite
 from symbiosis.protocol import Layer, View
 
 aten = torch.ops.aten
+NOWHERE = 1 << 62  # no address of any processor or GPU
 
 
 class RemoteWeight(RemoteView):
@@ -96,8 +106,21 @@ class RemoteWeight(RemoteView):
     def __dlpack__(self, **how: Any) -> Any:
         return self._read("__dlpack__").__dlpack__(**how)
 
+    def data_ptr(self) -> int:
+        """Who compares addresses to find what is tied finds it; nothing lies there."""
+        handle, offset = self.handle, int(self.storage_offset()) * self.element_size()
+        if handle.private is not None:
+            return handle.private.data_ptr() + offset
+        return NOWHERE + (handle.session.number << 52) + (handle.index << 38) + offset
+
+    def untyped_storage(self) -> Any:
+        """Of a private copy; else torch's own, which tells tensors apart and has no memory."""
+        return super().untyped_storage() if self.handle.private is None else self.handle.private.untyped_storage()
+
     def storage(self) -> Any:
         """What `safetensors` asks for at last, of each tensor that it saves."""
+        if self.handle.private is not None:
+            return self.handle.private.storage()
         raise WeightRead(
             f"the remote weight {self.handle.layer.name!r} has no memory here (at {call_site()}). To save it, call "
             "symbiosis.unwrap(model) first"
@@ -140,26 +163,20 @@ class RemoteWeight(RemoteView):
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteWeight":
         if id(self) not in memo:
             handle = self.handle.copy(memo)
-            own = self.handle.own_bias
-            if own is not None:
-                bias = memo.get(id(own[0]))
-                if bias is None:
-                    import copy
-
-                    bias = copy.deepcopy(own[0], memo)
-                handle.own_bias = (bias, bias._version) if self.handle.is_own_bias(own[0]) else None
             memo[id(self)] = _remade(handle, self.view_of(), self.dtype, self.device, self._is_param)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         handle = self.handle
-        parts = handle.session, handle.index, handle.layer, handle.private
+        parts = handle.session, handle.index, handle.layer, handle.private, handle.bias
         return _unpickled, (*parts, self.view_of(), self.dtype, self.device, self._is_param)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        if func in VIEWS:
+        if is_composite(func):
+            return func.decompose(*args, **kwargs)
+        if is_view(func):
             return _view(func, args, kwargs)
         if func is aten._to_copy.default and args[0].handle.private is None:
             return args[0].converted(kwargs.get("dtype"), kwargs.get("device"))
@@ -192,9 +209,17 @@ def _remade(handle: Handle, view: View, dtype: torch.dtype, device: torch.device
 
 
 def _unpickled(
-    session: Session, index: int, layer: Layer, private: Tensor | None, view: View, dtype: Any, device: Any, param: bool
+    session: Session,
+    index: int,
+    layer: Layer,
+    private: Tensor | None,
+    bias: Tensor | None,
+    view: View,
+    dtype: Any,
+    device: Any,
+    param: bool,
 ) -> RemoteWeight:
-    return _remade(Handle(session, index, layer, private), view, dtype, device, param)
+    return _remade(Handle(session, index, layer, private, bias), view, dtype, device, param)
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:

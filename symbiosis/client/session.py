@@ -22,7 +22,15 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis import transport
-from symbiosis.client.calls import call_of, goes_in_parts, parts_of, refuse_tracers, refuse_transforms, rows_call
+from symbiosis.client.calls import (
+    call_of,
+    goes_in_parts,
+    parts_of,
+    refuse_tracers,
+    refuse_transforms,
+    rows_call,
+    shape_of_result,
+)
 from symbiosis.client.groups import Groups, Member
 from symbiosis.client.stats import Stats
 from symbiosis.errors import (
@@ -36,7 +44,7 @@ from symbiosis.errors import (
 )
 from symbiosis.kernels import with_triton
 from symbiosis.protocol import Call, Hello, Layer, Op, Priority, Reply, View, Welcome
-from symbiosis.transport.tensors import CPU, Shapes, on_host
+from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, on_host
 from symbiosis.transport.waiting import Waiting
 
 if TYPE_CHECKING:
@@ -180,6 +188,9 @@ class Session:
             return self._in_parts(call, payload[0], device, shapes)
         if device.type == "cpu":
             return self._answer(call, payload, shapes)
+        if device.type == "meta":  # which holds no rows: no more than a shape is asked for
+            shapes = shapes or (shape_of_result(call, self.manifest[call.layer]),)
+            return [torch.empty(shape, dtype=TORCH_DTYPE[call.dtype], device=device) for shape in shapes]
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 f"{call.op.name} of {self.name(call.layer)} is made by the CPU, which a CUDA graph cannot capture: use local://"

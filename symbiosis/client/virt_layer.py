@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.calls import refuse_transforms
+from symbiosis.client.bias import complete, shares
+from symbiosis.client.calls import is_watched, refuse_transforms
 from symbiosis.client.groups import Member
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session
@@ -133,28 +134,23 @@ torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_con
 
 
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
-    """What `layer` computes, by the executor: asked for together with what other layers will want of the same tensor. A bias that
-    is no longer the base's own is added here."""
-    handle, bias, own, given = weight.handle, own_tensor(layer, "bias"), False, x
+    """What `layer` computes, by the executor: asked for together with what other layers will want of the same tensor."""
+    handle, bias, given = weight.handle, own_tensor(layer, "bias"), x
     if torch._C._is_any_autocast_enabled():
         x = _as_autocast(x)
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise RuntimeError(
             f"{handle.layer.name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of "
             "them, or use torch.autocast"
         )
-    if is_watched():  # alone: a compiler knows neither a tensor's identity nor its version
+    watched = is_watched()
+    added, left = (False, False) if bias is None else shares(handle, bias, x.dtype, watched)
+    if watched:  # alone: a compiler knows neither a tensor's identity nor its version
         number, priority = handle.session.number, int(_priority(layer, x))
-        y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, own, priority)
+        y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority)
     else:
-        own = bias is not None and handle.is_own_bias(bias)
-        y = _with_others(layer, given, x, handle.session, Member(handle.index, width, own))
-    return y if bias is None or own else y + bias.to(y.dtype)
-
-
-def is_watched() -> bool:
-    """Whether somebody writes down what goes through torch's dispatcher, or replaces it: compilers, tracers, modes."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+        y = _with_others(layer, given, x, handle.session, Member(handle.index, width, added))
+    return complete(y, bias, handle.bias if added else None) if left else y
 
 
 def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
@@ -172,8 +168,8 @@ def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, m
         group = groups.begin(given, x.dtype, member)
         if len(group) > 1 and x.numel():
             if tracked and not session.exact:
-                return groups.keep(group, list(GroupProduct.apply(x, session, group, priority)))  # type: ignore[no-untyped-call]
-            made = groups.keep(group, session.rows(Op.FORWARD, group, x.detach() if tracked else x, priority))
+                return groups.keep(given, group, list(GroupProduct.apply(x, session, group, priority)))  # type: ignore[no-untyped-call]
+            made = groups.keep(given, group, session.rows(Op.FORWARD, group, x.detach() if tracked else x, priority))
     how = session, member.layer, Op.FORWARD, member.width, member.bias, priority
     if tracked:
         return _tracked_product(x, how, None if made is None else (made,))

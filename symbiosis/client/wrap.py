@@ -190,7 +190,7 @@ def replace(places: list[Place], handle: Handle, biases: dict[str, str], device:
         owner._parameters[place.name] = parameter
         bias = owner._parameters.get("bias")
         if bias is not None and handle.layer.bias and biases.get(f"{handle.layer.name}.bias") == _digest_of(bias):
-            handle.own_bias = (bias, bias._version)
+            handle.bias = bias.detach().clone()
         owner.__class__ = PROXY.get(type(owner), type(owner))
         owner.register_state_dict_post_hook(complete)
         owner.register_load_state_dict_pre_hook(put_in_remote)

@@ -129,7 +129,7 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, str, Tensor, Tensor | None
             kind = _kind(module, name, tensor)
             bias = getattr(module, "bias", None) if kind in ("linear", "conv1d") else None
             layer = module_name if kind in ("linear", "conv1d", "embedding") else full
-            yield layer, kind, tensor.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+            yield layer, kind, tensor.detach().contiguous(), None if bias is None else bias.detach().clone()
 
 
 def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
