@@ -1,16 +1,13 @@
 # `make demo` and `make test` work on a fresh machine with Python 3.11+: they set up a virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
-# On a machine without an NVIDIA GPU, torch's CPU build is enough (and gigabytes smaller).
-CONSTRAINTS := $(shell command -v nvidia-smi >/dev/null 2>&1 || echo -c constraints-cpu.txt)
-
-.PHONY: setup demo test test-soak test-gpu check
+.PHONY: setup demo test test-soak test-gpu check docs wheel
 
 setup: $(VENV)/.ready
 
-$(VENV)/.ready: pyproject.toml constraints-cpu.txt
+$(VENV)/.ready: pyproject.toml setup.py constraints-cpu.txt scripts/torch_index.py
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install -q $(CONSTRAINTS) -e '.[dev]'
+	$(VENV)/bin/python -m pip install -q $$($(VENV)/bin/python scripts/torch_index.py) -e '.[dev]'
 	touch $@
 
 demo: setup
@@ -29,3 +26,12 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# The site, with the API's reference: site/index.html
+docs: setup
+	$(VENV)/bin/python -m pip install -q -e '.[docs]'
+	$(VENV)/bin/mkdocs build --strict
+
+# What is published: dist/
+wheel: setup
+	$(VENV)/bin/python -c "from setuptools import build_meta as build; build.build_sdist('dist'); build.build_wheel('dist')"

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ECHOES, ECHO_VALUES = 200, 1024
 SLAB_BYTES = 4 << 20  # what a session on this host begins with
 LITTLE_SHM = 64 << 20  # docker's default
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 FEW_CLIENTS = 16  # an executor should have file descriptors for more than these
 
 
@@ -91,7 +92,7 @@ def check_gpus() -> Check:
     """The GPUs, as the driver's own tool lists them: asking CUDA would initialise it in this process."""
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None:
-        return Check("ok", "devices", f"cpu ({platform.machine()}); no NVIDIA driver")
+        return check_cpu_build()
     query = [nvidia_smi, "--query-gpu=name,memory.total", "--format=csv,noheader"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True)
@@ -102,6 +103,19 @@ def check_gpus() -> Check:
     if "+cpu" in build:
         return Check("warn", "devices", "; ".join(gpus), f"torch {build} cannot use them: install torch's CUDA build")
     return Check("ok", "devices", "; ".join(gpus))
+
+
+def check_cpu_build() -> Check:
+    """Without a GPU: that torch has not brought gigabytes of CUDA packages along."""
+    import torch
+
+    text = f"cpu ({platform.machine()}); no NVIDIA driver"
+    if torch.version.cuda is None:
+        return Check("ok", "devices", text)
+    return Check(
+        "warn", "devices", f"{text}, but torch {torch.__version__} is a CUDA build, gigabytes larger than one for CPUs",
+        f"Where there is a GPU, install its driver; else: pip install --extra-index-url {CPU_INDEX} torch=={torch.__version__.partition('+')[0]}+cpu",
+    )  # fmt: skip
 
 
 def check_mps() -> Check:

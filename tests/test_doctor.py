@@ -114,6 +114,18 @@ def test_gpus_are_those_that_the_driver_lists(driver: Callable) -> None:
     assert doctor.check_gpus().state == "FAIL"
 
 
+def test_a_cuda_build_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert doctor.check_gpus().state == "ok"
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    check = doctor.check_gpus()
+    assert check.state == "warn" and "is a CUDA build" in check.text
+    assert f"pip install --extra-index-url {doctor.CPU_INDEX} torch==2." in check.remedy and check.remedy.endswith(
+        "+cpu"
+    )
+
+
 def test_mps(driver: Callable, fake_mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     driver("nvidia-smi", "")
     check = doctor.check_mps()

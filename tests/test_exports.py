@@ -57,9 +57,3 @@ def test_errors_survive_the_way_between_processes() -> None:
 def test_the_command_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "symbiosis", "version"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == symbiosis.__version__
-
-
-def test_the_version_is_that_of_the_package() -> None:
-    import importlib.metadata
-
-    assert importlib.metadata.version("symbiosis") == symbiosis.__version__
