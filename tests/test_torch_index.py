@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "torch_index.py"
+README = SCRIPT.parent.parent / "README.md"
+INDEX = "https://download.pytorch.org/whl/cpu"
 NAME = "torch-{version}-py3-none-any.whl"
 
 
@@ -72,8 +74,9 @@ def test_a_plain_machine_gets_the_cpu_build_of_pytorchs_index(tmp_path: Path, we
 
 
 def test_so_does_who_follows_the_readme_by_hand(tmp_path: Path, web: str) -> None:
-    readme = [f"--extra-index-url={web}/cpu", f"--constraint={SCRIPT.parent.parent / 'constraints-cpu.txt'}"]
-    assert chosen(readme, environment(tmp_path, web)) == "2.13.0+cpu"
+    assert f"PIP_EXTRA_INDEX_URL={INDEX} pip install -c constraints-cpu.txt -e ." in README.read_text()
+    constraint = [f"--constraint={README.with_name('constraints-cpu.txt')}"]
+    assert chosen(constraint, environment(tmp_path, web, PIP_EXTRA_INDEX_URL=f"{web}/cpu")) == "2.13.0+cpu"
 
 
 def test_a_cpu_build_that_pip_finds_by_itself_is_taken_without_another_index(tmp_path: Path, web: str) -> None:

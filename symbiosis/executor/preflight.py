@@ -8,6 +8,7 @@ import shutil
 import socket
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -223,7 +224,9 @@ def _has_driver() -> bool:
 
 
 def free_memory() -> int:
-    """Bytes that a new process could have: the machine's, and swap, within the limit of its cgroup."""
+    """Bytes that a new process could have: the machine's, and swap, within the limit of its cgroup. No limit where nothing tells."""
+    if not Path("/proc/meminfo").exists():
+        return sys.maxsize
     told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     free = sum(int(told[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
     with suppress(OSError, ValueError, LookupError):  # no cgroup, or no limit
