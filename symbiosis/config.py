@@ -38,6 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     integers: tuple[int, ...] = ()
     operator: str = ""
     metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     key: str | None = None
     tenants: str | None = None
     nccl: bool | None = None

@@ -14,11 +14,10 @@ import torch
 
 from symbiosis import mps
 from symbiosis.config import Options
-from symbiosis.errors import ConfigError
 from symbiosis.executor.headroom import headroom_bytes
+from symbiosis.executor.http import Pages
 from symbiosis.executor.load import load_model, structure
 from symbiosis.executor.log import log, set_up_logging
-from symbiosis.executor.metrics import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.executor.store import Store, check_patterns
 from symbiosis.transport.line import FIRST_SEGMENT
@@ -66,6 +65,7 @@ def shared_gpu(options: Options) -> Iterator[None]:
 
 def load_and_serve(model_name: str, options: Options) -> None:
     """Prints one line when it is ready. What `preflight` could not check without torch is checked before the weights are loaded."""
+    pages = Pages(options.metrics_host, options.metrics_port) if options.metrics_port is not None else None
     if options.serve:
         check_patterns(structure(model_name), options.serve)
     if options.workers > (cores := len(os.sched_getaffinity(0))):
@@ -78,8 +78,8 @@ def load_and_serve(model_name: str, options: Options) -> None:
     server.listen(options.listen)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.drain())
-    if options.metrics_port is not None:
-        serve_metrics(server, options.metrics_port)
+    if pages:
+        pages.show(server)
     endpoints = " ".join(listener.url for listener in server.listeners)
     served = len(store.served())
     print(
@@ -101,15 +101,3 @@ def memory_plan(store: Store, options: Options) -> dict[str, int]:
         kept = headroom_bytes(store.weights, options.max_batch_tokens, gpu_bytes)
         nbytes |= {"gpu_headroom": kept, "gpu_free": max(0, left - kept), "gpu_session_at_least": FIRST_SEGMENT}
     return {f"{name}_mib": value >> 20 for name, value in nbytes.items()} | {"sessions": options.max_sessions}
-
-
-def serve_metrics(server: Server, port: int) -> None:
-    """Prometheus metrics at http://127.0.0.1:PORT/metrics."""
-    from prometheus_client import CollectorRegistry, start_http_server
-
-    registry = CollectorRegistry()
-    registry.register(PrometheusCollector(server))
-    try:
-        start_http_server(port, addr="127.0.0.1", registry=registry)
-    except OSError as error:
-        raise ConfigError(f"cannot serve metrics at 127.0.0.1:{port}: {error}") from None

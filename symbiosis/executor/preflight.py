@@ -139,13 +139,16 @@ SCHEMES = {"inproc": check_inproc, "local": check_local, "tcp": check_tcp}
 @_said
 def check_metrics(options: Options, held: ExitStack) -> None:
     if options.metrics_port:
-        server = held.enter_context(socket.socket())
+        family = socket.AF_INET6 if ":" in options.metrics_host else socket.AF_INET
+        server = held.enter_context(socket.socket(family))
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            server.bind(("127.0.0.1", options.metrics_port))
+            server.bind((options.metrics_host, options.metrics_port))
             server.listen()
         except OSError as error:
-            raise ConfigError(f"cannot serve metrics at 127.0.0.1:{options.metrics_port}: {error}") from None
+            raise ConfigError(
+                f"cannot serve metrics at {options.metrics_host}:{options.metrics_port}: {error}"
+            ) from None
 
 
 @_said

@@ -264,6 +264,15 @@ class Server:
         self._draining = True
         self.reactor.call_soon(self._stop_listening)
 
+    def health(self, stalled_s: float) -> str:
+        """`ready` while calls are answered; `starting`, `draining`, or `stalled` when the loop has not turned for so long. Callable from any
+        thread."""
+        if self._draining or self._stopped:
+            return "draining"
+        if not self._next_tick:
+            return "starting"
+        return "stalled" if monotonic() > self._next_tick + stalled_s else "ready"
+
     def stop(self) -> None:
         """End `run` at once."""
         self._stopped = True
