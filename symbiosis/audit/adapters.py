@@ -10,8 +10,9 @@ from torch import Tensor
 from symbiosis.audit.owner import BYTES, RANK, TARGETS, TRAIN_BATCH, Owner
 from symbiosis.audit.public import Public
 from symbiosis.audit.view import View
-from symbiosis.client.places import base_model, base_name
+from symbiosis.client.places import base_model
 from symbiosis.executor.load import load_model
+from symbiosis.names import modules_in_base
 from symbiosis.protocol import Op
 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
@@ -131,8 +132,8 @@ def distilled(view: View, public: Public, known: list[Tensor], steps: int) -> to
     config = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=list(TARGETS))
     student: torch.nn.Module = get_peft_model(load_model("demo"), config)  # type: ignore[arg-type]
     given: dict[str, Tensor] = {}
-    for path, module in base_model(student).named_modules():
-        if (name := base_name(path)) in wanted and hasattr(module, "weight"):
+    for _, name, module in modules_in_base(base_model(student)):
+        if name in wanted and hasattr(module, "weight"):
             module.register_forward_pre_hook(lambda _, inputs, name=name: given.update({name: inputs[0]}))
     optimizer = torch.optim.Adam([p for p in student.parameters() if p.requires_grad], lr=DISTIL_RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, DISTIL_RATE, steps)

@@ -11,10 +11,11 @@ from transformers import PreTrainedTokenizerBase
 
 import symbiosis
 from symbiosis.audit.recorder import Recorder
-from symbiosis.client.places import base_model, base_name
+from symbiosis.client.places import base_model
 from symbiosis.client.private import Privacy
 from symbiosis.demo_data import blocks, shouting_text
 from symbiosis.executor.load import load_model
+from symbiosis.names import modules_in_base
 from symbiosis.protocol import Op
 
 TARGETS = ("q_proj", "v_proj", "gate_proj", "down_proj")
@@ -51,9 +52,9 @@ class Truth:
     def __init__(self, model: nn.Module, layers: Sequence[str]) -> None:
         self.rows: dict[tuple[Op, str], list[Tensor]] = {}
         self.keeps = False
-        for path, module in base_model(model).named_modules():
-            if base_name(path) in layers and isinstance(module, nn.Linear):
-                module.register_forward_hook(self._hook(base_name(path)))
+        for _, name, module in modules_in_base(base_model(model)):
+            if name in layers and isinstance(module, nn.Linear):
+                module.register_forward_hook(self._hook(name))
 
     def _hook(self, name: str) -> Callable[..., None]:
         def given(module: nn.Module, inputs: tuple[Tensor, ...], y: Tensor) -> None:

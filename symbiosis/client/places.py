@@ -14,10 +14,9 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.choice import choose, excludes, matches
 from symbiosis.errors import WrapError
+from symbiosis.names import modules_in_base, parameter_in_base
 from symbiosis.protocol import Layer
 
-# Names that PEFT, torch and accelerate put between a layer and its parent.
-DETOURS = frozenset(("base_layer", "original_module", "parametrizations", "original", "_orig_mod", "module"))
 OTHER_SHAPE = "its shape"
 
 
@@ -134,14 +133,12 @@ def places_of(model: nn.Module, served: dict[str, int]) -> Iterator[Place]:
     root = base_model(model)
     theirs = executors_names(root, served)
     seen: set[tuple[int, str]] = set()
-    for path, module in root.named_modules(remove_duplicate=False):
-        own = base_name(path)
+    for _, own, module in modules_in_base(root):
         for name, parameter in module._parameters.items():
             if parameter is None or name == "bias":
                 continue
-            full = f"{own}.{name}" if own else name
             whole = name == "weight" and (theirs(own) in served or isinstance(module, nn.Linear | Conv1D))
-            mine = own if whole else base_name(full)
+            mine = own if whole else parameter_in_base(own, module, name)
             if (id(module), name) in seen and theirs(mine) not in served:
                 continue
             seen.add((id(module), name))
@@ -153,16 +150,11 @@ def base_model(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 
-def base_name(path: str) -> str:
-    """A module's path without what PEFT and others put in between."""
-    return ".".join(part for part in path.split(".") if part not in DETOURS)
-
-
 def executors_names(root: nn.Module, served: Collection[str]) -> Callable[[str], str]:
     """What the executor calls a layer of this model. They differ where a task's class calls its base otherwise than the bare base or
     another task's does (`bert.encoder`, `encoder`): what both call it is found by which of the ways finds most layers."""
     prefix = getattr(root, "base_model_prefix", "")
-    names = {base_name(path) for path, _ in root.named_modules()}
+    names = {name for _, name, _ in modules_in_base(root)}
     ways = [
         partial(_renamed, mine, theirs)
         for mine in ("", *([f"{prefix}."] if prefix else []))

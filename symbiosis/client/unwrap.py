@@ -5,12 +5,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from symbiosis.client.places import base_model, base_name
+from symbiosis.client.places import base_model
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.state import is_the_executors, may_read
 from symbiosis.client.virt_layer import ORIGINAL
 from symbiosis.client.wrap import DECODES, Model
 from symbiosis.errors import Code, WrapError
+from symbiosis.names import modules_in_base, parameter_in_base
 
 
 def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) -> Model:
@@ -40,8 +41,12 @@ def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) 
 
 def _names(model: nn.Module) -> dict[RemoteWeight, str]:
     """Those of the remote weights in this model, which the executor may call otherwise."""
-    named = base_model(model).named_parameters(remove_duplicate=False)
-    return {parameter: base_name(name) for name, parameter in named if isinstance(parameter, RemoteWeight)}
+    found: dict[RemoteWeight, str] = {}
+    for _, name, module in modules_in_base(base_model(model)):
+        for leaf, parameter in module._parameters.items():
+            if isinstance(parameter, RemoteWeight):
+                found[parameter] = parameter_in_base(name, module, leaf)
+    return found
 
 
 def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from symbiosis.choice import head_names, is_in
-from symbiosis.client.places import OTHER_SHAPE, Report, base_model, base_name
+from symbiosis.client.places import OTHER_SHAPE, Report, base_model
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session
 
@@ -71,7 +71,7 @@ def _say_what_is_frozen(root: nn.Module, _: Any) -> None:
         if hook is _say_what_is_frozen:
             del root._forward_pre_hooks[number]
     kept = root.__dict__.pop("_symbiosis_trainable")
-    frozen = [base_name(name) for name, p in root.named_parameters() if isinstance(p, RemoteWeight)]
+    frozen = [name for name, p in root.named_parameters() if isinstance(p, RemoteWeight)]
     if frozen and all(parameter.requires_grad for parameter in kept):  # nobody has frozen the base, as PEFT does
         logger.warning(
             "%d weights that were trainable before wrap are frozen and not trained, since the executor holds them (%s): to train a layer, "

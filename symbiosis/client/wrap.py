@@ -258,7 +258,7 @@ def _gather_no_experts(model: nn.Module) -> None:
     root = base_model(model)
     if hasattr(root, DECODES):
         setattr(root, DECODES, nullcontext)
-    if getattr(root.config, "_experts_implementation", None) == "batched_mm":
+    if getattr(getattr(root, "config", None), "_experts_implementation", None) == "batched_mm":
         root.set_experts_implementation("grouped_mm")  # type: ignore[operator]
         logger.warning("experts_implementation 'batched_mm' reads the experts' weights: set to 'grouped_mm'")
 

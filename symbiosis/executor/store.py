@@ -3,14 +3,16 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from symbiosis.choice import choose, head_names, is_in, matches
 from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.fingerprint import digest, model_fingerprint
 from symbiosis.kernels.integers import quantise, warm
+from symbiosis.names import modules_in_base, parameter_in_base
 from symbiosis.protocol import MAX_DIM, WEIGHT_BITS, Layer, Op, View
 from symbiosis.transport import commons
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
@@ -27,8 +29,8 @@ class Store:
 
     def __init__(self, model: nn.Module, serve: Sequence[str] = (), integers: Sequence[int] = ()) -> None:
         model.requires_grad_(False)
-        config: Any = getattr(model, "config", None)
-        self.config_json: str = config.to_json_string(use_diff=False) if config is not None else "{}"
+        config = getattr(model, "config", None)
+        self.config_json = config.to_json_string(use_diff=False) if isinstance(config, PreTrainedConfig) else "{}"
         self.model_class = type(model).__name__
         self.weights: list[Tensor] = []
         self.biases: list[Tensor | None] = []
@@ -120,10 +122,10 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, str, Tensor, Tensor | None
     """(name, kind, tensor, bias) of every parameter and persistent buffer. A layer goes by its module's dotted name."""
     seen: set[str] = set()
     persistent = model.state_dict(keep_vars=True)
-    for module_name, module in model.named_modules(remove_duplicate=False):
+    for path, module_name, module in modules_in_base(model):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            full = f"{module_name}.{name}" if module_name else name
-            if tensor is None or full not in persistent or full in seen:
+            full = parameter_in_base(module_name, module, name)
+            if tensor is None or f"{path}.{name}".lstrip(".") not in persistent or full in seen:
                 continue
             seen.add(full)
             kind = _kind(module, name, tensor)
