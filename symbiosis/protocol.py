@@ -58,6 +58,20 @@ class Op(IntEnum):
 
 
 BY_ROWS = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT))  # every row of the payload makes one of the reply
+# The fields of a call that each op uses, besides `priority`; all others must be empty (`checked`).
+_BY_VIEW = frozenset(("layer", "dtype", "shape", "view", "gradient"))
+USES: dict[Op, frozenset[str]] = {
+    Op.FORWARD: frozenset(("layer", "dtype", "shape", "bias", "gradient", "also", "seeded")),
+    Op.DGRAD: frozenset(("layer", "dtype", "shape", "also", "seeded")),
+    Op.PRODUCT: _BY_VIEW,
+    Op.LEFT: _BY_VIEW,
+    Op.GROUPED: _BY_VIEW | {"groups"},
+    Op.LOOKUP: frozenset(("layer", "dtype", "shape")),
+    Op.NORMS: frozenset(("layer", "dtype")),
+    Op.READ: frozenset(("layer", "dtype", "view")),
+    Op.ECHO: frozenset(("dtype", "shape")),
+    Op.STATS: frozenset(),
+}
 
 
 class Priority(IntEnum):
@@ -147,6 +161,27 @@ def _payload_nbytes(call: Call) -> int:
     return sum(-(-part // 8) * 8 for part in rows) + last
 
 
+_NOTHING = Call(Op.STATS, 0, DTYPES[0])  # every field of it is empty
+
+
+@lru_cache(maxsize=1 << 14)
+def checked(call: Call) -> Call:
+    """The call, if what its op does not use is empty; else `ProtocolError`.
+
+    >>> checked(Call(Op.NORMS, layer=3, dtype="float32", groups=1))
+    Traceback (most recent call last):
+    symbiosis.errors.ProtocolError: NORMS uses no groups: leave it empty in the call's header [UNKNOWN_OP]
+    """
+    empty = (name for name in Call.__struct_fields__ if name not in ("op", "priority", *USES[call.op]))
+    if unused := [name for name in empty if getattr(call, name) != getattr(_NOTHING, name)]:
+        raise ProtocolError(
+            Code.UNKNOWN_OP, f"{call.op.name} uses no {' and no '.join(unused)}: leave it empty in the call's header"
+        )
+    if call.op is Op.GROUPED and not call.groups:
+        raise ProtocolError(Code.BAD_SHAPE, "GROUPED takes one group of rows or more, not 0")
+    return call
+
+
 class Reply(msgspec.Struct, frozen=True):
     """The answer to the call with the same `seq`. Of one that is BUSY, `wait_us` is the time after which to try again."""
 
@@ -169,8 +204,8 @@ _PRIORITIES = {int(p): p for p in Priority}
 _CODES = {int(c): c for c in Code}
 _FLAG_BIAS, _FLAG_VIEW, _FLAG_GRADIENT, _FLAG_SEEDED = 1, 2, 4, 8
 _ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT | _FLAG_SEEDED
-# magic, version, seq
-_HEAD = struct.Struct("<4sH2xQ")
+# magic, version, nothing, seq
+_HEAD = struct.Struct("<4sHHQ")
 # op, flags, dtype, priority, dims, view dims, other layers | layer, groups, other layers | shape | view size, stride, offset
 _CALL = struct.Struct(f"<7Bx II {MAX_GROUP - 1}I {MAX_DIM}Q {MAX_DIM}Q{MAX_DIM}QQ")
 # code, dims, dtype | batch | wait, compute | shape
@@ -185,7 +220,7 @@ def _pad(numbers: tuple[int, ...], length: int = MAX_DIM) -> tuple[int, ...]:
 
 
 def encode_call(call: Call, seq: int) -> bytes:
-    return _HEAD.pack(MAGIC_CALL, VERSION, seq) + call_body(call)
+    return _HEAD.pack(MAGIC_CALL, VERSION, 0, seq) + call_body(call)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -231,13 +266,16 @@ def parse_call_body(body: bytes) -> Call:
     shape, size, stride = (tuple(sizes[at : at + n]) for at, n in ((0, dims), (MAX_DIM, vdims), (2 * MAX_DIM, vdims)))
     view = View(size, stride, offset) if flags & _FLAG_VIEW else None
     bias, gradient, seeded = (bool(flags & flag) for flag in (_FLAG_BIAS, _FLAG_GRADIENT, _FLAG_SEEDED))
-    return Call(
-        _OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient, also, seeded
+    call = checked(
+        Call(_OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient, also, seeded)
     )
+    if call_body(call) != body:
+        raise ProtocolError(Code.BAD_FRAME, "a call header holds numbers where it has to be empty")
+    return call
 
 
 def encode_reply(reply: Reply) -> bytes:
-    return _HEAD.pack(MAGIC_REPLY, VERSION, reply.seq) + _REPLY.pack(
+    return _HEAD.pack(MAGIC_REPLY, VERSION, 0, reply.seq) + _REPLY.pack(
         reply.code, len(reply.shape), _DTYPE_CODE[reply.dtype], min(reply.batch, 2**32 - 1),
         min(reply.wait_us, 2**32 - 1), min(reply.compute_us, 2**32 - 1), *_pad(reply.shape),
     )  # fmt: skip
@@ -255,8 +293,8 @@ def decode_reply(raw: bytes) -> Reply:
 
 
 def _number(raw: bytes, expected: bytes) -> int:
-    magic, version, seq = _HEAD.unpack_from(raw)
-    if magic != expected:
+    magic, version, nothing, seq = _HEAD.unpack_from(raw)
+    if magic != expected or nothing:
         raise ProtocolError(Code.BAD_FRAME, "these bytes are no message of Symbiosis")
     if version != VERSION:
         raise ProtocolError(

@@ -15,6 +15,7 @@ from symbiosis.executor.metrics import PrometheusCollector
 from symbiosis.protocol import DTYPES, MAGIC_REPLY, Call, Op, decode_reply, encode_call
 from symbiosis.transport import zeromq
 from tests.conftest import exact, tiny_llama
+from tests.frames import only_used
 from tests.processes import layer_number
 from tests.realm import Raw, Realm
 
@@ -63,6 +64,7 @@ def question(chance: random.Random, layers: int) -> list[bytes]:
         (Op.FORWARD, Op.FORWARD, Op.DGRAD, Op.ECHO, Op.PRODUCT, Op.LEFT, Op.NORMS, Op.READ, Op.LOOKUP, Op.STATS)
     )
     call = Call(op, chance.randrange(layers + 2), chance.choice(DTYPES), shape)
+    call = only_used(call) if chance.random() < 0.9 else call
     if call.nbytes > 1 << 20:
         return question(chance, layers)
     size = call.nbytes if chance.random() < 0.9 else chance.randrange(100)

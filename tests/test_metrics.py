@@ -95,7 +95,7 @@ def test_prometheus(tmp_path: Path) -> None:
         for rows in (3, 5):
             local.call(Op.FORWARD, layer, torch.ones(rows, width))
         tcp.call(Op.DGRAD, layer, torch.ones(2, local.manifest[layer].shape[0]))
-        tcp.call(Op.ECHO, 9, torch.ones(1, 4))
+        tcp.call(Op.ECHO, 0, torch.ones(1, 4))
         with pytest.raises(CallError):
             tcp.call(Op.FORWARD, layer, torch.ones(1, width + 1))
         seen = executor.scrape()

@@ -189,7 +189,7 @@ def test_who_goes_on_with_what_is_refused_is_hung_up_on(executor: symbiosis.Exec
 
 
 @pytest.mark.parametrize("header", [
-    encode_call(Call(Op.STATS, 0, "uint8"), 1), encode_call(Call(Op.READ, 3, "float32"), 1), b"x" * len(encode_call(Call(Op.STATS, 0, "uint8"), 1)),
+    encode_call(Call(Op.STATS, 0, "float32"), 1), encode_call(Call(Op.READ, 3, "float32"), 1), b"x" * len(encode_call(Call(Op.STATS, 0, "float32"), 1)),
     encode_call(Call(Op.FORWARD, 3, "float32", (1 << 40, 64)), 1),
 ], ids=["figures", "weights", "nonsense", "a bomb"])  # fmt: skip
 def test_headers_that_nobody_sends_so_end_their_session_only(

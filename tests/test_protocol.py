@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from symbiosis import protocol
 from symbiosis.errors import CallError, Code, ProtocolError
@@ -21,6 +22,7 @@ from symbiosis.protocol import (
     MAX_GROUP,
     REPLY_SIZE,
     SEED_BYTES,
+    USES,
     VERSION,
     Beat,
     Bye,
@@ -44,6 +46,7 @@ from symbiosis.protocol import (
     encode_reply,
 )
 from tests import tally
+from tests.frames import FILLED, only_used
 
 FRAMES = 100_000
 VERSION_AT = 4  # behind the magic
@@ -70,13 +73,41 @@ control_messages = st.one_of(
     st.builds(Refusal, i64, text), st.builds(Grow, i64), st.builds(Grown, i64), st.builds(Beat), st.builds(Bye),
 )  # fmt: skip
 
-CALL = encode_call(Call(Op.FORWARD, 3, "float32", (2, 64), view=View((8, 8), (8, 1), 0)), seq=7)
+CALL = encode_call(Call(Op.PRODUCT, 3, "float32", (2, 64), view=View((8, 8), (8, 1), 0)), seq=7)
 REPLY = encode_reply(Reply(7, shape=(2, 64), dtype="float32"))
 
 
-@given(calls, u64)
+@given(calls.map(only_used), u64)
 def test_calls_come_back(call: Call, seq: int) -> None:
     assert decode_call(encode_call(call, seq)) == (seq, call)
+
+
+@pytest.mark.parametrize("op", Op)
+@pytest.mark.parametrize("name", FILLED)
+def test_what_an_op_does_not_use_must_be_empty(op: Op, name: str) -> None:
+    call = replace(only_used(Call(op, 0, "float32")), **{name: FILLED[name]})
+    if name in USES[op]:
+        assert decode_call(encode_call(call, 1)) == (1, call)
+        return
+    with pytest.raises(ProtocolError, match=f"{op.name} uses no {name}: leave it empty") as error:
+        decode_call(encode_call(call, 1))
+    assert error.value.code is Code.UNKNOWN_OP
+
+
+def test_the_table_of_what_ops_use_is_this() -> None:
+    """The payload, the matrix and the arithmetic follow from these words; who adds one, adds checks of it."""
+    assert {op.name: " ".join(sorted(names)) for op, names in USES.items()} == {
+        "FORWARD": "also bias dtype gradient layer seeded shape", "DGRAD": "also dtype layer seeded shape",
+        "PRODUCT": "dtype gradient layer shape view", "LEFT": "dtype gradient layer shape view",
+        "GROUPED": "dtype gradient groups layer shape view", "LOOKUP": "dtype layer shape", "NORMS": "dtype layer",
+        "READ": "dtype layer view", "ECHO": "dtype shape", "STATS": "",
+    }  # fmt: skip
+
+
+def test_groups_of_rows_are_one_or_more() -> None:
+    with pytest.raises(ProtocolError, match="one group of rows or more") as error:
+        decode_call(encode_call(Call(Op.GROUPED, 0, "float32", (2, 8)), 1))
+    assert error.value.code is Code.BAD_SHAPE
 
 
 @given(replies)
@@ -244,10 +275,13 @@ def test_no_bytes_do_more_than_raise_protocol_error(kind: str, frames: int) -> N
     decode, seeds = SEEDS[kind]
     chance, refused = random.Random(frames), 0
     for number in range(frames):
+        frame = mutated(seeds[number % len(seeds)], chance)
         try:
-            decode(mutated(seeds[number % len(seeds)], chance))
+            message = decode(frame)
         except ProtocolError:
             refused += 1
+        else:  # no byte of a call's header is without a meaning
+            assert kind != "call" or encode_call(message[1], message[0]) == frame
     tally.done[tally.PARSED] += frames
     assert frames // 10 < refused < frames  # else the frames are all alike, and test nothing
 

@@ -55,12 +55,15 @@ def test_a_snapshot_holds_what_happened(llama: nn.Module, serve: Callable, url: 
     assert seen.rss_bytes > seen.weights_bytes > 0
 
 
-def test_echoes_of_any_layer_are_one_line(llama: nn.Module, serve: Callable) -> None:
+def test_echoes_are_of_no_layer_and_one_line(llama: nn.Module, serve: Callable) -> None:
     """A client must not be able to make up lines."""
     executor = serve(llama)
     with joined(executor.endpoint) as client, joined(executor.endpoint, observer=True) as observer:
-        for layer in (0, 7, 1 << 20):
-            client.call(Op.ECHO, layer, torch.ones(2, 4))
+        for _ in range(3):
+            client.call(Op.ECHO, 0, torch.ones(2, 4))
+        for layer in (7, 1 << 20):
+            with pytest.raises(CallError, match="ECHO uses no layer"):
+                client.call(Op.ECHO, layer, torch.ones(2, 4))
         lines = [line for line in top.snapshot(observer).lines if line.op == "ECHO"]
     assert [(line.layer, line.calls) for line in lines] == [("", 3)]
 

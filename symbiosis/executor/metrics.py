@@ -161,8 +161,7 @@ class Figures:
             self.refused(reply.code)
 
     def _line(self, call: Call) -> Line:
-        layer = 0 if call.op is Op.ECHO else call.layer  # an echo's layer is whatever the client wrote
-        return self.lines[layer, call.op]
+        return self.lines[call.layer, call.op]
 
     def refused(self, code: Code) -> None:
         self.errors[code.name] += 1

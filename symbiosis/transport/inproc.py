@@ -8,8 +8,8 @@ from queue import Empty, SimpleQueue
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
-from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome
-from symbiosis.transport.base import Inbox
+from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome, checked
+from symbiosis.transport.base import Inbox, refuse
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU, Shapes, cut
 
@@ -65,6 +65,11 @@ class Listener:
                 self._call(peer, *message)  # type: ignore[misc]
 
     def _call(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+        try:
+            checked(call)
+        except CallError as error:
+            refuse(peer, seq, error)
+            return
         if self._inbox.admits(peer, seq, call):
             self._inbox.arrived(peer, seq, call, payload)
 

@@ -20,10 +20,11 @@ from symbiosis.protocol import (
     Refusal,
     Reply,
     Welcome,
-    decode_call,
     decode_control,
     encode_control,
     encode_reply,
+    parse_call_body,
+    split_call,
 )
 from symbiosis.transport.base import JOIN_S, Inbox, refuse
 from symbiosis.transport.curve import Door
@@ -277,11 +278,12 @@ class Listener:
     def _call(self, peer: Peer | None, frames: list[zmq.Frame], room: bool) -> None:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
-        seq, call = decode_call(frames[0].bytes)
-        if not room:
-            self.inbox.turns_away(peer, seq, call)
-            return
+        seq, body = split_call(frames[0].bytes)
         try:
+            call = parse_call_body(body)
+            if not room:
+                self.inbox.turns_away(peer, seq, call)
+                return
             _check_sizes(call, frames[1:])
             payload = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
         except CallError as error:
