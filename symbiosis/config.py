@@ -8,6 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from symbiosis.errors import ConfigError
+from symbiosis.ownership import check_folder, why_not_ours
 from symbiosis.protocol import Limits
 
 Policy = Literal["immediate", "lockstep", "opportunistic"]
@@ -147,13 +148,16 @@ def _convert(values: dict[str, object]) -> Options:
 
 def default_endpoints() -> tuple[str, ...]:
     """Those in $SYMBIOSIS_ENDPOINT, with spaces or commas between replicas; else this user's socket on this host."""
-    named = os.environ.get("SYMBIOSIS_ENDPOINT", "").replace(",", " ").split()
-    return tuple(named) or (f"local://{runtime_dir() / 'executor.sock'}",)
+    if named := os.environ.get("SYMBIOSIS_ENDPOINT", "").replace(",", " ").split():
+        return tuple(named)
+    folder = runtime_dir()
+    check_folder(folder)
+    return (f"local://{folder / 'executor.sock'}",)
 
 
 def runtime_dir() -> Path:
-    """A directory of this user for sockets (mode 0700 when we make it)."""
+    """A folder of this user for sockets. Whoever uses it checks whose it is (`ownership`): in /tmp, another user may have made it."""
     base = os.environ.get("XDG_RUNTIME_DIR")
-    if base and os.access(base, os.W_OK):
+    if base and os.access(base, os.W_OK) and why_not_ours(Path(base)) is None:
         return Path(base) / "symbiosis"
     return Path(tempfile.gettempdir()) / f"symbiosis-{os.getuid()}"

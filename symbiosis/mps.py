@@ -7,7 +7,6 @@ else the default directory, leads there. Nothing here initialises CUDA, and no d
 import logging
 import os
 import shutil
-import stat
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from symbiosis.config import runtime_dir
 from symbiosis.errors import ConfigError
+from symbiosis.ownership import is_ours, make_folder
 
 CONTROL = "nvidia-cuda-mps-control"  # the daemon, and the tool that talks to it
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # where CUDA looks if nothing is said
@@ -37,6 +37,7 @@ class State(Enum):
 
     ABSENT = "no daemon"
     SILENT = "a daemon that does not answer"
+    FOREIGN = "another user's daemon"
     SERVES = "a daemon that answers"
 
 
@@ -48,8 +49,11 @@ def places() -> list[Path]:
 
 def state(pipes: Path) -> State:
     """Whether a daemon serves this user there. Without the tool to ask it, its socket is all that can be seen."""
-    if not os.access(pipes / "control", os.W_OK):
+    control = pipes / "control"
+    if not os.access(control, os.W_OK):
         return State.ABSENT
+    if PIPES not in os.environ and not (is_ours(pipes) and is_ours(control)):
+        return State.FOREIGN
     if shutil.which(CONTROL) is None:
         return State.SERVES
     try:
@@ -97,20 +101,14 @@ def running() -> Iterator[Path]:
 def claim(directory: Path) -> bool:
     """Makes a directory that only this user may enter, or finds one: in /tmp, another user may have come first."""
     try:
-        make_private(directory)
-        found = directory.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        make_folder(directory)
+        if directory.stat().st_uid != os.getuid():
             return False
         if PIPES not in os.environ:  # then it is MPS's alone; other users' programs would wait for ours
             directory.chmod(0o700)
-    except OSError:
+    except (OSError, ConfigError):
         return False
     return True
-
-
-def make_private(directory: Path) -> None:
-    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    directory.mkdir(mode=0o700, exist_ok=True)
 
 
 def start(pipes: Path) -> str | None:
@@ -120,7 +118,7 @@ def start(pipes: Path) -> str | None:
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # it would renumber the devices of every client
     with tempfile.TemporaryFile() as output:  # a pipe would stay open for as long as the daemon lives
         try:
-            make_private(logs)
+            make_folder(logs)
             done = subprocess.run(
                 [CONTROL, "-d"], env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 timeout=ANSWER_S, start_new_session=True,

@@ -343,7 +343,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
     version: int = VERSION
     client: str = ""
-    priority: int | None = None
+    priority: Priority | None = None
     fingerprint: str | None = None
     observer: bool = False
     device: str | None = None

@@ -24,7 +24,7 @@ class Executor:
         self.now, self.answered, self.products = 1.0, Counter[int](), list[list[int]]()
         self.failing = False
         self.batcher = Batcher(policy, MAX_WAIT, MAX_ROWS, spread=spread)
-        engine: Any = SimpleNamespace(join=self.launch)
+        engine: Any = SimpleNamespace(join=self.launch, attempt=lambda peer, act, *words: act(*words))
         figures: Any = SimpleNamespace(together=lambda *_: None)
         self.cohort = Cohort(self.batcher, engine, figures, self.enqueue)
         self.peers = {number: self.join(number) for number in range(1, sessions + 1)}

@@ -109,16 +109,22 @@ def test_one_is_started_where_clients_look_and_stopped(
     gone(pipes)
 
 
-@pytest.mark.parametrize("obstacle", ["a file", "a link", "another user's"])
+@pytest.mark.parametrize("obstacle", ["a file", "a link", "open to others", "another user's", "another user's daemon"])
 def test_a_default_place_that_is_not_free(fake_mps: Path, tmp_path: Path, obstacle: str) -> None:
     if obstacle == "a file":
         fake_mps.touch()
     elif obstacle == "a link":
         (tmp_path / "trap").mkdir()
         fake_mps.symlink_to(tmp_path / "trap")
+    elif obstacle == "open to others":
+        fake_mps.mkdir()
+        fake_mps.chmod(0o777)
     elif os.getuid() == 0:
         fake_mps.mkdir()
         os.chown(fake_mps, 12345, 12345)
+        if obstacle == "another user's daemon":
+            (fake_mps / "control").touch()
+            assert mps.state(fake_mps) is State.FOREIGN
     else:
         pytest.skip("only root can make a directory of another user")
     with mps.running() as pipes:
@@ -132,7 +138,8 @@ def test_a_default_place_that_is_not_free(fake_mps: Path, tmp_path: Path, obstac
 
 
 def test_a_default_place_of_our_own_is_closed_to_others(fake_mps: Path) -> None:
-    fake_mps.mkdir(mode=0o777)
+    fake_mps.mkdir()
+    fake_mps.chmod(0o755)
     with mps.running() as pipes:
         assert pipes == fake_mps and mode(pipes) == 0o700
 

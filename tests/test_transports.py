@@ -462,23 +462,22 @@ def test_looking_at_bells_does_not_keep_descriptors_waiting(monkeypatch: pytest.
     """Calls by tcp come by a descriptor, also while the executor looks out for local ones."""
 
     class Silent:
-        def scan(self) -> bool:
+        busy, nap = False, 10.0
+
+        def look(self) -> bool:
             return False
 
         def sleeping(self, flag: bool) -> None:
             pass
 
-        def busy(self) -> bool:
-            return False
-
-        def nap(self) -> float:
-            return 10.0
+        def close(self) -> None:
+            raise AssertionError("nothing went wrong with it")
 
     monkeypatch.setattr(reactor, "SPIN_S", 10.0)
     monkeypatch.setattr(reactor, "CONTENDED_S", 10.0)
     loop, bell, rang = Reactor(), os.eventfd(0, os.EFD_NONBLOCK), []
     loop.watch(bell, lambda: rang.append(os.eventfd_read(bell)))
-    loop.watch_bells(Silent())
+    loop.watch_bell(Silent())
     threading.Timer(0.1, os.eventfd_write, (bell, 1)).start()
     begun = time.monotonic()
     loop.poll(20.0)

@@ -352,10 +352,9 @@ class Session:
         self.endpoint = self.endpoints[(at + 1) % len(self.endpoints)]
 
     def _hello(self, device: str | None = None) -> Hello:
-        priority = None if self.priority is None else int(self.priority)
         client = f"pid {os.getpid()}"
         return Hello(
-            client=client, priority=priority, fingerprint=self.fingerprint, observer=self.observer, device=device
+            client=client, priority=self.priority, fingerprint=self.fingerprint, observer=self.observer, device=device
         )
 
     def _disconnect(self) -> None:

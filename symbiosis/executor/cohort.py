@@ -78,8 +78,9 @@ class Cohort:
         self._rung, self._rows = {}, 0
         calls, waited = [], 0.0
         for number, (work, arrived) in rung.items():
-            work.peer.count(len(rung), len(work.calls))
-            work.peer.session.count(work.plan)
+            self._engine.attempt(work.peer, work.peer.count, len(rung), len(work.calls))
+            if work.peer.session is not None:
+                work.peer.session.count(work.plan)
             calls.append((number, arrived, work.plan.rows))
             waited += formed - arrived
         self._batcher.went(works[0].plan.key, calls, formed, seconds, formed + seconds)

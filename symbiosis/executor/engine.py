@@ -65,6 +65,7 @@ HIGHEST = -5  # priority of a stream, or what the GPU has
 ALIGNED = 64  # bytes
 GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
 Finished = Callable[[Work, Reply], None]
+Attempt = Callable[..., Any]  # as `Reactor.attempt`
 
 
 class Engine:
@@ -82,8 +83,10 @@ class Engine:
         workers: int = 1,
         on_over: Callable[[Any, float], None] = lambda *_: None,
         most_rows: int = 0,
+        attempt: Attempt = lambda peer, act, *words: act(*words),
     ) -> None:
-        """`most_rows`: of a batch, for which memory is kept."""
+        """`most_rows`: of a batch, for which memory is kept; `attempt`: answers a peer, which is ended if that goes wrong."""
+        self.attempt = attempt
         self._most_rows = most_rows
         self._store, self._on_done, self._on_joined, self._on_over = store, on_done, on_joined, on_over
         self.device = store.weights[0].device if store.weights else torch.device("cpu")
@@ -149,7 +152,7 @@ class Engine:
         begun = perf_counter()
         piece = batch.slices[0]
         if piece.item.work.number and len(batch.slices) == 1 and piece.start == 0 and piece.last:
-            self._on_done(piece.item.work, self.launch(piece.item.work))
+            self.attempt(piece.item.work.peer, self._launch_and_tell, piece.item.work)
             batch.ran()
             return max(perf_counter() - begun, self.estimate(piece.item.work, batch.rows))
         if self._are_copied_by_the_gpu(batch.slices):
@@ -173,9 +176,12 @@ class Engine:
         """Rounds that are not answered together."""
         begun = perf_counter()
         for piece in batch.slices:
-            self._on_done(piece.item.work, self.launch(piece.item.work))
+            self.attempt(piece.item.work.peer, self._launch_and_tell, piece.item.work)
         batch.ran()
         return max(perf_counter() - begun, self.estimate(batch.slices[0].item.work, batch.rows))
+
+    def _launch_and_tell(self, work: Work) -> None:
+        self._on_done(work, self.launch(work))
 
     def _are_copied_by_the_gpu(self, slices: list[Slice]) -> bool:
         """Whether they are several whole calls that `join` takes."""
@@ -217,7 +223,7 @@ class Engine:
         batch.ran()
         for piece in batch.slices:
             if piece.item.finished:
-                self._reply(piece, batch, seconds)
+                self.attempt(piece.item.work.peer, self._reply, piece, batch, seconds)
 
     def launch(self, work: Work, piecemeal: bool = False) -> Reply:
         """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again; a large round whole, or call by call."""
@@ -265,6 +271,16 @@ class Engine:
             if work.round is not None:
                 self.rounds.forget(work.round)
         self._synchronize()
+
+    @property
+    def works(self) -> bool:
+        """Whether the device does: one that broke, answers nobody any more."""
+        try:
+            if self.stream:
+                self._stream.query()
+        except RuntimeError:
+            return False
+        return True
 
     def _synchronize(self) -> None:
         """With what no client is waited for."""

@@ -16,6 +16,11 @@ def log(level: int, event: str, **fields: Any) -> None:
     logger.log(level, event, extra={"fields": fields})
 
 
+def log_mistake(event: str, error: Exception, **fields: Any) -> None:
+    """A mistake of ours, with its traceback."""
+    logger.error(event, exc_info=error, extra={"fields": fields})
+
+
 def worth_logging(count: int) -> bool:
     """The 1st, 2nd, 4th, 8th, ... time: no client can fill the log."""
     return count & (count - 1) == 0
@@ -39,7 +44,8 @@ class TextFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={json.dumps(value)}" for key, value in _fields(record).items())
         line = f"{time.strftime('%H:%M:%S')} {record.levelname} {record.getMessage()}"
-        return f"{line} {fields}" if fields else line
+        line = f"{line} {fields}" if fields else line
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 class JsonFormatter(logging.Formatter):
@@ -47,7 +53,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         head = {"time": record.created, "level": record.levelname.lower(), "event": record.getMessage()}
-        return json.dumps({**head, **_fields(record)})
+        trace = {"traceback": self.formatException(record.exc_info)} if record.exc_info else {}
+        return json.dumps({**head, **_fields(record), **trace})
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

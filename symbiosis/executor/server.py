@@ -27,7 +27,7 @@ from symbiosis.executor.batcher import Batcher
 from symbiosis.executor.cohort import Cohort
 from symbiosis.executor.crowd import Crowd
 from symbiosis.executor.engine import Engine, Work, call_error
-from symbiosis.executor.log import log, worth_logging
+from symbiosis.executor.log import log, log_mistake, worth_logging
 from symbiosis.executor.metrics import Figures
 from symbiosis.executor.plan import Plan, make_plan, plan_of_round
 from symbiosis.executor.store import Store
@@ -38,6 +38,7 @@ from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Priority, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.base import RoundWords, refuse
+from symbiosis.transport.reactor import Served
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, Shapes, bytes_tensor, empty
 
 TICK_S = 0.5
@@ -112,19 +113,21 @@ class Server:
             spread=SPREAD[store.on_gpu],
             patience=PATIENCE[store.on_gpu],
         )
+        self.reactor = Reactor(self._failed)
         self.engine = Engine(
-            store, self._answered, self._joined, options.workers, self.batcher.took, options.max_batch_tokens
-        )
+            store, self._answered, self._joined, options.workers, self.batcher.took, options.max_batch_tokens,
+            self.reactor.attempt,
+        )  # fmt: skip
         self.cohort = Cohort(self.batcher, self.engine, self.figures, self._enqueue)
         self.background = Background(options.train_share)
         self.crowd = Crowd() if self.batcher.policy == "opportunistic" and not store.on_gpu else None
         self.device, self.stream, self.settle = self.engine.device, self.engine.stream, self.engine.settle
-        self.reactor = Reactor()
         self.listeners: list[Listener] = []
         self._numbers = itertools.count(1)
         self._more = self._draining = self._stopped = False
         self._turn = threading.Lock()  # of the workers
         self._failure: BaseException | None = None  # of the first of them that failed
+        self._mistakes = 0  # of ours, each of which ended one peer
         self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of those who do not have it
         self._next_tick = self._next_alarm = 0.0
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
@@ -181,11 +184,10 @@ class Server:
         if monotonic() >= self._next_tick:
             self._tick()
         if self.engine.rounds:
-            self.engine.rounds.look()
+            self.reactor.attempt(None, self.engine.rounds.look)
         now = monotonic()
         while work := self.background.next(now):
-            work.peer.session.end()
-            self._launch(work, now)
+            self.reactor.attempt(work.peer, self._launch_in_turn, work, now)
         if self.cohort and self.cohort.step(now):
             return
         if self.crowd and len(self.sessions) > 1 and not self.batcher.idle:
@@ -240,14 +242,27 @@ class Server:
         if now >= self._next_alarm:
             self._look_for_descriptors(now)
         for listener in self.listeners:
-            listener.tick()
+            self.reactor.attempt(None, listener.tick)
         if late > self.options.heartbeat_s / 2:  # this process was frozen: what was said meanwhile is not read yet
             return
         for session in list(self.sessions.values()):
             if not session.in_flight and now - session.heard > self.options.heartbeat_s:
                 self.figures.dropped += 1
                 log(logging.WARNING, "session dropped", session=session.number, silent_s=round(now - session.heard, 1))
-                session.peer.close()
+                self.reactor.attempt(session.peer, session.peer.close)
+
+    def _failed(self, peer: Served | None, error: Exception) -> None:
+        """A mistake of ours, which ends that peer and nobody else; but what broke the device ends the executor."""
+        if not self.engine.works:
+            raise error
+        self._mistakes += 1
+        self.figures.refused(Code.INTERNAL)
+        if worth_logging(self._mistakes):
+            session: Session | None = getattr(peer, "session", None)
+            log_mistake(
+                "a mistake in the executor ended a session, or what was done for it: please report it", error,
+                session=session and session.number, transport=getattr(peer, "transport", None), times=self._mistakes,
+            )  # fmt: skip
 
     def _look_for_descriptors(self, now: float) -> None:
         """Without one nobody new is let in, and ZeroMQ says nothing of it."""
@@ -411,8 +426,10 @@ class Server:
     def prepare(
         self, peer: Peer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor, *others: Tensor
     ) -> Work:
-        if call.seeded:
-            raise CallError(Code.UNKNOWN_OP, "a seed is sent with each call, and cannot be registered")
+        if call.seeded or call.op is Op.LOOKUP:
+            raise CallError(
+                Code.UNKNOWN_OP, "seeds and ids are checked with each call, which therefore cannot be registered"
+            )
         plan = self._plan(call)
         work = Work(peer, 0, call, payload, out, plan.parts, plan, number, _priority(peer.session, call))
         work.outs = (out, *others) if others else ()
@@ -473,6 +490,11 @@ class Server:
                 return True
         self._launch(work, now)
         return False
+
+    def _launch_in_turn(self, work: Work, now: float) -> None:
+        """... and of those that wait there."""
+        work.peer.session.end()
+        self._launch(work, now)
 
     def _launch(self, work: Work, now: float) -> None:
         """Without the batcher."""
@@ -573,7 +595,7 @@ class Server:
         together, now = len(batch.slices), monotonic()
         for item, _, _ in batch.slices:
             peer = item.work.peer
-            peer.count(together, len(item.work.calls))
+            self.reactor.attempt(peer, peer.count, together, len(item.work.calls))
             session: Session | None = peer.session
             if session is not None:
                 session.end()

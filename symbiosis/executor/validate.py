@@ -8,7 +8,7 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.store import Store
-from symbiosis.protocol import FLOATS, ITEMSIZE, WEIGHT_BITS, Call, Layer, Op
+from symbiosis.protocol import FLOATS, ITEMSIZE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op
 
 _CHECKED = frozenset((Op.FORWARD, Op.PRODUCT, Op.LEFT, Op.GROUPED))
 
@@ -16,12 +16,18 @@ _CHECKED = frozenset((Op.FORWARD, Op.PRODUCT, Op.LEFT, Op.GROUPED))
 def reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
     """The shape of the reply to `call`; `CallError` with what to change if the call is wrong."""
     options.limits.check(call)
+    if call.op is Op.STATS:
+        raise CallError(Code.UNKNOWN_OP, "figures are of no layer: they cannot be registered")
     if call.seeded:
         _check_seeded(call, options)
     if call.also:
         shape = _group_reply_shape(call, store, options)
     else:
         shape = call.shape if call.op is Op.ECHO else _layer_reply_shape(call, store, options)
+    if len(shape) > MAX_DIM:
+        raise CallError(
+            Code.BAD_SHAPE, f"the reply {shape} has more than {MAX_DIM} dimensions: ask for a view of fewer"
+        )
     if prod(shape) * ITEMSIZE[call.dtype] > options.max_call_bytes:
         raise CallError(Code.TOO_LARGE, f"the reply {shape} exceeds {options.max_call_bytes} bytes: send fewer rows")
     return shape

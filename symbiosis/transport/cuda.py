@@ -1,10 +1,10 @@
 """`local://` for clients on a GPU, the executor's end: doorbells in host words, payload in device memory, no CPU that waits."""
 
+import fcntl
 import itertools
 import os
 import socket
 import struct
-from contextlib import suppress
 from math import prod
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from symbiosis.errors import CallError, Code
+from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import (
     ITEMSIZE,
     Bye,
@@ -23,18 +23,18 @@ from symbiosis.protocol import (
     Done,
     Forget,
     Hello,
-    Refusal,
     Register,
     Registered,
     Reply,
     Resume,
     Segment,
     Welcome,
-    decode_control,
     encode_control,
     parse_call_body,
 )
+from symbiosis.transport import control
 from symbiosis.transport.base import RoundWords
+from symbiosis.transport.control import answer, received
 from symbiosis.transport.cuda_driver import WRITE_32, CudaError, DeviceMemory, MemOp, MemOps, Words, copy, why_not
 from symbiosis.transport.line import (
     ANSWERED,
@@ -59,7 +59,6 @@ from symbiosis.transport.line import (
     VOID,
     aligned,
 )
-from symbiosis.transport.slab import MAX_CONTROL
 
 if TYPE_CHECKING:
     from symbiosis.transport.local import Listener
@@ -102,15 +101,15 @@ class DevicePeer:
             raise CallError(Code.BAD_FRAME, "a client on a GPU passes one page of words")
         reason = "an observer makes no calls" if hello.observer else self._why_not(sock)
         if reason is not None:
-            os.close(fds[0])
             raise CallError(Code.UNKNOWN_OP, f"this executor takes no calls of GPUs: {reason}")
+        check_words(fds[0])
         self._elsewhere = hello.device != device_name(self._inbox.device)
+        self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._words = Words(fds[0])
         except CudaError as error:
+            os.close(self._awake)
             raise CallError(Code.RESOURCE, f"the executor cannot use the client's words: {error}") from None
-        finally:
-            os.close(fds[0])
         self.words = self._words.words
         self._segments: dict[int, DeviceMemory] = {}
         self._calls: dict[int, Any] = {}
@@ -119,17 +118,17 @@ class DevicePeer:
         self._replies: dict[int, MemOps] = {}
         self._rounds: set[int] = set()  # those of the numbers that are of rounds
         self._waits = False  # by kernels
-        self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._looking = self._gone = False
         self._beats = 0
         try:
             self._welcome(self._inbox.joined(self, hello))
-        except (CallError, OSError):  # it is not let in, or has gone meanwhile
+        except BaseException:  # it is not let in, or has gone meanwhile
             self._inbox.left(self)
             os.close(self._awake)
             self._words.close()
             raise
-        listener.reactor.watch(self._awake, self.look, on_change=True)
+        listener.reactor.watch(self._awake, self.look, self, on_change=True)
+        listener.reactor.watch_bell(self)
 
     def _why_not(self, sock: socket.socket) -> str | None:
         if self._inbox.device.type != "cuda":
@@ -144,36 +143,38 @@ class DevicePeer:
         try:
             with os.fdopen(os.dup(letter), "wb") as file:
                 file.write(encode_control(welcome))
-            socket.send_fds(self._socket, [encode_control(Done())], [letter, self._awake])
+            answer(self._socket, Done(), [letter, self._awake])
         finally:
             os.close(letter)
 
     def control(self) -> None:
         """The socket is readable: a control message, or the client is gone."""
+        said: Control | None = None
         try:
-            raw, fds, _, _ = socket.recv_fds(self._socket, MAX_CONTROL, 1)
-            message = decode_control(raw) if raw else Bye()
-            try:
-                answer = self._control(message, fds)
-            finally:
-                for fd in fds:
-                    os.close(fd)
-            if answer is None:
+            with received(self._socket) as (message, fds):
+                said = self._control(message, fds)
+            if said is None:
                 self._gone = isinstance(message, Bye)
                 self._listener.drop(self)
-            else:
-                self._socket.send(encode_control(answer))
         except BlockingIOError:
             pass
         except (CallError, CudaError, OSError) as error:
-            code = error.code if isinstance(error, CallError) else Code.RESOURCE
-            with suppress(OSError):
-                self._socket.send(encode_control(Refusal(code, getattr(error, "message", str(error)))))
+            control.refuse(self._socket, error)
+        if said is not None:
+            self._answer(said)
+
+    def _answer(self, message: Control) -> None:
+        try:
+            answer(self._socket, message)
+        except (CallError, OSError):  # it reads nothing, or is gone
+            self._listener.drop(self)
 
     def _control(self, message: Control, fds: list[int]) -> Control | None:
-        if isinstance(message, Segment) and len(fds) == 1:
+        if isinstance(message, Segment) and fds:
             self._take_over(message, fds[0])
             return Done()
+        if fds:
+            raise ProtocolError(Code.BAD_FRAME, f"a descriptor came with {type(message).__name__}, which takes none")
         if isinstance(message, Register):
             return Registered(self._register(message))
         if isinstance(message, Compose) and self._segments:
@@ -188,6 +189,8 @@ class DevicePeer:
 
     def _take_over(self, message: Segment, fd: int) -> None:
         """Physical memory is the client's: it cannot share more than there is."""
+        if message.nbytes <= 0:
+            raise CallError(Code.BAD_FRAME, f"a segment has more than {message.nbytes} bytes")
         limit = torch.cuda.get_device_properties(self._inbox.device).total_memory
         if message.nbytes + sum(memory.nbytes for memory in self._segments.values()) > limit:
             raise CallError(Code.TOO_LARGE, f"a session shares at most {limit} bytes of device memory")
@@ -251,10 +254,10 @@ class DevicePeer:
         kinds = [(call.payload_dtype, call.shape), ("int32", (call.groups,))]
         payload = [self._place(message.segment, start, *kind) for start, kind in zip(starts, kinds, strict=False)]
         outs = [self._place(*place, call.dtype, part) for place, part in zip(results, shapes, strict=True)]
-        if self._elsewhere:
-            self._remote[message.number] = Remote(payload, outs)
         tensors, *others = tuple(place.tensor for place in payload), *(place.tensor for place in outs)
         self._calls[message.number] = self._inbox.prepare(self, message.number, call, tensors, *others)
+        if self._elsewhere:
+            self._remote[message.number] = Remote(payload, outs)
         self._uses[message.number] = frozenset([message.segment, *(segment for segment, _ in results)])
         return shape
 
@@ -346,7 +349,9 @@ class DevicePeer:
         number = self.words[CURRENT]
         reply = self._replies.get(number)
         if reply is None:
-            reply = self._replies[number] = MemOps([MemOp(WRITE_32, self._segments[0].address, number)])
+            reply = MemOps([MemOp(WRITE_32, self._segments[0].address, number)])
+            if number in self._calls:  # the client may have written anything there
+                self._replies[number] = reply
         reply.enqueue(torch._C._cuda_getCurrentRawStream(self._inbox.device.index))
 
     def count(self, batch: int, calls: int = 1) -> None:
@@ -377,6 +382,7 @@ class DevicePeer:
     def release(self) -> None:
         """What we launched for this client is short and waits for nobody, or is stopped: let it end, then let its memory go."""
         reactor = self._listener.reactor
+        reactor.forget_bell(self)
         reactor.forget(self._socket.fileno())
         reactor.forget(self._awake)
         self._socket.close()
@@ -398,6 +404,16 @@ class DevicePeer:
         self._words.close()
         self.words = memoryview(bytearray(Words.nbytes)).cast("I")  # nobody's, for who comes late
         del self._words  # and its descriptor, whoever knows us still
+
+
+def check_words(fd: int) -> None:
+    """`CallError` if the page could be taken from under whoever reads it."""
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        sealed = False
+    if not sealed or os.fstat(fd).st_size < Words.nbytes:
+        raise CallError(Code.BAD_FRAME, "a client on a GPU passes one page of words, sealed against shrinking")
 
 
 def device_name(device: torch.device) -> str:

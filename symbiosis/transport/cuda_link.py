@@ -4,6 +4,7 @@ Words and memory are ours. When the executor dies, a thread joins the next one, 
 the same numbers; so what is unanswered is answered by that one.
 """
 
+import fcntl
 import itertools
 import logging
 import os
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, SymbiosisError
 from symbiosis.protocol import (
+    Bye,
     Call,
     Compose,
     Composed,
@@ -34,11 +36,10 @@ from symbiosis.protocol import (
     Welcome,
     call_body,
     decode_control,
-    encode_control,
 )
+from symbiosis.transport.control import connected, received, send
 from symbiosis.transport.cuda_driver import CudaError, DeviceMemory, Words
 from symbiosis.transport.line import BEAT, FIRST_BYTES
-from symbiosis.transport.slab import MAX_CONTROL
 from symbiosis.transport.waiting import Waiting
 
 logger = logging.getLogger("symbiosis")
@@ -72,8 +73,9 @@ class Link:
         self._numbers, self._segment_numbers = itertools.count(1), itertools.count(1)
         self._control = threading.RLock()
         self.awake = os.eventfd(0)  # from the moment we join on the executor's own, which each join puts in its place
-        self._fd = os.memfd_create("symbiosis-words", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("symbiosis-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, Words.nbytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.words = Words(self._fd)
         self._watcher = threading.Thread(target=self._watch, name="symbiosis-line", daemon=True)
 
@@ -151,19 +153,16 @@ class Link:
 
     def _join(self, timeout: float) -> socket.socket:
         """A new connection on which all is agreed that was agreed before; what wakes the executor is its descriptor now."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        sock.settimeout(timeout)
+        sock = connected(self._address, timeout)
         try:
-            sock.connect(self._address)
-            socket.send_fds(sock, [encode_control(self._hello())], [self._fd])
-            raw, fds, _, _ = socket.recv_fds(sock, MAX_CONTROL, 2)
-            _answer(raw)
-            letter, awake = fds
-            os.dup2(awake, self.awake, inheritable=False)  # in one step: a call may be about to write there
-            os.close(awake)
-            with os.fdopen(letter, "rb") as file:
-                file.seek(0)
-                welcome = decode_control(file.read())
+            send(sock, self._hello(), [self._fd])
+            with received(sock, 2) as (message, fds):
+                _answer(message)
+                letter, awake = fds
+                os.dup2(awake, self.awake, inheritable=False)  # in one step: a call may be about to write there
+                with open(letter, "rb", closefd=False) as file:  # noqa: PTH123
+                    file.seek(0)
+                    welcome = decode_control(file.read())
             assert isinstance(welcome, Welcome)
             self.welcome = welcome
             for number, memory in list(self.segments.items()):
@@ -272,14 +271,14 @@ def _descriptor(memory: DeviceMemory) -> Iterator[int]:
 
 
 def _exchange(sock: socket.socket, message: Control, fd: int | None = None) -> Control:
-    socket.send_fds(sock, [encode_control(message)], [] if fd is None else [fd])
-    return _answer(sock.recv(MAX_CONTROL))
+    send(sock, message, [] if fd is None else [fd])
+    with received(sock) as (answer, _):
+        return _answer(answer)
 
 
-def _answer(raw: bytes) -> Control:
-    if not raw:
+def _answer(answer: Control) -> Control:
+    if isinstance(answer, Bye):
         raise ConnectionLost("the executor hung up")
-    answer = decode_control(raw)
     if isinstance(answer, Refusal):
         raise answer.error()
     assert isinstance(answer, Done | Registered | Composed)

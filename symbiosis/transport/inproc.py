@@ -4,6 +4,7 @@ import os
 import threading
 from collections import deque
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from torch import Tensor
 
@@ -23,8 +24,9 @@ class Peer:
     transport, tenant = "inproc", None
     unread = ()
 
-    def __init__(self) -> None:
+    def __init__(self, listener: "Listener | None" = None) -> None:
         self.session = None
+        self._listener = listener
         self.replies: SimpleQueue[tuple[Reply, Tensor] | Welcome | Refusal | None] = SimpleQueue()
 
     def out(self, call: Call, shape: tuple[int, ...]) -> None:
@@ -35,6 +37,8 @@ class Peer:
 
     def close(self) -> None:
         self.replies.put(None)
+        if self._listener:
+            self._listener.drop(self)
 
 
 class Listener:
@@ -56,13 +60,15 @@ class Listener:
     def _drain(self) -> None:
         while self._messages:
             peer, message = self._messages.popleft()
-            if isinstance(message, Hello):
-                self._join(peer, message)
-            elif message is None:
-                self._peers.discard(peer)
-                self._inbox.left(peer)
-            else:
-                self._call(peer, *message)  # type: ignore[misc]
+            self._reactor.attempt(peer, self._handle, peer, message)
+
+    def _handle(self, peer: Peer, message: Any) -> None:
+        if isinstance(message, Hello):
+            self._join(peer, message)
+        elif message is None:
+            self.drop(peer)
+        elif peer in self._peers:
+            self._call(peer, *message)
 
     def _call(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         try:
@@ -82,6 +88,11 @@ class Listener:
             self._peers.add(peer)
             peer.replies.put(welcome)
 
+    def drop(self, peer: Peer) -> None:
+        if peer in self._peers:
+            self._peers.discard(peer)
+            self._inbox.left(peer)
+
     def tick(self) -> None:
         for peer in self._peers:  # they live as long as this process does
             self._inbox.heard(peer)
@@ -92,9 +103,8 @@ class Listener:
 
     def close(self) -> None:
         self.stop_accepting()
-        for peer in self._peers:
+        for peer in list(self._peers):
             peer.close()
-        self._peers.clear()
 
 
 class InprocConnection:
@@ -103,7 +113,7 @@ class InprocConnection:
     device = CPU
 
     def __init__(self, listener: Listener, hello: Hello, timeout: float) -> None:
-        self._listener, self._peer = listener, Peer()
+        self._listener, self._peer = listener, Peer(listener)
         self._closed = threading.Event()
         listener.post(self._peer, hello)
         answer = self._next(timeout)

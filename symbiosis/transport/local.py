@@ -9,8 +9,6 @@ import logging
 import os
 import socket
 import stat
-import struct
-from collections.abc import Callable
 from contextlib import suppress
 from math import inf, prod
 from pathlib import Path
@@ -18,29 +16,30 @@ from time import monotonic
 
 from torch import Tensor
 
-from symbiosis.errors import CallError, Code, ConfigError
+from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
+from symbiosis.ownership import is_trusted, make_folder, peer_uid, user_name
 from symbiosis.protocol import (
     CALL_SIZE,
     ITEMSIZE,
     LONGEST_TEXT,
     REPLY_SIZE,
-    Bye,
     Call,
+    Control,
     Grow,
     Grown,
     Hello,
     Op,
-    Refusal,
     Reply,
     Share,
     Shared,
-    decode_control,
     encode_control,
     encode_reply,
     parse_call_body,
     split_call,
 )
+from symbiosis.transport import control
 from symbiosis.transport.base import JOIN_S, Inbox, refuse
+from symbiosis.transport.control import answer, received
 from symbiosis.transport.cuda import DevicePeer
 from symbiosis.transport.reactor import CAN_SPIN, Reactor, fence
 from symbiosis.transport.slab import (
@@ -48,7 +47,6 @@ from symbiosis.transport.slab import (
     CALL_BELL_AT,
     CLIENT_SLEEPS_AT,
     EXECUTOR_SLEEPS_AT,
-    MAX_CONTROL,
     PAYLOAD_AT,
     REPLY_AT,
     REPLY_BELL_AT,
@@ -61,6 +59,10 @@ from symbiosis.transport.slab import (
 from symbiosis.transport.tensors import split_payload
 
 FIRST_SLAB = 4 << 20
+NOT_OURS = (
+    "local:// serves processes of the executor's own user only, which is {}, and you are {}: start an executor of your own, or have "
+    "its operator let you in by tcp:// with keys"
+)
 OF_ONE_OWNER = (
     "local:// shares device memory with its clients: for tenants of one owner only; let others come by tcp:// with keys"
 )
@@ -88,24 +90,26 @@ class Peer:
     def control(self) -> None:
         """The socket is readable: a control message, or the client is gone."""
         try:
-            raw, fds, _, _ = socket.recv_fds(self._socket, MAX_CONTROL, 1)
-            message = decode_control(raw) if raw else Bye()
-            if isinstance(message, Hello) and message.device is not None and not self._slab:
-                self._listener.hand_over(self, self._socket, message, fds)
-            elif isinstance(message, Hello) and not self._slab:
-                self._join(message)
-            elif isinstance(message, Grow) and self._slab:
-                self._grow(message.nbytes)
-            elif isinstance(message, Share) and self._slab:
-                socket.send_fds(self._socket, [encode_control(Shared())], [self._listener.inbox.shared().fileno()])
-            else:
-                self._listener.drop(self)
+            with received(self._socket) as (message, fds):
+                self._control(message, fds)
         except BlockingIOError:
             pass
         except (CallError, OSError) as error:
-            code = error.code if isinstance(error, CallError) else Code.RESOURCE
-            with suppress(OSError):
-                self._socket.send(encode_control(Refusal(code, getattr(error, "message", str(error)))))
+            control.refuse(self._socket, error)
+            self._listener.drop(self)
+
+    def _control(self, message: Control, fds: list[int]) -> None:
+        if isinstance(message, Hello) and message.device is not None and not self._slab:
+            self._listener.hand_over(self, self._socket, message, fds)
+        elif fds:
+            raise ProtocolError(Code.BAD_FRAME, f"a descriptor came with {type(message).__name__}, which takes none")
+        elif isinstance(message, Hello) and not self._slab:
+            self._join(message)
+        elif isinstance(message, Grow) and self._slab:
+            self._grow(message.nbytes)
+        elif isinstance(message, Share) and self._slab:
+            answer(self._socket, Shared(), [self._listener.inbox.shared().fileno()])
+        else:
             self._listener.drop(self)
 
     def _join(self, hello: Hello) -> None:
@@ -119,16 +123,17 @@ class Peer:
         try:
             with os.fdopen(os.dup(letter), "wb") as file:
                 file.write(raw)
-            message = encode_control(Grown(self._slab.nbytes))
-            fds = [letter, self._slab.fd, *self._bells]
-            socket.send_fds(self._socket, [message], fds)
+            answer(self._socket, Grown(self._slab.nbytes), [letter, self._slab.fd, *self._bells])
         finally:
             os.close(letter)
-        self._listener.reactor.watch(self._bells[0], self.look, on_change=True)
+        self._listener.reactor.watch(self._bells[0], self.look, self, on_change=True)
+        self._listener.reactor.watch_bell(self)
         self.sleeping(not CAN_SPIN)
 
     def _grow(self, nbytes: int) -> None:
         assert self._slab
+        if self._call is not None:
+            raise ProtocolError(Code.BAD_FRAME, "a segment grows between two calls, not during one")
         if not self._slab.nbytes < nbytes <= self._max_slab:
             raise CallError(Code.TOO_LARGE, f"a session's shared memory grows to at most {self._max_slab} bytes")
         old, self._slab = self._slab, self._new_slab(min(1 << (nbytes - 1).bit_length(), self._max_slab))
@@ -136,7 +141,7 @@ class Peer:
         self._payloads.clear()
         self._number = bytes(WORD.size)
         self.sleeping(not CAN_SPIN)
-        socket.send_fds(self._socket, [encode_control(Grown(self._slab.nbytes))], [self._slab.fd])
+        answer(self._socket, Grown(self._slab.nbytes), [self._slab.fd])
 
     def _new_slab(self, nbytes: int) -> Slab:
         slab = Slab.create(nbytes)
@@ -226,6 +231,7 @@ class Peer:
 
     def release(self) -> None:
         reactor = self._listener.reactor
+        reactor.forget_bell(self)
         reactor.forget(self._socket.fileno())
         self._socket.close()
         for bell in self._bells:
@@ -245,11 +251,9 @@ class Listener:
         self._path = Path(address)
         self._peers: set[Peer | DevicePeer] = set()
         self.leaving = False
-        self._looks: tuple[Callable[[], bool], ...] = ()
         self._socket = bind(self._path)
         self._inode = self._path.stat().st_ino
         reactor.watch(self._socket.fileno(), self._accept)
-        reactor.watch_bells(self)
         if inbox.device.type == "cuda":
             logger.info("%s", OF_ONE_OWNER)
 
@@ -259,57 +263,39 @@ class Listener:
         except OSError:
             return
         sock.setblocking(False)
-        uid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
-        if uid not in (os.getuid(), 0):
-            sock.send(encode_control(Refusal(Code.LIMIT, "local:// serves processes of the executor's own user only")))
+        if not is_trusted(uid := peer_uid(sock)):
+            control.refuse(sock, CallError(Code.NOT_ALLOWED, NOT_OURS.format(user_name(os.getuid()), user_name(uid))))
             sock.close()
             return
         peer = Peer(self, sock)
         self._peers.add(peer)
-        self._peers_changed()
-        self.reactor.watch(sock.fileno(), peer.control)
+        self.reactor.watch(sock.fileno(), peer.control, peer)
 
     def hand_over(self, stranger: Peer, sock: socket.socket, hello: Hello, fds: list[int]) -> None:
         """The client's calls will come from a GPU: that is for a peer of another kind."""
         peer = DevicePeer(self, sock, hello, fds)
         self._peers.discard(stranger)
         self._peers.add(peer)
-        self._peers_changed()
         self.reactor.forget(sock.fileno())
-        self.reactor.watch(sock.fileno(), peer.control)
-
-    def scan(self) -> bool:
-        found = False
-        for look in self._looks:
-            found |= look()
-        return found
-
-    def _peers_changed(self) -> None:
-        self._looks = tuple(peer.look for peer in self._peers)
-
-    def busy(self) -> bool:
-        return any(peer.busy for peer in self._peers)
-
-    def nap(self) -> float:
-        return min((peer.nap for peer in self._peers), default=inf)
-
-    def sleeping(self, flag: bool) -> None:
-        for peer in self._peers:
-            peer.sleeping(flag)
+        self.reactor.watch(sock.fileno(), peer.control, peer)
 
     def drop(self, peer: Peer | DevicePeer) -> None:
         if peer in self._peers:
             self._peers.discard(peer)
-            self._peers_changed()
-            self.inbox.left(peer)
-            peer.release()
+            try:
+                self.inbox.left(peer)
+            finally:
+                peer.release()
 
     def tick(self) -> None:
         for peer in list(self._peers):
-            if peer.beat_seen():
-                self.inbox.heard(peer)
-            if peer.session is None and monotonic() - peer.opened > JOIN_S:
-                self.drop(peer)
+            self.reactor.attempt(peer, self._look_after, peer)
+
+    def _look_after(self, peer: Peer | DevicePeer) -> None:
+        if peer.beat_seen():
+            self.inbox.heard(peer)
+        if peer.session is None and monotonic() - peer.opened > JOIN_S:
+            self.drop(peer)
 
     def stop_accepting(self) -> None:
         if self._socket.fileno() >= 0:
@@ -327,26 +313,36 @@ class Listener:
 
 
 def bind(path: Path) -> socket.socket:
-    """A listening socket at `path`, in place of one that a dead executor left behind."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"cannot make a directory for local://{path}: {error}") from None
+    """A listening socket at `path`, in place of one that a dead executor left behind, in a folder where nobody else can put one."""
+    make_folder(path.parent.resolve())
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    if path.exists():
-        if not stat.S_ISSOCK(path.stat().st_mode):
-            raise ConfigError(f"{path} exists and is no socket: choose another path for local://")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                raise ConfigError(f"another executor already serves local://{path}: stop it, or choose another path")
-        path.unlink()
     old = os.umask(0o177)
     try:
+        _remove_stale(path)
         sock.bind(str(path))
+        sock.listen(128)
     except OSError as error:
+        sock.close()
         raise ConfigError(f"cannot listen at local://{path}: {error}") from None
+    except ConfigError:
+        sock.close()
+        raise
     finally:
         os.umask(old)
-    sock.listen(128)
     sock.setblocking(False)
     return sock
+
+
+def _remove_stale(path: Path) -> None:
+    """What a dead executor left behind; `ConfigError` if it is anything else."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(f"{path} exists and is no socket: choose another path for local://")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            whose = user_name(peer_uid(probe))
+            raise ConfigError(
+                f"another executor ({whose}) already serves local://{path}: stop it, or choose another path"
+            )
+    path.unlink()

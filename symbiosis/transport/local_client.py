@@ -2,17 +2,19 @@
 
 import os
 import select
-import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
+from typing import TypeVar
 
 from torch import Tensor
 
-from symbiosis.errors import CallError, Code, ConnectionLost
+from symbiosis.errors import Code, ConnectionLost, ProtocolError
 from symbiosis.protocol import (
     CALL_SIZE,
     LONGEST_TEXT,
     REPLY_SIZE,
+    Bye,
     Call,
     Control,
     Grow,
@@ -26,16 +28,15 @@ from symbiosis.protocol import (
     decode_control,
     decode_reply,
     encode_call,
-    encode_control,
 )
 from symbiosis.transport import commons
+from symbiosis.transport.control import connected, received, send
 from symbiosis.transport.reactor import CAN_SPIN, fence, spin
 from symbiosis.transport.slab import (
     CALL_AT,
     CALL_BELL_AT,
     CLIENT_SLEEPS_AT,
     EXECUTOR_SLEEPS_AT,
-    MAX_CONTROL,
     PAYLOAD_AT,
     REPLY_AT,
     REPLY_BELL_AT,
@@ -46,6 +47,7 @@ from symbiosis.transport.slab import (
 )
 from symbiosis.transport.tensors import CPU, Shapes
 
+Answer = TypeVar("Answer", bound=Control)
 LONG_S = 0.5e-3  # to wait for a reply: ten times what waking up takes
 MOST_LONG = 1 << 14  # calls that are known
 NAP_S = 0.5  # a sleeping client looks again after this time, whatever happened to the bell
@@ -58,40 +60,48 @@ class LocalConnection:
 
     def __init__(self, address: str, hello: Hello, timeout: float) -> None:
         self._url = f"local://{address}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(timeout)
         self._beats = 0
         self._long: set[Call] = set()  # those that were last answered after so long that looking is a waste
         try:
-            self._socket.connect(address)
-            self._socket.send(encode_control(hello))
-            first, fds = self._receive(4)
-        except CallError:
-            self._socket.close()
-            raise
+            self._socket = connected(address, timeout)
+        except OSError as error:
+            raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
+        try:
+            self._join(hello)
         except OSError as error:
             self._socket.close()
             raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
-        letter, slab, self._call_bell, self._reply_bell = fds
-        with os.fdopen(letter, "rb") as file:
-            file.seek(0)
-            welcome = decode_control(file.read())
-        assert isinstance(welcome, Welcome) and isinstance(first, Grown)
-        self.welcome = welcome
-        self._slab = Slab(slab, first.nbytes)
+        except BaseException:
+            self._socket.close()
+            raise
         self._epoll = select.epoll()
         self._epoll.register(self._reply_bell, select.EPOLLIN | select.EPOLLET)
         self._epoll.register(self._socket.fileno(), select.EPOLLIN)
         self.beat()
 
-    def _receive(self, fds: int) -> tuple[Control, list[int]]:
-        raw, received, _, _ = socket.recv_fds(self._socket, MAX_CONTROL, fds)
-        if not raw:
-            raise ConnectionLost(f"the executor at {self._url} closed the connection")
-        message = decode_control(raw)
-        if isinstance(message, Refusal):
-            raise message.error()
-        return message, received
+    def _join(self, hello: Hello) -> None:
+        with self._asked(hello, Grown, 4) as (first, fds):
+            letter, slab, self._call_bell, self._reply_bell = fds
+            with open(letter, "rb", closefd=False) as file:  # noqa: PTH123
+                file.seek(0)
+                welcome = decode_control(file.read())
+            assert isinstance(welcome, Welcome)
+            self.welcome = welcome
+            self._slab = Slab(slab, first.nbytes)
+            fds[:] = [letter]
+
+    @contextmanager
+    def _asked(self, message: Control, kind: type[Answer], descriptors: int) -> Iterator[tuple[Answer, list[int]]]:
+        """The executor's answer, and so many descriptors, which are closed after the block as those of `received`."""
+        send(self._socket, message)
+        with received(self._socket, descriptors) as (answer, fds):
+            if isinstance(answer, Refusal):
+                raise answer.error()
+            if isinstance(answer, Bye):
+                raise ConnectionLost(f"the executor at {self._url} closed the connection")
+            if not isinstance(answer, kind) or len(fds) != descriptors:
+                raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a {type(message).__name__} with {answer}")
+            yield answer, fds
 
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
@@ -153,24 +163,21 @@ class LocalConnection:
 
     def _grow(self, nbytes: int) -> Slab:
         try:
-            self._socket.send(encode_control(Grow(nbytes)))
-            grown, fds = self._receive(1)
+            with self._asked(Grow(nbytes), Grown, 1) as (grown, fds):
+                slab = Slab(fds[0], grown.nbytes)
+                fds.clear()
         except OSError as error:
             raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
-        assert isinstance(grown, Grown)
         self._slab.close()
-        self._slab = Slab(fds[0], grown.nbytes)
-        return self._slab
+        self._slab = slab
+        return slab
 
     def shared(self) -> dict[int, Tensor]:
         try:
-            self._socket.send(encode_control(Share()))
-            answer, fds = self._receive(1)
+            with self._asked(Share(), Shared, 1) as (_, fds):
+                return commons.taken(self.welcome.manifest, fds[0])
         except OSError as error:
             raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
-        assert isinstance(answer, Shared)
-        with os.fdopen(fds[0], "rb") as file:
-            return commons.taken(self.welcome.manifest, file.fileno())
 
     def beat(self) -> None:
         self._beats += 1
@@ -183,7 +190,3 @@ class LocalConnection:
             self._slab.close()
             os.close(self._call_bell)
             os.close(self._reply_bell)
-
-
-def connect(address: str, hello: Hello, timeout: float) -> LocalConnection:
-    return LocalConnection(address, hello, timeout)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
+from math import inf, prod
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +123,7 @@ class NcclPeer(Peer):
             self._door = socket.create_server((wire.near_end() if wire else "", 0))
             self._door.setblocking(False)
             self._stream = stream = _free_streams.pop() if _free_streams else new_stream(self._device)
-            self._reactor.watch(self._door.fileno(), self._accept)
+            self._reactor.watch(self._door.fileno(), self._accept, self)
             self._token = os.urandom(TOKEN_BYTES)
             port, welcome = self._door.getsockname()[1], self._inbox.joined(self, hello)
         except Exception as error:
@@ -134,6 +134,12 @@ class NcclPeer(Peer):
                 raise CallError(Code.UNKNOWN_OP, f"this executor takes no rows by NCCL now: {error}") from None
             raise
         self.welcome = replace(welcome, port=port, token=self._token)
+        self._reactor.watch_bell(self)
+
+    nap = inf  # headers wake up a descriptor, too
+
+    def sleeping(self, flag: bool) -> None:
+        """It wakes up a descriptor anyway."""
 
     def _why_not(self, hello: Hello) -> str | None:
         if self._device.type != "cuda":
@@ -171,7 +177,7 @@ class NcclPeer(Peer):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._close_socket()
             self._socket, self._raw = sock, b""
-            self._reactor.watch(sock.fileno(), self.look)
+            self._reactor.watch(sock.fileno(), self.look, self)
 
     def _meet(self, raw: bytes) -> None:
         if not hmac.compare_digest(raw[:TOKEN_BYTES], self._token):
@@ -199,7 +205,7 @@ class NcclPeer(Peer):
         """Whether a call has come, with all its rows."""
         try:
             return self._look()
-        except Exception as error:  # whatever it is: the executor has other clients
+        except (CallError, RuntimeError) as error:  # the latter of NCCL and CUDA
             logger.warning("a session whose rows come by NCCL is ended: %s", error)
             self.close()
             return False
@@ -339,7 +345,7 @@ class NcclPeer(Peer):
             if self._socket is not None and self._socket.send(header) != len(header):
                 raise OSError("the client does not read")
         except (RuntimeError, OSError):
-            self._reactor.call_soon(self.close)  # not now: who asks us to count still has to count us
+            self._reactor.call_soon(self.close, self)  # not now: who asks us to count still has to count us
 
     def _send(self, rows: Tensor) -> None:
         """Behind the product."""
@@ -367,7 +373,7 @@ class NcclPeer(Peer):
             if not self._left.is_set():
                 logger.warning("a client's GPU was not met by NCCL: %s", error)
             _free_streams.append(self._stream)
-            self._reactor.call_soon(self.close)
+            self._reactor.call_soon(self.close, self)
             return
         self._comm = comm
         while not self._left.wait(LOOK_S) and self.wire and self.wire.received():
@@ -381,11 +387,12 @@ class NcclPeer(Peer):
             self._comm = None
         comm.abort()
         _free_streams.append(self._stream)
-        self._reactor.call_soon(self.close)
+        self._reactor.call_soon(self.close, self)
 
     def release(self) -> None:
         """The session is over."""
         self._left.set()
+        self._reactor.forget_bell(self)
         self._arriving = None
         if self._inbox.stream:  # what was launched waits for nobody: let it end
             self._inbox.settle(self)

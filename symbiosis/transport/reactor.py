@@ -1,19 +1,23 @@
 """Runs callbacks when file descriptors become readable: the one place where an executor's thread sleeps.
 
 Going to sleep and being woken on another core costs more than a small call: tens of microseconds, hundreds on a virtual
-machine. So before it sleeps, the reactor looks at the doorbells in shared memory (`Bells`) for about as long as a client
+machine. So before it sleeps, the reactor looks at the doorbells in shared memory (`Bell`) for about as long as a client
 computes between two calls, as long as nobody else needs the core; and says when it sleeps, so that nobody rings who need not.
+
+It is also where mistakes end. Whatever goes wrong while a peer is served ends that peer at most, and never the loop
+(`Reactor.attempt`).
 """
 
+import logging
 import os
 import platform
 import select
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Lock
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol
 
 SPIN_S = 2e-3
 LOOKS = 8  # between two times of giving way
@@ -24,6 +28,7 @@ CAN_SPIN = platform.machine() in ("x86_64", "AMD64")
 DESCRIPTORS_EVERY = 16  # a turn of the loop that found a bell skips the descriptors, but not this often in a row
 
 _fence = Lock()
+logger = logging.getLogger("symbiosis")
 
 
 def fence() -> None:
@@ -49,50 +54,90 @@ def spin(look: Callable[[], bool], limit: float = SPIN_S, glance: Callable[[], b
             return look()
 
 
-class Bells(Protocol):
-    """Doorbells that lie in memory."""
+class Served(Protocol):
+    """One who is served, and can be ended."""
 
-    def scan(self) -> bool:
-        """Handle every one that rang; whether any did."""
+    def close(self) -> None: ...
+
+
+class Bell(Served, Protocol):
+    """A peer's doorbell, which lies in memory."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it is about to ring."""
+        ...
+
+    @property
+    def nap(self) -> float:
+        """How long to sleep at most, because it may ring no descriptor."""
+        ...
+
+    def look(self) -> bool:
+        """Whether it rang, which is then handled."""
         ...
 
     def sleeping(self, flag: bool) -> None:
         """From now on ringing needs (or does not need) a descriptor."""
         ...
 
-    def busy(self) -> bool:
-        """Whether one is about to ring."""
-        ...
 
-    def nap(self) -> float:
-        """How long to sleep at most, because there are bells that ring no descriptor."""
-        ...
+def log_failure(peer: Served | None, error: Exception) -> None:
+    """What a reactor does about a mistake, if nobody says otherwise."""
+    logger.error("a mistake of ours ended %s", peer or "nobody", exc_info=error)
 
 
 class Reactor:
     """A thin epoll. `wake` may be called from any thread or signal handler."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_failure: Callable[[Served | None, Exception], None] = log_failure) -> None:
+        """`on_failure` hears of what went wrong, and with whom; what it raises ends the loop."""
+        self._on_failure = on_failure
         self._epoll = select.epoll()
-        self._bells: list[Bells] = []
+        self._bells: tuple[Bell, ...] = ()
+        self._looks: tuple[tuple[Callable[[], bool], Bell], ...] = ()
         self.turns = 0  # of the loop
         self._quiet = False  # nothing happened during the last sleep
-        self._callbacks: dict[int, Callable[[], object]] = {}
+        self._callbacks: dict[int, tuple[Callable[[], object], Served | None]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._soon: deque[Callable[[], None]] = deque()
+        self._soon: deque[tuple[Callable[[], object], Served | None]] = deque()
         self.watch(self._bell, self._run_soon, on_change=True)
 
-    def watch(self, fd: int, callback: Callable[[], object], *, on_change: bool = False) -> None:
-        """Call `callback` while `fd` is readable; `on_change`: once for every time it is written to."""
-        self._callbacks[fd] = callback
+    def attempt(self, peer: Served | None, act: Callable[..., Any], *words: Any) -> Any:
+        """Do something for `peer`. Whatever goes wrong ends that peer, and nothing else."""
+        try:
+            return act(*words)
+        except Exception as error:
+            return self.failed(peer, error)
+
+    def failed(self, peer: Served | None, error: Exception) -> None:
+        """What was done for `peer` went wrong: end it."""
+        self._on_failure(peer, error)
+        if peer is not None:
+            try:
+                peer.close()
+            except Exception as another:
+                self._on_failure(None, another)
+
+    def watch(
+        self, fd: int, callback: Callable[[], object], peer: Served | None = None, *, on_change: bool = False
+    ) -> None:
+        """Call `callback` for `peer` while `fd` is readable; `on_change`: once for every time it is written to."""
+        self._callbacks[fd] = callback, peer
         self._epoll.register(fd, select.EPOLLIN | (select.EPOLLET if on_change else 0))
 
     def forget(self, fd: int) -> None:
         if self._callbacks.pop(fd, None):
             self._epoll.unregister(fd)
 
-    def watch_bells(self, bells: Bells) -> None:
-        self._bells.append(bells)
+    def watch_bell(self, bell: Bell) -> None:
+        self._set_bells((*self._bells, bell))
+
+    def forget_bell(self, bell: Bell) -> None:
+        self._set_bells(tuple(other for other in self._bells if other is not bell))
+
+    def _set_bells(self, bells: tuple[Bell, ...]) -> None:
+        self._bells, self._looks = bells, tuple((bell.look, bell) for bell in bells)
 
     def poll(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for something to happen, and handle it."""
@@ -102,7 +147,7 @@ class Reactor:
             found = (
                 self._scan() if timeout <= 0 or (self._quiet and not short) else spin(self._scan, timeout, self._glance)
             )
-            if not found and not short and not any(bells.busy() for bells in self._bells):
+            if not found and not short and not any(self._asked("busy")):
                 self._sleep(timeout)
                 return
             self._quiet = False
@@ -112,14 +157,14 @@ class Reactor:
         self._handle(self._epoll.poll(timeout))
 
     def _sleep(self, timeout: float) -> None:
-        for bells in self._bells:
-            bells.sleeping(True)
-            timeout = min(timeout, bells.nap())
+        for bell in self._bells:
+            self.attempt(bell, bell.sleeping, True)
+        timeout = min((timeout, *self._asked("nap")))
         fence()
         found = self._scan()
         events = self._epoll.poll(0.0 if found else timeout)
-        for bells in self._bells:
-            bells.sleeping(False)
+        for bell in self._bells:
+            self.attempt(bell, bell.sleeping, False)
         self._quiet = not found and not events
         self._handle(events)
 
@@ -130,18 +175,30 @@ class Reactor:
 
     def _scan(self) -> bool:
         found = False
-        for bells in self._bells:
-            found |= bells.scan()
+        for look, bell in self._looks:
+            try:
+                found |= look()
+            except Exception as error:
+                self.failed(bell, error)
         return found
+
+    def _asked(self, what: str) -> Iterator[Any]:
+        """What each bell says of itself."""
+        for bell in self._bells:
+            try:
+                yield getattr(bell, what)
+            except Exception as error:
+                self.failed(bell, error)
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
         for fd, _ in events:
-            if callback := self._callbacks.get(fd):
-                callback()
+            if watched := self._callbacks.get(fd):
+                callback, peer = watched
+                self.attempt(peer, callback)
 
-    def call_soon(self, callback: Callable[[], None]) -> None:
-        """Run `callback` in the reactor's thread; callable from any thread."""
-        self._soon.append(callback)
+    def call_soon(self, callback: Callable[[], object], peer: Served | None = None) -> None:
+        """Run `callback` for `peer` in the reactor's thread; callable from any thread."""
+        self._soon.append((callback, peer))
         self.wake()
 
     def wake(self) -> None:
@@ -150,7 +207,8 @@ class Reactor:
 
     def _run_soon(self) -> None:
         for _ in range(len(self._soon)):  # what these callbacks add waits for the next turn
-            self._soon.popleft()()
+            callback, peer = self._soon.popleft()
+            self.attempt(peer, callback)
 
     def close(self) -> None:
         self._epoll.close()

@@ -26,7 +26,6 @@ from symbiosis.transport.tensors import tensor_at
 
 EXECUTOR_SLEEPS_AT, CLIENT_SLEEPS_AT, CALL_BELL_AT, REPLY_BELL_AT = 8, 16, 24, 32
 CALL_AT, REPLY_AT, PAYLOAD_AT = 64, 256, 4096
-MAX_CONTROL = 1 << 14  # bytes of a message on the socket beside it
 WORD = struct.Struct("<Q")
 VIEWS_KEPT = 512
 PINNED_AT_MOST = 256 << 20  # bytes of a segment: pinning more takes too long, and takes the memory from everybody else
@@ -46,9 +45,13 @@ class Slab:
     @classmethod
     def create(cls, nbytes: int) -> "Slab":
         fd = os.memfd_create("symbiosis", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return cls(fd, nbytes)
+        try:
+            os.ftruncate(fd, nbytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         key = (start, dtype, shape)

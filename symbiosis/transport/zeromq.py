@@ -3,7 +3,6 @@
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextlib import suppress
-from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +104,6 @@ class Listener:
         self.reactor, self.inbox = reactor, inbox
         self._peers: dict[bytes, Peer] = {}
         self._by_nccl: tuple[NcclPeer, ...] = ()
-        self._rings = False  # whether the reactor looks for bells
         self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
         self._gone: dict[bytes, float] = {}  # connections that were hung up on, and when to forget them
         self._strangers: dict[Wire, float] = {}  # connections without a session, and when they were first seen
@@ -171,9 +169,12 @@ class Listener:
             while taken < most:
                 frames = self._receive()
                 taken += 1
-                if not self._turns.put(self._sender(frames), frames[0].bytes, frames, sum(map(len, frames))):
-                    self._handle(frames, room=False)
+                self.reactor.attempt(None, self._keep, frames)
         return taken
+
+    def _keep(self, frames: list[zmq.Frame]) -> None:
+        if not self._turns.put(self._sender(frames), frames[0].bytes, frames, sum(map(len, frames))):
+            self._handle(frames, room=False)
 
     def _sender(self, frames: list[zmq.Frame]) -> str | bytes:
         """Whose turn it takes to read a message: a tenant's, or where keys tell of none a connection's."""
@@ -204,6 +205,16 @@ class Listener:
         self._drain()
 
     def _handle(self, frames: list[zmq.Frame], room: bool = True) -> None:
+        """Whatever goes wrong ends that connection, and nothing else."""
+        try:
+            self._read(frames, room)
+        except Exception as error:
+            identity = frames[0].bytes
+            peer = self._peers.get(identity) or Peer(self, identity)
+            peer.wire = peer.wire or self.reactor.attempt(None, self._wire_below, frames[-1])
+            self.reactor.failed(peer, error)
+
+    def _read(self, frames: list[zmq.Frame], room: bool) -> None:
         name, *frames = frames
         identity = name.bytes
         chosen = identity[:1] != b"\0"  # by the client: it could be another's
@@ -263,9 +274,6 @@ class Listener:
         key = str(frame.get("User-Id")) if self._door else ""
         by_nccl = NcclPeer(self, identity, tenant, wire, hello, key)
         self._by_nccl += (by_nccl,)
-        if not self._rings:
-            self._rings = True
-            self.reactor.watch_bells(self)
         return by_nccl, by_nccl.welcome
 
     def _wire_below(self, frame: zmq.Frame) -> Wire | None:
@@ -319,23 +327,6 @@ class Listener:
             self._drain_soon()
         return tracker
 
-    # ------------------------------------------------------------------ headers that are looked at like bells (reactor.Bells)
-
-    def scan(self) -> bool:
-        found = False
-        for peer in self._by_nccl:
-            found |= peer.look()
-        return found
-
-    def sleeping(self, flag: bool) -> None:
-        """They wake up a descriptor anyway."""
-
-    def busy(self) -> bool:
-        return any(peer.busy for peer in self._by_nccl)
-
-    def nap(self) -> float:
-        return inf
-
     # ------------------------------------------------------------------ who comes and goes
 
     def too_many(self, peer: Peer, weight: int = 1) -> bool:
@@ -351,15 +342,19 @@ class Listener:
     def drop(self, peer: Peer) -> None:
         if self._peers.pop(peer.identity, None):
             self._by_nccl = tuple(other for other in self._by_nccl if other is not peer)
-            self.inbox.left(peer)
-            peer.release()
+            try:
+                self.inbox.left(peer)
+            finally:
+                peer.release()
 
     def hang_up(self, peer: Peer) -> None:
         """End the connection; what was sent by it and to it is forgotten."""
         self._gone[peer.identity] = monotonic() + FORGET_S
-        self.drop(peer)
-        if peer.wire:
-            peer.wire.hang_up()
+        try:
+            self.drop(peer)
+        finally:
+            if peer.wire:
+                peer.wire.hang_up()
 
     def tick(self) -> None:
         now = monotonic()
@@ -384,22 +379,25 @@ class Listener:
                 known.add(peer.wire.fd)
             if peer.heard:
                 peer.heard, peer.before = False, None
-                continue
-            received = peer.wire.received() if peer.wire else 0
-            if not received:
-                self.drop(peer)
-            elif peer.before is None:
-                peer.before = received
-            elif received - peer.before > self.inbox.limits.max_call_bytes + SLACK_BYTES:
-                self.hang_up(peer)
-            elif received > peer.received:
-                self.inbox.heard(peer)
-            peer.received = received
+            else:
+                self.reactor.attempt(peer, self._look_at_silent, peer)
         now = monotonic()
         self._strangers = {wire: self._strangers.get(wire, now) for wire in Wire.all_at(self._port, known)}
         for wire, since in self._strangers.items():
             if now > since + JOIN_S or wire.received() > FIRST_BYTES:
                 wire.hang_up()
+
+    def _look_at_silent(self, peer: Peer) -> None:
+        received = peer.wire.received() if peer.wire else 0
+        if not received:
+            self.drop(peer)
+        elif peer.before is None:
+            peer.before = received
+        elif received - peer.before > self.inbox.limits.max_call_bytes + SLACK_BYTES:
+            self.hang_up(peer)
+        elif received > peer.received:
+            self.inbox.heard(peer)
+        peer.received = received
 
     def stop_accepting(self) -> None:
         with suppress(zmq.ZMQError):  # a second time: it is not bound any more
