@@ -65,7 +65,7 @@ replies = st.builds(Reply, u64, st.sampled_from(Code), st.sampled_from(DTYPES), 
 i64, text, flag = st.integers(-(2**63), 2**63 - 1), st.text(max_size=20), st.booleans()
 layers = st.builds(Layer, text, text, st.lists(i64, max_size=4).map(tuple), text, text, flag)
 control_messages = st.one_of(
-    st.builds(Hello, i64, text, st.none() | i64, st.none() | text, flag, st.none() | text),
+    st.builds(Hello, i64, text, st.none() | st.sampled_from(Priority), st.none() | text, flag, st.none() | text),
     st.builds(
         Welcome, i64, text, st.lists(layers, max_size=3), text, text, st.builds(Limits, i64, i64, i64, i64), flag,
         st.floats(allow_nan=False), text, i64, st.lists(i64, max_size=2).map(tuple), text,
