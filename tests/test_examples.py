@@ -1,6 +1,7 @@
 """The examples run as they stand in the repository, each as a program of its own against a real executor."""
 
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -77,12 +78,28 @@ def test_a_chat(endpoint: str, tmp_path: Path) -> None:
             example("chat.py", endpoint, tmp_path, "none")
 
 
+def test_the_notebook(tmp_path: Path) -> None:
+    """Its code, cell by cell; what a cell ends with is an expression, which a notebook shows."""
+    cells = json.loads((EXAMPLES / "tour.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    checks = "\nassert same and losses[-1] < losses[0] / 10, losses"
+    (tmp_path / "tour.py").write_text("\n".join(code) + checks)
+    done = run(str(tmp_path / "tour.py"), folder=tmp_path, seconds=110, **OFFLINE)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (
+        "wrapped 35/36" in done.stdout
+        and "with the adapter: 'The return value is 42, as everybody knows." in done.stdout
+    )
+    assert not any(cell.get("outputs") for cell in cells), "outputs are not committed"
+
+
 def test_every_example_is_tested() -> None:
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+    assert {path.name for path in EXAMPLES.glob("*") if path.suffix} == {
         "chat.py",
         "embedded.py",
         "finetune.py",
         "finetune_trl.py",
         "generate.py",
         "generate_captured.py",
+        "tour.ipynb",
     }
