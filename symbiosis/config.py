@@ -11,6 +11,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.ownership import check_folder, why_not_ours
 from symbiosis.protocol import Limits
 
+RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
 Policy = Literal["immediate", "lockstep", "opportunistic"]
 DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
 
@@ -54,12 +55,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_tenant_in_flight: int = Limits().max_tenant_in_flight
     max_tenant_bytes: int = Limits().max_tenant_bytes
     max_tenant_rows_per_s: int = Limits().max_tenant_rows_per_s
+    max_call_multiplications: int = Limits().max_call_multiplications
+    max_tenant_multiplications_per_s: int = Limits().max_tenant_multiplications_per_s
+    max_tenant_bytes_per_s: int = Limits().max_tenant_bytes_per_s
+    max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "workers", "heartbeat_s", *Limits.__struct_fields__):
-            if getattr(self, name) <= 0 and name != "max_tenant_rows_per_s":
+        for name in ("max_batch_tokens", "workers", "heartbeat_s", "max_bytes", *Limits.__struct_fields__):
+            if (getattr(self, name) or 1) <= 0 or (getattr(self, name) == 0 and name not in RATES):
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
-        for name in ("max_wait_us", "max_tenant_rows_per_s"):
+        for name in ("max_wait_us", *RATES):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must not be negative, but is {getattr(self, name)}")
         if not 0 <= (self.metrics_port or 0) <= 65535:

@@ -327,6 +327,9 @@ class Limits(msgspec.Struct, frozen=True):
     max_tenant_in_flight: int = 64
     max_tenant_bytes: int = 4 << 30  # of calls under way, and of replies that are not read
     max_tenant_rows_per_s: int = 0  # 0: as many as come
+    max_call_multiplications: int = 10**14  # 100,000 rows by the largest matrix of a model of 400 billion parameters
+    max_tenant_multiplications_per_s: int = 0
+    max_tenant_bytes_per_s: int = 0
 
     def check(self, call: Call) -> None:
         if call.nbytes > self.max_call_bytes or call.rows > self.max_rows:

@@ -59,12 +59,13 @@ def render(before: Snapshot, now: Snapshot) -> Group:
     if seconds <= 0:  # restarted meanwhile
         before, seconds = _nothing(now), now.uptime_s
     return Group(
-        _head(before, now, seconds), _sessions(before, now, seconds), _layers(before, now, seconds), _sizes(now)
-    )
+        _head(before, now, seconds), _sessions(before, now, seconds), *_tenants(before, now, seconds),
+        _layers(before, now, seconds), _sizes(now),
+    )  # fmt: skip
 
 
 def _nothing(now: Snapshot) -> Snapshot:
-    return msgspec.structs.replace(now, uptime_s=0.0, bytes={}, batch_sizes={}, sessions=[], lines=[])
+    return msgspec.structs.replace(now, uptime_s=0.0, bytes={}, batch_sizes={}, sessions=[], lines=[], tenants={})
 
 
 def _head(before: Snapshot, now: Snapshot, seconds: float) -> Text:
@@ -100,6 +101,22 @@ def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
             str(session.in_flight), f"{session.idle_s:.1f} s", duration(session.joined_s),
         )  # fmt: skip
     return table
+
+
+def _tenants(before: Snapshot, now: Snapshot, seconds: float) -> list[Table]:
+    """Who has had how much since the start, and of the executor's time lately; nothing where there are no keys."""
+    if not any(now.tenants):
+        return []
+    table = _table(f"{len(now.tenants)} tenants", "tenant")
+    for name in ("busy", "calls", "rows", "multiplications", "bytes", "seconds"):
+        table.add_column(name, justify="right")
+    for tenant, used in sorted(now.tenants.items(), key=lambda named: -named[1].seconds):
+        then = before.tenants[tenant].seconds if tenant in before.tenants else 0.0
+        table.add_row(
+            Text(tenant), f"{(used.seconds - then) / seconds:.1%}", str(used.calls), str(used.rows),
+            f"{used.multiplications:.3g}", size_of(used.bytes), f"{used.seconds:.1f}",
+        )  # fmt: skip
+    return [table]
 
 
 def _layers(before: Snapshot, now: Snapshot, seconds: float) -> Table:

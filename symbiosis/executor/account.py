@@ -1,9 +1,16 @@
-"""What one tenant has under way in the executor, and whether that leaves room for another call."""
+"""What one tenant has under way in the executor, and has had; and whether that leaves room for another call."""
 
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from pathlib import Path
+
+import msgspec
 
 from symbiosis.errors import CallError, Code
+from symbiosis.executor.plan import Plan
 from symbiosis.protocol import Limits
 from symbiosis.transport.base import Peer
 
@@ -11,28 +18,95 @@ BUSY_S = 0.02  # when to try again where it depends on others: some products las
 ALWAYS_ROOM = 4 << 20  # bytes that a session may have under way at a time, however many calls that is
 
 
+class Usage(msgspec.Struct):
+    """What a tenant has had since the executor started, whichever sessions it had."""
+
+    calls: int = 0
+    rows: int = 0
+    multiplications: int = 0
+    bytes: int = 0  # of payloads and replies
+    seconds: float = 0.0  # of products; those that it shared with others in proportion
+
+    def count(self, plan: Plan) -> None:
+        """A call, or a round of them, has come."""
+        self.calls += plan.calls
+        self.rows += plan.rows * plan.calls
+        self.multiplications += plan.multiplications
+        self.bytes += plan.moved
+
+
+@dataclass(slots=True)
+class Rate:
+    """So much a second may come. A second's worth may be saved up, and what came too much is owed.
+
+    >>> rate = Rate(10)
+    >>> rate.take(25)
+    >>> rate.wait(0.0), rate.wait(2.6)
+    (2.6, 0.0)
+    """
+
+    most: int
+    _left: float = 0.0
+    _at: float = 0.0
+
+    def wait(self, now: float) -> float:
+        """Seconds until something may come again; 0 where it may now."""
+        if not self.most:
+            return 0.0
+        self._left = min(float(self.most), self._left + (now - self._at) * self.most)
+        self._at = now
+        return 0.0 if self._left > 0 else (1 - self._left) / self.most
+
+    def take(self, amount: float) -> None:
+        self._left -= amount
+
+
+class Pool:
+    """The bytes that all tenants hold together."""
+
+    def __init__(self, most: int, readers: Callable[[], Iterable[Peer]] = tuple) -> None:
+        self.most, self._readers = most, readers
+        self.bytes = 0  # of calls in flight and their replies
+
+    def has_room(self, held: int) -> bool:
+        unread = chain.from_iterable(reader.unread for reader in self._readers())
+        return self.bytes + held + sum(unread) <= self.most
+
+
 @dataclass(slots=True, eq=False)
 class Account:
     """Of one tenant; without keys of one session."""
 
     limits: Limits
+    pool: Pool = field(default_factory=lambda: Pool(1 << 62))
+    usage: Usage = field(default_factory=Usage)
     in_flight: int = 0
     bytes: int = 0  # of the calls in flight and their replies
     readers: set[Peer] = field(default_factory=set)  # the other ends of its sessions
-    _rows: float = 0.0  # that may still come now; below zero after a large call
-    _at: float = 0.0
+    _rates: dict[str, Rate] = field(init=False)
 
-    def check(self, peer: Peer, held: int, own: int, now: float) -> None:
-        """Raises BUSY if a call of `held` bytes must wait, in a session that has `own` bytes in flight."""
+    def __post_init__(self) -> None:
+        of = self.limits
+        self._rates = {
+            "rows": Rate(of.max_tenant_rows_per_s),
+            "multiplications": Rate(of.max_tenant_multiplications_per_s),
+            "bytes": Rate(of.max_tenant_bytes_per_s),
+        }
+
+    def check(self, peer: Peer, held: int, own: int, now: float, scratch: int = 0) -> None:
+        """Raises BUSY if a call of `held` bytes must wait, in a session that has `own` bytes in flight. While it is computed, it needs
+        `scratch` bytes more."""
         limits = self.limits
-        if held > limits.max_tenant_bytes:
+        if held + scratch > limits.max_tenant_bytes:
             raise CallError(
                 Code.TOO_LARGE,
-                f"a call and its reply may have {limits.max_tenant_bytes} bytes, this one has {held}: send smaller batches, or "
-                "ask for a larger --max-tenant-bytes",
+                f"a call, its reply and what it takes to compute it may have {limits.max_tenant_bytes} bytes, this one has "
+                f"{held + scratch}: send smaller batches, or ask for a larger --max-tenant-bytes",
             )
         if self.in_flight >= limits.max_tenant_in_flight:
-            raise busy(BUSY_S, f"a tenant may have {limits.max_tenant_in_flight} calls in flight", "in-flight")
+            raise busy(
+                BUSY_S, f"a tenant may have {limits.max_tenant_in_flight} calls in flight", "max-tenant-in-flight"
+            )
         if own and own + held > ALWAYS_ROOM:
             raise busy(BUSY_S, f"calls of more than {ALWAYS_ROOM} bytes go one after another")
         unread = peer.unread
@@ -40,33 +114,44 @@ class Account:
             raise busy(BUSY_S, f"{len(unread)} large replies are on their way to this session: read them")
         all_unread = sum(chain.from_iterable(reader.unread for reader in self.readers))
         if self.bytes + held + all_unread > limits.max_tenant_bytes:
-            raise busy(BUSY_S, f"a tenant's calls and unread replies may have {limits.max_tenant_bytes} bytes", "bytes")
-        rate = limits.max_tenant_rows_per_s
-        if rate and (missing := self._missing(rate, now)) >= 0:
-            raise busy((missing + 1) / rate, f"a tenant may send {rate} rows a second", "rows-per-s")
+            raise busy(
+                BUSY_S,
+                f"a tenant's calls and unread replies may have {limits.max_tenant_bytes} bytes",
+                "max-tenant-bytes",
+            )
+        if self.bytes + held + all_unread > ALWAYS_ROOM and not self.pool.has_room(held):
+            raise busy(BUSY_S, f"the calls and unread replies of all may have {self.pool.most} bytes", "max-bytes")
+        for what, rate in self._rates.items():
+            if rate.most and (seconds := rate.wait(now)):
+                raise busy(seconds, f"a tenant may send {rate.most} {what} a second", f"max-tenant-{what}-per-s")
 
-    def sent(self, rows: int) -> None:
+    def sent(self, rows: int, multiplications: int = 0, nbytes: int = 0) -> None:
         """A call has come."""
-        self._rows -= rows
+        for rate, amount in zip(self._rates.values(), (rows, multiplications, nbytes), strict=True):
+            rate.take(amount)
 
     def begin(self, held: int) -> None:
         """... and is on its way."""
         self.in_flight += 1
         self.bytes += held
+        self.pool.bytes += held
 
     def end(self, held: int, calls: int = 1) -> None:
         """... and is answered, or dropped."""
         self.in_flight -= calls
         self.bytes -= held
+        self.pool.bytes -= held
 
-    def _missing(self, rate: int, now: float) -> float:
-        """Rows that came too many so far. A second's worth may be saved up."""
-        self._rows = min(float(rate), self._rows + (now - self._at) * rate)
-        self._at = now
-        return -self._rows
+
+def half_of_memory() -> int:
+    """Bytes: of this machine, or of what the container may have."""
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no such limit
+        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return most // 2
 
 
 def busy(seconds: float, why: str, option: str = "") -> CallError:
     """What to tell who should come again, or get a larger limit."""
-    remedy = f", or ask for a larger --max-tenant-{option}" if option else ""
+    remedy = f", or ask for a larger --{option}" if option else ""
     return CallError(Code.BUSY, f"{why}: try again in {seconds:.3f} s{remedy}", seconds)

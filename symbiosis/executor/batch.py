@@ -21,6 +21,9 @@ class Item:
     calls: int = 1  # that it stands for: for each, it may wait
     start: int = 0  # rows that earlier slices took
     ran: int = 0  # rows of which the results are there
+    price: int = 0  # multiplications
+    cells: int = 1  # that what a product makes of it can be cut into
+    turns: int = 1  # that such a product takes at least
     whole: bool = True  # not cut yet, nor too large to be joined as it is; the queue knows
 
     @property
@@ -72,15 +75,33 @@ class Slice(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """The slices that run as one product."""
+    """The slices that run as one product, and in which of its turns that is: the cells that are computed now."""
 
     key: Hashable
     slices: list[Slice]
     formed: float
+    cells: int = 1
+    first: int = 0
+    last: int = 1
+    seconds: float = 0.0  # that earlier turns took
 
     @property
     def rows(self) -> int:
         return sum(piece.stop - piece.start for piece in self.slices)
+
+    @property
+    def price(self) -> float:
+        """Multiplications, of all turns."""
+        return sum(item.price * (stop - start) / item.rows for item, start, stop in self.slices)
+
+    @property
+    def is_cut(self) -> bool:
+        return self.last - self.first < self.cells
+
+    @property
+    def ends(self) -> bool:
+        """Whether this is its last turn."""
+        return self.last == self.cells
 
     def ran(self) -> None:
         """Its results are there."""

@@ -15,7 +15,9 @@ starve it. Among equals, those are served first who are furthest behind in the r
 again: so they catch up with the others, and go on together with them.
 
 Where keys tell who is who, the same goes for tenants first: whose turn it is among them does not depend on how many sessions
-each has. While several tenants call, a slice takes no longer than about `SLICE_S`.
+each has, nor on how urgent they say that they are. A tenant (without keys: a session) that makes short calls waits for no
+other's long one: those run in slices of rows, and products that are still too long in turns, which take no longer than its
+own calls, or about `SLICE_S`. Between two turns of a product others run.
 """
 
 from collections import Counter
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple
 
 from symbiosis.config import Policy
 from symbiosis.executor.batch import Batch, Item, Queue, Slice
-from symbiosis.executor.rhythm import Due, Habits, Rhythm, Share, note, smooth
+from symbiosis.executor.rhythm import ACTIVE_S, Due, Habits, Rhythm, Share, note, smooth
 
 AGING_S = 0.05  # a call gains one step of priority per this time in which its session is not served
 JOIN_BELOW = 256  # rows from which a product is bound by arithmetic: joining two gains nothing and costs copies
@@ -34,7 +36,10 @@ ALONE_S = 0.1  # after this time in which nobody else called, a session is alone
 CREDIT_S = 0.1  # of use that a tenant saves up while it does not call
 SLICE_S = 2e-3  # of a product that another tenant waits for
 TOGETHER = 8  # calls of one tenant in one product that another tenant may wait for
-ACTIVE_S = 1.0  # a tenant who called within this time may call again at any moment
+LONG = 2.0  # of a turn, from which a product is cut
+USUAL_S = 4e-10  # a multiplication takes, until it is known
+READING = 8  # rows take as long to multiply as their matrix to read
+WORTH_LEARNING = 1 << 20  # multiplications of a product that shows how long one takes
 ROUND_WORTH = 0.5  # of what a round takes, its client's own share included, that another one less would save
 SMALLEST_SLICE = 64  # rows: products of fewer cost more for each row
 
@@ -85,6 +90,9 @@ class Batcher:
         self._least_used = self._least_share = 0.0
         self._shares: dict[str, Share] = {}
         self._per_row: dict[Hashable, float] = {}  # seconds in products of many rows
+        self._per_value: dict[Hashable, float] = {}  # ... and for a multiplication of what does not go by rows
+        self._usual = USUAL_S
+        self._begun: list[Batch] = []  # that have had a turn, and not the last
         self._wake = inf
         self._looked = -inf  # for silent sessions
         self._awaited: Awaited | None = None
@@ -94,18 +102,18 @@ class Batcher:
         self.price = 1.0  # what a product costs all together, in its own times
 
     def __len__(self) -> int:
-        return sum(map(len, list(self._queues.values())))  # a copy: other threads ask, too
+        return sum(map(len, list(self._queues.values()))) + len(self._begun)  # a copy: other threads ask, too
 
     @property
     def idle(self) -> bool:
         """Whether no call waits."""
-        return not self._queues
+        return not self._queues and not self._begun
 
     def alone(self, session: int, now: float) -> bool:
         """Whether a call of this session, which need not be added then, can meet no other: nobody else called lately."""
         if session != self._caller:
             self._caller, self._since = session, now
-        if self._queues or (self.policy != "immediate" and now - self._since < self._alone_s):
+        if not self.idle or (self.policy != "immediate" and now - self._since < self._alone_s):
             return False
         self.unseen(session)
         return True
@@ -120,11 +128,12 @@ class Batcher:
         if self._live.pop(session, None):
             self._awaited = None
 
-    def join(self, session: int, tenant: str | None = None) -> None:
+    def join(self, session: int, tenant: str | None = None, watches: bool = False) -> None:
+        """`watches`: it makes no calls that others could join, or would have to wait for."""
         share = Share() if tenant is None else self._shares.setdefault(tenant, Share(tenant, self._least_share))
         habits = self._habits.setdefault(tenant, Habits())
         self._sessions[session] = Rhythm(
-            share, habits, self._patience, self.max_wait, self._calls, used=self._least_used
+            share, habits, self._patience, self.max_wait, self._calls, watches, used=self._least_used
         )
 
     def leave(self, session: int) -> list[Item]:
@@ -137,11 +146,13 @@ class Batcher:
         self._awaited = None
         for item in rhythm.pending:
             self._remove(item)
+        self._begun = [batch for batch in self._begun if batch.slices[0].item.session != session]
         return rhythm.pending
 
     def add(self, item: Item) -> None:
         rhythm = self._sessions[item.session]
-        rhythm.share.called = item.arrived
+        if not rhythm.watches:
+            rhythm.share.calls_now(self._foretold(item, item.rows), item.arrived)
         if item.calls > 1:
             note(self._calls, item.key, item.calls)
         if not rhythm.pending:
@@ -159,14 +170,25 @@ class Batcher:
 
     def next_batch(self, now: float) -> Batch | None:
         """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
-        if not self._queues or self._still_waits(now):
+        queues, room = self._ready(now) if self._queues else ([], {})
+        if not queues and not self._begun:
             return None
+        item = self._first(queues, room, now)
+        for batch in self._begun:
+            if batch.slices[0].item is item:
+                return self._go_on(batch, now)
+        return self._take(item, now)
+
+    def _ready(self, now: float) -> tuple[list[Queue], dict[Hashable, int]]:
+        """The queues that need not wait any more, and of each call that a session is at, how far the next one is behind."""
+        room: dict[Hashable, int] = {}
+        if self._still_waits(now):
+            return [], room
         self._wake, self._awaited = inf, None
         queues = list(self._queues.values())
-        room: dict[Hashable, int] = {}
         if self.policy == "lockstep":
             if not self._all_wait(now):
-                return None
+                return [queue for queue in queues if self._sessions[queue[0].session].watches], room
             room = self._room_behind(queues[0][0]) if len(queues) > 1 else room
         if self.policy == "opportunistic" and not self._all_here(queues):
             due = self._due(now)
@@ -174,7 +196,7 @@ class Batcher:
             if queues:
                 room = self._room_behind(queues[0][0])
                 queues = self._without_leaders(queues, room, now)
-        return self._take(self._first(queues, room, now), now) if queues else None
+        return queues, room
 
     def wake_at(self) -> float:
         """When the last `next_batch` wants to be asked again; infinity if only an arrival can change its answer."""
@@ -213,32 +235,46 @@ class Batcher:
         self._foresee(now)
 
     def expected(self, batch: Batch) -> float:
-        """The seconds that the rows of a batch will take, as far as is known; what a product of few takes besides is not counted."""
-        return self._per_row.get(batch.key, 0.0) * batch.rows
+        """The seconds that this turn of a batch will take, as far as is known; what a product of few rows takes besides is not counted."""
+        whole = self._per_row.get(batch.key, 0.0) * batch.rows + self._per_value.get(batch.key, 0.0) * batch.price
+        return whole * (batch.last - batch.first) / batch.cells
 
     def done(self, batch: Batch, seconds: float, now: float) -> None:
-        """A batch has run and its replies are out."""
+        """A turn of a batch has run, and its replies, if there are any, are out."""
         rows = batch.rows
-        self._learn_cost(batch.key, rows, seconds)
         share = seconds / max(1, rows)
+        batch.seconds += seconds
+        if batch.ends:
+            self._learn(batch)
+        elif batch.slices[0].item.session in self._sessions:
+            self._begun.append(batch)
         for item, start, stop in batch.slices:
             rhythm = self._sessions.get(item.session)
             if rhythm is None:
                 continue
             rhythm.used += share * (stop - start)
             rhythm.share.used += share * (stop - start)
-            if item.finished:
+            if batch.ends and item.finished:
                 rhythm.pending.remove(item)
                 if item.joinable:  # what is only asked now and then has no rhythm, and keeps nobody active
                     rhythm.last_key, rhythm.replied = item.key, now
                     coming = rhythm.pending[0].key if rhythm.pending else item.key
                     rhythm.arrive_at(coming, self._cost.get(coming, 0.0))
-        if not self._queues:
+        if self.idle:
             self._foresee(now)
 
     def took(self, key: Hashable, seconds: float) -> None:
         """What an item of several calls took, from the first to the last: that is what it costs, beside the others' as it runs."""
         note(self._cost, key, smooth(self._cost.get(key), seconds))
+
+    def _learn(self, batch: Batch) -> None:
+        """What a product takes, and what others of its kind will."""
+        price, head = batch.price, batch.slices[0].item
+        self._learn_cost(batch.key, batch.rows if head.divisible else 0, batch.seconds)
+        if price >= WORTH_LEARNING and (batch.rows >= SMALLEST_SLICE or not head.divisible):
+            self._usual = smooth(self._usual, batch.seconds / price)
+            if not head.divisible:
+                note(self._per_value, batch.key, smooth(self._per_value.get(batch.key), batch.seconds / price))
 
     def _learn_cost(self, key: Hashable, rows: int, seconds: float) -> float:
         """What a product of the key costs, as far as is known now."""
@@ -363,9 +399,10 @@ class Batcher:
 
     def _first(self, queues: list[Queue], room: dict[Hashable, int], now: float) -> Item:
         """The call to run; of a queue that runs as a whole, the one that is most urgent."""
-        if len(queues) == 1 and (len(queues[0]) == 1 or self._joins(queues[0])):
+        if len(queues) == 1 and not self._begun and (len(queues[0]) == 1 or self._joins(queues[0])):
             return queues[0][0]
-        items = [item for queue in queues for item in self._heads(queue)]
+        items = [batch.slices[0].item for batch in self._begun]
+        items += [item for queue in queues for item in self._heads(queue)]
         if len(self._shares) > 1:
             items = self._best_of_each(items, room, now)
             return min(items, key=lambda item: self._rank(item, self._sessions[item.session].share, room, now))
@@ -399,28 +436,31 @@ class Batcher:
     def _rank(
         self, item: Item, caller: "Rhythm | Share", room: dict[Hashable, int], now: float
     ) -> tuple[int, int, int, float, float]:
-        """Among sessions, or among tenants."""
+        """Among sessions, or among tenants: of these nobody knows whether what they say of their calls is true."""
         waited = int((now - max(item.arrived, caller.served)) / AGING_S)
-        last = room.get(item.key, 0) * len(self._queues[item.key])
-        return max(0, item.priority - waited), int(caller.used / SLACK_S), -last, caller.used, item.arrived
+        last = room.get(item.key, 0) * len(self._queues.get(item.key, ()))
+        urgency, used = max(0, item.priority - waited), int(caller.used / SLACK_S)
+        first, second = (used, urgency) if isinstance(caller, Share) else (urgency, used)
+        return first, second, -last, caller.used, item.arrived
 
     def _take(self, head: Item, now: float) -> Batch:
         """`head`, and of its queue what may join it."""
         queue = self._queues[head.key]
         most = TOGETHER if self._others_call(head) else len(queue)
-        if len(queue) <= most and self._joins(queue):
+        most_rows = self._most_rows(head, queue)
+        if len(queue) <= most and queue.rows <= most_rows and self._joins(queue):
             return self._take_all(queue, now)
-        pieces = [self._slice(head)]
+        pieces = [self._slice(head, most_rows)]
         rows = pieces[0].stop - pieces[0].start
         if len(queue) > 1 and self.policy != "immediate" and head.joinable and rows < self.join_below:
             passed: set[int] = set()  # no call of a session overtakes an earlier one
             taken = Counter([self._sessions[head.session].share])
             for item in [item for item in queue if item is not head]:
-                fits = item.whole and rows + item.rows <= self.max_rows
+                fits = item.whole and rows + item.rows <= most_rows
                 share = self._sessions[item.session].share
                 if fits and item.session not in passed and taken[share] < most:
                     taken[share] += 1
-                    pieces.append(self._slice(item))
+                    pieces.append(self._slice(item, most_rows))
                     rows += item.rows
                 else:
                     passed.add(item.session)
@@ -432,7 +472,7 @@ class Batcher:
             rhythm.served = rhythm.share.served = now
         self._least_used = max(self._least_used, self._sessions[head.session].used)
         self._least_share = max(self._least_share, self._sessions[head.session].share.used)
-        return Batch(head.key, self._in_order(pieces), now)
+        return self._begin(Batch(head.key, self._in_order(pieces), now), now)
 
     def _take_all(self, queue: Queue, now: float) -> Batch:
         del self._queues[queue[0].key]
@@ -444,7 +484,35 @@ class Batcher:
             least, least_share = min(least, rhythm.used), min(least_share, rhythm.share.used)
         self._least_used = max(self._least_used, least)
         self._least_share = max(self._least_share, least_share)
-        return Batch(queue[0].key, self._in_order([Slice(item, 0, item.rows) for item in queue]), now)
+        return self._begin(Batch(queue[0].key, self._in_order([Slice(item, 0, item.rows) for item in queue]), now), now)
+
+    def _begin(self, batch: Batch, now: float) -> Batch:
+        """With its first turn: all of it, if others can wait for that. Calls of several run whole, for none of them is kept waiting by
+        another."""
+        if len(batch.slices) == 1:
+            batch.cells = batch.last = batch.slices[0].item.cells
+            if batch.cells > 1:
+                self._set_turn(batch, now)
+        return batch
+
+    def _go_on(self, batch: Batch, now: float) -> Batch:
+        """... with the next one."""
+        self._begun.remove(batch)
+        rhythm = self._sessions[batch.slices[0].item.session]
+        rhythm.served = rhythm.share.served = now
+        batch.first, batch.last = batch.last, batch.cells
+        self._set_turn(batch, now)
+        return batch
+
+    def _set_turn(self, batch: Batch, now: float) -> None:
+        item, start, stop = batch.slices[0]
+        left = batch.cells - batch.first
+        turns = item.turns * left / batch.cells
+        seconds = batch.seconds / batch.first * left if batch.first else self._foretold(item, stop - start)
+        if not self._invariant and seconds > LONG * SLICE_S:
+            turn_s = self._turn_s({self._sessions[item.session].share}, now)
+            turns = max(turns, seconds / turn_s if seconds > LONG * turn_s else 1.0)
+        batch.last = batch.first + max(1, int(left / max(1.0, turns)))
 
     def _in_order(self, pieces: list[Slice]) -> list[Slice]:
         """Who has the fewest in a product is answered first: replies take time, too."""
@@ -455,20 +523,41 @@ class Batcher:
         order = sorted(range(len(pieces)), key=lambda number: count[shares[number]])
         return [pieces[number] for number in order]
 
-    def _slice(self, item: Item) -> Slice:
+    def _slice(self, item: Item, most: int) -> Slice:
         start, stop = item.start, item.rows
-        most = self._most_rows(item)
         if item.divisible and item.left > most:
             stop = start + most
         self._queues[item.key].cut(item, stop)
         return Slice(item, start, stop)
 
-    def _most_rows(self, item: Item) -> int:
-        """Of one slice: fewer while other tenants call."""
-        if self._invariant or not self._others_call(item):
+    def _most_rows(self, head: Item, queue: Queue) -> int:
+        """Of one slice, or of a product: fewer while tenants call that have no part in it."""
+        if self._invariant or not head.divisible or queue.rows <= SMALLEST_SLICE:
             return self.max_rows
-        per_row = self._per_row.get(item.key, inf)
-        return min(self.max_rows, max(SMALLEST_SLICE, int(SLICE_S / max(per_row, 1e-12))))
+        row_s = self._row_s(head)
+        if queue.rows * row_s <= SLICE_S:
+            return self.max_rows
+        turn_s = self._turn_s(
+            {self._sessions[item.session].share for item in queue if item.whole or item is head}, head.arrived
+        )
+        return int(min(self.max_rows, max(SMALLEST_SLICE, turn_s / max(row_s, 1e-12))))
+
+    def _turn_s(self, own: set[Share], since: float) -> float:
+        """How long others may wait: not for longer than they make others wait."""
+        shares = {rhythm.share for rhythm in self._sessions.values()} - own
+        return max(SLICE_S, min((share.brief for share in shares if share.called > since - ACTIVE_S), default=inf))
+
+    def _row_s(self, item: Item) -> float:
+        """The seconds that one row among many takes; a guess, if nothing is known of its key."""
+        return self._per_row.get(item.key) or self._usual * item.price / item.rows
+
+    def _foretold(self, item: Item, rows: int) -> float:
+        """The seconds that so many rows of a call will take, in the same way."""
+        if not item.divisible:
+            return self._per_value.get(item.key, self._usual) * item.price
+        if rows < SMALLEST_SLICE and item.key in self._cost:
+            return self._cost[item.key]
+        return self._row_s(item) * (rows + READING)
 
     def _others_call(self, item: Item) -> bool:
         """Whether tenants other than the one of this call have called lately."""

@@ -75,12 +75,14 @@ class Cohort:
         except Exception:  # whatever it is: the engine tells whose call is to blame when they come one by one
             return False
         rung = self._rung
+        each = seconds / self._rows
         self._rung, self._rows = {}, 0
         calls, waited = [], 0.0
         for number, (work, arrived) in rung.items():
             self._engine.attempt(work.peer, work.peer.count, len(rung), len(work.calls))
             if work.peer.session is not None:
                 work.peer.session.count(work.plan)
+                work.peer.session.account.usage.seconds += each * work.plan.rows
             calls.append((number, arrived, work.plan.rows))
             waited += formed - arrived
         self._batcher.went(works[0].plan.key, calls, formed, seconds, formed + seconds)

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from time import perf_counter
 from typing import Any
 
@@ -17,16 +18,19 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.batch import Batch, Slice
 from symbiosis.executor.batcher import AGING_S, JOIN_BELOW
+from symbiosis.executor.cut import boxes, columns_of, panels
 from symbiosis.executor.headroom import keep_headroom
 from symbiosis.executor.log import log, worth_logging
+from symbiosis.executor.ops import Ops
 from symbiosis.executor.pace import Pace
 from symbiosis.executor.store import Store
-from symbiosis.executor.validate import check_finite
+from symbiosis.executor.validate import check_finite, check_share
 from symbiosis.kernels.few_rows import FewRows
 from symbiosis.kernels.graphs import captured
 from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.integers import modular_product
 from symbiosis.kernels.product import product
+from symbiosis.keystream import keystream
 from symbiosis.protocol import BY_ROWS, WEIGHT_BITS, Call, Op, Reply
 from symbiosis.transport.base import refuse
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
@@ -99,6 +103,7 @@ class Engine:
         self._not_joined = 0  # products that failed so
         self._overtaken_until = math.inf  # if a large call was launched: when the others wait for it
         self._pace: Pace | None = None
+        self._ops = Ops(store, self._here)
         self._product_of_joined = (
             FewRows(store.linear_weights(), threads=workers) if self.device.type == "cpu" else product
         )
@@ -206,7 +211,10 @@ class Engine:
         begun = perf_counter()
         self._let_pass()
         try:
-            self._compute(batch.slices)
+            if batch.is_cut:
+                self._compute_turn(batch)
+            else:
+                self._compute(batch.slices)
         except Exception as error:  # whatever it is: the executor has other clients
             if len(batch.slices) > 1:
                 for piece in batch.slices:
@@ -219,11 +227,13 @@ class Engine:
         return max(seconds, self.estimate(batch.slices[0].item.work, batch.rows))  # the GPU was not waited for
 
     def reply(self, batch: Batch, seconds: float) -> None:
-        """... to the calls of which all rows have been computed by now."""
+        """... to the calls of which all has been computed by now."""
+        if not batch.ends:
+            return
         batch.ran()
         for piece in batch.slices:
             if piece.item.finished:
-                self.attempt(piece.item.work.peer, self._reply, piece, batch, seconds)
+                self.attempt(piece.item.work.peer, self._reply, piece, batch, batch.seconds + seconds)
 
     def launch(self, work: Work, piecemeal: bool = False) -> Reply:
         """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again; a large round whole, or call by call."""
@@ -333,7 +343,7 @@ class Engine:
         if work.call.by_rows:
             self._multiply(work.call, self._parts(work, Op.DGRAD), self._parts(work, Op.FORWARD))
         else:
-            work.out.copy_(self._whole(work))
+            self._ops.whole(work.call, _in_range(work), work.out)
 
     def _compute(self, slices: list[Slice]) -> None:
         first: Work = slices[0].item.work
@@ -344,9 +354,24 @@ class Engine:
             elif first.call.by_rows:
                 self._rows_alone(first.call, slices[0])
             else:
-                first.out.copy_(self._whole(first), non_blocking=True)
+                self._ops.whole(first.call, first.payload, first.out)
         finally:  # a copy must not come behind the answer, be it an error's
             self._land(slices)
+
+    def _compute_turn(self, batch: Batch) -> None:
+        """Some cells of what a slice makes, or of what a call makes that does not go by rows. Nobody waits for the rest of one that
+        has failed."""
+        piece = batch.slices[0]
+        work: Work = piece.item.work
+        if work.error is not None:
+            return
+        self._check_turn(batch, work)
+        for box in boxes(work.plan.grid, batch.first, batch.last):
+            if work.call.by_rows:
+                self._multiply_panels(piece, box[0])
+            else:
+                self._ops.part(work.call, work.payload, work.out, box)
+        self._land(batch.slices)
 
     def _check(self, slices: list[Slice]) -> None:
         """Note whose rows are not finite: in a product they hurt no others."""
@@ -358,6 +383,15 @@ class Engine:
                     check_finite(work.call, work.payload, rows, self._store)
                 except CallError as error:
                     work.error = error
+
+    def _check_turn(self, batch: Batch, work: Work) -> None:
+        """The same, of a slice with its first turn, else of as large a part of the payload as of the cells."""
+        if not work.finite:
+            return
+        if not work.call.by_rows:
+            check_share(work.call, work.payload, batch.first / batch.cells, batch.last / batch.cells, self._store)
+        elif not batch.first:
+            self._check(batch.slices)
 
     def _rows_alone(self, call: Call, piece: Slice) -> None:
         """Straight from the session's memory into the session's memory, where that is the device's."""
@@ -380,7 +414,19 @@ class Engine:
 
     def _inputs(self, piece: Slice) -> list[Tensor]:
         """The slice's rows: for a group's DGRAD those of each member."""
-        return [part[piece.start : piece.stop] for part in self._parts(piece.item.work, Op.DGRAD)]
+        work: Work = piece.item.work
+        if work.call.seeded and work.payload[0].dtype is torch.uint8:
+            return self._grown(work, piece)
+        return [part[piece.start : piece.stop] for part in self._parts(work, Op.DGRAD)]
+
+    def _grown(self, work: Work, piece: Slice) -> list[Tensor]:
+        """... of which only the seed came."""
+        call, key = work.call, work.payload[0].numpy().tobytes()
+        dtype = TORCH_DTYPE[call.dtype]
+        if call.op is Op.DGRAD and call.also:  # what lies together are not the rows
+            work.payload = (keystream(key, call.shape, dtype),)  # type: ignore[arg-type]
+            return self._inputs(piece)
+        return [keystream(key, (piece.stop - piece.start, call.shape[1]), dtype, start=piece.start)]
 
     def _outputs(self, piece: Slice) -> list[Tensor]:
         """Where the slice's results go: for a group's FORWARD those of each member."""
@@ -412,6 +458,31 @@ class Engine:
             dx_TK += multiply(dy_TN, matrix, None)
         return [dx_TK]
 
+    def _multiply_panels(self, piece: Slice, side: slice) -> None:
+        """The same for some columns of what a slice makes."""
+        call = piece.item.work.call
+        x, outs, biases = list(map(self._here, self._inputs(piece))), self._outputs(piece), self._biases(call)
+        multiply: Callable[..., Tensor] = modular_product if call.dtype in WEIGHT_BITS else product
+        if call.op is Op.DGRAD:
+            columns = columns_of(side, outs[0].shape[1])
+            members = list(zip(x, call.layers, strict=True))
+            parts = (multiply(dy, self._panel(call, layer, columns), None) for dy, layer in reversed(members))
+            outs[0][:, columns] = reduce(Tensor.add_, parts)
+            return
+        begun = 0
+        for layer, out_TN, bias in zip(call.layers, outs, biases, strict=True):
+            count = panels(out_TN.shape[1])
+            mine = slice(max(side.start - begun, 0), min(side.stop - begun, count))
+            if mine.start < mine.stop:
+                columns = columns_of(mine, out_TN.shape[1])
+                multiply(
+                    x[0], self._panel(call, layer, columns), None if bias is None else bias[columns], out_TN[:, columns]
+                )
+            begun += count
+
+    def _panel(self, call: Call, layer: int, columns: slice) -> Tensor:
+        return self._store.operand(layer, call.op, call.view, call.dtype, (..., columns))
+
     def _biases(self, call: Call) -> list[Tensor | None]:
         """One for each layer, if the call asks for them."""
         return [self._store.bias(layer, call.dtype) if call.bias else None for layer in call.layers]
@@ -436,36 +507,13 @@ class Engine:
         rows = [len(work.payload[0]) for work in works]
         x_TK = torch.cat([self._here(work.payload[0]) for work in works])
         if call.op is Op.LOOKUP:
-            y_TN = self._operand(call)[x_TK]
+            y_TN = self._store.matrix(call.layer, call.op, call.view)[x_TK]
         else:
             order, ends = (t.to(self.device) for t in merge([work.payload[1] for work in works], rows))
             sorted_TN = grouped(x_TK[order], self._operand(call), ends)
             y_TN = torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
         for work, part_TN in zip(works, y_TN.split(rows), strict=True):
             work.out.copy_(part_TN)
-
-    def _whole(self, work: Work) -> Tensor:
-        """Ops that are not cut into slices, by themselves."""
-        call = work.call
-        if call.op in BY_ROWS:
-            return product(self._here(work.payload[0]), self._operand(call), None)
-        if call.op is Op.GROUPED:
-            x_TK, ends = map(self._here, work.payload)
-            if work.number:  # values that no CPU has checked
-                ends = ends.clamp(0, len(x_TK)).cummax(0).values.to(torch.int32)
-            return grouped(x_TK, self._operand(call), ends)
-        if call.op is Op.LOOKUP:
-            return self._operand(call)[self._here(work.payload[0])]
-        if call.op is Op.LEFT:
-            return torch.matmul(self._operand(call), self._here(work.payload[0]))
-        if call.op is Op.NORMS:
-            weight = self._store.matrix(call.layer, Op.NORMS, None)
-            rows = weight if self._store.manifest[call.layer].kind == "linear" else weight.t()
-            return rows.to(TORCH_DTYPE[call.dtype]).square().sum(-1)
-        if call.op is Op.READ:
-            return self._operand(call)
-        assert call.op is Op.ECHO
-        return work.payload[0]
 
     def _operand(self, call: Call) -> Tensor:
         return self._store.operand(call.layer, call.op, call.view, call.dtype)
@@ -497,6 +545,14 @@ class Engine:
 
     def _fail(self, work: Work, error: Exception) -> None:
         self._on_done(work, refuse(work.peer, work.seq, call_error(error)))
+
+
+def _in_range(work: Work) -> tuple[Tensor, ...]:
+    """The payload; where it lies on a GPU, no CPU has checked where groups end."""
+    if work.call.op is not Op.GROUPED:
+        return work.payload
+    rows, ends = work.payload
+    return rows, ends.clamp(0, len(rows)).cummax(0).values.to(torch.int32)
 
 
 def _joined(multiply: Any, pool: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from symbiosis.errors import Code
+from symbiosis.executor.account import Usage
 from symbiosis.executor.batch import Batch
 from symbiosis.executor.store import Store
 from symbiosis.protocol import Call, Op, Reply
@@ -78,6 +79,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     dropped: int
     sessions: list[SessionFigures]
     lines: list[LayerFigures]
+    tenants: dict[str, Usage] = {}  # by name; without keys, all of them under none
 
     @property
     def calls(self) -> int:
@@ -195,6 +197,7 @@ class Figures:
                 for s in server.sessions.values()
             ],
             lines=self.by_layer(),
+            tenants=server.usage,
         )  # fmt: skip
         return msgspec.msgpack.encode(snapshot)
 
@@ -207,6 +210,7 @@ class PrometheusCollector:
 
     def collect(self) -> "Iterator[Metric]":
         yield from self._by_layer()
+        yield from self._by_tenant()
         yield from self._by_label()
         yield self._batch_sizes()
         yield from self._gauges()
@@ -225,6 +229,22 @@ class PrometheusCollector:
             family = CounterMetricFamily(f"symbiosis_{name}", text, labels=["layer", "op"])
             for line in lines:
                 family.add_metric([line.layer, line.op], getattr(line, field))
+            yield family
+
+    def _by_tenant(self) -> "Iterator[Metric]":
+        from prometheus_client.core import CounterMetricFamily
+
+        usage = self._server.usage
+        for name, field, text in (
+            ("calls", "calls", "Calls of a tenant"),
+            ("rows", "rows", "Rows of those calls"),
+            ("multiplications", "multiplications", "Multiplications, where a value that is only moved counts as one"),
+            ("bytes", "bytes", "Bytes of payload, in and out"),
+            ("compute_seconds", "seconds", "Seconds of computing, shared with others in proportion"),
+        ):
+            family = CounterMetricFamily(f"symbiosis_tenant_{name}", text, labels=["tenant"])
+            for tenant, used in usage.items():
+                family.add_metric([tenant], getattr(used, field))
             yield family
 
     def _by_label(self) -> "Iterator[Metric]":

@@ -4,9 +4,10 @@ from collections.abc import Hashable, Sequence
 from math import prod
 
 import msgspec
-from msgspec.structs import replace
 
 from symbiosis.config import Options
+from symbiosis.executor.cut import Grid, grid_of
+from symbiosis.executor.price import price_of
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import reply_shape
 from symbiosis.protocol import ITEMSIZE, Call, Op, View
@@ -24,7 +25,7 @@ class Key(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How a valid call is batched, and what it answers."""
+    """How a valid call is batched, what it answers, and what it costs."""
 
     key: Hashable
     rows: int
@@ -34,24 +35,41 @@ class Plan(msgspec.Struct, frozen=True):
     parts: Shapes  # of what lies in memory for each member of a group
     joinable: bool
     calls: int = 1  # that it is of: more for a round
+    multiplications: int = 0
+    moved: int = 0  # bytes that come and go
+    scratch: int = 0  # bytes besides `held` while one of its turns is computed
+    turns: int = 1  # at least so many
+    grid: Grid = (1,)  # of the cells that it can be cut into
+
+    @property
+    def cells(self) -> int:
+        return prod(self.grid)
 
 
 def make_plan(call: Call, store: Store, options: Options) -> Plan:
     """The plan of `call`; `CallError` if the call is wrong, whatever its values are."""
     shape = reply_shape(call, store, options)
-    rows = replace(call, seeded=False) if call.seeded else call  # what is held in memory then
+    widths = [store.width(layer) for layer in call.layers] if call.by_rows and call.view is None else shape[1:]
+    grid: Grid = (1,) if store.on_gpu or not prod(shape) else grid_of(call, shape, widths)
+    price = price_of(call, shape, prod(grid), store, options)
     return Plan(
         key=Key(call.layers, call.op, call.dtype, call.bias, call.view),
         rows=max(1, call.rows),
         nbytes=call.nbytes,
         shape=shape,
-        held=rows.nbytes + prod(shape) * ITEMSIZE[call.dtype],
+        held=price.held,
         parts=tuple((call.shape[0], store.width(layer)) for layer in call.layers) if call.also else (),
         joinable=call.by_rows or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),
+        multiplications=price.multiplications,
+        moved=call.nbytes + prod(shape) * ITEMSIZE[call.dtype],
+        scratch=price.scratch,
+        turns=price.turns,
+        grid=grid,
     )
 
 
 def plan_of_round(key: Hashable, plans: Sequence[Plan]) -> Plan:
     """... of calls that come one after another, each with as many rows."""
     nbytes, held = sum(plan.nbytes for plan in plans), sum(plan.held for plan in plans)
-    return Plan(key, plans[0].rows, nbytes, (), held, (), joinable=True, calls=len(plans))
+    work, moved = sum(plan.multiplications for plan in plans), sum(plan.moved for plan in plans)
+    return Plan(key, plans[0].rows, nbytes, (), held, (), True, len(plans), work, moved)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from symbiosis.executor.batch import Item
 
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
+ACTIVE_S = 1.0  # who called within this time may call again at any moment
 HABITS_KEPT = 1 << 11  # calls of one session
 KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
 
@@ -27,6 +28,14 @@ class Share:
     used: float = 0.0
     served: float = -inf
     called: float = -inf
+    brief: float = inf  # what the shortest of its calls lately took, or was expected to
+    brief_at: float = -inf
+
+    def calls_now(self, seconds: float, now: float) -> None:
+        """One has come that is expected to take so long."""
+        self.called = now
+        if seconds <= self.brief or now > self.brief_at + ACTIVE_S:
+            self.brief, self.brief_at = seconds, now
 
 
 class Habits:
@@ -57,6 +66,7 @@ class Rhythm:
     patience: float  # it is still worth waiting for at this multiple of its usual time
     grace: float  # but never for longer than this behind it
     rounds: Container[Hashable]  # keys that may follow on themselves
+    watches: bool = False
     used: float = 0.0
     served: float = -inf
     pending: list[Item] = field(default_factory=list)

@@ -16,11 +16,12 @@ from time import monotonic
 from typing import BinaryIO
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.account import BUSY_S, Account, busy
+from symbiosis.executor.account import BUSY_S, Account, Pool, Rate, Usage, busy, half_of_memory
 from symbiosis.executor.background import Background
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
@@ -34,12 +35,11 @@ from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_values, must_be_finite
 from symbiosis.kernels.few_rows import MOST_ROWS
 from symbiosis.keys import Keyring
-from symbiosis.keystream import keystream
 from symbiosis.protocol import VERSION, Call, Hello, Op, Priority, Reply, Welcome
 from symbiosis.transport import Listener, Peer, Reactor, listen
 from symbiosis.transport.base import RoundWords, refuse
 from symbiosis.transport.reactor import Served
-from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE, Shapes, bytes_tensor, empty
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_tensor, empty
 
 TICK_S = 0.5
 LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
@@ -47,6 +47,8 @@ MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: some products
 # A GPU takes longer for a product beside the clients' kernels than alone, as it was measured. Threads that wait for a core are late.
 SPREAD, PATIENCE = {True: 4.0, False: 1.0}, {True: 1.5, False: 3.0}
 ALARM_S = 60.0  # between two warnings of the same
+MOST_OBSERVERS = 16  # without keys; of tenants they are sessions like others
+SNAPSHOTS_PER_S = 20  # of the figures
 LONGEST_NAME = 64  # characters of what a client calls itself
 NO_DESCRIPTOR = (
     "no descriptor is left: new clients wait until connections end. Start the executor with a higher limit (ulimit -Hn), or lower "
@@ -78,7 +80,8 @@ class Session:
         self.calls += plan.calls
         self.rows += plan.rows * plan.calls
         self.bytes += plan.nbytes
-        self.account.sent(plan.rows * plan.calls)
+        self.account.usage.count(plan)
+        self.account.sent(plan.rows * plan.calls, plan.multiplications, plan.moved)
 
     def begin(self, held: int = 0) -> None:
         """A call is on its way that needs so many bytes of the executor's memory."""
@@ -103,7 +106,10 @@ class Server:
         self.nccl = self.keyring is None if options.nccl is None else options.nccl
         self.figures = Figures(store)
         self.sessions: dict[int, Session] = {}
-        self._accounts: dict[str, Account] = {}
+        self.pool = Pool(options.max_bytes or half_of_memory(), lambda: (s.peer for s in self.sessions.values()))
+        self._accounts: dict[str, Account] = {}  # by tenant
+        self._without_keys = Usage()
+        self._fresh, self._snapshot = Rate(SNAPSHOTS_PER_S), b""
         self.batcher = Batcher(
             options.policy,
             (MAX_WAIT_US[store.on_gpu] if options.max_wait_us is None else options.max_wait_us) / 1e6,
@@ -170,6 +176,12 @@ class Server:
             self.stop()  # the others, too
 
     @property
+    def usage(self) -> dict[str, Usage]:
+        """What each tenant has had since the start; without keys, all together."""
+        named = {tenant: account.usage for tenant, account in list(self._accounts.items())}
+        return named if self.keyring else {"": self._without_keys, **named}
+
+    @property
     def waiting(self) -> int:
         """Calls that have come and not begun."""
         return len(self.batcher) + len(self.cohort) + len(self.background)
@@ -201,6 +213,7 @@ class Server:
             self._compute_meanwhile(batch)
         else:
             self._ran(batch, self.engine.step(batch))
+            self._more = self._more or not self.batcher.idle
 
     def _leaves_time(self, batch: Batch) -> bool:
         """Whether another worker should have the turn meanwhile. It would not let the calls gather that come while few rows are
@@ -225,8 +238,18 @@ class Server:
         self._ran(batch, seconds)
 
     def _ran(self, batch: Batch, seconds: float) -> None:
-        self.figures.ran(batch, seconds)
+        self._charge(batch, seconds)
+        if batch.ends and _is_counted(batch.slices[0].item.work):
+            self.figures.ran(batch, batch.seconds + seconds)
         self.batcher.done(batch, seconds, max(monotonic(), batch.formed + seconds))  # a GPU has yet to end
+
+    def _charge(self, batch: Batch, seconds: float) -> None:
+        """To those who called, by their rows."""
+        each = seconds / max(1, batch.rows)
+        for item, start, stop in batch.slices:
+            session: Session | None = item.work.peer.session
+            if session is not None:
+                session.account.usage.seconds += each * (stop - start)
 
     def _patience(self) -> float:
         """How long to sleep if nothing arrives; not at all while there is more to run."""
@@ -307,7 +330,7 @@ class Server:
         client = hello.client[:LONGEST_NAME]
         try:
             account = self._account(peer.tenant)
-            self._admit(hello, account)
+            self._admit(hello, peer.tenant, account)
         except CallError as error:
             self.figures.refused(error.code)
             if worth_logging(self.figures.errors[error.code.name]):
@@ -317,8 +340,7 @@ class Server:
         peer.session = Session(number, peer, client, hello.priority, hello.observer, monotonic(), account)
         self.sessions[number] = peer.session
         account.readers.add(peer)
-        if not hello.observer:
-            self.batcher.join(number, peer.tenant)
+        self.batcher.join(number, peer.tenant, hello.observer)
         who = {"tenant": peer.tenant} if peer.tenant else {}
         log(
             logging.INFO, "session joined", session=number, client=client, transport=peer.transport, **who,
@@ -339,10 +361,10 @@ class Server:
     def _account(self, tenant: str | None) -> Account:
         """The tenant's; where there are no keys, a new one."""
         if tenant is None:
-            return Account(self.limits)
-        return self._accounts.setdefault(tenant, Account(self.limits))
+            return Account(self.limits, self.pool, self._without_keys)
+        return self._accounts.setdefault(tenant, Account(self.limits, self.pool))
 
-    def _admit(self, hello: Hello, account: Account) -> None:
+    def _admit(self, hello: Hello, tenant: str | None, account: Account) -> None:
         if hello.version != VERSION:
             raise CallError(
                 Code.BAD_VERSION,
@@ -357,7 +379,11 @@ class Server:
                 "this executor now serves another model than the one this client joined: "
                 "start the executor with the same checkpoint, or wrap the client's model again",
             )
-        if not hello.observer and sum(not s.observer for s in self.sessions.values()) >= self.limits.max_sessions:
+        watches = hello.observer and tenant is None
+        alike = sum((s.observer and s.peer.tenant is None) == watches for s in self.sessions.values())
+        if watches and alike >= MOST_OBSERVERS:
+            raise CallError(Code.LIMIT, f"{MOST_OBSERVERS} observers watch this executor: end one (symbiosis top)")
+        if not watches and alike >= self.limits.max_sessions:
             raise CallError(Code.LIMIT, f"all {self.limits.max_sessions} sessions are taken: raise --max-sessions")
         if len(account.readers) >= self.limits.max_tenant_sessions:
             raise CallError(
@@ -382,13 +408,14 @@ class Server:
         self._refuse(session, seq, call, error)
 
     def _check_room(self, session: Session, call: Call) -> None:
-        if call.op is Op.STATS or session.observer:
-            return self.limits.check(call)
-        if self._draining:
+        _check_allowed(session, call)
+        if self._draining and not session.observer:
             raise CallError(Code.DRAINING, "this executor is shutting down: the call will be sent again")
         if session.in_flight >= self.limits.max_in_flight:
             raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
-        return session.account.check(session.peer, self._plan(call).held, session.held, session.heard)
+        plan = self._plan(call)
+        held = len(self._snapshot) if call.op is Op.STATS else plan.held
+        session.account.check(session.peer, held, session.held, session.heard, plan.scratch)
 
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         session: Session = peer.session
@@ -396,8 +423,6 @@ class Server:
             item = self._item(session, seq, call, payload)
         except Exception as error:  # whatever it is: the executor has other clients
             self._refuse(session, seq, call, call_error(error))
-            return
-        if item is None:
             return
         session.begin(item.work.plan.held)
         session.count(item.work.plan)
@@ -502,11 +527,13 @@ class Server:
         rationed = work.large and work.priority >= Priority.TRAIN
         is_new = work.round is None or not work.round.left
         reply = self.engine.launch(work, rationed and self.background.rations(now))
+        seconds = self.engine.estimate(work, work.plan.rows)
+        session.account.usage.seconds += seconds
         if is_new:
             session.count(work.plan)
             self.figures.launched(work, reply)
         if rationed:
-            self.background.ran(self.engine.estimate(work, work.plan.rows), now)
+            self.background.ran(seconds, now)
         if work.round is not None and work.round.left:
             session.begin()
             self.background.put(work)
@@ -524,15 +551,15 @@ class Server:
             )
         )
 
-    def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item | None:
+    def _item(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item:
         peer = session.peer
-        if call.op is Op.STATS or session.observer:
-            self._answer_at_once(session, seq, call, payload)
-            return None
+        if call.op is Op.STATS:
+            payload = (bytes_tensor(self._figures(session.heard)),)
+            call = replace(call, op=Op.ECHO, dtype="uint8", shape=tuple(payload[0].shape))
         plan = self._plan(call)
         check_values(call, payload, self.store)
-        if call.seeded:
-            payload = (keystream(payload[0].numpy().tobytes(), call.shape, TORCH_DTYPE[call.dtype]),)  # type: ignore[arg-type]
+        if call.seeded:  # as it is now: the client may change it
+            payload = (payload[0].clone(),)
         out = peer.out(call, plan.shape)
         if out is None:
             out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
@@ -541,26 +568,18 @@ class Server:
             self.background.decoded = session.heard
         finite = must_be_finite(call, payload, self.options)
         work = Work(peer, seq, call, payload, out, plan.parts, plan, finite=finite)
-        return Item(session.number, plan.key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable)
+        key = ("observer", plan.key) if session.observer else plan.key
+        return Item(
+            session.number, key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable,
+            price=plan.multiplications, cells=plan.cells, turns=plan.turns,
+        )  # fmt: skip
 
-    def _answer_at_once(self, session: Session, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
-        """Figures; and an observer's echo, for which no client is made to wait, and which waits for none."""
-        if call.op is Op.STATS and session.peer.tenant is not None:
-            raise CallError(
-                Code.NOT_ALLOWED,
-                "an executor's figures tell of all its tenants: they are the operator's, over local:// or --metrics-port",
-            )
-        if call.op is Op.STATS:
-            answer = bytes_tensor(self.figures.snapshot(self))
-        elif call.op is Op.ECHO and self._plan(call).nbytes:
-            answer = payload[0]
-        else:
-            raise CallError(
-                Code.UNKNOWN_OP, f"an observer may ask for STATS and ECHO, not {call.op.name}: join as a client"
-            )
-        shape = tuple(answer.shape)
-        session.peer.out(call, shape)
-        session.peer.reply(Reply(seq, dtype=DTYPE_NAME[answer.dtype], shape=shape), answer)
+    def _figures(self, now: float) -> bytes:
+        """As they are now; or, if they are asked for very often, as they were a moment ago."""
+        if not self._snapshot or not self._fresh.wait(now):
+            self._fresh.take(1)
+            self._snapshot = self.figures.snapshot(self)
+        return self._snapshot
 
     def heard(self, peer: Peer) -> None:
         if peer.session is not None:
@@ -583,7 +602,8 @@ class Server:
 
     def _answered(self, work: Work, reply: Reply) -> None:
         session: Session | None = work.peer.session
-        self.figures.answered(work, reply)
+        if _is_counted(work):
+            self.figures.answered(work, reply)
         if session is not None:
             session.end(0 if work.number else work.plan.held)  # a GPU's calls lie in memory of the session's own
             session.heard = monotonic()
@@ -610,6 +630,24 @@ class Server:
                 logging.WARNING, "call refused", session=session.number, code=code.name, op=call.op.name, layer=layer,
                 shape=call.shape, dtype=call.dtype, refused=session.refused,
             )  # fmt: skip
+
+
+def _is_counted(work: Work) -> bool:
+    """Whether it shows in the figures: what an observer asks for does not."""
+    return work.peer.session is None or not work.peer.session.observer
+
+
+def _check_allowed(session: Session, call: Call) -> None:
+    """Figures are the operator's; who only watches makes no calls."""
+    if call.op is Op.STATS and session.peer.tenant is not None:
+        raise CallError(
+            Code.NOT_ALLOWED,
+            "an executor's figures tell of all its tenants: they are the operator's, over local:// or --metrics-port",
+        )
+    if session.observer and call.op not in (Op.STATS, Op.ECHO):
+        raise CallError(
+            Code.UNKNOWN_OP, f"an observer may ask for STATS and ECHO, not {call.op.name}: join as a client"
+        )
 
 
 def _priority(session: Session, call: Call) -> int:

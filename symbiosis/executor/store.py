@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from typing import BinaryIO
+from math import prod
+from typing import Any, BinaryIO
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -44,6 +45,7 @@ class Store:
             self._add(name, kind, weight, bias if kind in ("linear", "conv1d") else None, sha)
         self.fingerprint = model_fingerprint(self.config_json, self.manifest)
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
+        self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self._commons: BinaryIO | None = None
         self.on_gpu = any(weight.is_cuda for weight in self.weights)
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
@@ -93,16 +95,24 @@ class Store:
         transposed = (op is Op.FORWARD) == (self.manifest[layer].kind != "conv1d")
         return weight.t() if transposed and op in (Op.FORWARD, Op.DGRAD) else weight
 
+    def turn(self, rows: int) -> int:
+        """Multiplications of so many rows by the largest matrix that is served."""
+        return rows * self._largest
+
     def width(self, layer: int) -> int:
         """Values in a row that a linear layer makes."""
         return int(self.matrix(layer, Op.FORWARD, None).shape[-1])
 
-    def operand(self, layer: int, op: Op, view: View | None, dtype: str) -> Tensor:
-        """`matrix`, cast to the dtype of the call as autocast would; the cast lives for one product. For integers: its digits."""
+    def operand(self, layer: int, op: Op, view: View | None, dtype: str, part: tuple[Any, ...] = (...,)) -> Tensor:
+        """`matrix`, or a part of it, cast to the dtype of the call as autocast would; the cast lives for one product. For integers:
+        its digits."""
         if dtype in WEIGHT_BITS and op in (Op.FORWARD, Op.DGRAD):
             digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
-            return digits_DKN if op is Op.FORWARD else digits_DKN.transpose(1, 2)
-        return self.matrix(layer, op, view).to(TORCH_DTYPE[dtype])
+            return (digits_DKN if op is Op.FORWARD else digits_DKN.transpose(1, 2))[part]
+        matrix = self.matrix(layer, op, view)[part]
+        if matrix.dim() == 3 and matrix.stride(0) == 0:  # one for all: cast once
+            return matrix[:1].to(TORCH_DTYPE[dtype]).expand_as(matrix)
+        return matrix.to(TORCH_DTYPE[dtype])
 
     def bias(self, layer: int, dtype: str) -> Tensor | None:
         bias = self.biases[layer]

@@ -1,5 +1,6 @@
 """What a call must look like, checked before anything is allocated or computed for it; and the shape of its reply."""
 
+from collections.abc import Callable
 from math import isfinite, prod
 
 from msgspec.structs import replace
@@ -8,8 +9,9 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.store import Store
-from symbiosis.protocol import FLOATS, ITEMSIZE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op
+from symbiosis.protocol import FLOATS, ITEMSIZE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View
 
+MOST_GROUPS = 1 << 12  # more experts than any model has: each takes time, even without rows
 _CHECKED = frozenset((Op.FORWARD, Op.PRODUCT, Op.LEFT, Op.GROUPED))
 
 
@@ -23,7 +25,7 @@ def reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
     if call.also:
         shape = _group_reply_shape(call, store, options)
     else:
-        shape = call.shape if call.op is Op.ECHO else _layer_reply_shape(call, store, options)
+        shape = _NO_LAYER[call.op](call) if call.op in _NO_LAYER else _layer_reply_shape(call, store, options)
     if len(shape) > MAX_DIM:
         raise CallError(
             Code.BAD_SHAPE, f"the reply {shape} has more than {MAX_DIM} dimensions: ask for a view of fewer"
@@ -67,8 +69,8 @@ def _layer_reply_shape(call: Call, store: Store, options: Options) -> tuple[int,
     if call.layer >= len(store.manifest):
         raise CallError(Code.UNKNOWN_LAYER, f"there is no layer number {call.layer}: the model has other layers")
     layer = store.manifest[call.layer]
-    if call.view is not None and prod(call.view.size) > max(prod(layer.shape), options.max_call_bytes):
-        raise CallError(Code.BAD_VIEW, f"{layer.name}: a view of shape {call.view.size} exceeds what any call may be")
+    if call.view is not None:
+        _check_view(call, call.view, layer, options)
     if call.op is Op.READ:
         if layer.kind != "client" and not options.allow_read:
             raise CallError(Code.READ_DENIED, f"{layer.name}: the executor was not started with --allow-read")
@@ -80,6 +82,32 @@ def _layer_reply_shape(call: Call, store: Store, options: Options) -> tuple[int,
     if call.bias and (call.op is not Op.FORWARD or not layer.bias):
         raise CallError(Code.UNKNOWN_OP, f"{layer.name} has no bias to add in {call.op.name}")
     return _SHAPES[call.op](call, layer, store)
+
+
+def _check_view(call: Call, view: View, layer: Layer, options: Options) -> None:
+    """One element in many places is many elements to a product. So there a view has each in one place, but for a matrix that
+    stands for a stack of the same, as `expand` makes it. What is read costs what its reply is long."""
+    if prod(view.size) > max(prod(layer.shape), options.max_call_bytes):
+        raise CallError(Code.BAD_VIEW, f"{layer.name}: a view of shape {view.size} exceeds what any call may be")
+    if call.op is Op.READ:
+        return
+    stacked = len(view.size) == 3 and view.stride[0] == 0
+    if not _are_distinct(view.size[stacked:], view.stride[stacked:]):
+        raise CallError(
+            Code.BAD_VIEW,
+            f"{layer.name}: in a view of shape {view.size} with strides {view.stride} elements come more than once, which no product "
+            "with a weight needs: multiply by the weight itself, and expand the result",
+        )
+
+
+def _are_distinct(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether all indices surely lead to different elements: each stride is longer than all that lies within."""
+    within = 0
+    for step, count in sorted(zip(stride, size, strict=True)):
+        if count > 1 and step <= within:
+            return False
+        within += (count - 1) * step
+    return True
 
 
 def _check_integers(call: Call, layer: Layer, store: Store) -> None:
@@ -114,7 +142,7 @@ def _matrix_by_columns(call: Call, layer: Layer, store: Store) -> tuple[int, ...
 
 def _rows_by_groups(call: Call, layer: Layer, store: Store) -> tuple[int, ...]:
     matrix = store.matrix(call.layer, call.op, call.view)
-    if matrix.dim() != 3 or len(call.shape) != 2 or call.groups != matrix.shape[0]:
+    if matrix.dim() != 3 or len(call.shape) != 2 or call.groups != matrix.shape[0] or call.groups > MOST_GROUPS:
         raise CallError(
             Code.BAD_SHAPE, f"{layer.name}: {call.groups} groups of rows {call.shape} for {tuple(matrix.shape)}"
         )
@@ -146,6 +174,7 @@ def _expect_width(call: Call, layer: Layer, width: int) -> None:
         )
 
 
+_NO_LAYER: dict[Op, Callable[[Call], tuple[int, ...]]] = {Op.ECHO: lambda call: call.shape, Op.STATS: lambda _: (0,)}
 _SHAPES = {
     Op.FORWARD: _rows_by_matrix,
     Op.DGRAD: _rows_by_matrix,
@@ -178,7 +207,18 @@ def must_be_finite(call: Call, payload: tuple[Tensor, ...], options: Options) ->
 def check_finite(call: Call, payload: tuple[Tensor, ...], rows: slice, store: Store) -> None:
     if call.op is Op.GROUPED:  # those of no group are not used
         rows = slice(int(payload[1][-1]))
-    if not _finite(payload[0][rows]):
+    _must_be_finite(payload[0][rows], call, store)
+
+
+def check_share(call: Call, payload: tuple[Tensor, ...], first: float, last: float, store: Store) -> None:
+    """The same of a part of the values: from `first`, a part of all, to `last`."""
+    rows = payload[0][: int(payload[1][-1])] if call.op is Op.GROUPED else payload[0]
+    values = rows.reshape(-1)
+    _must_be_finite(values[int(first * len(values)) : int(last * len(values))], call, store)
+
+
+def _must_be_finite(values: Tensor, call: Call, store: Store) -> None:
+    if not _finite(values):
         raise CallError(
             Code.NON_FINITE,
             f"{store.manifest[call.layer].name}: the rows hold NaN or infinity. Look for them in the client's "

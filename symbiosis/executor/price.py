@@ -1,0 +1,101 @@
+"""What a call costs, known from its header alone: the multiplications, and the bytes that it needs."""
+
+from collections.abc import Sequence
+from math import ceil, prod
+
+import msgspec
+
+from symbiosis.config import Options
+from symbiosis.errors import CallError, Code
+from symbiosis.executor.store import Store
+from symbiosis.protocol import ITEMSIZE, WEIGHT_BITS, Call, Op
+
+MOST_SCRATCH = 1 << 30  # bytes that one turn of a call may need besides its payload and its reply, if it can be cut
+GROUP = 1 << 12  # multiplications in the time of looking whether a group has rows
+KEY_BLOCK = 32  # bytes by which a row of a keystream may be longer, with what lies behind it
+
+
+class Price(msgspec.Struct, frozen=True):
+    """Of one call. `turns`: in so many it is computed at least. `scratch`: bytes besides payload and reply in one of them."""
+
+    multiplications: int  # a value that is only moved counts as one
+    held: int
+    scratch: int
+    turns: int
+
+
+def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, options: Options) -> Price:
+    """Of a valid call whose reply has this shape; `CallError` if it is more than a call may be."""
+    work = _multiplications(call, shape, store)
+    if work > options.max_call_multiplications:
+        raise CallError(
+            Code.TOO_LARGE,
+            f"a call may take {options.max_call_multiplications:.3g} multiplications, this one takes {work:.3g}: send fewer rows, "
+            "or raise --max-call-multiplications",
+        )
+    scratch = _scratch(call, shape, store, options)
+    least = max(scratch / MOST_SCRATCH, 1 if call.by_rows else work / store.turn(options.max_batch_tokens))
+    turns = min(cells, ceil(least))
+    values = 0 if call.op in (Op.READ, Op.NORMS, Op.STATS) else prod(call.shape)
+    rows = values * (8 if call.op is Op.LOOKUP else ITEMSIZE[call.dtype]) + 4 * call.groups
+    held = rows + prod(shape) * ITEMSIZE[call.dtype]
+    return Price(work, held, -(-scratch // turns), turns)
+
+
+def _matrices(call: Call, store: Store) -> list[Sequence[int]]:
+    """The shapes of what rows are multiplied by."""
+    return [store.matrix(layer, call.op, call.view).shape for layer in call.layers]
+
+
+def _multiplications(call: Call, shape: tuple[int, ...], store: Store) -> int:
+    reply = prod(shape)
+    if call.op in (Op.ECHO, Op.STATS, Op.READ, Op.LOOKUP):
+        return max(1, reply)
+    if call.op is Op.NORMS:
+        return prod(store.manifest[call.layer].shape)
+    taken = prod(call.shape)
+    moved = taken * (1 + call.seeded * ITEMSIZE[call.dtype]) + reply + _converted(call, store)
+    if call.op is Op.LEFT:  # (.., M, K) by (.., K, T)
+        return reply * call.shape[-2] + moved
+    rows = prod(call.shape[:-1])
+    products = rows * sum(K * N for *_, K, N in _matrices(call, store))
+    return products * _products_of_bytes(call) + moved + GROUP * call.groups
+
+
+def _products_of_bytes(call: Call) -> int:
+    """How many there are in a product of integers."""
+    if call.dtype not in WEIGHT_BITS:
+        return 1
+    return sum(ITEMSIZE[call.dtype] - place for place in range(WEIGHT_BITS[call.dtype] // 8))
+
+
+def _converted(call: Call, store: Store) -> int:
+    """Values of matrices that are not multiplied as they lie there."""
+    if call.dtype in WEIGHT_BITS:  # bytes, in whatever torch multiplies them
+        return sum(K * N for K, N in _matrices(call, store))
+    return sum(
+        prod(matrix.shape[matrix.stride(0) == 0 and matrix.dim() == 3 :])
+        for matrix in (store.matrix(layer, call.op, call.view) for layer in call.layers)
+        if call.dtype != store.manifest[call.layer].dtype or 1 not in matrix.stride()[-2:]
+    )
+
+
+def _scratch(call: Call, shape: tuple[int, ...], store: Store, options: Options) -> int:
+    """Bytes that the whole call needs at once besides payload and reply, of at most as many rows as go together."""
+    size, reply = ITEMSIZE[call.dtype], prod(shape)
+    if call.op in (Op.ECHO, Op.STATS):
+        return 0
+    if call.op is Op.READ:
+        return reply * size if call.dtype != store.manifest[call.layer].dtype else 0
+    if call.op is Op.LOOKUP:
+        return reply * ITEMSIZE[store.manifest[call.layer].dtype]
+    if call.op is Op.NORMS:
+        return 2 * prod(store.manifest[call.layer].shape) * size
+    share = min(1.0, options.max_batch_tokens / max(1, call.rows)) if call.by_rows else 1.0
+    taken, made = ceil(prod(call.shape) * share), ceil(reply * share)
+    matrices = _converted(call, store) * size
+    if call.dtype in WEIGHT_BITS:  # digits of rows and weights as doubles, their products, and the sums
+        grown = ceil(call.rows * share) * KEY_BLOCK + 2 * taken * size if call.seeded else 0
+        return grown + taken * size * 12 + made * (size * 12 + 3 * size) + 8 * _converted(call, store)
+    copies = 1 if len(call.layers) == 1 else 2  # of a group's sum
+    return matrices + taken * (2 * size + 1) + copies * made * size  # aligned, and looked at for infinities
