@@ -4,7 +4,10 @@
     crowd    50 connections that each make one call after another, as 50 programs would
     frozen   large replies are on their way to a client that is stopped (SIGSTOP) and reads nothing
     trainer  calls of very many rows, one after another, that claim to be urgent
-    strangers  200 handshakes a second with keys that are not among the 1,000 tenants
+    strangers 200 handshakes a second with keys that are not among the 1,000 tenants
+    rows     four sessions with calls of 8,192 rows
+    costly   of each op the call that costs most for what is sent: seeds, stacks, groups, wide columns, reads, norms
+    watchers 20 connections of observers that have large payloads sent back, and read late
 
 The other tenant's processes have the lowest priority of the scheduler, because they would run on other machines: what is
 measured is the executor. Before each of these the first tenant is measured alone, and compared with that.
@@ -21,6 +24,8 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -36,11 +41,13 @@ from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.keys import generate
 from symbiosis.protocol import (
     MAGIC_REPLY,
+    SEED_BYTES,
     Call,
     Hello,
     Op,
     Priority,
     Refusal,
+    View,
     decode_control,
     encode_call,
     encode_control,
@@ -52,13 +59,16 @@ HIDDEN = 128
 CONNECTIONS = 50
 LAYER = "model.layers.0.self_attn.q_proj"
 LARGE_ROWS = 16 << 11  # of 512 bytes: 16 MB
-SITUATIONS = ("flood", "crowd", "frozen", "trainer", "strangers")
+MLP = "model.layers.0.mlp.gate_proj"
+SITUATIONS = ("flood", "crowd", "frozen", "trainer", "rows", "costly", "watchers", "strangers")
+SESSIONS, ROWS = 4, 8192
+WATCHERS = 20
 TENANTS, HANDSHAKES_PER_S = 1_000, 200
 P50_BAR, P99_BAR, REPLIES_BAR = 3.0, 5.0, 4.0
 
 
-def layer_number(session: Session) -> int:
-    return next(number for number, layer in enumerate(session.manifest) if layer.name == LAYER)
+def layer_number(session: Session, name: str = LAYER) -> int:
+    return next(number for number, layer in enumerate(session.manifest) if layer.name == name)
 
 
 class Decoder:
@@ -91,18 +101,19 @@ class Decoder:
 class Raw:
     """A connection without manners."""
 
-    def __init__(self, endpoint: str, rcvhwm: int = 1000) -> None:
+    def __init__(self, endpoint: str, rcvhwm: int = 1000, observer: bool = False) -> None:
         place = Address.parse(endpoint.removeprefix("tcp://"))
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.sndhwm, self.socket.rcvhwm = 16, rcvhwm
         place.unlock(self.socket)
         self.socket.connect(f"tcp://{place.where}")
+        self._hello = encode_control(Hello(client="raw", observer=observer))
         self.hello()
 
     def hello(self) -> None:
         with suppress(zmq.Again):
-            self.socket.send(encode_control(Hello(client="raw")), zmq.NOBLOCK)
+            self.socket.send(self._hello, zmq.NOBLOCK)
 
     def send(self, frames: list[bytes]) -> bool:
         try:
@@ -228,6 +239,65 @@ class Nuisance:
         socket.connect(f"tcp://{place.where}")
         return socket
 
+    def rows(self, start: float, seconds: float) -> int:
+        """Calls of many rows from several sessions."""
+        x = torch.ones(ROWS, HIDDEN)
+        return self._all_at_once([lambda session: session.call(Op.FORWARD, self._layer, x)] * SESSIONS, start, seconds)
+
+    def costly(self, start: float, seconds: float) -> int:
+        """Of each op what costs most, each from a session of its own."""
+        session = Session(self._endpoint)
+        mlp = layer_number(session, MLP)
+        width = session.manifest[mlp].shape[0]
+        session.close()
+        few, many = torch.ones(64, 512, HIDDEN), torch.ones(64 * 512, HIDDEN)
+        ends = torch.tensor([16_000, 32_768], dtype=torch.int32)
+        stack = View((64, HIDDEN, width), (0, 1, HIDDEN), 0)
+        seed = Call(Op.FORWARD, mlp, "int32", (40_000, HIDDEN), seeded=True)
+        calls: list[Callable[[Session], object]] = [
+            lambda session: session._answer(seed, (torch.ones(SEED_BYTES, dtype=torch.uint8),)),
+            lambda session: session.call(Op.PRODUCT, mlp, few, view=stack),
+            lambda session: session.call(Op.GROUPED, mlp, many, view=View((2, HIDDEN, 128), (HIDDEN * 128, 128, 1), 0), ends=ends),
+            lambda session: session.call(Op.LEFT, mlp, many.t().contiguous(), view=View((width, HIDDEN), (HIDDEN, 1), 0)),
+            lambda session: session.call(Op.READ, 0, dtype=torch.float64),
+            lambda session: session.call(Op.NORMS, mlp, dtype=torch.float64),
+            lambda session: session.call(Op.FORWARD, mlp, many.double()),
+            lambda session: session.call(Op.ECHO, 0, many),
+        ]  # fmt: skip
+        return self._all_at_once(calls, start, seconds)
+
+    def _all_at_once(self, calls: Sequence[Callable[[Session], object]], start: float, seconds: float) -> int:
+        """Each again and again, in a session and a thread of its own; how many were answered."""
+
+        def again_and_again(call: Callable[[Session], object]) -> int:
+            session = Session(self._endpoint)
+            wait_for(start)
+            made, end = 0, time.monotonic() + seconds
+            while time.monotonic() < end:
+                call(session)
+                made += 1
+            session.close()
+            return made
+
+        with ThreadPoolExecutor(len(calls)) as pool:
+            return sum(pool.map(again_and_again, calls))
+
+    def watchers(self, start: float, seconds: float) -> int:
+        """Observers, who ask for more than they read."""
+        raws = [Raw(self._endpoint, observer=True) for _ in range(WATCHERS)]
+        call = Call(Op.ECHO, 0, "float32", (ROWS // 32, HIDDEN))
+        wait_for(start)
+        sent, end, payload = 0, time.monotonic() + seconds, bytes(call.nbytes)
+        while time.monotonic() < end:
+            for raw in raws:
+                sent += raw.send([encode_call(call, sent), payload])
+            time.sleep(0.05)
+            for raw in raws:
+                raw.read()
+        for raw in raws:
+            raw.socket.close()
+        return sent
+
 
 class Round(NamedTuple):
     """Milliseconds of the innocent tenant's calls: alone, and in the situation; and what the other tenant got done."""
@@ -255,7 +325,8 @@ class Bench:
         for number in range(TENANTS):
             (tenants / f"tenant-{number}.pub").write_text(f"public {z85.encode(os.urandom(32)).decode()}\n")
         keys = ["--key", f"{folder}/executor.key", "--tenants", str(tenants)]
-        served = stack.enter_context(executor(folder / "model", 1, "--listen", "tcp://127.0.0.1:0", *keys))
+        options = ["--allow-read", "--integers", "8", "--listen", "tcp://127.0.0.1:0", *keys]
+        served = stack.enter_context(executor(folder / "model", 1, *options))
         self._executor = served.pid
         endpoint = f"{served.endpoints[0]}?server={folder}/executor.pub&key={folder}"
         self._decoder = stack.enter_context(workers(Decoder, [(f"{endpoint}/decoder.key",)]))

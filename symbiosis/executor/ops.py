@@ -31,7 +31,6 @@ class Ops:
             Op.NORMS: self._norms,
             Op.READ: self._read,
             Op.ECHO: self._echo,
-            Op.STATS: self._echo,
         }
 
     def whole(self, call: Call, payload: Payload, out: Tensor) -> None:
@@ -40,7 +39,7 @@ class Ops:
     def part(self, call: Call, payload: Payload, out: Tensor, box: Box) -> None:
         """Compute a box of cells into its place. A copy to or from a GPU is not waited for."""
         index, value = self._makes[call.op](call, payload, out, box)
-        target = out.view(-1) if call.op in (Op.ECHO, Op.STATS) else out
+        target = out.view(-1) if call.op is Op.ECHO else out
         target[index].copy_(value, non_blocking=True)
 
     def _operand(self, call: Call, *part: Any) -> Tensor:

@@ -36,7 +36,7 @@ def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, optio
     scratch = _scratch(call, shape, store, options)
     least = max(scratch / MOST_SCRATCH, 1 if call.by_rows else work / store.turn(options.max_batch_tokens))
     turns = min(cells, ceil(least))
-    values = 0 if call.op in (Op.READ, Op.NORMS, Op.STATS) else prod(call.shape)
+    values = 0 if call.op in (Op.READ, Op.NORMS) else prod(call.shape)
     rows = values * (8 if call.op is Op.LOOKUP else ITEMSIZE[call.dtype]) + 4 * call.groups
     held = rows + prod(shape) * ITEMSIZE[call.dtype]
     return Price(work, held, -(-scratch // turns), turns)
@@ -49,7 +49,7 @@ def _matrices(call: Call, store: Store) -> list[Sequence[int]]:
 
 def _multiplications(call: Call, shape: tuple[int, ...], store: Store) -> int:
     reply = prod(shape)
-    if call.op in (Op.ECHO, Op.STATS, Op.READ, Op.LOOKUP):
+    if call.op in (Op.ECHO, Op.READ, Op.LOOKUP):
         return max(1, reply)
     if call.op is Op.NORMS:
         return prod(store.manifest[call.layer].shape)
@@ -83,10 +83,8 @@ def _converted(call: Call, store: Store) -> int:
 def _scratch(call: Call, shape: tuple[int, ...], store: Store, options: Options) -> int:
     """Bytes that the whole call needs at once besides payload and reply, of at most as many rows as go together."""
     size, reply = ITEMSIZE[call.dtype], prod(shape)
-    if call.op in (Op.ECHO, Op.STATS):
+    if call.op in (Op.ECHO, Op.READ):
         return 0
-    if call.op is Op.READ:
-        return reply * size if call.dtype != store.manifest[call.layer].dtype else 0
     if call.op is Op.LOOKUP:
         return reply * ITEMSIZE[store.manifest[call.layer].dtype]
     if call.op is Op.NORMS:

@@ -413,9 +413,9 @@ class Server:
             raise CallError(Code.DRAINING, "this executor is shutting down: the call will be sent again")
         if session.in_flight >= self.limits.max_in_flight:
             raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
-        plan = self._plan(call)
-        held = len(self._snapshot) if call.op is Op.STATS else plan.held
-        session.account.check(session.peer, held, session.held, session.heard, plan.scratch)
+        plan = self._plan(call) if call.op is not Op.STATS else None
+        held, scratch = (plan.held, plan.scratch) if plan else (len(self._snapshot), 0)
+        session.account.check(session.peer, held, session.held, session.heard, scratch)
 
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         session: Session = peer.session

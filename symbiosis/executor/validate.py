@@ -1,6 +1,5 @@
 """What a call must look like, checked before anything is allocated or computed for it; and the shape of its reply."""
 
-from collections.abc import Callable
 from math import isfinite, prod
 
 from msgspec.structs import replace
@@ -25,7 +24,7 @@ def reply_shape(call: Call, store: Store, options: Options) -> tuple[int, ...]:
     if call.also:
         shape = _group_reply_shape(call, store, options)
     else:
-        shape = _NO_LAYER[call.op](call) if call.op in _NO_LAYER else _layer_reply_shape(call, store, options)
+        shape = call.shape if call.op is Op.ECHO else _layer_reply_shape(call, store, options)
     if len(shape) > MAX_DIM:
         raise CallError(
             Code.BAD_SHAPE, f"the reply {shape} has more than {MAX_DIM} dimensions: ask for a view of fewer"
@@ -174,7 +173,6 @@ def _expect_width(call: Call, layer: Layer, width: int) -> None:
         )
 
 
-_NO_LAYER: dict[Op, Callable[[Call], tuple[int, ...]]] = {Op.ECHO: lambda call: call.shape, Op.STATS: lambda _: (0,)}
 _SHAPES = {
     Op.FORWARD: _rows_by_matrix,
     Op.DGRAD: _rows_by_matrix,
