@@ -4,7 +4,7 @@
     crowd    50 connections that each make one call after another, as 50 programs would
     frozen   large replies are on their way to a client that is stopped (SIGSTOP) and reads nothing
     trainer  calls of very many rows, one after another, that claim to be urgent
-    strangers 200 handshakes a second with keys that are not among the 1,000 tenants
+    strangers  200 handshakes a second with keys that are not among the 1,000 tenants
     rows     four sessions with calls of 8,192 rows
     costly   of each op the call that costs most for what is sent: seeds, stacks, groups, wide columns, reads, norms
     watchers 20 connections of observers that have large payloads sent back, and read late

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from symbiosis.executor.account import Account
 from symbiosis.executor.batch import Item
 from symbiosis.executor.batcher import Batcher
 from symbiosis.executor.cohort import Cohort
+from symbiosis.protocol import Limits
 
 MAX_WAIT, PRODUCT_S, MAX_ROWS = 2e-3, 1e-4, 4096
 KEYS = ("a", "b", "c")
@@ -32,7 +34,7 @@ class Executor:
 
     def join(self, number: int) -> Any:
         self.batcher.join(number)
-        session = SimpleNamespace(number=number, count=lambda plan: None)
+        session = SimpleNamespace(number=number, count=lambda plan: None, account=Account(Limits()))
         return SimpleNamespace(session=session, count=lambda together, calls: None)
 
     def call(self, session: int, key: str, rows: int = 1, placed: bool = True) -> int:
