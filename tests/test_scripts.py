@@ -19,6 +19,7 @@ from xml.etree import ElementTree
 import pytest
 
 from symbiosis import demo_data
+from symbiosis.errors import ConfigError
 from symbiosis.reporting import Report
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
@@ -220,6 +221,33 @@ def test_bars_of_peft_methods(kind: str, script: Callable, capsys: pytest.Captur
     outcomes = [bench.Outcome(bench.CASES[0], order, kind, "") for order in bench.ORDERS]
     found = holding(bench.report(outcomes, {}, False), capsys)
     assert found["silent"][1] == (kind != "SILENT") and found["errors_not_ours"][1] == (kind != "ERROR")
+
+
+@pytest.mark.parametrize(
+    ("kind", "holds"), [("equal", True), ("refused", False), ("unclear", False), ("silent", False)]
+)
+def test_bars_of_suites(kind: str, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of ten tests one is refused with reads, or fails; models with nothing to serve prove nothing."""
+    suites = script("compat_suites")
+    kinds = ["equal"] * 9 + [kind, "nothing to serve"]
+    results = [{"test": "x", "wrapped": {"kind": "equal"}, "reads": {"kind": kind}} for kind in kinds]
+    found = holding(suites.report([*results, {"test": "y", "not_here": "skipped"}]), capsys)
+    assert found["tried"] == (10, True) and all(held for _, held in found.values()) == holds
+    assert found["share_refused_with_reads"] == ((0.1, False) if kind == "refused" else (0, True))
+    assert not holding(suites.report([]), capsys)["tried"][1]
+
+
+@pytest.mark.timeout(300)
+def test_pefts_own_tests_on_split_models(script: Callable) -> None:
+    suites = script("compat_suites")
+    try:
+        suites.suite(fetch=False)
+    except ConfigError as error:
+        pytest.skip(f"the source of PEFT is not here: {error}")
+    command = [sys.executable, str(SCRIPTS / "compat_suites.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert last_line(done.stdout, "compat_suites")["figures"]["tried"] >= 10
 
 
 @pytest.mark.parametrize("equal", [True, False])
