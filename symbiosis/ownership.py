@@ -62,6 +62,20 @@ def check_folder(folder: Path) -> None:
         )
 
 
+def check_socket(path: Path) -> None:
+    """`ConfigError` if something lies at `path` that is not a socket which a dead executor left behind."""
+    if not os.path.lexists(path):
+        return
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigError(f"{path} exists and is no socket: choose another path for local://")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        if probe.connect_ex(str(path)) == 0:
+            whose = user_name(peer_uid(probe))
+            raise ConfigError(
+                f"another executor already serves local://{path} ({whose}): stop it, or choose another path"
+            )
+
+
 def peer_uid(sock: socket.socket) -> int:
     """The user at the other end of a Unix socket, as the kernel knows it."""
     return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])

@@ -92,6 +92,7 @@ ALLOWED = {
         "keystream",
         "mps",
         "names",
+        "ownership",
         "protocol",
         "transport",
     },

@@ -105,6 +105,13 @@ def test_an_endpoint_that_cannot_be(url: str) -> None:
     assert ENDPOINTS[url] in line
 
 
+def test_a_folder_that_others_can_write(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (line,) = problems(listen=(f"local://{tmp_path}/open/x.sock",))
+    assert line.startswith("cannot listen at local://") and "can be written by others" in line
+
+
 def test_with_keys_an_address_must_be_of_this_machine(tmp_path: Path) -> None:
     key, _ = keys.generate("executor", tmp_path)
     (tmp_path / "tenants").mkdir(mode=0o700)
@@ -169,6 +176,8 @@ def test_a_hub_id_in_the_cache_is_found_there(tmp_path: Path, monkeypatch: pytes
     (repository / "refs" / "main").write_text(folder.name)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     assert checkpoint.located("org/model") == folder
+    (line,) = problems(model="org/model")
+    assert "only *.safetensors are read" in line, "its weights are not in the cache"
 
 
 def sparse_checkpoint(folder: Path, gib: int, cut: int = 0) -> Path:

@@ -64,10 +64,8 @@ def _from_hub(name: str) -> Path:
     if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
         return Path(cached).parent
     nowhere = f"cannot load {name!r}: it is no directory here and not in the hub's cache"
-    if constants.HF_HUB_OFFLINE:
-        raise ConfigError(f"{nowhere}, and HF_HUB_OFFLINE is set")
-    if not _reachable(constants.ENDPOINT):
-        raise ConfigError(f"{nowhere}, and {constants.ENDPOINT} cannot be reached")
+    if reason := hub_is_out_of_reach():
+        raise ConfigError(f"{nowhere}, and {reason}")
     try:
         return Path(hf_hub_download(name, "config.json")).parent
     except LocalEntryNotFoundError:
@@ -80,16 +78,20 @@ def _from_hub(name: str) -> Path:
         raise ConfigError(f"{nowhere}, nor does the hub show it to you (`hf auth login` if it is private)") from None
 
 
-def _reachable(url: str) -> bool:
-    """Whether somebody listens there. Behind a proxy only the download itself can tell."""
-    parts = urlsplit(url)
+def hub_is_out_of_reach() -> str:
+    """Why nothing can come from the hub; empty if somebody listens there. Behind a proxy only a download can tell."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
     if parts.hostname is None or parts.scheme in getproxies():
-        return True
+        return ""
     try:
         socket.create_connection((parts.hostname, parts.port or 443), timeout=REACH_S).close()
     except OSError:
-        return False
-    return True
+        return f"{constants.ENDPOINT} cannot be reached"
+    return ""
 
 
 def weight_files(folder: Path) -> list[Path]:

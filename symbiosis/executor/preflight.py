@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,8 +16,17 @@ from symbiosis import mps
 from symbiosis.config import DTYPE_BITS, Options
 from symbiosis.endpoints import is_loopback, open_to_others, parts_of
 from symbiosis.errors import ConfigError
-from symbiosis.executor.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
+from symbiosis.executor.checkpoint import (
+    MODEL,
+    check_whole,
+    hub_is_out_of_reach,
+    located,
+    path_of,
+    weight_files,
+    weights_nbytes,
+)
 from symbiosis.keys import Keyring
+from symbiosis.ownership import check_socket, make_folder
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
 LONGEST_SOCKET = 107  # bytes of a Unix socket's path
@@ -58,7 +66,7 @@ def check_model(options: Options, held: ExitStack) -> None:
         check_room(options.model, needed, free_memory(), "this machine")
         if options.on_gpu and (free := free_gpu_memory(options.device)) is not None:
             check_room(options.model, needed, free, options.device)
-    elif Path(options.model).expanduser().is_dir() or os.environ.get("HF_HUB_OFFLINE"):
+    elif path_of(options.model) or hub_is_out_of_reach():
         raise ConfigError(f"cannot load the weights of {options.model!r} (only *.safetensors are read): there are none in {folder}")  # fmt: skip
 
 
@@ -92,27 +100,22 @@ def check_inproc(address: str, options: Options, held: ExitStack) -> Iterator[st
 
 
 def check_local(address: str, options: Options, held: ExitStack) -> Iterator[str]:
-    """The path of a Unix socket."""
-    path, where = Path(address), f"local://{address}"
+    """The path of a Unix socket. Its folder is made, as the listener would."""
+    path = Path(address)
     if len(os.fsencode(path)) > LONGEST_SOCKET:
-        yield f"cannot listen at {where}: the path has more than {LONGEST_SOCKET} bytes"
-    elif problem := _no_folder(path.parent):
-        yield f"cannot listen at {where}: {problem}"
-    elif path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-        yield f"{path} exists and is no socket: choose another path for local://"
-    elif path.exists():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                yield f"another executor already serves {where}: stop it, or choose another path"
-
-
-def _no_folder(folder: Path) -> str:
-    """Why no file can be made there; made is the folder itself, as for the listener."""
+        yield f"cannot listen at local://{address}: the path has more than {LONGEST_SOCKET} bytes"
+        return
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        return f"cannot make the folder {folder}: {error.strerror}"
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"you may not write to {folder}"
+        make_folder(path.parent.resolve())
+    except ConfigError as error:
+        yield f"cannot listen at local://{address}: {error}"
+        return
+    try:
+        check_socket(path)
+    except ConfigError as error:
+        yield str(error)
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        yield f"cannot listen at local://{address}: you may not write to {path.parent}"
 
 
 def check_tcp(address: str, options: Options, held: ExitStack) -> Iterator[str]:

@@ -8,7 +8,6 @@ a client that scribbles over it meanwhile changes nothing.
 import logging
 import os
 import socket
-import stat
 from contextlib import suppress
 from math import inf, prod
 from pathlib import Path
@@ -17,7 +16,7 @@ from time import monotonic
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
-from symbiosis.ownership import is_trusted, make_folder, peer_uid, user_name
+from symbiosis.ownership import check_socket, is_trusted, make_folder, peer_uid, user_name
 from symbiosis.protocol import (
     CALL_SIZE,
     ITEMSIZE,
@@ -318,7 +317,8 @@ def bind(path: Path) -> socket.socket:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     old = os.umask(0o177)
     try:
-        _remove_stale(path)
+        check_socket(path)
+        path.unlink(missing_ok=True)
         sock.bind(str(path))
         sock.listen(128)
     except OSError as error:
@@ -331,18 +331,3 @@ def bind(path: Path) -> socket.socket:
         os.umask(old)
     sock.setblocking(False)
     return sock
-
-
-def _remove_stale(path: Path) -> None:
-    """What a dead executor left behind; `ConfigError` if it is anything else."""
-    if not os.path.lexists(path):
-        return
-    if not stat.S_ISSOCK(path.lstat().st_mode):
-        raise ConfigError(f"{path} exists and is no socket: choose another path for local://")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        if probe.connect_ex(str(path)) == 0:
-            whose = user_name(peer_uid(probe))
-            raise ConfigError(
-                f"another executor ({whose}) already serves local://{path}: stop it, or choose another path"
-            )
-    path.unlink()
