@@ -70,6 +70,7 @@ def executor(
     key: Annotated[str | None, typer.Option(help="This executor's .key file (symbiosis keygen): tcp:// is then encrypted, and for --tenants only.")] = None,
     tenants: Annotated[str | None, typer.Option(help="Folder with the .pub file of each tenant; read again when it changes.")] = None,
     nccl: Annotated[bool | None, typer.Option("--nccl/--no-nccl", help="With keys: let tenants' GPUs send rows by NCCL, which neither encrypts them nor knows whose they are. Without keys they may.")] = None,
+    audit_log: Annotated[str | None, typer.Option(metavar="FILE", help="Append who joined, was refused, was struck off and left, and how much it used: one JSON object a line. Opened anew when it was moved, or on SIGHUP.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text (default) or json.")] = None,
     heartbeat_s: Annotated[float | None, typer.Option(help="A session silent for this long is dropped. Default: 5.")] = None,

@@ -44,6 +44,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     key: str | None = None
     tenants: str | None = None
     nccl: bool | None = None
+    audit_log: str | None = None
     log_format: Literal["text", "json"] = "text"
     heartbeat_s: float = 5.0
     non_finite: Literal["refuse", "pass"] = "refuse"

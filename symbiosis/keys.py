@@ -17,12 +17,12 @@ from time import time
 from typing import NamedTuple
 
 from symbiosis.errors import ConfigError
+from symbiosis.ownership import is_trusted, user_name
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LINE = re.compile(r"(public|secret|expires) (\S+)")
 KEY = re.compile(r"\S{40}")  # in Z85, as ZeroMQ writes keys
 LONGEST_FILE = 64 << 10  # bytes
-ROOT = 0
 SETTLED_S = 0.1  # clocks of files are coarse: what was written less long ago may be written again without a sign of it
 
 
@@ -137,8 +137,8 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 def doubt(path: Path) -> str:
     """Why somebody else may have written what lies there; "" if only this user and root (and a group they chose) can have."""
     found = path.stat()
-    if found.st_uid not in (ROOT, os.geteuid()):
-        return f"{path} belongs to another user ({found.st_uid}), who could change it: chown it to the executor's user"
+    if not is_trusted(found.st_uid):
+        return f"{path} belongs to {user_name(found.st_uid)}, who could change it: chown it to the executor's user"
     if found.st_mode & stat.S_IWOTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
         return f"everybody can write {path}: chmod o-w {path}"
     return ""
@@ -166,6 +166,7 @@ class Tenants:
         self._files: dict[str, _File] = {}
         self._closed: list[str] = []  # why nobody is let in
         self._names: dict[str, str] = {}
+        self.members: frozenset[str] = frozenset()  # who may come in
         self._seen: object = None
         self.expired: dict[str, str] = {}  # as `_names`: keys that let nobody in any more, and whose they are
         self.problems: list[str] = []
@@ -254,13 +255,23 @@ class Tenants:
                         f"{self.folder / name} holds the key of {names[key]}, too: who has it goes by that name"
                     )
         self._names, self.expired, self.problems = ({} if self._closed else names), expired, problems
+        if (members := frozenset(self._names.values())) != self.members:
+            self.members = members
 
     def name_of(self, public: str) -> str | None:
         """The tenant with this key; None for a stranger."""
         return self._names.get(public)
 
+    def why_not(self, tenant: str) -> str:
+        """What keeps somebody out who was let in before."""
+        if self._closed:
+            return "nobody may come in"
+        if tenant in self.expired.values():
+            return "expired"
+        return "unreadable" if f"{tenant}.pub" in self._files else "removed"
+
     def __len__(self) -> int:
-        return len(set(self._names.values()))
+        return len(self.members)
 
 
 def _no_descriptor(error: BaseException | None) -> bool:

@@ -78,7 +78,16 @@ def check_socket(path: Path) -> None:
 
 def peer_uid(sock: socket.socket) -> int:
     """The user at the other end of a Unix socket, as the kernel knows it."""
-    return int(struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
+    return _credentials(sock)[1]
+
+
+def peer_pid(sock: socket.socket) -> int:
+    """... and the process."""
+    return _credentials(sock)[0]
+
+
+def _credentials(sock: socket.socket) -> tuple[int, int, int]:
+    return struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
 
 
 def check_server(sock: socket.socket, url: str) -> None:

@@ -14,7 +14,7 @@ from symbiosis.protocol import Limits
 
 EVERYTHING: dict[str, Any] = {
     "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True, "dtype": "bfloat16",
-    "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9,
+    "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9, "metrics-host": "::1", "audit-log": "a",
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,
     "max-tenant-bytes": 16, "max-tenant-rows-per-s": 17, "key": "executor.key", "tenants": "tenants",

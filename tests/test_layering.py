@@ -64,7 +64,7 @@ ALLOWED = {
     "fingerprint": {"protocol"},
     "mps": {"config", "errors", "ownership"},
     "ownership": {"errors"},
-    "keys": {"errors"},
+    "keys": {"errors", "ownership"},
     "keystream": set[str](),
     "transport": {"endpoints", "errors", "fingerprint", "keys", "ownership", "protocol", "transport"},
     "client": {

@@ -78,6 +78,8 @@ def load_and_serve(model_name: str, options: Options) -> None:
     server.listen(options.listen)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.drain())
+    if options.audit_log:
+        signal.signal(signal.SIGHUP, lambda *_: setattr(server.register, "reopen", True))
     if pages:
         pages.show(server)
     endpoints = " ".join(listener.url for listener in server.listeners)

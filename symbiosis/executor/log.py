@@ -21,6 +21,15 @@ def log_mistake(event: str, error: Exception, **fields: Any) -> None:
     logger.error(event, exc_info=error, extra={"fields": fields})
 
 
+def printable(text: str) -> str:
+    """The same without what moves a terminal's cursor, ends a line or hides itself.
+
+    >>> printable("bob\\x1b[2J\\n")
+    'bob?[2J?'
+    """
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 def worth_logging(count: int) -> bool:
     """The 1st, 2nd, 4th, 8th, ... time: no client can fill the log."""
     return count & (count - 1) == 0
@@ -43,9 +52,10 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={json.dumps(value)}" for key, value in _fields(record).items())
-        line = f"{time.strftime('%H:%M:%S')} {record.levelname} {record.getMessage()}"
+        line = f"{time.strftime('%H:%M:%S')} {record.levelname} {printable(record.getMessage())}"
         line = f"{line} {fields}" if fields else line
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else ()
+        return "\n".join((line, *map(printable, trace)))
 
 
 class JsonFormatter(logging.Formatter):

@@ -106,6 +106,7 @@ class Figures:
         self.batch_sizes: Counter[int] = Counter()
         self.bytes: Counter[str] = Counter()
         self.errors: Counter[str] = Counter()
+        self.refused_joins: Counter[tuple[str, str]] = Counter()  # by tenant and code
         self.kept_out: Counter[str] = Counter()  # handshakes that were refused, by reason
         self.dropped = 0
 
@@ -252,16 +253,30 @@ class PrometheusCollector:
 
         figures = self._server.figures
         sessions = Counter({listener.url.partition(":")[0]: 0 for listener in self._server.listeners})
-        sessions.update(s.peer.transport for s in list(self._server.sessions.values()) if not s.observer)
+        clients = [session for session in list(self._server.sessions.values()) if not session.observer]
+        sessions.update(session.peer.transport for session in clients)
+        tenants = Counter(session.peer.tenant for session in clients if session.peer.tenant)
         for kind, name, label, text, values in (
             (CounterMetricFamily, "bytes", "transport", "Bytes of payload, in and out", figures.bytes),
             (CounterMetricFamily, "errors", "code", "Calls and joins refused", figures.errors),
+            (
+                CounterMetricFamily,
+                "refused_handshakes",
+                "reason",
+                "Connections refused before a join",
+                figures.kept_out,
+            ),
             (GaugeMetricFamily, "sessions", "transport", "Clients that are joined", sessions),
+            (GaugeMetricFamily, "tenant_sessions", "tenant", "A tenant's clients that are joined", tenants),
         ):
             family = kind(f"symbiosis_{name}", text, labels=[label])
             for key, value in list(values.items()):
                 family.add_metric([key], value)
             yield family
+        family = CounterMetricFamily("symbiosis_refused_joins", "Joins refused", labels=["tenant", "code"])
+        for (tenant, code), value in list(figures.refused_joins.items()):
+            family.add_metric([tenant, code], value)
+        yield family
 
     def _batch_sizes(self) -> "HistogramMetricFamily":
         from prometheus_client.core import HistogramMetricFamily

@@ -16,6 +16,7 @@ from symbiosis import mps
 from symbiosis.config import DTYPE_BITS, Options
 from symbiosis.endpoints import is_loopback, open_to_others, parts_of
 from symbiosis.errors import ConfigError
+from symbiosis.executor.audit_log import AuditLog
 from symbiosis.executor.checkpoint import (
     MODEL,
     check_whole,
@@ -161,6 +162,12 @@ def check_keys(options: Options, held: ExitStack) -> None:
 
 
 @_said
+def check_audit_log(options: Options, held: ExitStack) -> None:
+    if options.audit_log:
+        AuditLog(Path(options.audit_log)).close()
+
+
+@_said
 def check_device(options: Options, held: ExitStack) -> None:
     """As the driver's own tools tell: asking CUDA would initialise it, before MPS can be joined."""
     found = DEVICE.fullmatch(options.device)
@@ -187,7 +194,7 @@ def check_mps(options: Options, held: ExitStack) -> None:
 
 
 TESTS: tuple[Callable[[Options, ExitStack], Iterator[str]], ...] = (
-    check_model, check_endpoints, check_metrics, check_keys, check_device, check_mps,
+    check_model, check_endpoints, check_metrics, check_keys, check_audit_log, check_device, check_mps,
 )  # fmt: skip
 
 

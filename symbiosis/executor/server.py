@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from time import monotonic
 from typing import BinaryIO
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.account import BUSY_S, Account, Pool, Rate, Usage, busy, half_of_memory
+from symbiosis.executor.audit_log import AuditLog
 from symbiosis.executor.background import Background
 from symbiosis.executor.batch import Batch, Item
 from symbiosis.executor.batcher import Batcher
@@ -31,6 +33,7 @@ from symbiosis.executor.engine import Engine, Work, call_error
 from symbiosis.executor.log import log, log_mistake, worth_logging
 from symbiosis.executor.metrics import Figures
 from symbiosis.executor.plan import Plan, make_plan, plan_of_round
+from symbiosis.executor.register import Register, name_of
 from symbiosis.executor.store import Store
 from symbiosis.executor.validate import check_values, must_be_finite
 from symbiosis.kernels.few_rows import MOST_ROWS
@@ -49,7 +52,6 @@ SPREAD, PATIENCE = {True: 4.0, False: 1.0}, {True: 1.5, False: 3.0}
 ALARM_S = 60.0  # between two warnings of the same
 MOST_OBSERVERS = 16  # without keys; of tenants they are sessions like others
 SNAPSHOTS_PER_S = 20  # of the figures
-LONGEST_NAME = 64  # characters of what a client calls itself
 NO_DESCRIPTOR = (
     "no descriptor is left: new clients wait until connections end. Start the executor with a higher limit (ulimit -Hn), or lower "
     "--max-tenant-sessions"
@@ -74,6 +76,8 @@ class Session:
     bytes: int = 0
     refused: int = 0
     joined: float = field(default_factory=monotonic)
+    address: str = ""
+    ends_for: str = ""  # why the executor itself ends it
 
     def count(self, plan: Plan) -> None:
         """A call has come."""
@@ -110,6 +114,8 @@ class Server:
         self._accounts: dict[str, Account] = {}  # by tenant
         self._without_keys = Usage()
         self._fresh, self._snapshot = Rate(SNAPSHOTS_PER_S), b""
+        audit = AuditLog(Path(options.audit_log)) if options.audit_log else None
+        self.register = Register(self.figures, audit, self.keyring.tenants if self.keyring else None)
         self.batcher = Batcher(
             options.policy,
             (MAX_WAIT_US[store.on_gpu] if options.max_wait_us is None else options.max_wait_us) / 1e6,
@@ -145,6 +151,7 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`, or until `drain` has answered everything."""
+        self.register.began()
         self.engine.use_stream()
         self.batcher.join_below = self.engine.join_below
         others = [threading.Thread(target=self._work, daemon=True) for _ in range(self.options.workers - 1)]
@@ -153,8 +160,11 @@ class Server:
         self._work()
         for thread in others:
             thread.join()
+        for session in self.sessions.values():
+            session.ends_for = "executor stopped"
         for listener in self.listeners:
             listener.close()
+        self.register.ended()
         self.reactor.close()
         if self.crowd:
             self.crowd.close()
@@ -266,11 +276,13 @@ class Server:
             self._look_for_descriptors(now)
         for listener in self.listeners:
             self.reactor.attempt(None, listener.tick)
+        self.reactor.attempt(None, self.register.look)
         if late > self.options.heartbeat_s / 2:  # this process was frozen: what was said meanwhile is not read yet
             return
         for session in list(self.sessions.values()):
             if not session.in_flight and now - session.heard > self.options.heartbeat_s:
                 self.figures.dropped += 1
+                session.ends_for = "silent"
                 log(logging.WARNING, "session dropped", session=session.number, silent_s=round(now - session.heard, 1))
                 self.reactor.attempt(session.peer, session.peer.close)
 
@@ -327,25 +339,21 @@ class Server:
     # ------------------------------------------------------------------ what listeners tell (transport.Inbox)
 
     def joined(self, peer: Peer, hello: Hello) -> Welcome:
-        client = hello.client[:LONGEST_NAME]
+        client = name_of(hello)
         try:
             account = self._account(peer.tenant)
             self._admit(hello, peer.tenant, account)
         except CallError as error:
-            self.figures.refused(error.code)
-            if worth_logging(self.figures.errors[error.code.name]):
-                log(logging.WARNING, "join refused", client=client, transport=peer.transport, code=error.code.name)
+            self.register.refused(peer, client, error.code)
             raise
         number = next(self._numbers)
-        peer.session = Session(number, peer, client, hello.priority, hello.observer, monotonic(), account)
+        peer.session = Session(
+            number, peer, client, hello.priority, hello.observer, monotonic(), account, address=peer.address
+        )
         self.sessions[number] = peer.session
         account.readers.add(peer)
         self.batcher.join(number, peer.tenant, hello.observer)
-        who = {"tenant": peer.tenant} if peer.tenant else {}
-        log(
-            logging.INFO, "session joined", session=number, client=client, transport=peer.transport, **who,
-            observer=hello.observer,
-        )  # fmt: skip
+        self.register.joined(peer.session)
         return Welcome(
             number, self.store.fingerprint, self.store.manifest, self.store.config_json, self.store.model_class,
             self.limits, self.options.allow_read, self.options.heartbeat_s, f"{platform.node()}:{os.getpid()}",
@@ -353,10 +361,7 @@ class Server:
         )  # fmt: skip
 
     def kept_out(self, why: str, address: str, tenant: str = "") -> None:
-        self.figures.kept_out[why] += 1
-        if worth_logging(self.figures.kept_out[why]):
-            who = {"tenant": tenant} if tenant else {}
-            log(logging.WARNING, "kept out", code=why, address=address, **who, times=self.figures.kept_out[why])
+        self.register.kept_out(why, address, tenant)
 
     def _account(self, tenant: str | None) -> Account:
         """The tenant's; where there are no keys, a new one."""
@@ -585,7 +590,7 @@ class Server:
         if peer.session is not None:
             peer.session.heard = monotonic()
 
-    def left(self, peer: Peer) -> None:
+    def left(self, peer: Peer, why: str = "left") -> None:
         session: Session | None = peer.session
         if session is not None:
             self.cohort.disband()
@@ -595,10 +600,7 @@ class Server:
             session.account.readers.discard(peer)
             session.account.end(session.held, session.in_flight)
             peer.session = None
-            log(
-                logging.INFO, "session left", session=session.number, calls=session.calls, rows=session.rows,
-                bytes=session.bytes, refused=session.refused, seconds=round(monotonic() - session.joined, 1),
-            )  # fmt: skip
+            self.register.left(session, session.ends_for or why)
 
     def _answered(self, work: Work, reply: Reply) -> None:
         session: Session | None = work.peer.session

@@ -51,6 +51,11 @@ class Peer(Protocol):
         ...
 
     @property
+    def address(self) -> str:
+        """Where its client is."""
+        ...
+
+    @property
     def unread(self) -> Sequence[int]:
         """Bytes of each large reply that has not left this process."""
         ...
@@ -171,7 +176,7 @@ class Inbox(Protocol):
         """The client gave a sign of life."""
         ...
 
-    def left(self, peer: Peer) -> None: ...
+    def left(self, peer: Peer, why: str = "left") -> None: ...
 
 
 class Listener(Protocol):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ProtocolError
+from symbiosis.ownership import peer_pid
 from symbiosis.protocol import (
     ITEMSIZE,
     Bye,
@@ -129,6 +130,10 @@ class DevicePeer:
             raise
         listener.reactor.watch(self._awake, self.look, self, on_change=True)
         listener.reactor.watch_bell(self)
+
+    @property
+    def address(self) -> str:
+        return f"pid {peer_pid(self._socket)}"
 
     def _why_not(self, sock: socket.socket) -> str | None:
         if self._inbox.device.type != "cuda":

@@ -22,7 +22,7 @@ class Peer:
     """The executor's end: replies go into the client's queue."""
 
     transport, tenant = "inproc", None
-    unread = ()
+    unread, address = (), ""
 
     def __init__(self, listener: "Listener | None" = None) -> None:
         self.session = None

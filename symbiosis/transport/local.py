@@ -16,7 +16,7 @@ from time import monotonic
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
-from symbiosis.ownership import check_socket, is_trusted, make_folder, peer_uid, user_name
+from symbiosis.ownership import check_socket, is_trusted, make_folder, peer_pid, peer_uid, user_name
 from symbiosis.protocol import (
     CALL_SIZE,
     ITEMSIZE,
@@ -85,6 +85,10 @@ class Peer:
         self._number = bytes(WORD.size)  # of the newest call that was seen
         self._call: Call | None = None  # what is not yet answered
         self._payloads: dict[bytes, tuple[Call, tuple[Tensor, ...]]] = {}
+
+    @property
+    def address(self) -> str:
+        return f"pid {peer_pid(self._socket)}"
 
     def control(self) -> None:
         """The socket is readable: a control message, or the client is gone."""
@@ -265,6 +269,7 @@ class Listener:
         if not is_trusted(uid := peer_uid(sock)):
             control.refuse(sock, CallError(Code.NOT_ALLOWED, NOT_OURS.format(user_name(os.getuid()), user_name(uid))))
             sock.close()
+            self.inbox.kept_out("OTHER_USER", user_name(uid))
             return
         peer = Peer(self, sock)
         self._peers.add(peer)

@@ -83,6 +83,10 @@ class Peer:
         return (early or reply.code is not Code.BUSY) and self._listener.too_many(self)
 
     @property
+    def address(self) -> str:
+        return ":".join(map(str, self.wire.other_end[:2])) if self.wire else ""
+
+    @property
     def unread(self) -> Sequence[int]:
         if not self._sent:  # as usual: who has many connections is asked for all of them at each call
             return ()
@@ -242,7 +246,7 @@ class Listener:
         tenant = self._door.tenant_of(frame) if self._door else None
         if (self._door and tenant is None) or (peer is not None and peer.tenant != tenant):
             if peer is not None:
-                self.drop(peer)
+                self.drop(peer, "struck off")
             raise CallError(Code.NOT_ALLOWED, "this executor does not serve the owner of this key any more")
         return tenant
 
@@ -259,7 +263,7 @@ class Listener:
         elif peer is not None and isinstance(message, Beat):
             self.inbox.heard(peer)
         elif peer is not None and isinstance(message, Bye):
-            self.hang_up(peer)
+            self.hang_up(peer, "left")
         else:
             raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
 
@@ -339,19 +343,19 @@ class Listener:
             self._door.bar(peer.tenant)
         return True
 
-    def drop(self, peer: Peer) -> None:
+    def drop(self, peer: Peer, why: str = "lost") -> None:
         if self._peers.pop(peer.identity, None):
             self._by_nccl = tuple(other for other in self._by_nccl if other is not peer)
             try:
-                self.inbox.left(peer)
+                self.inbox.left(peer, why)
             finally:
                 peer.release()
 
-    def hang_up(self, peer: Peer) -> None:
+    def hang_up(self, peer: Peer, why: str = "hung up on") -> None:
         """End the connection; what was sent by it and to it is forgotten."""
         self._gone[peer.identity] = monotonic() + FORGET_S
         try:
-            self.drop(peer)
+            self.drop(peer, why)
         finally:
             if peer.wire:
                 peer.wire.hang_up()
@@ -365,7 +369,7 @@ class Listener:
             self._door.tick()
             for peer in self._by_nccl:  # whose calls do not come through it
                 if self._door.tenants.name_of(peer.key) != peer.tenant:
-                    self.hang_up(peer)
+                    self.hang_up(peer, "struck off")
         self._look_at_wires()
         self._drain()
 
