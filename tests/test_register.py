@@ -61,6 +61,7 @@ def test_the_audit_log_tells_who_joined_and_left_and_what_it_used(realm: Realm) 
     assert joined["client"] == f"pid {os.getpid()}" and re.fullmatch(r"127\.0\.0\.1:\d+", joined["address"])
     assert (left["session"], left["tenant"], left["address"]) == (number, "alice", joined["address"])
     assert (left["why"], left["calls"], left["rows"], left["bytes"]) == ("left", 2, 20, 2 * 640 * 4)
+    assert left["multiplications"] > 0
     assert joined["time"] <= left["time"] and joined["time"].endswith("+00:00")
     realm.executor.close()
     assert [line["event"] for line in events(realm, "started", "stopped")] == ["started", "stopped"]

@@ -63,8 +63,8 @@ class Register:
 
     def left(self, session: "Session", why: str) -> None:
         used = {
-            "calls": session.calls, "rows": session.rows, "bytes": session.bytes, "refused": session.refused,
-            "seconds": round(monotonic() - session.joined, 1),
+            "calls": session.calls, "rows": session.rows, "multiplications": session.multiplications,
+            "bytes": session.bytes, "refused": session.refused, "seconds": round(monotonic() - session.joined, 1),
         }  # fmt: skip
         log(logging.INFO, "session left", session=session.number, why=why, **used)
         who = _who(session.peer, session.client)

@@ -73,6 +73,7 @@ class Session:
     held: int = 0  # bytes of the calls in flight and their replies
     calls: int = 0
     rows: int = 0
+    multiplications: int = 0
     bytes: int = 0
     refused: int = 0
     joined: float = field(default_factory=monotonic)
@@ -83,6 +84,7 @@ class Session:
         """A call has come."""
         self.calls += plan.calls
         self.rows += plan.rows * plan.calls
+        self.multiplications += plan.multiplications
         self.bytes += plan.nbytes
         self.account.usage.count(plan)
         self.account.sent(plan.rows * plan.calls, plan.multiplications, plan.moved)
