@@ -63,8 +63,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "workers", "heartbeat_s", "max_bytes", *Limits.__struct_fields__):
-            if (getattr(self, name) or 1) <= 0 or (getattr(self, name) == 0 and name not in RATES):
-                raise ConfigError(f"{name.replace('_', '-')} must be positive, not {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value <= 0 and name not in RATES:
+                raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
         for name in ("max_wait_us", *RATES):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must not be negative, but is {getattr(self, name)}")

@@ -17,7 +17,8 @@ EVERYTHING: dict[str, Any] = {
     "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9, "metrics-host": "::1", "audit-log": "a",
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,
-    "max-tenant-bytes": 16, "max-tenant-rows-per-s": 17, "key": "executor.key", "tenants": "tenants",
+    "max-tenant-bytes": 16, "max-tenant-rows-per-s": 17, "max-call-multiplications": 18,
+    "max-tenant-multiplications-per-s": 19, "max-tenant-bytes-per-s": 20, "max-bytes": 21, "key": "executor.key", "tenants": "tenants",
     "integers": [8, 16], "operator": "north", "workers": 1, "train-share": 0.5, "rounds": False, "batch-invariant": True, "nccl": True,
 }  # fmt: skip
 
@@ -39,7 +40,7 @@ def test_a_file_may_say_everything(tmp_path: Path) -> None:
     for key, value in EVERYTHING.items():
         got = getattr(options, key.replace("-", "_"))
         assert got == (tuple(value) if isinstance(value, list) else value), key
-    assert options.limits == Limits(10, 11, 12, 13, 14, 15, 16, 17)
+    assert options.limits == Limits(10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
 
 
 def test_names_may_be_spelt_with_underscores(tmp_path: Path) -> None:
@@ -84,6 +85,9 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("max-sessions: 0", "max-sessions must be positive, not 0"),
         ("max-tenant-in-flight: 0", "max-tenant-in-flight must be positive, not 0"),
         ("max-tenant-rows-per-s: -2", "max-tenant-rows-per-s must not be negative, but is -2"),
+        ("max-tenant-bytes-per-s: -3", "max-tenant-bytes-per-s must not be negative, but is -3"),
+        ("max-call-multiplications: 0", "max-call-multiplications must be positive, not 0"),
+        ("max-bytes: 0", "max-bytes must be positive, not 0"),
         ("max-wait-us: -1", "max-wait-us must not be negative, but is -1"),
         ("heartbeat-s: -0.5", "heartbeat-s must be positive"),
         ("mps: true", "mps shares a GPU, but device is cpu: add --device cuda"),
