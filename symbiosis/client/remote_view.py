@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 import typing_extensions
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from symbiosis.client.session import Session
@@ -86,13 +86,10 @@ class RemoteView(Tensor):
         offset: int = 0,
         dtype: Any = None,
         device: Any = None,
-        **_: Any,
+        **options: Any,
     ) -> Self:
         if not isinstance(handle, Handle):
-            raise RemoteWeightError(
-                f"the weight of a layer that an executor holds cannot be remade of values (at {call_site()}), as accelerate's cpu_offload "
-                "and disk_offload do: leave offloading out, since there is no memory to give back; or symbiosis.unwrap(model) first"
-            )
+            return _remade_of(handle, **options)
         weight: Self = without_memory(cls, size, stride, offset, dtype, device)
         weight.handle, shape = handle, handle.layer.shape
         weight.is_whole = tuple(size) == shape and tuple(stride) == contiguous_stride(shape)
@@ -136,6 +133,18 @@ class RemoteView(Tensor):
         view = View(tuple(size[dim] for dim in order), tuple(stride[dim] for dim in order), offset)
         read = handle.session.call(Op.READ, handle.index, dtype=self.dtype, view=view)
         return read.to(self.device).permute(*(order.index(dim) for dim in range(self.dim())))
+
+
+def _remade_of(value: Tensor, requires_grad: bool = False) -> Any:
+    """`type(weight)(value)`, as accelerate writes it to offload what it is then to get back from a state dict."""
+    if not isinstance(value, RemoteView):
+        return nn.Parameter(value, requires_grad)
+    if value.handle.private is None and not value.handle.session.welcome.allow_read:
+        raise RemoteWeightError(
+            f"{value.handle.layer.name!r} cannot be offloaded (at {call_site()}), since the executor holds it, and no memory here: leave "
+            "accelerate's cpu_offload and disk_offload out, or start the executor with --allow-read for private copies"
+        )
+    return value
 
 
 def without_memory(

@@ -172,6 +172,7 @@ class RemoteWeight(RemoteView):
         return _unpickled, (*parts, self.view_of(), self.dtype, self.device, self._is_param)
 
     @classmethod
+    @torch.compiler.disable  # what runs here are calls, and bookkeeping
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
         if is_composite(func):

@@ -25,6 +25,7 @@ from symbiosis.client.calls import is_watched, refuse_transforms
 from symbiosis.client.groups import Member
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session
+from symbiosis.errors import RemoteWeightError
 from symbiosis.protocol import Op, Priority
 
 INVERSE = {Op.FORWARD: Op.DGRAD, Op.DGRAD: Op.FORWARD}  # what makes the gradient
@@ -138,11 +139,8 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     handle, bias, given = weight.handle, own_tensor(layer, "bias"), x
     if torch._C._is_any_autocast_enabled():
         x = _as_autocast(x)
-    if x.dtype is not weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise RuntimeError(
-            f"{handle.layer.name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of "
-            "them, or use torch.autocast"
-        )
+    if x.dtype is not weight.dtype:
+        _refuse_other_rows(x, weight)
     watched = is_watched()
     added, left = (False, False) if bias is None else shares(handle, bias, x.dtype, watched)
     if watched:  # alone: a compiler knows neither a tensor's identity nor its version
@@ -151,6 +149,19 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     else:
         y = _with_others(layer, given, x, handle.session, Member(handle.index, width, added))
     return complete(y, bias, handle.bias if added else None) if left else y
+
+
+def _refuse_other_rows(x: Any, weight: RemoteWeight) -> None:
+    name = weight.handle.layer.name
+    if not isinstance(x, Tensor):
+        raise RemoteWeightError(
+            f"{name}: torch.fx.symbolic_trace runs a model on no rows, which cannot be sent: trace the model before wrap, or use torch.export"
+        )
+    if not torch.is_autocast_enabled(x.device.type):
+        raise RuntimeError(
+            f"{name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of them, or use "
+            "torch.autocast"
+        )
 
 
 def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
@@ -206,9 +217,31 @@ def _priority(layer: nn.Module, x: Tensor) -> Priority:
     return Priority.DECODE if x.numel() <= DECODE_ROWS * x.shape[-1] else Priority.PREFILL
 
 
+def _refuse_quantisation(layer: nn.Module) -> None:
+    """`torch.ao.quantization` replaces what is exactly an `nn.Linear`, and would pass by without a word."""
+    weight = own_tensor(layer, "weight")
+    name = f"{weight.handle.layer.name!r} " if isinstance(weight, RemoteWeight) else ""
+    raise RemoteWeightError(
+        f"torch.ao.quantization cannot quantise the layer {name}that an executor holds: quantise the parts that stay with the client one "
+        "by one, or the model that the executor serves, or symbiosis.unwrap(model) first"
+    )
+
+
 class VirtLinear(nn.Linear):
     """An `nn.Linear` whose weight lives in the executor."""
 
+    __jit_unused_properties__ = ("qconfig",)
+
+    @property
+    def qconfig(self) -> Any:
+        """What `torch.ao.quantization` gives every layer that it may replace."""
+        raise AttributeError("qconfig")
+
+    @qconfig.setter
+    def qconfig(self, config: Any) -> None:
+        _refuse_quantisation(self)
+
+    @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
         weight = own_tensor(self, "weight")
         if is_as_served(weight):
@@ -219,6 +252,7 @@ class VirtLinear(nn.Linear):
 class VirtConv1D(Conv1D):
     """A transformers `Conv1D` (a linear layer with the weight transposed) whose weight lives in the executor."""
 
+    @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
         weight = own_tensor(self, "weight")
         if is_as_served(weight):
