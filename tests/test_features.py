@@ -219,6 +219,20 @@ def test_base_weights_cannot_be_trained_by_mistake(split: nn.Module) -> None:
         split.requires_grad_(True)
 
 
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.q_proj", "transformer.h.0.mlp.c_fc"])
+def test_a_weight_is_multiplied_by_hand(name: str, serve: Callable) -> None:
+    """With gradients, as GLoRA does it: also products that are the layer's own."""
+    model = tiny_gpt2() if "h.0" in name else tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint)
+    results = []
+    for one in (model, split):
+        x, weight = torch.ones(3, 64, requires_grad=True), one.get_submodule(name).weight
+        y = x @ weight if "h.0" in name else x @ weight.t()
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad))
+    assert all(torch.equal(got, expected) for got, expected in zip(*results, strict=True))
+
+
 def test_reading_a_weight_names_layer_and_line(split: nn.Module) -> None:
     with pytest.raises(WeightRead, match=r"layers\.1\.mlp\.up_proj.*test_features.py"):
         split.model.layers[1].mlp.up_proj.weight.abs()

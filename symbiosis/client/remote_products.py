@@ -27,8 +27,8 @@ def _call(op: Op, weight: RemoteView, x: Tensor, view: View | None, ends: Tensor
     handle, gradient = weight.handle, _in_backward()
     training = gradient or torch.is_grad_enabled()
     priority = Priority.TRAIN if training else Priority.DECODE if x.shape[0] <= 16 else Priority.PREFILL
-    call = handle.session.call
-    return call(op, handle.index, x, view=view, ends=ends, priority=priority, gradient=gradient)
+    gradient &= op is not Op.DGRAD  # which is one anyway
+    return handle.session.call(op, handle.index, x, view=view, ends=ends, priority=priority, gradient=gradient)
 
 
 def _op_by(weight: RemoteView) -> Op:
