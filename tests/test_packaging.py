@@ -110,6 +110,7 @@ def test_what_a_checkout_is_tested_with_is_what_is_required() -> None:
     code = "\n".join(path.read_text() for path in (ROOT / "symbiosis").rglob("*.py"))
     imported = {name.split(".")[0] for name in re.findall(r"^ *(?:import|from) (\w[\w.]*)", code, re.MULTILINE)}
     names = {
+        "typing_extensions": "typing-extensions",
         "prometheus_client": "prometheus-client",
         "yaml": "pyyaml",
         "zmq": "pyzmq",
