@@ -84,6 +84,7 @@ class Account:
     bytes: int = 0  # of the calls in flight and their replies
     readers: set[Peer] = field(default_factory=set)  # the other ends of its sessions
     _rates: dict[str, Rate] = field(init=False)
+    _limited: bool = field(init=False)  # whether there is any rate
 
     def __post_init__(self) -> None:
         of = self.limits
@@ -92,6 +93,7 @@ class Account:
             "multiplications": Rate(of.max_tenant_multiplications_per_s),
             "bytes": Rate(of.max_tenant_bytes_per_s),
         }
+        self._limited = any(rate.most for rate in self._rates.values())
 
     def check(self, peer: Peer, held: int, own: int, now: float, scratch: int = 0) -> None:
         """Raises BUSY if a call of `held` bytes must wait, in a session that has `own` bytes in flight. While it is computed, it needs
@@ -121,14 +123,15 @@ class Account:
             )
         if self.bytes + held + all_unread > ALWAYS_ROOM and not self.pool.has_room(held):
             raise busy(BUSY_S, f"the calls and unread replies of all may have {self.pool.most} bytes", "max-bytes")
-        for what, rate in self._rates.items():
+        for what, rate in self._rates.items() if self._limited else ():
             if rate.most and (seconds := rate.wait(now)):
                 raise busy(seconds, f"a tenant may send {rate.most} {what} a second", f"max-tenant-{what}-per-s")
 
     def sent(self, rows: int, multiplications: int = 0, nbytes: int = 0) -> None:
         """A call has come."""
-        for rate, amount in zip(self._rates.values(), (rows, multiplications, nbytes), strict=True):
-            rate.take(amount)
+        if self._limited:
+            for rate, amount in zip(self._rates.values(), (rows, multiplications, nbytes), strict=True):
+                rate.take(amount)
 
     def begin(self, held: int) -> None:
         """... and is on its way."""

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
@@ -84,10 +84,10 @@ class Batch:
     first: int = 0
     last: int = 1
     seconds: float = 0.0  # that earlier turns took
+    rows: int = field(init=False)
 
-    @property
-    def rows(self) -> int:
-        return sum(piece.stop - piece.start for piece in self.slices)
+    def __post_init__(self) -> None:
+        self.rows = sum(stop - start for _, start, stop in self.slices)
 
     @property
     def price(self) -> float:

@@ -269,11 +269,14 @@ class Batcher:
 
     def _learn(self, batch: Batch) -> None:
         """What a product takes, and what others of its kind will."""
-        price, head = batch.price, batch.slices[0].item
-        self._learn_cost(batch.key, batch.rows if head.divisible else 0, batch.seconds)
-        if price >= WORTH_LEARNING and (batch.rows >= SMALLEST_SLICE or not head.divisible):
+        goes_by_rows = batch.slices[0].item.divisible
+        self._learn_cost(batch.key, batch.rows if goes_by_rows else 0, batch.seconds)
+        if batch.rows < SMALLEST_SLICE and goes_by_rows:
+            return
+        price = batch.price
+        if price >= WORTH_LEARNING:
             self._usual = smooth(self._usual, batch.seconds / price)
-            if not head.divisible:
+            if not goes_by_rows:
                 note(self._per_value, batch.key, smooth(self._per_value.get(batch.key), batch.seconds / price))
 
     def _learn_cost(self, key: Hashable, rows: int, seconds: float) -> float:
