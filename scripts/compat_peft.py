@@ -3,6 +3,7 @@
 Run from the repository root (about a minute on one core):
     python scripts/compat_peft.py
     python scripts/compat_peft.py --only 'DoRA*'
+    python scripts/compat_peft.py --privacy verify     # or split, or pads: with the results that this level promises
 
 Compared, from the same seeds: initial values of everything the client holds, logits, loss, every adapter gradient, and
 logits without gradients; the adapter's parameters are perturbed first, so that each of them matters. Outcomes:
@@ -14,7 +15,8 @@ logits without gradients; the adapter's parameters are perturbed first, so that 
     ERROR    an error that is not ours
     SILENT   a difference that nobody would have noticed
 
-"W>P" is wrap, then get_peft_model; "P>W" the other way round.
+"W>P" is wrap, then get_peft_model; "P>W" the other way round. With `--privacy verify` results are compared with the unsplit model's,
+too; with `split` and `pads`, with those of the same program on the quantised weights, without masks and executors: to the bit.
 """
 
 import argparse
@@ -23,9 +25,11 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -37,13 +41,18 @@ from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import symbiosis
+from symbiosis.audit.exact import Unmasked
 from symbiosis.client.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import SymbiosisError
 from symbiosis.fingerprint import digest
+from symbiosis.pads import make as make_pads
 from symbiosis.reporting import Report, print_table
 
 TOLERANCE = 1e-5  # float32 sums in another order
 ORDERS = ("W>P", "P>W")
+BY_LEVEL = ("verify", "split", "pads")
+BIASED = ("gpt2", "biased llama")  # whose biases a client that has its answers proved adds itself
+PADS = 2000  # for each layer and run
 ATTENTION = ["q_proj", "v_proj"]
 CAUSAL = TaskType.CAUSAL_LM
 
@@ -412,13 +421,27 @@ class Outcome:
         return f"{self.kind} {self.error:.0e}" if self.error else self.kind
 
 
-def attempt(case: Case, order: str, reference: Trace, allow_read: bool) -> Outcome:
+def attempt(case: Case, order: str, reference: Trace, allow_read: bool, level: str = "") -> Outcome:
     """Run the case split, and compare."""
     base = build(case.model)
     before = {name: digest(p) for name, p in base.named_parameters()}
-    with symbiosis.Executor(base, serve=case.serve, allow_read=allow_read, policy="immediate") as executor:
+    with ExitStack() as stack:
+        options = {
+            "serve": case.serve,
+            "allow_read": allow_read,
+            "policy": "immediate",
+            "integers": [8] if level else [],
+        }
+        one, other = (
+            stack.enter_context(symbiosis.Executor(base, operator=name, **options)) for name in ("one", "two")
+        )
         try:
-            model = _split(case, order, executor.endpoint)
+            if level == "verify" and case.model in BIASED:
+                case = replace(case, reformulated=True)
+            if level in ("split", "pads"):
+                unmasked = _split(case, order, one.endpoint, privacy=Unmasked())
+                case, reference = replace(case, reformulated=False), trace(unmasked, case, allow_read)
+            model = _split(case, order, one.endpoint, **_asked_for(level, case, other, stack))
             kind, detail, error = compare(trace(model, case, allow_read), reference, case)
             remote = len({w.handle.index for w in remote_weights(model) if w.handle.private is None})
             calls = symbiosis.stats(model).calls
@@ -433,14 +456,37 @@ def attempt(case: Case, order: str, reference: Trace, allow_read: bool) -> Outco
     return Outcome(case, order, kind, detail, error, remote)
 
 
-def _split(case: Case, order: str, endpoint: str) -> nn.Module:
+def _asked_for(level: str, case: Case, other: symbiosis.Executor, stack: ExitStack) -> dict[str, Any]:
+    """What `wrap` is told."""
+    if level == "split":
+        return {"privacy": symbiosis.Split(other.endpoint)}
+    if level == "pads":
+        file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pads-"))) / "pads"
+        make_pads(_saved(case.model), PADS, file, training=True)
+        return {"privacy": symbiosis.Pads(file)}
+    return {"verify": level == "verify"}
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="models-")
+
+
+@cache
+def _saved(model: str) -> str:
+    folder = f"{_folder().name}/{model}"
+    build(model).save_pretrained(folder)
+    return folder
+
+
+def _split(case: Case, order: str, endpoint: str, **how: Any) -> nn.Module:
     model = build(case.model)
     if order == "W>P":
-        symbiosis.wrap(model, endpoint, layers=case.layers)
+        symbiosis.wrap(model, endpoint, layers=case.layers, **how)
         torch.manual_seed(3)
         return case.adapt(model, case.config())
     torch.manual_seed(3)
-    return symbiosis.wrap(case.adapt(model, case.config()), endpoint, layers=case.layers)
+    return symbiosis.wrap(case.adapt(model, case.config()), endpoint, layers=case.layers, **how)
 
 
 def compare(got: Trace, expected: Trace, case: Case) -> tuple[str, str, float]:
@@ -468,16 +514,16 @@ def difference(got: Tensor, expected: Tensor) -> float:
 # ---------------------------------------------------------------- the run
 
 
-def run_case(case: Case, order: str, reference: Trace) -> Outcome:
+def run_case(case: Case, order: str, reference: Trace, level: str = "") -> Outcome:
     """Without reads first; with reads if that was refused."""
-    denied = attempt(case, order, reference, allow_read=False)
+    denied = attempt(case, order, reference, False, level)
     if denied.kind != "refused":
         return denied
-    allowed = attempt(case, order, reference, allow_read=True)
+    allowed = attempt(case, order, reference, True, level)
     return replace(allowed, kind="read", detail=denied.detail) if allowed.kind in ("bit", "close") else allowed
 
 
-def run(cases: list[Case]) -> tuple[list[Outcome], dict[str, str]]:
+def run(cases: list[Case], level: str = "") -> tuple[list[Outcome], dict[str, str]]:
     """Outcomes in both orders; and the cases that the unsplit model cannot run, with its error."""
     outcomes, impossible = [], {}
     for case in cases:
@@ -486,7 +532,7 @@ def run(cases: list[Case]) -> tuple[list[Outcome], dict[str, str]]:
         except ImportError as error:  # a package that PEFT wants for this method only
             impossible[case.name] = f"{type(error).__name__}: {error}"
             continue
-        outcomes += [run_case(case, order, reference) for order in ORDERS]
+        outcomes += [run_case(case, order, reference, level) for order in ORDERS]
         print(f"{case.name}: {', '.join(f'{o.order} {o}' for o in outcomes[-2:])}", file=sys.stderr)
     return outcomes, impossible
 
@@ -527,12 +573,16 @@ def report(outcomes: list[Outcome], impossible: dict[str, str], everything: bool
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="*", metavar="PATTERN", help="methods whose name matches, such as 'DoRA*'")
-    only = parser.parse_args().only
+    parser.add_argument(
+        "--privacy", choices=BY_LEVEL, default="", help="a level of privacy, or verify=True (default: neither)"
+    )
+    options = parser.parse_args()
+    only, level = options.only, options.privacy
     warnings.simplefilter("ignore")  # PEFT warns about many of these configurations, rightly and at length
     transformers.logging.set_verbosity_error()
-    outcomes, impossible = run([case for case in CASES if fnmatchcase(case.name, only)])
+    outcomes, impossible = run([case for case in CASES if fnmatchcase(case.name, only)], level)
     show(outcomes, impossible)
-    return report(outcomes, impossible, only == "*").finish()
+    return report(outcomes, impossible, only == "*" and not level).finish()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from symbiosis.choice import head_names, is_in
 from symbiosis.client.fixed_point import INTEGERS
 from symbiosis.client.pad_layout import Contents, Effect, Stream, laid_out, row_checksums
 from symbiosis.client.pads import PadFile
-from symbiosis.client.private import checked_bits
+from symbiosis.client.private import checked_bits, checked_count
 from symbiosis.errors import ConfigError
 from symbiosis.executor.checkpoint import path_of
 from symbiosis.executor.load import load_model, structure, torch_dtype
@@ -32,6 +32,7 @@ def make(
 ) -> Contents:
     """Write `tokens` pads for every layer of the model that a client with `Pads(file)` has computed elsewhere."""
     checked_bits(bits)
+    checked_count("--tokens", tokens, 1)
     if not file.parent.is_dir():
         raise ConfigError(f"there is no folder {file.parent} for {file.name}: make it first")
     if file.exists():

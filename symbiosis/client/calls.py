@@ -77,6 +77,11 @@ def is_watched() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
 
 
+def unshared(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A result in this shape that autograd takes for no view: what a custom function returns may be changed in place then."""
+    return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
+
+
 def refuse_tracers() -> None:
     """Who writes down torch's operations would take the results of such a call for constants, and a fake tensor has no rows."""
     if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(tracer) for tracer in TRACERS):

@@ -4,6 +4,7 @@ Noise vectors are drawn once for each width; the effects of all layers are compu
 away. An operator who logs enough rows finds the space of the vectors, and whoever was asked for the effects finds each of them.
 """
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.calls import rows_call
-from symbiosis.client.private import Group, Pinned, asked, must_be_two_operators
+from symbiosis.client.private import Group, Pinned, asked, checked_count, must_be_two_operators
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import WrapError
 from symbiosis.keystream import keystream, new_key
@@ -46,8 +47,12 @@ class Noise:
     allow_known_noise: bool = False
 
     def level(self, proofs: Proofs | None) -> "NoiseLevel":
-        if self.scale <= 0 or self.pool < 1 or self.every < 0:
-            raise WrapError("Noise: scale and pool must be positive, and every not negative")
+        if not isinstance(self.scale, int | float) or not 0 < self.scale < math.inf:
+            raise WrapError(f"Noise: scale is a positive number, not {self.scale!r}")
+        checked_count("Noise: pool", self.pool, 1)
+        checked_count("Noise: every", self.every, 0)
+        if not isinstance(self.effects, str | None):
+            raise WrapError(f"Noise: effects is an endpoint or 'same', not {self.effects!r}")
         if self.effects == "same" and not self.allow_known_noise:
             raise WrapError(
                 "an executor that computes the effects of the noise knows the noise, and with it every row. Leave out effects=, "
@@ -77,11 +82,11 @@ class NoiseLevel:
                 must_be_two_operators(session, self._source)
 
     def learn(self, number: int, v_KN: Tensor) -> None:
+        if self.proofs is not None:
+            self.proofs.learn_floats(number, v_KN)
         for op, w in ((Op.FORWARD, v_KN), (Op.DGRAD, v_KN.t())):
             noise_PK = self._noise_of(w.shape[0])
             self._effects[number, op] = self._effect(op, number, noise_PK, w)
-        if self.proofs is not None:
-            self.proofs.learn_floats(number, v_KN)
 
     def _noise_of(self, width: int) -> Tensor:
         if width not in self._noise:
@@ -92,7 +97,7 @@ class NoiseLevel:
         if self._source is None:
             return (noise_PK.double() @ w_KN.double().cpu()).to(WIRE)
         call = Call(op, number, "float32", tuple(noise_PK.shape))
-        return asked(self._source, None, call, (noise_PK,), (), noise_PK)[0]
+        return asked(self._source, self.proofs, call, (noise_PK,), (), noise_PK)[0]
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
         x_TK = x_TK.to(WIRE)

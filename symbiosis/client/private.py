@@ -11,19 +11,21 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from symbiosis.client.calls import refuse_tracers, refuse_transforms, rows_call
+from symbiosis.client.calls import refuse_tracers, refuse_transforms, rows_call, unshared
 from symbiosis.client.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.client.groups import Member
 from symbiosis.client.session import Session
 from symbiosis.client.stats import Stats
 from symbiosis.client.verify import Proofs
 from symbiosis.errors import CallError, CaptureError, Code, WrapError
+from symbiosis.fingerprint import digest
 from symbiosis.kernels.integers import quantise
-from symbiosis.protocol import Call, Op, Priority
+from symbiosis.protocol import Call, Op, Priority, View
 from symbiosis.transport import Connection
-from symbiosis.transport.tensors import Shapes, cut
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
 Group = tuple[Member, ...]
+FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
 class Level(Protocol):
@@ -106,7 +108,8 @@ class PrivateSession(Pinned):
     def __init__(
         self, endpoint: str | Sequence[str], privacy: Privacy, proofs: Proofs | None = None, **options: Any
     ) -> None:
-        self.level = privacy.level(proofs)
+        self.level, self.proofs = privacy.level(proofs), proofs
+        self._norms: dict[int, Tensor] = {}
         super().__init__(endpoint, **options)
         self.others: list[Session] = []  # with other operators
         try:
@@ -126,22 +129,34 @@ class PrivateSession(Pinned):
 
     def learn(self, layer: int, weight: Tensor) -> None:
         """What must be known of a layer before its weight is given away."""
-        self.level.learn(layer, weight.t() if self.manifest[layer].kind == "linear" else weight)
+        outputs_first = self.manifest[layer].kind == "linear"
+        rows = (weight if outputs_first else weight.t()).to(torch.promote_types(weight.dtype, torch.float32))
+        self._norms[layer] = rows.square().sum(-1).cpu()
+        self.level.learn(layer, weight.t() if outputs_first else weight)
 
     def rows(self, op: Op, group: Group, x: Tensor, priority: Priority) -> list[Tensor]:
         refuse_transforms(x)
         if x.is_meta:
             return super().rows(op, group, x, priority)
+        if x.dtype not in FLOATS:
+            raise CallError(
+                Code.BAD_DTYPE,
+                f"{self.name(group[0].layer)}: rows of {x.dtype} are neither masked nor proved: give it rows of floating point",
+            )
         if x.is_cuda and torch.cuda.is_current_stream_capturing():
             raise CaptureError(
                 "private calls are masked on the CPU, which a CUDA graph cannot capture: do not capture the step"
             )
         x_TK = x.detach().reshape(-1, x.shape[-1]).cpu()
         results = self.level.rows(op, group, x_TK, priority)
-        return [y.to(x.device, x.dtype).view(*x.shape[:-1], -1) for y in results]
+        return [unshared(y.to(x.device, x.dtype), (*x.shape[:-1], y.shape[-1])) for y in results]
 
     def call(self, op: Op, layer: int, x: Tensor | None = None, **words: Any) -> Tensor:
         """As of any session, where it can be done by masked rows or carries nothing of the client's."""
+        if op is Op.NORMS and layer in self._norms:
+            return self._norms[layer].to(words["dtype"])
+        if op is Op.READ and self.proofs is not None:
+            return self._read(layer, **words)
         if x is None or x.is_meta:
             return super().call(op, layer, x, **words)
         refuse_tracers()
@@ -155,6 +170,19 @@ class PrivateSession(Pinned):
             self.rows(op, (Member(n, width, False),), part, priority)[0] for n, part in zip(layers, parts, strict=True)
         ]
         return torch.stack(results).sum(0) if len(results) > 1 else results[0]
+
+    def _read(self, layer: int, *, dtype: torch.dtype, view: View | None = None, **words: Any) -> Tensor:
+        """A weight, or a view of it, if it is the one that `wrap` was told of and compared with the client's."""
+        told = self.manifest[layer]
+        weight = super().call(Op.READ, layer, dtype=TORCH_DTYPE[told.dtype], **words)
+        if tuple(weight.shape) != told.shape or digest(weight) != told.digest:
+            raise CallError(
+                Code.WRONG_ANSWER,
+                f"{self.endpoint} answered READ of {told.name} with other values than it served when this client joined. Do not use this "
+                "executor, and tell its operator",
+            )
+        weight = weight.to(dtype)
+        return weight if view is None else weight.as_strided(*view)
 
     def all_stats(self) -> Stats:
         """With those of the other operators' sessions."""
@@ -172,8 +200,9 @@ class PrivateSession(Pinned):
     def _refuse(self, op: Op, layer: int) -> NoReturn:
         raise CallError(
             Code.NOT_ALLOWED,
-            f"{self.name(layer)}: {op.name} would send rows that are not masked. With privacy= a client can use methods that "
-            "need a layer's output and gradient only; keep this layer on the client (wrap's layers=) for others",
+            f"{self.name(layer)}: {op.name} would send rows that are not masked, or get an answer that is not proved. With privacy= or "
+            "verify= a client can use methods that need a layer's output and gradient only; keep this layer on the client (wrap's "
+            "layers=) for others",
         )
 
     def close(self, timeout: float = 1.0) -> None:
@@ -260,5 +289,10 @@ class IntegerLevel:
 
 
 def checked_bits(bits: int) -> None:
-    if bits not in INTEGERS:
+    if type(bits) is not int or bits not in INTEGERS:
         raise WrapError(f"weights are quantised to 8 or 16 bits, not to {bits}")
+
+
+def checked_count(what: str, value: int, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise WrapError(f"{what} is a whole number of at least {least}, not {value!r}")

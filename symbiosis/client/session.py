@@ -30,6 +30,7 @@ from symbiosis.client.calls import (
     refuse_transforms,
     rows_call,
     shape_of_result,
+    unshared,
 )
 from symbiosis.client.groups import Groups, Member
 from symbiosis.client.stats import Stats
@@ -203,7 +204,7 @@ class Session:
             some = replace(call, shape=tuple(part.shape))
             results.append(self._by_host(some, (part,), device, tuple((len(part), shape[-1]) for shape in shapes)))
         whole = [torch.cat(parts) for parts in zip(*results, strict=True)]
-        return [y.view(shape) for y, shape in zip(whole, shapes, strict=True)] if shapes else whole
+        return [unshared(y, shape) for y, shape in zip(whole, shapes, strict=True)] if shapes else whole
 
     def _line(self, device: torch.device) -> "DeviceLine | None":
         """The way of this GPU's calls; None if they must go through the host."""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from symbiosis.client.private import Group, IntegerLevel, PrivateSession, asked, checked_bits, must_be_two_operators
 from symbiosis.client.verify import Proofs
+from symbiosis.errors import WrapError
 from symbiosis.keystream import keystream, new_key
 from symbiosis.protocol import Op, Priority
 
@@ -46,6 +47,9 @@ class Split:
 
     def level(self, proofs: Proofs | None) -> "SplitLevel":
         checked_bits(self.bits)
+        endpoints = (self.other,) if isinstance(self.other, str) else self.other
+        if not isinstance(endpoints, tuple | list) or not all(isinstance(endpoint, str) for endpoint in endpoints):
+            raise WrapError(f"Split({self.other!r}): write the endpoint of the second executor")
         return SplitLevel(self, proofs)
 
 

@@ -25,7 +25,7 @@ from symbiosis.client.calls import is_watched, refuse_transforms
 from symbiosis.client.groups import Member
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session
-from symbiosis.errors import RemoteWeightError
+from symbiosis.errors import CallError, Code, RemoteWeightError
 from symbiosis.protocol import Op, Priority
 
 INVERSE = {Op.FORWARD: Op.DGRAD, Op.DGRAD: Op.FORWARD}  # what makes the gradient
@@ -157,10 +157,11 @@ def _refuse_other_rows(x: Any, weight: RemoteWeight) -> None:
         raise RemoteWeightError(
             f"{name}: torch.fx.symbolic_trace runs a model on no rows, which cannot be sent: trace the model before wrap, or use torch.export"
         )
-    if not torch.is_autocast_enabled(x.device.type):
-        raise RuntimeError(
+    if not (torch.is_autocast_enabled(x.device.type) and x.is_floating_point()):
+        raise CallError(
+            Code.BAD_DTYPE,
             f"{name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of them, or use "
-            "torch.autocast"
+            "torch.autocast",
         )
 
 

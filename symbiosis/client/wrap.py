@@ -160,6 +160,10 @@ def _session(endpoint: str | Sequence[str], privacy: Privacy | str | None, verif
         privacy = Noise()
     if isinstance(privacy, type):
         raise WrapError(f"privacy={privacy.__name__} is the class: write {privacy.__name__}(...), with what it needs")
+    if privacy is not None and not hasattr(privacy, "level"):
+        raise WrapError(
+            f"privacy={privacy!r}: write symbiosis.Split(ENDPOINT), symbiosis.Pads(FILE) or symbiosis.Noise()"
+        )
     return PrivateSession(endpoint, privacy or Plain(), Proofs() if verify else None, **words)
 
 
