@@ -17,6 +17,8 @@ SymbiosisError
 from collections.abc import Sequence
 from enum import IntEnum
 
+from symbiosis.text import shown
+
 
 class Code(IntEnum):
     """Why a call or a join was refused. The numbers are part of the protocol."""
@@ -107,6 +109,12 @@ class CallError(SymbiosisError, RuntimeError):
         self.code = code
         self.message = message
         self.retry_s = retry_s  # of BUSY: after this time the call may be made again
+
+    @classmethod
+    def told(cls, code: int, text: str, retry_s: float = 0.0) -> "CallError":
+        """What a peer says; nobody knows what its text holds."""
+        known = Code(code) if code in list(Code) else Code.INTERNAL
+        return cls(known, shown(text), retry_s)
 
     def __reduce__(self) -> tuple[type, tuple[Code, str, float]]:
         return type(self), (self.code, self.message, self.retry_s)

@@ -21,9 +21,10 @@ import struct
 from enum import IntEnum
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from symbiosis.errors import CallError, Code, ProtocolError
 
@@ -304,14 +305,21 @@ def _number(raw: bytes, expected: bytes) -> int:
     return int(seq)
 
 
+# What a peer may say of itself is bounded: a message that says more is refused while it is read.
+Word = Annotated[str, Meta(max_length=128)]
+Name = Annotated[str, Meta(max_length=512)]
+Count = Annotated[int, Meta(ge=0, le=1 << 48)]
+MAX_WELCOME = 16 << 20  # bytes
+
+
 class Layer(msgspec.Struct, frozen=True):
     """One tensor of the base model: served (`linear`, `conv1d`, `tensor`, `embedding`) or the client's own (`client`)."""
 
-    name: str
-    kind: str
-    shape: tuple[int, ...]
-    dtype: str
-    digest: str
+    name: Name
+    kind: Word
+    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
+    dtype: Word
+    digest: Word
     bias: bool = False
 
 
@@ -357,20 +365,20 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The executor accepts: what it serves, under which limits; for integers, too, by weights of so many bits; and who runs it.
     Headers of calls whose rows go by NCCL come to `port`, where the client begins with `token` and where to meet it."""
 
-    session: int
-    fingerprint: str
-    manifest: list[Layer]
-    config: str
-    model_class: str
+    session: Count
+    fingerprint: Word
+    manifest: Annotated[list[Layer], Meta(max_length=1 << 17)]
+    config: Annotated[str, Meta(max_length=4 << 20)]
+    model_class: Word
     limits: Limits
     allow_read: bool
     heartbeat_s: float
-    executor: str
-    slab_bytes: int = 0
-    integers: tuple[int, ...] = ()
-    operator: str = ""
-    port: int = 0
-    token: bytes = b""
+    executor: Name
+    slab_bytes: Count = 0
+    integers: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()
+    operator: Name = ""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    token: Annotated[bytes, Meta(max_length=64)] = b""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
@@ -381,7 +389,7 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
     def error(self) -> CallError:
         """What the client raises."""
-        return CallError(Code(self.code), self.message)
+        return CallError.told(self.code, self.message)
 
 
 class Grow(msgspec.Struct, frozen=True, tag="grow"):
@@ -393,7 +401,7 @@ class Grow(msgspec.Struct, frozen=True, tag="grow"):
 class Grown(msgspec.Struct, frozen=True, tag="grown"):
     """... and gets one of this size."""
 
-    nbytes: int
+    nbytes: Count
 
 
 class Share(msgspec.Struct, frozen=True, tag="share"):
@@ -425,7 +433,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
     """... whose reply has this shape, and without `results` lies behind the payload."""
 
-    shape: tuple[int, ...]
+    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIM)]
 
 
 class Compose(msgspec.Struct, frozen=True, tag="compose"):

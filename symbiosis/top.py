@@ -12,10 +12,14 @@ from rich.table import Table
 from rich.text import Text
 
 from symbiosis.client.session import Session
+from symbiosis.errors import Code, ProtocolError
 from symbiosis.executor.metrics import LayerFigures, Snapshot, mean_size
 from symbiosis.protocol import Op
+from symbiosis.text import shown
 
 BUSIEST = 12
+MOST = 2.0**63  # of any figure
+LONGEST_NAME = 256  # characters
 BAR = 40
 
 
@@ -50,7 +54,24 @@ def watch(session: Session, interval: float) -> Iterator[Group]:
 
 def snapshot(session: Session) -> Snapshot:
     """The executor's figures at this moment."""
-    return msgspec.msgpack.decode(session.call(Op.STATS, 0).numpy().data, type=Snapshot)
+    try:
+        told = msgspec.msgpack.decode(session.call(Op.STATS, 0).numpy().data)
+        return msgspec.convert(_fit_to_show(told), Snapshot)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise ProtocolError(Code.BAD_FRAME, f"{session.endpoint} tells no figures: {error}") from None
+
+
+def _fit_to_show(told: object) -> object:
+    """Names come from clients, and everything from an executor: neither may write on this terminal."""
+    if isinstance(told, str):
+        return shown(told, LONGEST_NAME)
+    if isinstance(told, list):
+        return [_fit_to_show(one) for one in told]
+    if isinstance(told, dict):
+        return {_fit_to_show(key): _fit_to_show(value) for key, value in told.items()}
+    if isinstance(told, int | float) and not 0 <= told < MOST:
+        raise ValueError(f"{told} is no figure")
+    return told
 
 
 def render(before: Snapshot, now: Snapshot) -> Group:
@@ -96,7 +117,7 @@ def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
         then = earlier.get(session.number)
         calls, rows = (session.calls - then.calls, session.rows - then.rows) if then else (session.calls, session.rows)
         table.add_row(
-            str(session.number), Text(session.client), session.transport,
+            str(session.number), Text(session.client), Text(session.transport),
             f"{calls / seconds:.0f}", f"{rows / seconds:.0f}", str(session.calls), size_of(session.bytes),
             str(session.in_flight), f"{session.idle_s:.1f} s", duration(session.joined_s),
         )  # fmt: skip
@@ -128,7 +149,7 @@ def _layers(before: Snapshot, now: Snapshot, seconds: float) -> Table:
     recent = [_since(earlier.get((line.layer, line.op)), line) for line in now.lines]
     for line in sorted((line for line in recent if line.calls), key=lambda line: -line.compute_s)[:BUSIEST]:
         table.add_row(
-            line.layer or "-", line.op, f"{line.compute_s / seconds:.1%}", f"{line.calls / seconds:.0f}",
+            Text(line.layer or "-"), Text(line.op), f"{line.compute_s / seconds:.1%}", f"{line.calls / seconds:.0f}",
             f"{line.rows / line.calls:.0f}", f"{line.calls / max(1, line.batches):.2f}",
             f"{1e6 * line.compute_s / max(1, line.batches):.0f}", f"{1e6 * line.wait_s / line.calls:.0f}",
         )  # fmt: skip

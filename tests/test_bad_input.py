@@ -385,7 +385,7 @@ NO_FRAMES_OF_OURS: dict[str, tuple[list[bytes], Code, str]] = {
         [header(Call(Op.ECHO, 0, "float32", (2**40,))), bytes(64)], Code.BAD_FRAME, f"frames of ({2**42},) bytes",
     ),
     "a promise of 2^40 layers": (
-        [b"\x83\xa4type\xa7welcome\xa7session\x01\xa8manifest\xdd\xff\xff\xff\xff"], Code.BAD_FRAME, "truncated",
+        [b"\x83\xa4type\xa7welcome\xa7session\x01\xa8manifest\xdd\xff\xff\xff\xff"], Code.BAD_FRAME, "of length <= 131072",
     ),
     "a second join": ([encode_control(Hello())], Code.NOT_JOINED, "unexpected Hello"),
     "a message of the other side": ([encode_control(Grown(1))], Code.NOT_JOINED, "unexpected Grown"),

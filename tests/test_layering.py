@@ -66,7 +66,7 @@ ALLOWED = {
     "ownership": {"errors"},
     "keys": {"errors", "ownership"},
     "keystream": set[str](),
-    "transport": {"endpoints", "errors", "fingerprint", "keys", "ownership", "protocol", "transport"},
+    "transport": {"endpoints", "errors", "fingerprint", "keys", "ownership", "protocol", "text", "transport"},
     "client": {
         "choice",
         "client",
@@ -78,6 +78,7 @@ ALLOWED = {
         "mps",
         "names",
         "protocol",
+        "text",
         "transport",
     },
     "executor": {
@@ -94,6 +95,7 @@ ALLOWED = {
         "names",
         "ownership",
         "protocol",
+        "text",
         "transport",
     },
 }

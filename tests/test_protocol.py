@@ -45,6 +45,7 @@ from symbiosis.protocol import (
     encode_control,
     encode_reply,
 )
+from symbiosis.text import shown
 from tests import tally
 from tests.frames import FILLED, only_used
 
@@ -125,7 +126,7 @@ def test_a_refusal_is_raised_with_its_code_and_message(code: Code, message: str)
     refusal = decode_control(encode_control(Refusal(code, message)))
     assert isinstance(refusal, Refusal)
     error = refusal.error()
-    assert error.code is code and error.message == message
+    assert error.code is code and error.message == shown(message)
 
 
 def test_times_beyond_the_field_are_cut() -> None:

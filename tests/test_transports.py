@@ -27,6 +27,7 @@ from symbiosis import transport
 from symbiosis.client import calls
 from symbiosis.client.session import Session
 from symbiosis.errors import ConfigError, ConnectionLost, ExecutorUnavailable
+from symbiosis.fingerprint import model_fingerprint
 from symbiosis.protocol import DTYPES, Call, Hello, Limits, Op, Priority, Welcome, encode_control
 from symbiosis.transport import local, local_client, reactor, slab
 from symbiosis.transport.cuda import DevicePeer
@@ -597,7 +598,8 @@ def test_the_rows_of_a_message_go_last() -> None:
         port = executor.bind_to_random_port("tcp://127.0.0.1")
         joining = pool.submit(TcpConnection, f"127.0.0.1:{port}", Hello("somebody"), 10.0)
         identity, _ = executor.recv_multipart()
-        executor.send_multipart([identity, encode_control(Welcome(1, "", [], "", "", Limits(), False, 1.0, ""))])
+        nothing = Welcome(1, model_fingerprint("", []), [], "", "", Limits(), False, 1.0, "")
+        executor.send_multipart([identity, encode_control(nothing)])
         connection = joining.result()
         with pytest.raises(ConnectionLost, match="no answer"):
             connection.call(1, call, (torch.ones(call.shape), torch.arange(4, dtype=torch.int32)), 0.01)

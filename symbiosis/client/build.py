@@ -5,20 +5,28 @@ model's own code; embeddings, norms and whatever else is the client's own come f
 clients of a host share until they change it, where there is such, else by reading.
 """
 
-import json
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import CALL_S, PATIENCE_S, Session
+from symbiosis.client.told_config import told_class, told_config
 from symbiosis.client.wrap import attach, priority_of
 from symbiosis.config import default_endpoints
 from symbiosis.errors import Code, WrapError
-from symbiosis.protocol import Op
+from symbiosis.protocol import FLOATS, Op, Welcome
+from symbiosis.text import shown
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+MANY = 1000  # parameters of a model that nobody else holds, at most
+MOST_COMPUTED = 4 << 30  # bytes of buffers that a model computes by itself
 
 
 def from_executor(
@@ -67,28 +75,72 @@ def from_executor(
 def _structure(session: Session, changes: dict[str, Any]) -> nn.Module:
     """The model, its parameters on the meta device, its buffers computed."""
     welcome = session.welcome
-    content = json.loads(welcome.config)
-    if "model_type" not in content:
+    implementations = ("attn_implementation", "experts_implementation")
+    chosen = {key: changes.pop(key) for key in implementations if key in changes}
+    config = told_config(welcome, changes, session.endpoint)
+    model_class = told_class(welcome.model_class, config, session.endpoint)
+    served = [layer for layer in welcome.manifest if layer.kind != "client" and layer.dtype in FLOATS]
+    if not served:
+        raise WrapError(f"{session.endpoint} serves no layer of a model")
+    try:
+        with torch.device("meta"), _no_more_than(MANY + 2 * len(welcome.manifest)):
+            model: nn.Module = model_class._from_config(config, dtype=TORCH_DTYPE[served[0].dtype], **chosen)
+    except (WrapError, ImportError):
+        raise
+    except Exception as error:  # whatever transformers makes of it
+        text = shown(f"{type(error).__name__} {error}")
         raise WrapError(
-            f"{session.endpoint} serves a {welcome.model_class}, not a transformers model: use wrap instead"
-        )
-    attention = {key: changes.pop(key) for key in ("attn_implementation", "experts_implementation") if key in changes}
-    config = transformers.AutoConfig.for_model(**content)
-    if unknown := sorted(name for name in changes if not hasattr(config, name)):
-        raise WrapError(
-            f"from_executor knows no {', '.join(unknown)}, nor does the configuration of {welcome.model_class}"
-            + (": wrap a model from a checkpoint for that" if {"privacy", "verify"} & {*unknown} else "")
-        )
-    config = transformers.AutoConfig.for_model(**{**content, **changes})
-    model_class = getattr(transformers, welcome.model_class, None)
-    if model_class is None:
-        raise WrapError(
-            f"transformers {transformers.__version__} has no {welcome.model_class}: install another release"
-        )
-    held = getattr(torch, next(layer.dtype for layer in welcome.manifest if layer.kind != "client"))
-    with torch.device("meta"):
-        model: nn.Module = model_class._from_config(config, dtype=held, **attention)
+            f"transformers builds no {welcome.model_class} of what {session.endpoint} tells: {text}"
+        ) from error
+    _must_fit(model, welcome, session.endpoint)
     return model
+
+
+@contextmanager
+def _no_more_than(modules: int) -> Iterator[None]:
+    """While a model is built in the block, by this thread."""
+    left, thread = modules, threading.get_ident()
+
+    def count(module: nn.Module, name: str, part: object) -> None:
+        nonlocal left
+        left -= threading.get_ident() == thread
+        if left < 0:
+            raise WrapError(
+                "the configuration that the executor tells is of a model with many more layers than it serves"
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _must_fit(model: nn.Module, welcome: Welcome, where: str) -> None:
+    """Before there is memory for anything: what the executor holds has these shapes, and this host has room for the client's own."""
+    held = {layer.name: layer for layer in welcome.manifest}
+    own: dict[str, int] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        layer = held.get(name) or held.get(name.removesuffix(".weight"))
+        if layer is None:
+            continue
+        if layer.shape != tuple(tensor.shape):
+            raise WrapError(
+                f"{where} holds {layer.name} of {layer.shape}, and describes a model where it is {tuple(tensor.shape)}",
+                Code.WRONG_MODEL,
+            )
+        if layer.kind == "client":
+            own[layer.name] = tensor.nbytes
+    computed = sum(b.nbytes for b in model.buffers()) - sum(b.nbytes for n, b in model.named_buffers() if n in own)
+    if computed > MOST_COMPUTED or sum(own.values()) > memory_of_this_host():
+        raise WrapError(
+            f"{where} describes a model of which {(computed + sum(own.values())) / 2**30:.3g} GiB are the client's own: more than "
+            "there is room for"
+        )
+
+
+def memory_of_this_host() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _fill(model: nn.Module, session: Session, device: torch.device) -> None:
@@ -136,7 +188,12 @@ class _Own:
     def __call__(self, number: int) -> Tensor:
         value = self._shared.get(number)
         if value is None:
-            dtype = getattr(torch, self._session.manifest[number].dtype)
+            layer = self._session.manifest[number]
+            dtype = TORCH_DTYPE.get(layer.dtype)
+            if dtype is None:
+                raise WrapError(
+                    f"{layer.name} is of {layer.dtype}, which does not travel: wrap a model from a checkpoint"
+                )
             return self._session.call(Op.READ, number, dtype=dtype).to(self._device)
         if id(value) in self._given:  # equal tensors lie there once, but who changes one does not mean the other
             return value.to(self._device, copy=True)

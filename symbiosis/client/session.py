@@ -41,10 +41,12 @@ from symbiosis.errors import (
     ConfigError,
     ConnectionLost,
     ExecutorUnavailable,
+    ProtocolError,
     RemoteWeightError,
 )
 from symbiosis.kernels import with_triton
 from symbiosis.protocol import Call, Hello, Layer, Op, Priority, Reply, View, Welcome
+from symbiosis.transport.accepted import MoreRoom
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, on_host
 from symbiosis.transport.waiting import Waiting
 
@@ -107,6 +109,7 @@ class Session:
         self._connection: transport.Connection | None = None
         self._waiting: Waiting | None = None  # for an executor that is away
         self._device = CPU  # where rows may be when they need not go through the host
+        self._room = 0  # bytes of the largest reply, if that is very large
         self._lines: dict[torch.device, DeviceLine | None] = {}  # for the calls of GPUs
         self._welcome: Welcome | None = None
         _sessions[self.number] = self
@@ -230,7 +233,12 @@ class Session:
         if self._device.type == "cuda":
             logger.warning("rows of %s go by NCCL already, those of %s through the host's memory", self._device, device)
             return
-        self._device, reconnects = device, self.stats.reconnects
+        self._device = device
+        self._join_anew()
+
+    def _join_anew(self) -> None:
+        """In place of the connection that there is; nothing was lost."""
+        reconnects = self.stats.reconnects
         self._disconnect()
         try:
             self._connected()
@@ -239,7 +247,7 @@ class Session:
         except CallError as error:
             if error.code not in (Code.DRAINING, Code.LIMIT):
                 raise
-        self.stats.reconnects = reconnects  # nothing was lost
+        self.stats.reconnects = reconnects
 
     @property
     def lines(self) -> "list[DeviceLine]":
@@ -277,6 +285,8 @@ class Session:
 
     def _look_elsewhere(self, error: Exception) -> None:
         """After a call was lost: the next attempt is for another executor, if there is one. Raises when there is to be none."""
+        if isinstance(error, ProtocolError):  # what comes next may be no better
+            self._disconnect()
         if not _is_away(error) or isinstance(error, ExecutorUnavailable):  # the latter: nobody was ever there
             raise error
         self._disconnect()
@@ -292,9 +302,15 @@ class Session:
         connection.welcome.limits.check(call)
         if payload and payload[0].device.type != "cpu" and payload[0].device != connection.device:
             payload = tuple(map(on_host, payload))
-        reply, results = connection.call(next(self._seq), call, payload, self.timeout, shapes)
+        try:
+            reply, results = connection.call(next(self._seq), call, payload, self.timeout, shapes)
+        except MoreRoom as wanted:
+            self._room = 2 * wanted.nbytes
+            self._join_anew()
+            return self._attempt(call, payload, shapes)
         if reply.code is not Code.OK:
-            raise CallError(reply.code, bytes(results[0].numpy()).decode(errors="replace"), reply.wait_us / 1e6)
+            text = bytes(results[0].numpy()).decode(errors="replace")
+            raise CallError.told(reply.code, text, reply.wait_us / 1e6)
         return reply, results
 
     def _slow_down(self, error: CallError) -> None:
@@ -312,14 +328,24 @@ class Session:
         if self._connection is None:
             self._connection = self._join() if self._welcome else self._join_first()
             self.stats.reconnects += self._welcome is not None and not self.lines
+            self._must_serve_the_same(self._connection.welcome)
             self._welcome = self._connection.welcome
             self.fingerprint = self._welcome.fingerprint
             _beat_from_now_on(self, self._welcome.heartbeat_s / 4)
         return self._connection
 
+    def _must_serve_the_same(self, told: Welcome) -> None:
+        """The fingerprint tells of weights; what they are to each layer is known since the first join. (A replica may serve fewer.)"""
+        for now, then in zip(told.manifest, self._welcome.manifest if self._welcome else told.manifest, strict=True):
+            if now != then and "client" not in (now.kind, then.kind):
+                self._disconnect()
+                raise CallError(Code.WRONG_MODEL, f"{self.endpoint} now serves {now.name} as another kind of layer")
+
     def _join(self) -> transport.Connection:
         left = self._waiting.left if self._waiting else JOIN_S
-        return transport.connect(self.endpoint, self._hello(), min(JOIN_S, max(LEAST_JOIN_S, left)), self._device)
+        return transport.connect(
+            self.endpoint, self._hello(), min(JOIN_S, max(LEAST_JOIN_S, left)), self._device, self._room
+        )
 
     def _join_first(self) -> transport.Connection:
         """Whichever replica answers: one that was never there is waited for only if the user says so."""

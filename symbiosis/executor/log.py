@@ -8,6 +8,9 @@ from typing import Any
 
 import transformers
 
+from symbiosis.text import shown
+
+LONGEST_LINE = 1 << 14  # characters
 logger = logging.getLogger("symbiosis.executor")
 logger.addHandler(logging.NullHandler())  # an executor inside a program logs where the program says, or nowhere
 
@@ -19,15 +22,6 @@ def log(level: int, event: str, **fields: Any) -> None:
 def log_mistake(event: str, error: Exception, **fields: Any) -> None:
     """A mistake of ours, with its traceback."""
     logger.error(event, exc_info=error, extra={"fields": fields})
-
-
-def printable(text: str) -> str:
-    """The same without what moves a terminal's cursor, ends a line or hides itself.
-
-    >>> printable("bob\\x1b[2J\\n")
-    'bob?[2J?'
-    """
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def worth_logging(count: int) -> bool:
@@ -52,10 +46,10 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         fields = " ".join(f"{key}={json.dumps(value)}" for key, value in _fields(record).items())
-        line = f"{time.strftime('%H:%M:%S')} {record.levelname} {printable(record.getMessage())}"
+        line = f"{time.strftime('%H:%M:%S')} {record.levelname} {shown(record.getMessage(), LONGEST_LINE)}"
         line = f"{line} {fields}" if fields else line
         trace = self.formatException(record.exc_info).splitlines() if record.exc_info else ()
-        return "\n".join((line, *map(printable, trace)))
+        return "\n".join((line, *map(shown, trace)))
 
 
 class JsonFormatter(logging.Formatter):

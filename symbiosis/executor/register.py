@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from symbiosis.errors import Code
 from symbiosis.executor.audit_log import AuditLog
-from symbiosis.executor.log import log, printable, worth_logging
+from symbiosis.executor.log import log, worth_logging
 from symbiosis.executor.metrics import Figures
 from symbiosis.keys import Tenants
 from symbiosis.protocol import Hello
+from symbiosis.text import shown
 from symbiosis.transport import Peer
 from symbiosis.transport.allowance import Allowance
 
@@ -25,7 +26,7 @@ ALARM_S = 60.0  # between two warnings of the same
 
 def name_of(hello: Hello) -> str:
     """What a client calls itself, fit to be shown: it may hold anything."""
-    return printable(hello.client[:LONGEST_NAME])
+    return shown(hello.client, LONGEST_NAME)
 
 
 class Register:

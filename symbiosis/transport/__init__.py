@@ -30,8 +30,9 @@ __all__ = [
 logger = logging.getLogger("symbiosis")
 
 
-def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU) -> Connection:
-    """Join the executor at `url`, for rows on `device`; `ConnectionLost` if nobody answers in `timeout` seconds."""
+def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU, room: int = 0) -> Connection:
+    """Join the executor at `url`, for rows on `device` and replies of up to `room` bytes, if they are very large; `ConnectionLost` if
+    nobody answers in `timeout` seconds."""
     scheme, address = parts_of(url)
     if scheme == "inproc":
         from symbiosis.transport import inproc
@@ -43,8 +44,8 @@ def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU) 
         return LocalConnection(address, hello, timeout)
     from symbiosis.transport.zeromq_client import TcpConnection
 
-    by_nccl = _by_nccl(address, hello, timeout, device) if device.type == "cuda" and may_go_by_nccl(url) else None
-    return by_nccl or TcpConnection(address, hello, timeout, device.type == "cuda")
+    by_nccl = _by_nccl(address, hello, timeout, device, room) if device.type == "cuda" and may_go_by_nccl(url) else None
+    return by_nccl or TcpConnection(address, hello, timeout, device.type == "cuda", room)
 
 
 def may_go_by_nccl(url: str) -> bool:
@@ -57,12 +58,12 @@ def may_go_by_nccl(url: str) -> bool:
     return Address.parse(address).nccl
 
 
-def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device) -> Connection | None:
+def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device, room: int) -> Connection | None:
     """None where it cannot be had, and why is logged."""
     from symbiosis.transport.nccl_client import NcclConnection
 
     try:
-        return NcclConnection(address, hello, timeout, device)
+        return NcclConnection(address, hello, timeout, device, room)
     except (CallError, RuntimeError) as error:  # the latter of NCCL and CUDA
         if isinstance(error, CallError) and error.code is not Code.UNKNOWN_OP:
             raise

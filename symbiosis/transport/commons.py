@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.protocol import ITEMSIZE, Layer
+from symbiosis.transport.slab import must_hold
 from symbiosis.transport.tensors import TORCH_DTYPE, bytes_of
 
 ALIGNED = 64
@@ -59,13 +60,15 @@ def publish(manifest: Sequence[Layer], tensor: Callable[[int], Tensor]) -> Binar
 def taken(manifest: Sequence[Layer], fd: int) -> dict[int, Tensor]:
     """The tensors in the memory behind `fd`, by number, to be changed as one likes: each has a storage of its own, but equal
     ones are the same."""
-    size = os.fstat(fd).st_size
-    if not size:
-        return {}
-    memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
     at: dict[int, Tensor] = {}
     found: dict[int, Tensor] = {}
-    for number, place in places(manifest).items():
+    wanted = places(manifest)
+    size = max((place + _nbytes(manifest[number]) for number, place in wanted.items()), default=0)
+    if not size:
+        return {}
+    must_hold(fd, size, SEALS)
+    memory = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE)
+    for number, place in wanted.items():
         layer = manifest[number]
         if place not in at:
             flat = torch.frombuffer(memory, dtype=TORCH_DTYPE[layer.dtype], count=prod(layer.shape), offset=place)

@@ -33,6 +33,7 @@ from symbiosis.transport.line import (
     ERROR_TEXT,
     FIRST_SEGMENT,
     LET_GO,
+    LONGEST_ERROR,
     MOST_KEPT,
     ROUND_REPLY,
     ROUNDS_OVER,
@@ -306,10 +307,10 @@ class DeviceLine:
                 "nobody answered a call in time, and what was computed since is void: begin anew",
             )
             raise self._void
-        length = self.words[ERROR_LENGTH]
+        length = min(self.words[ERROR_LENGTH], LONGEST_ERROR)
         text = bytes(self._link.words.memory[4 * ERROR_TEXT : 4 * ERROR_TEXT + length]).decode(errors="replace")
-        code, self.words[ERROR] = Code(self.words[ERROR]), 0
-        raise CallError(code, f"an earlier call failed, and what was computed from it is void: {text}")
+        code, self.words[ERROR] = self.words[ERROR], 0
+        raise CallError.told(code, f"an earlier call failed, and what was computed from it is void: {text}")
 
     # ------------------------------------------------------------------ what is agreed with the executor
 
@@ -322,9 +323,10 @@ class DeviceLine:
             try:
                 prepared = self._prepared[call] = self._registered(call, 0)
             except CallError as error:
-                if error.code is not Code.GROW:
+                needed = sum(map(aligned, call.parts)) + self._link.answers.nbytes(call)
+                if error.code is not Code.GROW or needed <= self._link.segments[self._newest].nbytes:
                     raise
-                self._grow(2 * int(error.message))
+                self._grow(2 * needed)
             else:
                 return prepared
 

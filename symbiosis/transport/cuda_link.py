@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 import torch
 from msgspec.structs import replace
 
-from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, SymbiosisError
+from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError, SymbiosisError
 from symbiosis.protocol import (
     Bye,
     Call,
@@ -31,15 +31,16 @@ from symbiosis.protocol import (
     Refusal,
     Register,
     Registered,
+    Reply,
     Resume,
     Segment,
-    Welcome,
     call_body,
-    decode_control,
 )
+from symbiosis.transport.accepted import Answers, accepted
 from symbiosis.transport.control import connected, received, send
 from symbiosis.transport.cuda_driver import CudaError, DeviceMemory, Words
 from symbiosis.transport.line import BEAT, FIRST_BYTES
+from symbiosis.transport.local_client import must_be_bells, read_letter
 from symbiosis.transport.waiting import Waiting
 
 logger = logging.getLogger("symbiosis")
@@ -101,8 +102,9 @@ class Link:
         register = Register(next(self._numbers), call_body(call), segment, start, tuple(results))
         answer = self._ask(register)
         assert isinstance(answer, Registered)
+        self.answers.check(call, Reply(0, Code.OK, call.dtype, answer.shape))
         self.places[register.number] = register
-        return register.number, tuple(answer.shape)
+        return register.number, answer.shape
 
     def agrees(self, numbers: Sequence[int]) -> Composed:
         """What the executor says of these calls as a round; raises `CallError` if it does not agree."""
@@ -155,16 +157,17 @@ class Link:
         """A new connection on which all is agreed that was agreed before; what wakes the executor is its descriptor now."""
         sock = connected(self._address, timeout)
         try:
-            send(sock, self._hello(), [self._fd])
+            hello = self._hello()
+            send(sock, hello, [self._fd])
             with received(sock, 2) as (message, fds):
                 _answer(message)
+                if len(fds) != 2:
+                    raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a join with {len(fds)} descriptors")
                 letter, awake = fds
+                must_be_bells(awake)
+                self.welcome = accepted(read_letter(letter), self._url, hello)
                 os.dup2(awake, self.awake, inheritable=False)  # in one step: a call may be about to write there
-                with open(letter, "rb", closefd=False) as file:  # noqa: PTH123
-                    file.seek(0)
-                    welcome = decode_control(file.read())
-            assert isinstance(welcome, Welcome)
-            self.welcome = welcome
+            self.answers = Answers(self.welcome)
             for number, memory in list(self.segments.items()):
                 with _descriptor(memory) as fd:
                     _exchange(sock, Segment(number, memory.nbytes), fd)
@@ -281,5 +284,6 @@ def _answer(answer: Control) -> Control:
         raise ConnectionLost("the executor hung up")
     if isinstance(answer, Refusal):
         raise answer.error()
-    assert isinstance(answer, Done | Registered | Composed)
+    if not isinstance(answer, Done | Registered | Composed):
+        raise ProtocolError(Code.BAD_FRAME, f"an executor answers with a {type(answer).__name__}")
     return answer

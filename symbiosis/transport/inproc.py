@@ -10,6 +10,7 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome, checked
+from symbiosis.transport.accepted import Answers, accepted
 from symbiosis.transport.base import Inbox, refuse
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU, Shapes, cut
@@ -116,11 +117,8 @@ class InprocConnection:
         self._listener, self._peer = listener, Peer(listener)
         self._closed = threading.Event()
         listener.post(self._peer, hello)
-        answer = self._next(timeout)
-        if isinstance(answer, Refusal):
-            raise answer.error()
-        assert isinstance(answer, Welcome)
-        self.welcome = answer
+        self.welcome = accepted(self._next(timeout), listener.url, hello)
+        self._answers = Answers(self.welcome)
 
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
@@ -131,6 +129,7 @@ class InprocConnection:
         answer = self._next(timeout)
         assert isinstance(answer, tuple) and answer[0].seq == seq
         reply, result = answer
+        self._answers.check(call, reply)
         return reply, cut(result, shapes if reply.code is Code.OK else ())
 
     def _next(self, timeout: float) -> object:

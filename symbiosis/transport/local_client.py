@@ -2,8 +2,10 @@
 
 import os
 import select
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from time import monotonic
 from typing import TypeVar
 
@@ -13,6 +15,7 @@ from symbiosis.errors import Code, ConnectionLost, ProtocolError
 from symbiosis.protocol import (
     CALL_SIZE,
     LONGEST_TEXT,
+    MAX_WELCOME,
     REPLY_SIZE,
     Bye,
     Call,
@@ -24,12 +27,12 @@ from symbiosis.protocol import (
     Reply,
     Share,
     Shared,
-    Welcome,
     decode_control,
     decode_reply,
     encode_call,
 )
 from symbiosis.transport import commons
+from symbiosis.transport.accepted import Answers, accepted
 from symbiosis.transport.control import connected, received, send
 from symbiosis.transport.reactor import CAN_SPIN, fence, spin
 from symbiosis.transport.slab import (
@@ -48,6 +51,7 @@ from symbiosis.transport.slab import (
 from symbiosis.transport.tensors import CPU, Shapes
 
 Answer = TypeVar("Answer", bound=Control)
+LARGEST_FIRST = 1 << 30  # bytes of the segment that a session begins with
 LONG_S = 0.5e-3  # to wait for a reply: ten times what waking up takes
 MOST_LONG = 1 << 14  # calls that are known
 NAP_S = 0.5  # a sleeping client looks again after this time, whatever happened to the bell
@@ -81,13 +85,12 @@ class LocalConnection:
 
     def _join(self, hello: Hello) -> None:
         with self._asked(hello, Grown, 4) as (first, fds):
-            letter, slab, self._call_bell, self._reply_bell = fds
-            with open(letter, "rb", closefd=False) as file:  # noqa: PTH123
-                file.seek(0)
-                welcome = decode_control(file.read())
-            assert isinstance(welcome, Welcome)
-            self.welcome = welcome
-            self._slab = Slab(slab, first.nbytes)
+            letter, slab, *bells = fds
+            self.welcome = accepted(read_letter(letter), self._url, hello)
+            self._answers = Answers(self.welcome)
+            must_be_bells(*bells)
+            self._slab = segment(slab, first.nbytes, PAYLOAD_AT + LONGEST_TEXT, LARGEST_FIRST)
+            self._call_bell, self._reply_bell = bells
             fds[:] = [letter]
 
     @contextmanager
@@ -100,7 +103,9 @@ class LocalConnection:
             if isinstance(answer, Bye):
                 raise ConnectionLost(f"the executor at {self._url} closed the connection")
             if not isinstance(answer, kind) or len(fds) != descriptors:
-                raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a {type(message).__name__} with {answer}")
+                raise ProtocolError(
+                    Code.BAD_FRAME, f"{self._url} answers a {type(message).__name__} with a {type(answer).__name__}"
+                )
             yield answer, fds
 
     def call(
@@ -117,10 +122,12 @@ class LocalConnection:
         ring(slab.memory, CALL_BELL_AT, seq)
         fence()
         if slab.memory[EXECUTOR_SLEEPS_AT]:
-            os.eventfd_write(self._call_bell, 1)
+            with suppress(BlockingIOError):  # it is full: the executor is awake, or does not want to be
+                os.eventfd_write(self._call_bell, 1)
         reply = self._await(seq, call, timeout)
-        if reply.code is Code.GROW:
-            self._grow(int(bytes(slab.memory[start : start + reply.nbytes])))
+        self._answers.check(call, reply)
+        if reply.code is Code.GROW and start + self._answers.nbytes(call) > slab.nbytes:
+            self._grow(start + self._answers.nbytes(call))
             return self.call(seq, call, payload, timeout, shapes)
         results = []
         for shape in shapes if shapes and reply.code is Code.OK else (reply.shape,):
@@ -164,7 +171,7 @@ class LocalConnection:
     def _grow(self, nbytes: int) -> Slab:
         try:
             with self._asked(Grow(nbytes), Grown, 1) as (grown, fds):
-                slab = Slab(fds[0], grown.nbytes)
+                slab = segment(fds[0], grown.nbytes, nbytes, 2 * nbytes)
                 fds.clear()
         except OSError as error:
             raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
@@ -190,3 +197,26 @@ class LocalConnection:
             self._slab.close()
             os.close(self._call_bell)
             os.close(self._reply_bell)
+
+
+def read_letter(fd: int) -> Control:
+    """The executor's welcome, which comes as a file: that may be larger than a message on a socket."""
+    told = os.fstat(fd)
+    if not stat.S_ISREG(told.st_mode) or told.st_size > MAX_WELCOME:
+        raise ProtocolError(Code.BAD_FRAME, f"an executor's welcome is a file of at most {MAX_WELCOME} bytes")
+    return decode_control(os.pread(fd, told.st_size, 0))
+
+
+def segment(fd: int, nbytes: int, least: int, most: int) -> Slab:
+    """What an executor shares, if it is as large as was asked for, and not much larger."""
+    if not least <= nbytes <= most:
+        raise ProtocolError(Code.BAD_FRAME, f"an executor shares {nbytes} bytes where {least} were asked for")
+    return Slab(fd, nbytes)
+
+
+def must_be_bells(*fds: int) -> None:
+    """Nothing else, whose reader or writer could be made to wait."""
+    for fd in fds:
+        if str(Path(f"/proc/self/fd/{fd}").readlink()) != "anon_inode:[eventfd]":
+            raise ProtocolError(Code.BAD_FRAME, "what an executor rings and is woken by are eventfds")
+        os.set_blocking(fd, False)

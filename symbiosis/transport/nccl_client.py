@@ -29,11 +29,11 @@ ABORT_S = 5.0  # that a broken communicator may take to end
 class NcclConnection(TcpConnection):
     """Rows on `device` go by NCCL, those on the CPU as frames."""
 
-    def __init__(self, address: str, hello: Hello, timeout: float, device: torch.device) -> None:
+    def __init__(self, address: str, hello: Hello, timeout: float, device: torch.device, room: int = 0) -> None:
         self._side: socket.socket | None = None
         self._comm: Communicator | None = None
         uuid = str(torch.cuda.get_device_properties(device).uuid)
-        super().__init__(address, replace(hello, device=uuid, nccl=nccl_driver.version()), timeout)
+        super().__init__(address, replace(hello, device=uuid, nccl=nccl_driver.version()), timeout, room=room)
         self.device = device
         try:
             self._side = socket.create_connection((self.host, self.welcome.port), CONNECT_S)
@@ -68,6 +68,7 @@ class NcclConnection(TcpConnection):
             reply = decode_reply(self._read(REPLY_SIZE, deadline))
             if reply.seq != seq:
                 raise ConnectionLost(f"the answer to call {reply.seq} came for {seq}")
+            self._answers.check(call, reply)
             if reply.code is not Code.OK:
                 return reply, [bytes_tensor(self._read(reply.nbytes, deadline))]
             result = torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype], device=self.device)

@@ -20,6 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from symbiosis.errors import Code, ProtocolError
 from symbiosis.protocol import Call
 from symbiosis.transport.cuda_driver import CudaError, PinnedMemory
 from symbiosis.transport.tensors import tensor_at
@@ -32,11 +33,22 @@ PINNED_AT_MOST = 256 << 20  # bytes of a segment: pinning more takes too long, a
 logger = logging.getLogger("symbiosis")
 
 
+def must_hold(fd: int, nbytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> None:
+    """A descriptor that somebody else made is memory of this size, and stays so: touching what is not there ends a process."""
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
+    except OSError:
+        sealed = False
+    if not sealed or os.fstat(fd).st_size < nbytes:
+        raise ProtocolError(Code.BAD_FRAME, f"what the other side shares is no memory of {nbytes} bytes that stays")
+
+
 class Slab:
     """A shared memory segment, seen from either side. Tensors over it are cached by place, dtype and shape."""
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd, self.nbytes = fd, nbytes
+        must_hold(fd, nbytes)
         self.memory = mmap.mmap(fd, nbytes)
         self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}

@@ -16,25 +16,29 @@ from zmq.utils.monitor import recv_monitor_message
 from symbiosis.errors import CallError, Code, ConnectionLost, ProtocolError
 from symbiosis.protocol import (
     MAGIC_REPLY,
+    MAX_WELCOME,
     Beat,
     Bye,
     Call,
     Hello,
     Refusal,
     Reply,
-    Welcome,
     decode_control,
     decode_reply,
     encode_call,
     encode_control,
 )
+from symbiosis.transport.accepted import Answers, MoreRoom, accepted
 from symbiosis.transport.curve import Address
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
 from symbiosis.transport.wire import COPY_BELOW, Wire, harden
 
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
-BEAT_S = 1.0  # between two signs of life during a call
+BEAT_S, LOOK_S = 1.0, 0.1  # during a call: between two signs of life, and between two looks at how much has come
+FIRST_ROOM = 64 << 20  # bytes of the largest message at first; who wants a larger reply joins anew, with more room
+MAX_REFUSAL = 8 << 10  # bytes
+SPARE, OF_A_FRAME = 64 << 10, 64  # bytes that ZeroMQ's own messages take at most, and what it adds to each frame
 
 
 class TcpConnection:
@@ -42,18 +46,20 @@ class TcpConnection:
 
     device = CPU
 
-    def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False) -> None:
-        """`for_gpu`: results go there."""
-        self._for_gpu = for_gpu
+    def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False, room: int = 0) -> None:
+        """`for_gpu`: results go there. `room`: bytes of the largest reply, if that is very large."""
+        self._for_gpu, self._room = for_gpu, max(FIRST_ROOM, room)
         self._broken = False  # while nobody waited for an answer
+        self._wire: Wire | None = None
+        self._received = 0  # bytes of what we took, or somewhat more
         place = Address.parse(address)
         self._url, self._has_keys = f"tcp://{place.where}", place.own is not None
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         place.unlock(self._socket)
         harden(self._socket)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, -1)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._room)
         self._monitor: Any = self._socket.get_monitor_socket(
-            zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS | BROKEN_HANDSHAKE
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS | BROKEN_HANDSHAKE
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -62,25 +68,26 @@ class TcpConnection:
             self._socket.connect(self._url)
             with suppress(zmq.Again):  # refused before we could say anything: the monitor tells
                 self._socket.send(encode_control(hello), zmq.NOBLOCK)
-            head = self._receive(monotonic() + timeout, timeout)[0]
-            answer = decode_control(head.buffer)
-            wire = Wire.below(head)
+            head, *rest = self._receive(monotonic() + timeout, timeout, MAX_WELCOME)
+            if rest or len(head) > MAX_WELCOME:
+                raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a join with more than a welcome")
+            self.welcome = accepted(decode_control(head.buffer), self._url, hello)
+            self._wire = Wire.below(head)
         except zmq.ZMQError as error:
             self.close()
             raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
         except BaseException:  # also ctrl-C: without a reader of the monitor, ZeroMQ's thread would wait for ever
             self.close()
             raise
-        if isinstance(answer, Refusal):
-            self.close()
-            raise answer.error()
-        assert isinstance(answer, Welcome)
-        self.welcome = answer
-        self.host = str(wire.other_end[0]) if wire else ""  # the address of whoever answered
+        self._answers = Answers(self.welcome)
+        self.host = str(self._wire.other_end[0]) if self._wire else ""  # the address of whoever answered
 
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
+        expected = self._answers.nbytes(call)
+        if expected > self._room:
+            raise MoreRoom(expected)
         frames = [encode_call(call, seq), *map(bytes_of, reversed(payload))]  # the rows last: see `wire`
         deadline = monotonic() + timeout
         if self._broken:
@@ -90,15 +97,17 @@ class TcpConnection:
         except zmq.Again:  # the signs of life that nobody took fill the queue
             raise ConnectionLost(f"{self._url} takes no more messages: its executor hangs") from None
         while True:
-            head, *rest = self._receive(deadline, timeout)
+            head, *rest = self._receive(deadline, timeout, expected)
             if head.buffer[:4] != MAGIC_REPLY:
-                refusal = decode_control(head.buffer)
-                assert isinstance(refusal, Refusal)
+                refusal = decode_control(head.buffer) if len(head) <= MAX_REFUSAL else None
+                if not isinstance(refusal, Refusal):
+                    raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a call with a {type(refusal).__name__}")
                 if refusal.code == Code.NOT_JOINED:
                     raise ConnectionLost(f"the executor at {self._url} was restarted")
                 raise refusal.error()
             reply = decode_reply(head.bytes)
             if reply.seq == seq:
+                self._answers.check(call, reply)
                 sizes = [len(frame) for frame in rest]
                 if sizes != ([reply.nbytes] if reply.nbytes else []):
                     raise ProtocolError(Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {sizes}")
@@ -107,34 +116,46 @@ class TcpConnection:
                 result = copied(rest[0].buffer, reply.dtype, reply.shape, self._for_gpu)
                 return reply, cut(result, shapes if reply.code is Code.OK else ())
 
-    def _receive(self, deadline: float, timeout: float) -> list[zmq.Frame]:
-        while not (ready := self._ready(deadline)) and monotonic() < deadline:
-            self._say_that_we_live()
-        if self._socket in ready:
-            return self._socket.recv_multipart(copy=False)
-        if self._monitor in ready:
-            event = recv_monitor_message(self._monitor)["event"]
-            keys = f"{self._url}?server=EXECUTOR.pub&key=MINE.key"
-            if event & REFUSED_KEYS:
-                raise CallError(
-                    Code.NOT_ALLOWED,
-                    f"the executor at {self._url} did not let us in: its operator must have our .pub file among the tenants, and "
-                    f"the endpoint must read {keys} with the right files",
-                )
-            why = "the connection broke"
-            if event & BROKEN_HANDSHAKE:
-                asked = (
-                    "it keeps keys that it does not know waiting, or server= names another executor's .pub file"
-                    if self._has_keys
-                    else f"the endpoint must read {keys}"
-                )
-                why = f"it is ending, or {asked}"
-            raise ConnectionLost(f"no executor at {self._url}: {why}")
+    def _receive(self, deadline: float, timeout: float, most: int) -> list[zmq.Frame]:
+        """The next message, of not much more than `most` bytes."""
+        beat_at = monotonic() + BEAT_S
+        while monotonic() < deadline:
+            ready = dict(self._poller.poll(int(1e3 * max(0.0, min(LOOK_S, deadline - monotonic())))))
+            if self._socket in ready:
+                frames = self._socket.recv_multipart(copy=False)
+                self._received += sum(len(frame) + OF_A_FRAME for frame in frames)
+                return frames
+            if self._monitor in ready:
+                self._attend(recv_monitor_message(self._monitor))
+            if self._wire and self._wire.received() > self._received + most + SPARE:
+                raise ProtocolError(Code.BAD_FRAME, f"{self._url} sends more than the {most} bytes that were asked for")
+            if monotonic() > beat_at:
+                self._say_that_we_live()
+                beat_at += BEAT_S
         raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
 
-    def _ready(self, deadline: float) -> dict[Any, int]:
-        """What there is to receive from; nothing if nothing came for a while."""
-        return dict(self._poller.poll(int(1000 * max(0.0, min(BEAT_S, deadline - monotonic())))))
+    def _attend(self, told: dict[str, Any]) -> None:
+        """The monitor tells of the connection: that it is there, or why it is not."""
+        event = told["event"]
+        if event == zmq.EVENT_CONNECTED:
+            self._wire = Wire.of(told["value"])
+            return
+        keys = f"{self._url}?server=EXECUTOR.pub&key=MINE.key"
+        if event & REFUSED_KEYS:
+            raise CallError(
+                Code.NOT_ALLOWED,
+                f"the executor at {self._url} did not let us in: its operator must have our .pub file among the tenants, and "
+                f"the endpoint must read {keys} with the right files",
+            )
+        why = "the connection broke"
+        if event & BROKEN_HANDSHAKE:
+            asked = (
+                "it keeps keys that it does not know waiting, or server= names another executor's .pub file"
+                if self._has_keys
+                else f"the endpoint must read {keys}"
+            )
+            why = f"it is ending, or {asked}"
+        raise ConnectionLost(f"no executor at {self._url}: {why}")
 
     def shared(self) -> dict[int, Tensor]:
         return {}
@@ -144,8 +165,12 @@ class TcpConnection:
         room, ZeroMQ's thread waits for ever."""
         with suppress(zmq.ZMQError):  # when a process ends, ZeroMQ closes what is open
             while self._monitor.poll(0):
-                recv_monitor_message(self._monitor)
-                self._broken = True
+                self._broken |= recv_monitor_message(self._monitor)["event"] != zmq.EVENT_CONNECTED
+        came = self._wire.received() if self._wire else 0
+        if came > self._received + SPARE:  # nobody asked for anything
+            self._broken = True
+            self.close()
+        self._received = came
         self._say_that_we_live()
 
     def _say_that_we_live(self) -> None:

@@ -1,0 +1,162 @@
+"""The configuration that an executor tells, as far as a client takes it: values for the fields of transformers' own classes.
+
+Nothing in it names code, files or repositories: what would is left out, or refused. How attention is computed, in which dtype,
+and where things come from is for the client to say. Sizes are bounded before anything is built by them.
+"""
+
+import dataclasses
+import json
+import logging
+from fnmatch import fnmatchcase
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from symbiosis.errors import WrapError
+from symbiosis.protocol import Welcome
+from symbiosis.text import shown
+
+logger = logging.getLogger("symbiosis")
+# What the client decides, or what says where a checkpoint came from: of no use here, whatever it says.
+OUR_OWN = frozenset(
+    ("_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "model_type", "transformers_version")
+)
+ALTERS = frozenset(
+    ("quantization_config", "use_pretrained_backbone", "backbone", "backbone_kwargs")
+)  # what is computed
+LABELS = frozenset(("id2label", "label2id"))  # texts that people read
+COUNTED = 1 << 16  # the largest number of anything that a model has several of
+LARGE = ("*vocab*", "*token*", "*_id", "*_ids", "*position*", "*len*", "*size*", "*theta*", "*dim*", "*window*", "*ctx*", "*rate*", "*max*", "*context*", "*base*", "*seed*", "*scale*", "*factor*")  # fmt: skip
+LARGEST = 1 << 31
+LONGEST_WORD, DEEPEST = 128, 8  # characters of a word; and so deep may parts lie in parts
+
+
+def told_config(welcome: Welcome, changes: dict[str, Any], where: str) -> PreTrainedConfig:
+    """The configuration of which the executor at `where` tells, with the client's own `changes`."""
+    try:
+        told = json.loads(welcome.config)
+    except (ValueError, RecursionError) as error:
+        raise WrapError(f"{where} tells a configuration that is no JSON: {shown(str(error))}") from None
+    if not isinstance(told, dict) or "model_type" not in told:
+        raise WrapError(f"{where} serves a {welcome.model_class}, not a transformers model: use wrap instead")
+    config_class, taken = _config_class(told["model_type"], where), _Taken(where)
+    values = taken.fields(config_class, told)
+    if taken.left_out:
+        logger.warning("left out of what %s tells of its model: %s", where, ", ".join(sorted(taken.left_out)[:8]))
+    try:
+        config = config_class(**values)
+        if unknown := sorted(name for name in changes if not hasattr(config, name)):
+            raise WrapError(
+                f"from_executor knows no {', '.join(unknown)}, nor does the configuration of {welcome.model_class}"
+                + (": wrap a model from a checkpoint for that" if {"privacy", "verify"} & {*unknown} else "")
+            )
+        return config_class(**{**values, **changes}) if changes else config
+    except WrapError:
+        raise
+    except Exception as error:  # whatever transformers makes of it
+        text = shown(f"{type(error).__name__} {error}")
+        raise WrapError(f"transformers makes no configuration of what {where} tells: {text}") from error
+
+
+def told_class(name: str, config: PreTrainedConfig, where: str) -> Any:
+    """The class of this name, if it is one of those that transformers' own auto classes choose for such a configuration."""
+    for mapping_name in dir(modeling_auto):
+        mapping = getattr(modeling_auto, mapping_name)
+        if mapping_name.startswith("MODEL_") and isinstance(mapping, modeling_auto._LazyAutoMapping):
+            names = mapping._model_mapping.get(str(config.model_type), ())
+            if name in ((names,) if isinstance(names, str) else names) and (found := getattr(transformers, name, None)):
+                return found
+    raise WrapError(
+        f"{where} serves a {name!r}, which is none of the classes that transformers {transformers.__version__} has for a "
+        f"{config.model_type}: install another release, or wrap a model from a checkpoint"
+    )
+
+
+def _config_class(model_type: object, where: str) -> type[PreTrainedConfig]:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise WrapError(
+            f"transformers {transformers.__version__} knows no model_type {shown(str(model_type), LONGEST_WORD)!r}, as {where} tells: "
+            "install another release, or wrap a model from a checkpoint"
+        )
+    return CONFIG_MAPPING[model_type]  # type: ignore[no-any-return]
+
+
+class _Taken:
+    """What is taken of a told configuration; and the names of what is not."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.left_out: set[str] = set()
+
+    def fields(self, config_class: type[PreTrainedConfig], told: dict[str, Any], path: str = "") -> dict[str, Any]:
+        """Values for the class's own fields."""
+        allowed, taken = _field_names(config_class), {}
+        for name, value in told.items():
+            full = shown(path + name, LONGEST_WORD)
+            if name in ALTERS and value:
+                raise WrapError(
+                    f"{self._where} tells of {full}: from_executor builds no such model, wrap one from a checkpoint"
+                )
+            if name in OUR_OWN or name in ALTERS:
+                continue
+            if name not in allowed or name.startswith(("_attn", "_experts", "attn_impl", "experts_impl")):
+                self.left_out.add(full)
+                continue
+            part = config_class.sub_configs.get(name)
+            nested = part is not None or (isinstance(value, dict) and "model_type" in value)
+            taken[name] = self._part(part, value, full) if nested else self._value(name, value, full)
+        return taken
+
+    def _part(self, part: Any, value: object, path: str) -> object:
+        """The configuration of a part of the model."""
+        if value is None:
+            return None
+        if not isinstance(value, dict) or path.count(".") > DEEPEST:
+            raise WrapError(f"{self._where}: {path} is no configuration of a part")
+        fixed = part is not None and isinstance(part, type) and issubclass(part, PreTrainedConfig)
+        if not fixed and "model_type" not in value:
+            raise WrapError(f"{self._where}: {path} does not say of which model_type it is")
+        config_class = part if fixed else _config_class(value["model_type"], self._where)
+        kind = {"model_type": value["model_type"]} if "model_type" in value else {}
+        return {**self.fields(config_class, value, f"{path}."), **kind}
+
+    def _value(self, name: str, value: object, path: str, deep: int = 0) -> object:
+        if deep > DEEPEST:
+            raise WrapError(f"{self._where}: {path} is nested too deeply")
+        if isinstance(value, dict):
+            return {
+                key: self._value(f"{name}.{key}", one, f"{path}.{shown(key, LONGEST_WORD)}", deep + 1)
+                for key, one in value.items()
+            }
+        if isinstance(value, list):
+            return [self._value(name, one, path, deep + 1) for one in value]
+        if isinstance(value, str) and name.partition(".")[0] not in LABELS:
+            self._must_be_a_word(value, path)
+        if isinstance(value, int) and abs(value) > COUNTED:
+            self._must_be_a_size(name, value, path)
+        return value
+
+    def _must_be_a_word(self, value: str, path: str) -> None:
+        if len(value) > LONGEST_WORD or not value.isprintable() or any(char in value for char in "/\\:"):
+            raise WrapError(
+                f"{self._where}: {path} is {shown(value, LONGEST_WORD)!r}: a path or a text where a word belongs"
+            )
+
+    def _must_be_a_size(self, name: str, value: int, path: str) -> None:
+        if abs(value) > LARGEST or not any(fnmatchcase(name, pattern) for pattern in LARGE):
+            raise WrapError(f"{self._where}: {path} is {value:.3g}, more than any model has")
+
+
+def _field_names(config_class: type[PreTrainedConfig]) -> set[str]:
+    """What the class has values for: its fields, and what it makes of them."""
+    declared = (
+        {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
+    )
+    try:
+        made = set(config_class().to_dict())
+    except Exception:  # a class that cannot do without values
+        made = set()
+    return declared | made | set(config_class.attribute_map)
