@@ -308,7 +308,6 @@ def _number(raw: bytes, expected: bytes) -> int:
 # What a peer may say of itself is bounded: a message that says more is refused while it is read.
 Word = Annotated[str, Meta(max_length=128)]
 Name = Annotated[str, Meta(max_length=512)]
-Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 MAX_WELCOME = 16 << 20  # bytes
 
 
@@ -317,7 +316,7 @@ class Layer(msgspec.Struct, frozen=True):
 
     name: Name
     kind: Word
-    shape: Annotated[tuple[Count, ...], Meta(max_length=8)]
+    shape: Annotated[tuple[int, ...], Meta(max_length=8)]
     dtype: Word
     digest: Word
     bias: bool = False
@@ -365,7 +364,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The executor accepts: what it serves, under which limits; for integers, too, by weights of so many bits; and who runs it.
     Headers of calls whose rows go by NCCL come to `port`, where the client begins with `token` and where to meet it."""
 
-    session: Count
+    session: int
     fingerprint: Word
     manifest: Annotated[list[Layer], Meta(max_length=1 << 17)]
     config: Annotated[str, Meta(max_length=4 << 20)]
@@ -374,10 +373,10 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     allow_read: bool
     heartbeat_s: float
     executor: Name
-    slab_bytes: Count = 0
-    integers: Annotated[tuple[Count, ...], Meta(max_length=8)] = ()
+    slab_bytes: int = 0
+    integers: Annotated[tuple[int, ...], Meta(max_length=8)] = ()
     operator: Name = ""
-    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    port: int = 0
     token: Annotated[bytes, Meta(max_length=64)] = b""
 
 
@@ -401,7 +400,7 @@ class Grow(msgspec.Struct, frozen=True, tag="grow"):
 class Grown(msgspec.Struct, frozen=True, tag="grown"):
     """... and gets one of this size."""
 
-    nbytes: Count
+    nbytes: int
 
 
 class Share(msgspec.Struct, frozen=True, tag="share"):
@@ -433,7 +432,7 @@ class Register(msgspec.Struct, frozen=True, tag="register"):
 class Registered(msgspec.Struct, frozen=True, tag="registered"):
     """... whose reply has this shape, and without `results` lies behind the payload."""
 
-    shape: Annotated[tuple[Count, ...], Meta(max_length=MAX_DIM)]
+    shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIM)]
 
 
 class Compose(msgspec.Struct, frozen=True, tag="compose"):

@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 import symbiosis
 from symbiosis.client.remote_weight import remote_weights
@@ -31,8 +32,8 @@ class Recorder(TrainerCallback):
 
 def trainer(model: nn.Module, out: Path, callbacks: list[TrainerCallback], **options: Any) -> Trainer:
     arguments = TrainingArguments(
-        str(out), per_device_train_batch_size=1, save_strategy="no", report_to="none", disable_tqdm=True,
-        **{"use_cpu": True, "max_steps": 4, "logging_steps": 2, **options},
+        str(out), per_device_train_batch_size=1, save_strategy="no", disable_tqdm=True,
+        **{"report_to": "none", "use_cpu": True, "max_steps": 4, "logging_steps": 2, **options},
     )  # fmt: skip
     return Trainer(model, arguments, train_dataset=TEXT, eval_dataset=TEXT, callbacks=callbacks)
 
@@ -90,6 +91,37 @@ def test_mean_batch_counts_the_others(llama: nn.Module, serve: Callable, tmp_pat
         thread.join(60)
         assert not thread.is_alive()
     assert len(sizes) == 4 and 1.0 < max(sizes) <= 2.0
+
+
+@pytest.mark.parametrize("added", ["at once", "later"])
+def test_reporters_are_told(model: nn.Module, tmp_path: Path, added: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that `report_to` names, which a Trainer asks before callbacks of the user's."""
+    reporters: list[Recorder] = []
+
+    class Reporter(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            reporters.append(self)
+
+    monkeypatch.setitem(INTEGRATION_TO_CALLBACK, "recorder", Reporter)
+    callbacks: list[TrainerCallback] = [symbiosis.SymbiosisCallback(), Recorder()]
+    running = trainer(model, tmp_path, callbacks if added == "at once" else callbacks[1:], report_to=["recorder"])
+    if added == "later":
+        running.add_callback(callbacks[0])
+    running.train()
+    for asked in (*reporters, callbacks[1]):
+        assert [log.keys() >= FIGURES for log in asked.logs] == [True, True, False]  # type: ignore[attr-defined]
+    assert len(reporters) == 1 and running.state.log_history[0].keys() >= FIGURES
+
+
+def test_tensorboard_is_told(model: nn.Module, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer(model, tmp_path, [symbiosis.SymbiosisCallback()], report_to=["tensorboard"]).train()
+    told = EventAccumulator(str(next(tmp_path.rglob("events.out.tfevents.*"))))
+    told.Reload()
+    assert {f"train/{name}" for name in FIGURES} <= set(told.Tags()["scalars"])
 
 
 def test_in_front_it_serves_reporters_too(model: nn.Module, tmp_path: Path) -> None:

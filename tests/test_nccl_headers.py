@@ -271,7 +271,7 @@ def test_a_session_makes_calls_again_on_a_new_connection(
     executor: symbiosis.Executor, weight: Tensor, monkeypatch: Any
 ) -> None:
     session = Session(executor.endpoint)
-    monkeypatch.setattr(transport, "connect", lambda url, hello, timeout, device: joined(executor))
+    monkeypatch.setattr(transport, "connect", lambda url, hello, timeout, device, room: joined(executor))
     layer = forward(executor, weight).layer
     rows = torch.randn(4, weight.shape[1])
     for turn in range(3):

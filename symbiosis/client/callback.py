@@ -1,10 +1,12 @@
 """A `transformers.TrainerCallback` that adds to a Trainer's logs what its steps ask of the executor."""
 
+import inspect
 from copy import copy
 from typing import Any
 
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from symbiosis.client.stats import Stats
 from symbiosis.client.wrap import stats
@@ -18,8 +20,7 @@ class SymbiosisCallback(TrainerCallback):
     * `executor_wait_ms`: time per step that its calls waited in the executor's queue,
     * `executor_mean_batch`: how many calls ran as one product, as this client's calls met others.
 
-    They are printed and kept in `trainer.state.log_history`. Reporters such as TensorBoard are asked before a Trainer's own
-    callbacks: put this one first for them, with `trainer.callback_handler.callbacks.insert(0, SymbiosisCallback())`.
+    They are printed, kept in `trainer.state.log_history`, and told to whatever `report_to` names, such as TensorBoard.
 
     >>> import symbiosis
     >>> from peft import LoraConfig, get_peft_model
@@ -44,6 +45,7 @@ class SymbiosisCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        _put_first(self)
         self._mark(kwargs["model"], state)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -56,6 +58,19 @@ class SymbiosisCallback(TrainerCallback):
 
     def _mark(self, model: nn.Module, state: TrainerState) -> None:
         self._before, self._step = copy(stats(model)), state.global_step
+
+
+def _put_first(callback: TrainerCallback) -> None:
+    """A Trainer asks its reporters first, and callbacks of the user's after them: what these add to a log would come too late. A
+    callback is not told of the handler that calls it, so that is looked for among the callers."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and callback in handler.callbacks:
+            handler.callbacks.remove(callback)
+            handler.callbacks.insert(0, callback)
+            return
+        frame = frame.f_back
 
 
 def figures_per_step(before: Stats, now: Stats, steps: int) -> dict[str, float]:

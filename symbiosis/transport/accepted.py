@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.fingerprint import model_fingerprint
 from symbiosis.protocol import LONGEST_TEXT, Call, Hello, Layer, Op, Refusal, Reply, Welcome
 
 KINDS = frozenset(("linear", "conv1d", "tensor", "embedding", "client"))
+LARGEST, LAST_PORT = 1 << 48, 65535
 SHORTEST_S, LONGEST_S = 1e-3, 1e6  # of a heartbeat
 MOST_KNOWN = 1 << 14  # calls whose answers are looked up
 MOST_FIGURES = 16 << 20  # bytes of a snapshot of an executor's figures, whose size nobody knows before
@@ -19,12 +22,17 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
         raise answer.error()
     if not isinstance(answer, Welcome):
         raise ProtocolError(Code.BAD_FRAME, f"{url} answers a join with a {type(answer).__name__}")
-    said = (answer.fingerprint, answer.model_class, answer.executor, answer.operator)
+    said = (answer.fingerprint, answer.model_class, answer.executor)
     for text in (*said, *(text for layer in answer.manifest for text in (layer.name, layer.dtype, layer.digest))):
         if not text.isprintable():
             raise ProtocolError(Code.BAD_FRAME, f"{url} names something {text[:64]!r}: that is no name")
     if unknown := next((layer for layer in answer.manifest if layer.kind not in KINDS), None):
         raise ProtocolError(Code.BAD_FRAME, f"{url}: {unknown.name} is of no kind that this release knows")
+    sizes = (answer.session, answer.slab_bytes, *answer.integers, *msgspec.structs.astuple(answer.limits))
+    if not all(0 <= size <= LARGEST for size in (*sizes, *(n for layer in answer.manifest for n in layer.shape))):
+        raise ProtocolError(Code.BAD_FRAME, f"{url} tells of sizes that nothing has")
+    if not 0 <= answer.port <= LAST_PORT:
+        raise ProtocolError(Code.BAD_FRAME, f"{url} names port {answer.port}")
     if not SHORTEST_S <= answer.heartbeat_s <= LONGEST_S:
         raise ProtocolError(Code.BAD_FRAME, f"{url} asks for a sign of life every {answer.heartbeat_s} s")
     fingerprint = model_fingerprint(answer.config, answer.manifest)
