@@ -239,7 +239,7 @@ class PrometheusCollector:
         for name, field, text in (
             ("calls", "calls", "Calls of a tenant"),
             ("rows", "rows", "Rows of those calls"),
-            ("multiplications", "multiplications", "Multiplications, where a value that is only moved counts as one"),
+            ("multiplications", "multiplications", "Multiplications, with what takes as long"),
             ("bytes", "bytes", "Bytes of payload, in and out"),
             ("compute_seconds", "seconds", "Seconds of computing, shared with others in proportion"),
         ):

@@ -11,6 +11,7 @@ from symbiosis.executor.store import Store
 from symbiosis.protocol import ITEMSIZE, WEIGHT_BITS, Call, Op
 
 MOST_SCRATCH = 1 << 30  # bytes that one turn of a call may need besides its payload and its reply, if it can be cut
+MOVED = 8  # multiplications in the time of moving a value to memory that is new
 GROUP = 1 << 12  # multiplications in the time of looking whether a group has rows
 KEY_BLOCK = 32  # bytes by which a row of a keystream may be longer, with what lies behind it
 
@@ -18,7 +19,7 @@ KEY_BLOCK = 32  # bytes by which a row of a keystream may be longer, with what l
 class Price(msgspec.Struct, frozen=True):
     """Of one call. `turns`: in so many it is computed at least. `scratch`: bytes besides payload and reply in one of them."""
 
-    multiplications: int  # a value that is only moved counts as one
+    multiplications: int  # with what takes as long
     held: int
     scratch: int
     turns: int
@@ -50,7 +51,7 @@ def _matrices(call: Call, store: Store) -> list[Sequence[int]]:
 def _multiplications(call: Call, shape: tuple[int, ...], store: Store) -> int:
     reply = prod(shape)
     if call.op in (Op.ECHO, Op.READ, Op.LOOKUP):
-        return max(1, reply)
+        return max(1, MOVED * reply)
     if call.op is Op.NORMS:
         return prod(store.manifest[call.layer].shape)
     taken = prod(call.shape)
