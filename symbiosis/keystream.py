@@ -33,4 +33,4 @@ def keystream(key: bytes, shape: tuple[int, ...], dtype: torch.dtype, stream: in
     counter = (stream << 64 | start * blocks).to_bytes(_BLOCK, "big")
     view = memory.numpy().data
     Cipher(AES256(key), CTR(counter)).encryptor().update_into(view[:nbytes], view)  # zeros, in their place
-    return memory[:nbytes].view(dtype).view(rows, -1)[:, :width].contiguous()
+    return memory[:nbytes].view(dtype).view(rows, blocks * _BLOCK // dtype.itemsize)[:, :width].contiguous()

@@ -14,11 +14,12 @@ from symbiosis.reporting import Report
 done: Counter[str] = Counter()  # by the test that runs now
 EXECUTORS, CLIENTS = "executors_killed", "clients_killed"
 PARSED, SENT = "frames_fuzzed_on_the_parser", "frames_fuzzed_on_a_live_socket"
+CALLS = "calls_right_and_wrong"
 RUNG, POISON = "headers_fuzzed_in_shared_memory", "poisoned_calls"
 CHECKED, LOST, DUPLICATED, CRASHES = "answers_checked", "lost", "duplicated", "crashes"
 WANTED = {  # of a run of all such tests
-    "fault": {EXECUTORS: 200, CLIENTS: 200, PARSED: 10**5, SENT: 10**4},
-    "soak": {EXECUTORS: 1000, CLIENTS: 1000, PARSED: 10**6, SENT: 10**5},
+    "fault": {EXECUTORS: 200, CLIENTS: 200, PARSED: 10**5, SENT: 10**4, CALLS: 1600},
+    "soak": {EXECUTORS: 1000, CLIENTS: 1000, PARSED: 10**6, SENT: 10**5, CALLS: 10**6},
 }
 
 
@@ -52,7 +53,7 @@ def summary(config: pytest.Config, told: list[pytest.TestReport]) -> Report:
     found.figure("tests", sum(report.when == "call" for report in told))
     found.figure("failed", sum(report.failed for report in told))
     wanted = WANTED.get(marks, {}) if config.args == config.getini("testpaths") and not config.option.keyword else {}
-    for name in (EXECUTORS, CLIENTS, PARSED, SENT, RUNG, POISON, CHECKED):
+    for name in (EXECUTORS, CLIENTS, PARSED, SENT, RUNG, CALLS, POISON, CHECKED):
         if name in wanted:
             found.bar(name, counts[name], ">=", wanted[name])
         else:

@@ -64,6 +64,8 @@ def modular_product(x_TK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tens
     >>> int(modular_product(x, torch.tensor([[[5], [7]]], dtype=torch.int8))) == 5 * 2**30 + 21 - 2**32
     True
     """
+    if not len(x_TK):
+        return x_TK.new_empty(0, w_DKN.shape[-1]) if out_TN is None else out_TN
     if x_TK.is_cuda and x_TK.element_size() in FUSED and len(w_DKN) <= 2 and (fused := _fused(x_TK.device)):
         with torch.cuda.device(x_TK.device):
             return fused(x_TK, w_DKN, out_TN)

@@ -312,6 +312,8 @@ class Listener:
         for_gpu = self.inbox.device.type == "cuda"
         try:
             return tuple(received(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
+        except CallError:  # a shape that no memory could hold
+            raise
         except (RuntimeError, MemoryError):
             raise CallError(Code.RESOURCE, NO_MEMORY) from None
 
