@@ -1,7 +1,10 @@
 """Whose folders and sockets are used, who is let in, and what messages leave behind."""
 
+import json
+import logging
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from symbiosis import ownership, transport
 from symbiosis.client.session import Session
 from symbiosis.config import default_endpoints, runtime_dir
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
+from symbiosis.executor.log import JsonFormatter, TextFormatter
 from symbiosis.ownership import check_folder, make_folder
 from symbiosis.protocol import (
     Beat,
@@ -417,6 +421,15 @@ def test_mistakes_are_logged_once_in_a_while(caplog: pytest.LogCaptureFixture) -
         until(lambda: executor.server.figures.errors["INTERNAL"] == 100, "the last of them")
         assert torch.equal(Session(executor.endpoint).call(Op.ECHO, 0, ROWS), ROWS)
     assert caplog.text.count("please report it") == 7  # the 1st, 2nd, 4th, ...
+
+
+def test_both_formats_of_the_log_tell_where_a_mistake_was() -> None:
+    try:
+        a_mistake()
+    except Mistake:
+        record = logging.LogRecord("symbiosis", logging.ERROR, "", 0, "a mistake", (), sys.exc_info())
+    assert TextFormatter().format(record).splitlines()[1].startswith("Traceback")
+    assert "in a_mistake" in json.loads(JsonFormatter().format(record))["traceback"]
 
 
 def test_a_broken_device_ends_the_executor(monkeypatch: pytest.MonkeyPatch) -> None:

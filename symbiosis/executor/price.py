@@ -36,7 +36,7 @@ def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, optio
         )
     scratch = _scratch(call, shape, store, options)
     least = max(scratch / MOST_SCRATCH, 1 if call.by_rows else work / store.turn(options.max_batch_tokens))
-    turns = min(cells, ceil(least))
+    turns = max(1, min(cells, ceil(least)))  # a call of no rows has one, too
     values = 0 if call.op in (Op.READ, Op.NORMS) else prod(call.shape)
     rows = values * (8 if call.op is Op.LOOKUP else ITEMSIZE[call.dtype]) + 4 * call.groups
     held = rows + prod(shape) * ITEMSIZE[call.dtype]
