@@ -426,7 +426,7 @@ class Engine:
         if call.op is Op.DGRAD and call.also:  # what lies together are not the rows
             work.payload = (keystream(key, call.shape, dtype),)  # type: ignore[arg-type]
             return self._inputs(piece)
-        return [keystream(key, (piece.stop - piece.start, call.shape[1]), dtype, start=piece.start)]
+        return [keystream(key, (min(piece.stop, call.rows) - piece.start, call.shape[1]), dtype, start=piece.start)]
 
     def _outputs(self, piece: Slice) -> list[Tensor]:
         """Where the slice's results go: for a group's FORWARD those of each member."""

@@ -104,7 +104,6 @@ def check_local(address: str, options: Options, held: ExitStack) -> Iterator[str
     """The path of a Unix socket. Its folder is made, as the listener would."""
     path = Path(address)
     if len(os.fsencode(path)) > LONGEST_SOCKET:
-<<<<<<< HEAD
         yield f"cannot listen at local://{address}: the path has more than {LONGEST_SOCKET} bytes"
         return
     try:
@@ -118,26 +117,6 @@ def check_local(address: str, options: Options, held: ExitStack) -> Iterator[str
         yield str(error)
     if not os.access(path.parent, os.W_OK | os.X_OK):
         yield f"cannot listen at local://{address}: you may not write to {path.parent}"
-=======
-        yield f"cannot listen at {where}: the path has more than {LONGEST_SOCKET} bytes"
-    elif problem := _no_folder(path.parent):
-        yield f"cannot listen at {where}: {problem}"
-    elif path.exists() and not stat.S_ISSOCK(path.stat().st_mode):
-        yield f"{path} exists and is no socket: choose another path for local://"
-    elif path.exists():
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-            if probe.connect_ex(str(path)) == 0:
-                yield f"another executor already serves {where}: stop it, or choose another path"
-
-
-def _no_folder(folder: Path) -> str:
-    """Why no socket may be made there; made is the folder itself, as for the listener."""
-    try:
-        make_folder(folder.resolve())
-    except ConfigError as error:
-        return str(error)
-    return "" if os.access(folder, os.W_OK | os.X_OK) else f"you may not write to {folder}"
->>>>>>> a15bcc4 (What is checked at the door, in SECURITY.md and architecture.md; folders of sockets are looked at before a model is loaded)
 
 
 def check_tcp(address: str, options: Options, held: ExitStack) -> Iterator[str]:
