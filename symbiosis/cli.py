@@ -165,11 +165,17 @@ def bench(
 def keygen(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the executor or tenant that the keys are for.")],
     folder: Annotated[Path, typer.Option("--output", "-o", help="Folder to put them in.")] = Path(),
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DAY", help="From then on the key lets nobody in: 2027-01-31, or 2027-01-31T12:00Z. Default: never."
+        ),
+    ] = None,
 ) -> None:
     """Make a pair of keys for tcp://: NAME.key, which its owner keeps, and NAME.pub, which others need."""
     from symbiosis.keys import generate
 
-    secret, public = generate(name, folder)
+    secret, public = generate(name, folder, expires)
     typer.echo(f"{secret}: keep it where only {name} can read it")
     typer.echo(
         f"{public}: give it to others: an executor's to its clients (server=), a tenant's to the executor (--tenants)"

@@ -353,3 +353,74 @@ def test_only_without_keys_the_wire_shows_activations(keys: bool, realm: Realm, 
     assert (b"model.layers.0" in wire.seen) != keys
     assert len(wire.seen) > 512
     wire.close()
+
+
+# ---------------------------------------------------------------- keys that are exchanged, keys that expire
+
+
+def exchanged(realm: Realm, key: str) -> None:
+    """The executor is started again, with another key, at the same address."""
+    address = realm.executor.endpoint
+    realm.executor.close()
+    realm.executor = symbiosis.Executor(
+        tiny_llama(),
+        listen=address,
+        policy="immediate",
+        key=str(realm.folder / f"{key}.key"),
+        tenants=str(realm.tenants),
+    )
+
+
+@pytest.mark.parametrize("in_one_file", [True, False])
+def test_an_executors_key_is_exchanged_under_a_running_job(in_one_file: bool, realm: Realm) -> None:
+    _, new = generate("new", realm.folder)
+    old = realm.folder / "executor.pub"
+    if in_one_file:
+        old.write_text(old.read_text() + "# the new one\n" + new.read_text())
+        endpoint = realm.endpoint("alice")
+    else:
+        endpoint = realm.endpoint("alice").replace("executor.pub", f"executor.pub,{new}")
+    session = Session(endpoint, patience=60.0)
+    assert echoes(session)
+    exchanged(realm, "new")
+    assert echoes(session) and session.stats.reconnects == 1
+    fresh = Session(endpoint)
+    assert echoes(fresh)
+    for one in (session, fresh):
+        one.close()
+
+
+def test_of_several_keys_none_is_taken_that_is_not_named(realm: Realm) -> None:
+    for name in ("eve", "mallory"):
+        generate(name, realm.folder)
+    endpoint = realm.endpoint("alice").replace("executor.pub", f"eve.pub,{realm.folder}/mallory.pub")
+    with pytest.raises(SymbiosisError, match="server= names another executor's .pub file"):
+        Session(endpoint).call(Op.ECHO, 0, ROWS)
+
+
+def test_a_tenant_may_have_two_keys_for_a_while(realm: Realm) -> None:
+    generate("alice-new", realm.folder)
+    with (realm.tenants / "alice.pub").open("a") as file:
+        file.write((realm.folder / "alice-new.pub").read_text())
+    for key in ("alice", "alice-new"):
+        session = Session(realm.endpoint(key))
+        assert echoes(session)
+        assert {s.peer.tenant for s in realm.executor.server.sessions.values()} == {"alice"}
+        session.close()
+
+
+def test_keygen_writes_when_a_key_expires(tmp_path: Path) -> None:
+    made = CliRunner().invoke(cli.app, ["keygen", "bob", "-o", str(tmp_path), "--expires", "2999-01-31"])
+    assert made.exit_code == 0
+    assert "expires 2999-01-31\n" in (tmp_path / "bob.pub").read_text() and read_pair(tmp_path / "bob.key")
+    for wrong, told in (("2020-01-01", "choose a time to come"), ("soon", "is no time: write 2027-01-31")):
+        refused = CliRunner().invoke(cli.app, ["keygen", "carol", "-o", str(tmp_path), "--expires", wrong])
+        assert refused.exit_code == 2 and told in " ".join(refused.output.split())
+    assert not (tmp_path / "carol.key").exists()
+
+
+def test_an_executors_key_that_has_expired_is_not_taken(tmp_path: Path) -> None:
+    secret, public = generate("executor", tmp_path)
+    public.write_text(public.read_text() + "expires 2020-01-01\n")
+    with pytest.raises(ConfigError, match="have expired: ask its operator"):
+        Address.parse(f"127.0.0.1:7000?server={public}&key={secret}")

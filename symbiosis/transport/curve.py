@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
-from time import monotonic
+from time import monotonic, time
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs
 
@@ -19,7 +19,7 @@ from zmq.utils import z85
 
 from symbiosis.endpoints import is_loopback, open_to_others
 from symbiosis.errors import ConfigError
-from symbiosis.keys import Keyring, Pair, read_pair, read_public
+from symbiosis.keys import Keyring, Pair, read_pair, read_publics
 from symbiosis.transport.allowance import Allowance
 from symbiosis.transport.base import JOIN_S, Inbox
 from symbiosis.transport.inotify import FolderWatch
@@ -189,13 +189,13 @@ class Address(NamedTuple):
     """What a client's endpoint says: where, and with which keys."""
 
     where: str
-    server: str | None = None
+    servers: tuple[str, ...] = ()  # keys of which the executor has one
     own: Pair | None = None
     nccl: bool = True  # whether rows of a GPU may go by NCCL, which does not encrypt them
 
     @classmethod
     def parse(cls, address: str) -> "Address":
-        """`HOST:PORT`, or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`; with `nccl=yes` or `no`."""
+        """`HOST:PORT`, or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`, of whose `.pub` files there may be several; with `nccl=yes` or `no`."""
         where, _, query = address.partition("?")
         given = {name: values[-1] for name, values in parse_qs(query).items()}
         said = bool(given) or not query
@@ -207,11 +207,22 @@ class Address(NamedTuple):
             )
         if not given:
             return cls(where, nccl=nccl == "yes")
-        files = {name: Path(value).expanduser() for name, value in given.items()}
-        return cls(where, read_public(files["server"]), read_pair(files["key"]), nccl == "yes")
+        servers = _valid_keys([Path(name).expanduser() for name in given["server"].split(",")])
+        return cls(where, servers, read_pair(Path(given["key"]).expanduser()), nccl == "yes")
 
-    def unlock(self, socket: Any) -> None:
-        """Let `socket` prove who we are, and accept nobody but that executor."""
-        if self.own and self.server:
-            socket.curve_serverkey = self.server.encode()
+    def unlock(self, socket: Any, server: str = "") -> None:
+        """Let `socket` prove who we are, and accept nobody but the executor with that key; the first, if none is given."""
+        if self.own and self.servers:
+            socket.curve_serverkey = (server or self.servers[0]).encode()
             socket.curve_publickey, socket.curve_secretkey = (half.encode() for half in self.own)
+
+
+def _valid_keys(files: list[Path]) -> tuple[str, ...]:
+    """An executor's, of all its `.pub` files that have not expired."""
+    found = [read_publics(file) for file in files]
+    keys = tuple(dict.fromkeys(key for public in found if public.expires > time() for key in public.keys))
+    if not keys:
+        raise ConfigError(
+            f"the executor's keys in {', '.join(map(str, files))} have expired: ask its operator for new ones"
+        )
+    return keys

@@ -41,6 +41,10 @@ MAX_REFUSAL = 8 << 10  # bytes
 SPARE, OF_A_FRAME = 64 << 10, 64  # bytes that ZeroMQ's own messages take at most, and what it adds to each frame
 
 
+class OtherKey(ConnectionLost):
+    """The executor has another key than that, or is ending."""
+
+
 class TcpConnection:
     """The client's DEALER socket, with a monitor that tells when the other side is gone."""
 
@@ -54,8 +58,22 @@ class TcpConnection:
         self._received = 0  # bytes of what we took, or somewhat more
         place = Address.parse(address)
         self._url, self._has_keys = f"tcp://{place.where}", place.own is not None
+        self._join(place, hello, timeout)
+        self._answers = Answers(self.welcome)
+        self.host = str(self._wire.other_end[0]) if self._wire else ""  # the address of whoever answered
+
+    def _join(self, place: Address, hello: Hello, timeout: float) -> None:
+        """By the first of the executor's keys that it has: while it exchanges them, there are several."""
+        for server in place.servers[:-1]:
+            with suppress(OtherKey):
+                self._join_by(place, server, hello, timeout)
+                return
+        self._join_by(place, place.servers[-1] if place.servers else "", hello, timeout)
+
+    def _join_by(self, place: Address, server: str, hello: Hello, timeout: float) -> None:
+        self._wire, self._received = None, 0
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
-        place.unlock(self._socket)
+        place.unlock(self._socket, server)
         harden(self._socket)
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._room)
         self._monitor: Any = self._socket.get_monitor_socket(
@@ -79,8 +97,6 @@ class TcpConnection:
         except BaseException:  # also ctrl-C: without a reader of the monitor, ZeroMQ's thread would wait for ever
             self.close()
             raise
-        self._answers = Answers(self.welcome)
-        self.host = str(self._wire.other_end[0]) if self._wire else ""  # the address of whoever answered
 
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
@@ -147,15 +163,14 @@ class TcpConnection:
                 f"the executor at {self._url} did not let us in: its operator must have our .pub file among the tenants, and "
                 f"the endpoint must read {keys} with the right files",
             )
-        why = "the connection broke"
         if event & BROKEN_HANDSHAKE:
             asked = (
                 "it keeps keys that it does not know waiting, or server= names another executor's .pub file"
                 if self._has_keys
                 else f"the endpoint must read {keys}"
             )
-            why = f"it is ending, or {asked}"
-        raise ConnectionLost(f"no executor at {self._url}: {why}")
+            raise OtherKey(f"no executor at {self._url}: it is ending, or {asked}")
+        raise ConnectionLost(f"no executor at {self._url}: the connection broke")
 
     def shared(self) -> dict[int, Tensor]:
         return {}
