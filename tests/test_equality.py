@@ -2,11 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import symbiosis
 from tests.conftest import MODELS
@@ -43,6 +46,25 @@ def test_split_equals_unsplit(name: str, url: str, serve: Callable, ids: Tensor)
         assert got.keys() == expected.keys()
         for parameter in expected:
             assert torch.equal(got[parameter], expected[parameter]), parameter
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("within", [False, True], ids=["", "under torch.device"])
+@pytest.mark.parametrize("name", MODELS)
+def test_buffers_are_those_of_a_model_that_is_loaded(
+    name: str, within: bool, device: str, serve: Callable, tmp_path: Path
+) -> None:
+    """Bit for bit, and on the same device: rotary frequencies differ between a CPU and a GPU."""
+    model = MODELS[name]()
+    model.save_pretrained(tmp_path)
+    endpoint = serve(model).endpoint
+    with torch.device(device) if within else nullcontext():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=device)
+        built = symbiosis.from_executor(endpoint, device=device)
+    expected, found = dict(loaded.named_buffers()), dict(built.named_buffers())
+    assert expected.keys() == found.keys()
+    for buffer, value in expected.items():
+        assert found[buffer].device == value.device and torch.equal(found[buffer], value), buffer
 
 
 @pytest.mark.parametrize("name", MODELS)

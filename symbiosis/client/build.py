@@ -48,7 +48,8 @@ def from_executor(
     Args:
         endpoint, timeout, patience, wait, layers, priority, exact: as for `wrap`.
         dtype: What the client computes in; default: what the executor holds.
-        device: Where the client's own tensors live.
+        device: Where the client's own tensors live. What the model computes for itself (rotary frequencies, masks) is computed as by
+            `from_pretrained(..., device_map=device)`: on the CPU, and copied there; under `with torch.device(device)` on that device.
         config: Changes to the model's configuration, such as `attn_implementation="eager"`.
 
     >>> import symbiosis

@@ -51,6 +51,9 @@ def wrap(
 ) -> Model:
     """Let an executor compute the frozen layers of `model`. In place; before or after `get_peft_model`.
 
+    Threads may share the model; one at a time makes a call. For calls that meet in a batch, let each thread have a model of its own
+    (`from_executor`, which costs no base weights).
+
     Args:
         endpoint: The executor's URL, or those of several that serve the same model: when the one in use is lost, ends or
             does not answer in time, the next one goes on. Else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
