@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import symbiosis
 from tests.conftest import MODELS
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = pytest.mark.usefixtures("memory_is_filled_with_nan")
 
 
@@ -48,7 +49,7 @@ def test_split_equals_unsplit(name: str, url: str, serve: Callable, ids: Tensor)
             assert torch.equal(got[parameter], expected[parameter]), parameter
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=(pytest.mark.gpu, needs_gpu))])
 @pytest.mark.parametrize("within", [False, True], ids=["", "under torch.device"])
 @pytest.mark.parametrize("name", MODELS)
 def test_buffers_are_those_of_a_model_that_is_loaded(
