@@ -172,26 +172,25 @@ def _compare(proof: Proof, x_TK: Tensor, y_TN: Tensor) -> Compared:
     eps, terms, columns = min(written.eps, summed.eps), x_TK.shape[1], y_TN.shape[1]
     x_TK, y_TN = x_TK.double(), y_TN.double()
     sums_CTM = _sums(x_TK, proof.s)
-    gone_TN = ~y_TN.isfinite()
-    off_TM = y_TN.masked_fill(gone_TN, 0.0) @ proof.r - sums_CTM[-1]
+    seen_TM = y_TN @ proof.r
+    gone = (~seen_TM.isfinite().all(1)).nonzero()[:, 0].tolist()  # rows with values that are infinite or no numbers
+    off_TM = seen_TM - sums_CTM[-1]
     sizes_CT = vector_norm(sums_CTM, dim=2)
     size_T = sizes_CT.amax(0).clamp(min=written.tiny * columns**0.5)
     longest_T = vector_norm(x_TK, dim=1) * proof.norm
     lost = summed.tiny * terms * (proof.norm + columns**0.5)
     allowed_T = (WRITTEN * written.eps + terms * eps / 2) * size_T + SUMMED * eps * longest_T + lost
     right_T = vector_norm(off_TM, dim=1) <= allowed_T
-    for row in gone_TN.any(1).nonzero()[:, 0].tolist():
-        reach_N = vector_norm(x_TK[row]) * proof.column_N
-        right_T[row] = _may_be_gone(
-            proof, gone_TN[row], reach_N, NEAR * size_T[row], written.max, off_TM[row], allowed_T[row]
-        )
-        off_TM[row] = torch.nan
+    for row in gone:
+        gone_N, reach_N = ~y_TN[row].isfinite(), vector_norm(x_TK[row]) * proof.column_N
+        left_M = y_TN[row].masked_fill(gone_N, 0.0) @ proof.r - sums_CTM[-1, row]
+        right_T[row] = _may_be_gone(proof, gone_N, reach_N, NEAR * size_T[row], written.max, left_M, allowed_T[row])
     parts_CT = vector_norm(sums_CTM.diff(dim=0, prepend=torch.zeros_like(sums_CTM[:1])), dim=2)
     on_the_way_T = sizes_CT.square().sum(0)
     by_writing_T = written.eps**2 * (on_the_way_T + parts_CT.square().sum(0))
     by_summing_T = eps**2 * (terms / len(sizes_CT) * on_the_way_T + longest_T.square())
     expected_T = (by_writing_T + by_summing_T) / 12 + lost**2
-    return Compared(off_TM, sums_CTM[-1], size_T, expected_T, ~right_T & x_TK.isfinite().all(1))
+    return Compared(off_TM, sums_CTM[-1], size_T, expected_T, ~right_T & sums_CTM[-1].isfinite().all(1))
 
 
 def _may_be_gone(
@@ -201,7 +200,7 @@ def _may_be_gone(
     overflown = int(gone_N.sum())
     if size < most or bool((reach_N[gone_N] < most).any()) or overflown * most**2 > size**2:
         return False
-    if overflown >= COLUMNS:
+    if not 0 < overflown < COLUMNS:
         return True
     r_MG = proof.r[gone_N].t()
     left_M = off_M + r_MG @ lstsq(r_MG, -off_M[:, None]).solution[:, 0]
