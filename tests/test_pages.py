@@ -114,7 +114,7 @@ def test_half_open_requests_take_no_threads_few_descriptors_and_nobodys_place(pa
     begun = time.monotonic()
     assert status(pages, "/health") == 200 and status(pages, "/metrics") == 200
     assert time.monotonic() - begun < HEAD_S
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # another test's may end meanwhile
     assert len(os.listdir("/proc/self/fd")) - descriptors <= len(halves) + MOST_CONNECTIONS  # noqa: PTH208
     for half in halves:  # all are hung up on
         assert half.recv(1) == b""
