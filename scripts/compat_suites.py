@@ -109,6 +109,8 @@ def run(folder: Path, home: Path, files: Sequence[str], only: str, shard: str, s
             "_suites_plugin",
             "-p",
             "no:cacheprovider",
+            "-o",
+            "addopts=",
             "-q",
             "--no-header",
         ]
