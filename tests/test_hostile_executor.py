@@ -412,9 +412,9 @@ def test_more_than_was_asked_for_is_not_taken(frames: list[int], processes: list
 
 def test_a_reply_larger_than_a_connection_takes_is_asked_for_anew(serve: Callable, monkeypatch: Any) -> None:
     """With room for it, and nothing counted as lost."""
-    from symbiosis.transport import zeromq_client
+    from symbiosis.client import session as sessions
 
-    monkeypatch.setattr(zeromq_client, "FIRST_ROOM", 1 << 20)
+    monkeypatch.setattr(sessions, "FIRST_ROOM", 1 << 20)
     session = Session(serve(tiny_llama(), listen=["tcp://127.0.0.1:0"]).endpoint)
     for rows in (10, 20_000, 100, 30_000):
         x = torch.randn(rows, 64)

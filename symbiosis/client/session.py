@@ -58,6 +58,7 @@ PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a l
 PATIENCE = "patience=, $SYMBIOSIS_PATIENCE_S"
 JOIN_S, LEAST_JOIN_S = 10.0, 0.1  # how long a join may take; and how long it may when the patience is over
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
+FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a session joins anew
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 logger = logging.getLogger("symbiosis")
@@ -109,7 +110,7 @@ class Session:
         self._connection: transport.Connection | None = None
         self._waiting: Waiting | None = None  # for an executor that is away
         self._device = CPU  # where rows may be when they need not go through the host
-        self._room = 0  # bytes of the largest reply, if that is very large
+        self._room = FIRST_ROOM  # bytes of the largest reply
         self._lines: dict[torch.device, DeviceLine | None] = {}  # for the calls of GPUs
         self._welcome: Welcome | None = None
         _sessions[self.number] = self

@@ -30,8 +30,8 @@ __all__ = [
 logger = logging.getLogger("symbiosis")
 
 
-def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU, room: int = 0) -> Connection:
-    """Join the executor at `url`, for rows on `device` and replies of up to `room` bytes, if they are very large; `ConnectionLost` if
+def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU, room: int = -1) -> Connection:
+    """Join the executor at `url`, for rows on `device`, and replies of up to `room` bytes if there is to be a limit; `ConnectionLost` if
     nobody answers in `timeout` seconds."""
     scheme, address = parts_of(url)
     if scheme == "inproc":

@@ -29,7 +29,7 @@ ABORT_S = 5.0  # that a broken communicator may take to end
 class NcclConnection(TcpConnection):
     """Rows on `device` go by NCCL, those on the CPU as frames."""
 
-    def __init__(self, address: str, hello: Hello, timeout: float, device: torch.device, room: int = 0) -> None:
+    def __init__(self, address: str, hello: Hello, timeout: float, device: torch.device, room: int = -1) -> None:
         self._side: socket.socket | None = None
         self._comm: Communicator | None = None
         uuid = str(torch.cuda.get_device_properties(device).uuid)

@@ -36,7 +36,6 @@ from symbiosis.transport.wire import COPY_BELOW, Wire, harden
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
 BEAT_S, LOOK_S = 1.0, 0.1  # during a call: between two signs of life, and between two looks at how much has come
-FIRST_ROOM = 64 << 20  # bytes of the largest message at first; who wants a larger reply joins anew, with more room
 MAX_REFUSAL = 8 << 10  # bytes
 SPARE, OF_A_FRAME = 64 << 10, 64  # bytes that ZeroMQ's own messages take at most, and what it adds to each frame
 
@@ -50,9 +49,9 @@ class TcpConnection:
 
     device = CPU
 
-    def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False, room: int = 0) -> None:
-        """`for_gpu`: results go there. `room`: bytes of the largest reply, if that is very large."""
-        self._for_gpu, self._room = for_gpu, max(FIRST_ROOM, room)
+    def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False, room: int = -1) -> None:
+        """`for_gpu`: results go there. `room`: bytes of the largest message, if there is to be a limit."""
+        self._for_gpu, self._room = for_gpu, room
         self._broken = False  # while nobody waited for an answer
         self._wire: Wire | None = None
         self._received = 0  # bytes of what we took, or somewhat more
@@ -102,7 +101,7 @@ class TcpConnection:
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
         expected = self._answers.nbytes(call)
-        if expected > self._room:
+        if 0 <= self._room < expected:
             raise MoreRoom(expected)
         frames = [encode_call(call, seq), *map(bytes_of, reversed(payload))]  # the rows last: see `wire`
         deadline = monotonic() + timeout
