@@ -34,6 +34,9 @@ class Ops:
         }
 
     def whole(self, call: Call, payload: Payload, out: Tensor) -> None:
+        if call.op is Op.ECHO:
+            out.copy_(payload[0], non_blocking=True)
+            return
         self.part(call, payload, out, tuple(slice(0, side) for side in grid_of(call, out.shape, ())))
 
     def part(self, call: Call, payload: Payload, out: Tensor, box: Box) -> None:

@@ -13,6 +13,8 @@ from symbiosis.executor.validate import reply_shape
 from symbiosis.protocol import ITEMSIZE, Call, Op, View
 from symbiosis.transport.tensors import Shapes
 
+WORTH_CUTTING = 1 << 20  # multiplications: what takes less, nobody is kept waiting by
+
 
 class Key(msgspec.Struct, frozen=True, cache_hash=True):
     """Calls of one key can run as one product."""
@@ -40,10 +42,7 @@ class Plan(msgspec.Struct, frozen=True):
     scratch: int = 0  # bytes besides `held` while one of its turns is computed
     turns: int = 1  # at least so many
     grid: Grid = (1,)  # of the cells that it can be cut into
-
-    @property
-    def cells(self) -> int:
-        return prod(self.grid)
+    cells: int = 1  # of which there are so many
 
 
 def make_plan(call: Call, store: Store, options: Options) -> Plan:
@@ -52,6 +51,8 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
     widths = [store.width(layer) for layer in call.layers] if call.by_rows and call.view is None else shape[1:]
     grid: Grid = (1,) if store.on_gpu or not prod(shape) else grid_of(call, shape, widths)
     price = price_of(call, shape, prod(grid), store, options)
+    if price.turns == 1 and price.multiplications < WORTH_CUTTING:
+        grid = (1,)
     return Plan(
         key=Key(call.layers, call.op, call.dtype, call.bias, call.view),
         rows=max(1, call.rows),
@@ -65,6 +66,7 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
         scratch=price.scratch,
         turns=price.turns,
         grid=grid,
+        cells=prod(grid),
     )
 
 

@@ -109,10 +109,14 @@ class Store:
         if dtype in WEIGHT_BITS and op in (Op.FORWARD, Op.DGRAD):
             digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
             return (digits_DKN if op is Op.FORWARD else digits_DKN.transpose(1, 2))[part]
-        matrix = self.matrix(layer, op, view)[part]
+        matrix, wanted = self.matrix(layer, op, view), TORCH_DTYPE[dtype]
+        if part != (...,):
+            matrix = matrix[part]
+        if matrix.dtype is wanted:
+            return matrix
         if matrix.dim() == 3 and matrix.stride(0) == 0:  # one for all: cast once
-            return matrix[:1].to(TORCH_DTYPE[dtype]).expand_as(matrix)
-        return matrix.to(TORCH_DTYPE[dtype])
+            return matrix[:1].to(wanted).expand_as(matrix)
+        return matrix.to(wanted)
 
     def bias(self, layer: int, dtype: str) -> Tensor | None:
         bias = self.biases[layer]
