@@ -54,8 +54,9 @@ def watch(session: Session, interval: float) -> Iterator[Group]:
 
 def snapshot(session: Session) -> Snapshot:
     """The executor's figures at this moment."""
+    figures = session.call(Op.STATS, 0)
     try:
-        told = msgspec.msgpack.decode(session.call(Op.STATS, 0).numpy().data)
+        told = msgspec.msgpack.decode(figures.numpy().data)
         return msgspec.convert(_fit_to_show(told), Snapshot)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ProtocolError(Code.BAD_FRAME, f"{session.endpoint} tells no figures: {error}") from None

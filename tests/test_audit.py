@@ -50,7 +50,7 @@ from symbiosis.client.private import Group, PrivateSession, asked
 from symbiosis.client.remote_weight import remote_weights
 from symbiosis.client.split import Split, SplitLevel
 from symbiosis.client.verify import Proofs
-from symbiosis.executor import server as server_module
+from symbiosis.executor import engine as engine_module
 from symbiosis.executor.load import load_model
 from symbiosis.keystream import keystream, new_key
 from symbiosis.pads import make
@@ -202,19 +202,19 @@ def small_work(public: Public) -> Work:
 
 def everywhere(monkeypatch: pytest.MonkeyPatch, pads: Callable[..., Tensor]) -> None:
     """Instead of the keystream, on both sides, so that the results stay right."""
-    for module in (split_module, server_module, recorder_module):
+    for module in (split_module, engine_module, recorder_module):
         monkeypatch.setattr(module, "keystream", pads)
 
 
-def half_range(*arguments: Any) -> Tensor:
-    return keystream(*arguments) & 0x7FFFFFFF
+def half_range(*arguments: Any, **more: Any) -> Tensor:
+    return keystream(*arguments, **more) & 0x7FFFFFFF
 
 
-def of_24_bits(*arguments: Any) -> Tensor:
-    return keystream(*arguments) & 0xFFFFFF
+def of_24_bits(*arguments: Any, **more: Any) -> Tensor:
+    return keystream(*arguments, **more) & 0xFFFFFF
 
 
-def one_for_all_rows(key: bytes, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def one_for_all_rows(key: bytes, shape: tuple[int, int], dtype: torch.dtype, start: int = 0) -> Tensor:
     return keystream(key, (1, shape[1]), dtype).expand(shape).contiguous()
 
 

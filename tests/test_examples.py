@@ -25,7 +25,7 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     assert executor.stop() == 0
 
 
-OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+OFFLINE = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}  # beside an executor on the CPU
 
 
 def example(name: str, endpoint: str, folder: Path, *arguments: str) -> str:

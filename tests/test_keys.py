@@ -424,3 +424,13 @@ def test_an_executors_key_that_has_expired_is_not_taken(tmp_path: Path) -> None:
     public.write_text(public.read_text() + "expires 2020-01-01\n")
     with pytest.raises(ConfigError, match="have expired: ask its operator"):
         Address.parse(f"127.0.0.1:7000?server={public}&key={secret}")
+
+
+def test_a_reply_as_large_as_there_is_room_for_comes_through(realm: Realm) -> None:
+    """Encrypted it is somewhat longer."""
+    session = realm.session()
+    session._room = 1 << 20
+    x = torch.rand(1 << 8, 1 << 10)
+    assert x.nbytes == session._room and torch.equal(session.call(Op.ECHO, 0, x), x)
+    assert not session.stats.retries
+    session.close()

@@ -77,6 +77,10 @@ AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+if torch.cuda.is_available():  # it would move the model there
+    del AROUND["DataParallel"]
+
+
 @pytest.mark.parametrize("around", AROUND)
 def test_what_lies_around_a_base_is_not_part_of_its_names(around: str, serve: Callable) -> None:
     base = Named("module").requires_grad_(False)

@@ -243,18 +243,22 @@ def test_a_tenant_that_says_its_calls_are_urgent_has_no_more_turns_than_others()
 # ---------------------------------------------------------------- the price
 
 
-def test_views_of_which_elements_come_more_than_once_multiply_nothing() -> None:
+def test_views_of_which_elements_come_more_than_once_are_no_larger_than_the_tensor() -> None:
     """A call of some bytes would be multiplied by a matrix of any size."""
     for call in (
         Call(Op.PRODUCT, LINEAR, "float32", (1, 10_000), view=View((10_000, 10_000), (0, 1), 0)),
         Call(Op.PRODUCT, LINEAR, "float32", (1, 10_000), view=View((10_000, 100), (1, 1), 0)),
-        Call(Op.LEFT, LINEAR, "float32", (1, 1), view=View((10_000, 1), (0, 1), 0)),
-        Call(Op.GROUPED, EXPERTS, "float32", (8, 16), groups=2, view=View((2, 16, 16), (1, 0, 1), 0)),
+        Call(Op.LEFT, LINEAR, "float32", (1, 1), view=View((200_000, 1), (0, 1), 0)),
+        Call(Op.GROUPED, EXPERTS, "float32", (8, 160), groups=60, view=View((60, 160, 160), (1, 0, 1), 0)),
     ):
         with pytest.raises(CallError, match="more than once") as refused:
             make_plan(call, STORE, OPTIONS)
         assert refused.value.code is Code.BAD_VIEW
     assert make_plan(Call(Op.PRODUCT, EXPERTS, "float32", (G, 2, K), view=STACK), STORE, OPTIONS).shape == (G, 2, N)
+    expanded = Call(Op.PRODUCT, LINEAR, "float32", (1, 8), view=View((8, N), (1, 0), 0))
+    assert (
+        make_plan(expanded, STORE, OPTIONS).multiplications >= 2 * 8 * N
+    )  # the product, and a copy of what it is with
 
 
 def test_a_call_has_as_many_multiplications_as_it_may() -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
 import symbiosis
@@ -15,6 +14,7 @@ from symbiosis import keys, pads
 from symbiosis.executor.load import DEMO_MODEL, load_model
 from tests.test_readme import PROGRAMS
 
+Dataset = pytest.importorskip("datasets").Dataset
 TOKENS = 64
 
 

@@ -91,6 +91,11 @@ def _plus_in_place(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: fl
     return NotImplemented if y is NotImplemented else bias.mul_(beta).add_(y, alpha=alpha)
 
 
+def _into(x: Any, weight: Any, *, out: Tensor) -> Any:
+    y = times(x, weight)
+    return y if y is NotImplemented else out.copy_(y)
+
+
 def _matrix_vector(weight: Any, x: Any) -> Any:
     if isinstance(x, RemoteView):
         return NotImplemented
@@ -122,6 +127,7 @@ def _lookup(weight: Any, ids: Any, *_: Any) -> Any:
 
 PRODUCTS: dict[Any, Callable[..., Any]] = {
     aten.mm.default: times,
+    aten.mm.out: _into,
     aten.bmm.default: times,
     aten.mv.default: _matrix_vector,
     aten.addmm.default: _plus,

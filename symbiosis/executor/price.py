@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from math import ceil, prod
 
 import msgspec
+from torch import Tensor
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
@@ -77,8 +78,15 @@ def _converted(call: Call, store: Store) -> int:
     return sum(
         prod(matrix.shape[matrix.stride(0) == 0 and matrix.dim() == 3 :])
         for matrix in (store.matrix(layer, call.op, call.view) for layer in call.layers)
-        if call.dtype != store.manifest[call.layer].dtype or 1 not in matrix.stride()[-2:]
+        if call.dtype != store.manifest[call.layer].dtype or not _lies_well(matrix)
     )
+
+
+def _lies_well(matrix: Tensor) -> bool:
+    """Whether libraries multiply by it as it lies there: else they make a copy of it, of as many elements as it has."""
+    rows, columns = matrix.shape[-2:]
+    over, along = matrix.stride()[-2:]
+    return (along == 1 and over >= columns) or (over == 1 and along >= rows)
 
 
 def _scratch(call: Call, shape: tuple[int, ...], store: Store, options: Options) -> int:

@@ -84,18 +84,19 @@ def _layer_reply_shape(call: Call, store: Store, options: Options) -> tuple[int,
 
 
 def _check_view(call: Call, view: View, layer: Layer, options: Options) -> None:
-    """One element in many places is many elements to a product. So there a view has each in one place, but for a matrix that
-    stands for a stack of the same, as `expand` makes it. What is read costs what its reply is long."""
+    """One element in many places is many elements to a product. So a view in which elements come more than once is no larger than the
+    tensor, but for a matrix that stands for a stack of the same, as `expand` makes it. What is read costs what its reply is long."""
     if prod(view.size) > max(prod(layer.shape), options.max_call_bytes):
         raise CallError(Code.BAD_VIEW, f"{layer.name}: a view of shape {view.size} exceeds what any call may be")
     if call.op is Op.READ:
         return
     stacked = len(view.size) == 3 and view.stride[0] == 0
-    if not _are_distinct(view.size[stacked:], view.stride[stacked:]):
+    larger = prod(view.size[stacked:]) > prod(layer.shape)
+    if larger and not _are_distinct(view.size[stacked:], view.stride[stacked:]):
         raise CallError(
             Code.BAD_VIEW,
-            f"{layer.name}: in a view of shape {view.size} with strides {view.stride} elements come more than once, which no product "
-            "with a weight needs: multiply by the weight itself, and expand the result",
+            f"{layer.name}: in a view of shape {view.size} with strides {view.stride} elements come more than once, and there are more "
+            f"than the {prod(layer.shape)} of the weight: multiply by the weight itself, and expand the result",
         )
 
 

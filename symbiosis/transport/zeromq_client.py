@@ -37,7 +37,10 @@ REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROT
 BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
 BEAT_S, LOOK_S = 1.0, 0.1  # during a call: between two signs of life, and between two looks at how much has come
 MAX_REFUSAL = 8 << 10  # bytes
-SPARE, OF_A_FRAME = 64 << 10, 64  # bytes that ZeroMQ's own messages take at most, and what it adds to each frame
+SPARE, OF_A_FRAME = (
+    64 << 10,
+    64,
+)  # bytes that ZeroMQ's own messages and keys take at most, and what it adds to each frame
 
 
 class OtherKey(ConnectionLost):
@@ -74,7 +77,7 @@ class TcpConnection:
         self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
         place.unlock(self._socket, server)
         harden(self._socket)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, self._room)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._room + SPARE if self._room >= 0 else -1)
         self._monitor: Any = self._socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS | BROKEN_HANDSHAKE
         )
