@@ -9,7 +9,7 @@ import msgspec
 
 from symbiosis.errors import ConfigError
 from symbiosis.ownership import check_folder, why_not_ours
-from symbiosis.protocol import Limits
+from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, SHORTEST_BEAT_S, Limits
 
 RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
 Policy = Literal["immediate", "lockstep", "opportunistic"]
@@ -64,8 +64,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "workers", "heartbeat_s", "max_bytes", *Limits.__struct_fields__):
             value = getattr(self, name)
-            if value is not None and value <= 0 and name not in RATES:
+            if value is not None and not value > 0 and name not in RATES:
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
+            if value is not None and value > LARGEST_LIMIT:
+                raise ConfigError(f"{name.replace('_', '-')} is at most 2^62, not {value}")
+        if not SHORTEST_BEAT_S <= self.heartbeat_s <= LONGEST_BEAT_S:
+            raise ConfigError(
+                f"heartbeat-s lies between {SHORTEST_BEAT_S:g} and {LONGEST_BEAT_S:g}, and is {self.heartbeat_s}"
+            )
+        if len(self.operator) > LONGEST_NAME or not self.operator.isprintable():
+            raise ConfigError(f"operator is a name of at most {LONGEST_NAME} printable characters")
         for name in ("max_wait_us", *RATES):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must not be negative, but is {getattr(self, name)}")
@@ -144,7 +152,7 @@ def _convert(values: dict[str, object]) -> Options:
             raise ConfigError(
                 f"wrong option: {values[name]!r} is no {name.replace('_', '-')}: write {' or '.join(map(str, allowed))}"
             )
-    for name in ("key", "tenants"):  # no shell has replaced a `~` in a file or an argument
+    for name in ("key", "tenants", "audit_log"):  # no shell has replaced a `~` in a file or an argument
         if isinstance(value := values.get(name), str):
             values[name] = os.path.expanduser(value)  # noqa: PTH111  (which keeps the string as it is otherwise)
     try:

@@ -150,7 +150,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True):
 
 @lru_cache(maxsize=1 << 14)
 def _parts(call: Call) -> tuple[int, ...]:
-    if call.op in _NO_PAYLOAD:
+    if call.op in NO_PAYLOAD:
         return ()
     rows = prod(call.payload_shape) * ITEMSIZE[call.payload_dtype]
     return (rows, 4 * call.groups) if call.groups else (rows,)
@@ -199,7 +199,7 @@ class Reply(msgspec.Struct, frozen=True):
         return prod(self.shape) * ITEMSIZE[self.dtype]
 
 
-_NO_PAYLOAD = frozenset((Op.READ, Op.NORMS, Op.STATS))
+NO_PAYLOAD = frozenset(op for op, fields in USES.items() if "shape" not in fields)
 _OPS = {int(op): op for op in Op}
 _PRIORITIES = {int(p): p for p in Priority}
 _CODES = {int(c): c for c in Code}
@@ -307,7 +307,10 @@ def _number(raw: bytes, expected: bytes) -> int:
 
 # What a peer may say of itself is bounded: a message that says more is refused while it is read.
 Word = Annotated[str, Meta(max_length=128)]
-Name = Annotated[str, Meta(max_length=512)]
+LONGEST_NAME = 512  # characters
+Name = Annotated[str, Meta(max_length=LONGEST_NAME)]
+# What an executor may be told to do, as a client takes it: of a limit, and of the seconds between signs of life.
+LARGEST_LIMIT, SHORTEST_BEAT_S, LONGEST_BEAT_S = 1 << 62, 1e-3, 1e6
 MAX_WELCOME = 16 << 20  # bytes
 
 

@@ -1,13 +1,19 @@
 """Options: defaults, file, command line; what is wrong is refused by name. And where endpoints live by default."""
 
+import inspect
+import math
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from torch import nn
 
 import symbiosis
+from symbiosis import cli
+from symbiosis.client.session import Session
 from symbiosis.config import Options, default_endpoints, load_options, read_config_file, runtime_dir
 from symbiosis.errors import ConfigError
 from symbiosis.protocol import Limits
@@ -50,8 +56,26 @@ def test_names_may_be_spelt_with_underscores(tmp_path: Path) -> None:
 
 def test_no_shell_has_replaced_the_home_folder_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    options = load_options({}, written(tmp_path, "key: ~/executor.key\ntenants: ~/tenants\n"))
+    options = load_options({}, written(tmp_path, "key: ~/executor.key\ntenants: ~/tenants\naudit-log: ~/audit\n"))
     assert (options.key, options.tenants) == (f"{tmp_path}/executor.key", f"{tmp_path}/tenants")
+    assert options.audit_log == f"{tmp_path}/audit"
+
+
+def test_every_option_is_one_of_the_command(tmp_path: Path) -> None:
+    named = set(inspect.signature(cli.executor).parameters) - {"config", "version"}
+    assert named == set(Options.__struct_fields__)
+
+
+BOUNDS = {"heartbeat_s": (1e-3, 1e6), "operator": ("n" * 512,), **dict.fromkeys(Limits.__struct_fields__, (1 << 62,))}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_what_an_executor_may_be_told_is_what_clients_take(name: str, llama: nn.Module, serve: Callable) -> None:
+    for value in BOUNDS[name]:
+        assert Session(serve(llama, **{name: value}).endpoint).welcome
+    for value in {"heartbeat_s": (1e-4, 1e7, math.nan), "operator": ("n" * 513, "\x1b")}.get(name, (1 << 63,)):
+        with pytest.raises(ConfigError, match=name.replace("_", "-")):
+            load_options({name: value})
 
 
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from symbiosis.executor.store import Store
 from symbiosis.protocol import (
     MAGIC_REPLY,
     Call,
+    Done,
     Forget,
     Hello,
     Op,
@@ -180,7 +181,7 @@ class GpuPeer(Peer):
         self.session: Any = None
         server.joined(self, Hello(client="a GPU"))
         self.refused: list[Code] = []
-        assert isinstance(self.ask(Segment(0, NBYTES)), object)
+        assert isinstance(self.ask(Segment(0, NBYTES)), Done)
         self._looking = True
 
     def _ring(self) -> None:

@@ -772,3 +772,15 @@ def test_rows_of_another_dtype_are_refused_as_torch_refuses_them(build: Callable
         assert torch.equal(layer(rows.bfloat16()), own(rows.bfloat16())) and torch.equal(layer(rows), own(rows))
     split.bfloat16(), plain.bfloat16()
     assert torch.equal(layer(rows.bfloat16()), own(rows.bfloat16()))
+
+
+def test_a_product_into_a_given_tensor_is_as_torch_makes_it(llama: nn.Module, serve: Callable) -> None:
+    layer = symbiosis.wrap(copy.deepcopy(llama), serve(llama).endpoint).model.layers[0].self_attn.q_proj
+    own, x = llama.model.layers[0].self_attn.q_proj.weight.detach(), torch.rand(1, 64)
+    with torch.no_grad():
+        for shape in ((1, 64), (4, 64), (0,)):
+            out = torch.empty(shape)
+            torch.mm(x, layer.weight.t(), out=out)
+            assert torch.equal(out, torch.mm(x, own.t()))
+        with pytest.raises(RuntimeError, match="dtype"):
+            torch.mm(x, layer.weight.t(), out=torch.empty(1, 64, dtype=torch.float64))

@@ -12,6 +12,7 @@ from symbiosis.errors import CallError, Code, RemoteWeightError
 from symbiosis.protocol import DTYPES, Call, Layer, Op, Priority, View
 from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 
+DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
 FEWEST = 64  # rows of a part of them
 TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
@@ -46,6 +47,17 @@ def rows_call(
     also, rows = tuple(member.layer for member in others), (shape[:-1].numel(), shape[-1])
     call = call_of(op, first.layer, dtype, rows, first.bias, priority, None, 0, False, also)
     return call, tuple((*shape[:-1], member.width) for member in group)
+
+
+def priority_of(x: Tensor, training: bool) -> Priority:
+    """Of a call for these rows.
+
+    >>> priority_of(torch.zeros(3, 2000, 16), training=False).name
+    'PREFILL'
+    """
+    if training:
+        return Priority.TRAIN
+    return Priority.DECODE if x.numel() <= DECODE_ROWS * x.shape[-1] else Priority.PREFILL
 
 
 def shape_of_result(call: Call, layer: Layer) -> tuple[int, ...]:

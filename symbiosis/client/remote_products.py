@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.bias import complete, shares
-from symbiosis.client.calls import is_watched
+from symbiosis.client.calls import is_watched, priority_of
 from symbiosis.client.remote_view import RemoteView, contiguous_stride, stand_in
-from symbiosis.protocol import Op, Priority, View
+from symbiosis.protocol import Op, View
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ def _in_backward() -> bool:
 def _call(op: Op, weight: RemoteView, x: Tensor, view: View | None, ends: Tensor | None = None) -> Tensor:
     handle, gradient = weight.handle, _in_backward()
     training = gradient or torch.is_grad_enabled()
-    priority = Priority.TRAIN if training else Priority.DECODE if x.shape[0] <= 16 else Priority.PREFILL
+    priority = priority_of(x, training)
     gradient &= op is not Op.DGRAD  # which is one anyway
     return handle.session.call(op, handle.index, x, view=view, ends=ends, priority=priority, gradient=gradient)
 
@@ -78,7 +78,8 @@ def _plus(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) 
         handle = weight.handle
         added, left = shares(handle, bias, x.dtype, is_watched())
         if added:
-            y = handle.session.call(Op.FORWARD, handle.index, x, bias=True, gradient=_in_backward())
+            priority = priority_of(x, _in_backward() or torch.is_grad_enabled())
+            y = handle.session.call(Op.FORWARD, handle.index, x, bias=True, priority=priority, gradient=_in_backward())
             return complete(y, bias, handle.bias) if left else y
     y = times(x, weight)
     return NotImplemented if y is NotImplemented else beta * bias + alpha * y
@@ -93,7 +94,13 @@ def _plus_in_place(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: fl
 
 def _into(x: Any, weight: Any, *, out: Tensor) -> Any:
     y = times(x, weight)
-    return y if y is NotImplemented else out.copy_(y)
+    if y is NotImplemented:
+        return y
+    if y.dtype != out.dtype:
+        raise RuntimeError(f"expected out tensor to have dtype {y.dtype}, but got {out.dtype} instead")
+    if y.shape != out.shape:
+        out.resize_(y.shape)
+    return out.copy_(y)
 
 
 def _matrix_vector(weight: Any, x: Any) -> Any:

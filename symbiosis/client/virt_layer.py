@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.bias import complete, shares
-from symbiosis.client.calls import is_watched, refuse_transforms
+from symbiosis.client.calls import is_watched, priority_of, refuse_transforms
 from symbiosis.client.groups import Member
 from symbiosis.client.remote_weight import RemoteWeight
 from symbiosis.client.session import Session
@@ -29,7 +29,6 @@ from symbiosis.errors import CallError, Code, RemoteWeightError
 from symbiosis.protocol import Op, Priority
 
 INVERSE = {Op.FORWARD: Op.DGRAD, Op.DGRAD: Op.FORWARD}  # what makes the gradient
-DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 
 _library = torch.library.Library("symbiosis", "DEF")
 # Graphs that a compiler replays would neither announce calls nor see their errors.
@@ -213,9 +212,7 @@ def local_value(weight: Tensor) -> Tensor:
 
 
 def _priority(layer: nn.Module, x: Tensor) -> Priority:
-    if layer.training and torch.is_grad_enabled():
-        return Priority.TRAIN
-    return Priority.DECODE if x.numel() <= DECODE_ROWS * x.shape[-1] else Priority.PREFILL
+    return priority_of(x, layer.training and torch.is_grad_enabled())
 
 
 def _refuse_quantisation(layer: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.store import Store
-from symbiosis.protocol import ITEMSIZE, WEIGHT_BITS, Call, Op
+from symbiosis.protocol import ITEMSIZE, NO_PAYLOAD, WEIGHT_BITS, Call, Op
 
 MOST_SCRATCH = 1 << 30  # bytes that one turn of a call may need besides its payload and its reply, if it can be cut
 MOVED = 8  # multiplications in the time of moving a value to memory that is new
@@ -38,7 +38,7 @@ def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, optio
     scratch = _scratch(call, shape, store, options)
     least = max(scratch / MOST_SCRATCH, 1 if call.by_rows else work / store.turn(options.max_batch_tokens))
     turns = max(1, min(cells, ceil(least)))  # a call of no rows has one, too
-    values = 0 if call.op in (Op.READ, Op.NORMS) else prod(call.shape)
+    values = 0 if call.op in NO_PAYLOAD else prod(call.shape)
     rows = values * (8 if call.op is Op.LOOKUP else ITEMSIZE[call.dtype]) + 4 * call.groups
     held = rows + prod(shape) * ITEMSIZE[call.dtype]
     return Price(work, held, -(-scratch // turns), turns)

@@ -6,11 +6,22 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.fingerprint import model_fingerprint
-from symbiosis.protocol import LONGEST_TEXT, Call, Hello, Layer, Op, Refusal, Reply, Welcome
+from symbiosis.protocol import (
+    LARGEST_LIMIT,
+    LONGEST_BEAT_S,
+    LONGEST_TEXT,
+    SHORTEST_BEAT_S,
+    Call,
+    Hello,
+    Layer,
+    Op,
+    Refusal,
+    Reply,
+    Welcome,
+)
 
 KINDS = frozenset(("linear", "conv1d", "tensor", "embedding", "client"))
 LARGEST, LAST_PORT = 1 << 48, 65535
-SHORTEST_S, LONGEST_S = 1e-3, 1e6  # of a heartbeat
 MOST_KNOWN = 1 << 14  # calls whose answers are looked up
 MOST_FIGURES = 16 << 20  # bytes of a snapshot of an executor's figures, whose size nobody knows before
 
@@ -22,19 +33,29 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
         raise answer.error()
     if not isinstance(answer, Welcome):
         raise ProtocolError(Code.BAD_FRAME, f"{url} answers a join with a {type(answer).__name__}")
-    said = (answer.fingerprint, answer.model_class, answer.executor)
+    said = (answer.fingerprint, answer.model_class, answer.executor, answer.operator)
     for text in (*said, *(text for layer in answer.manifest for text in (layer.name, layer.dtype, layer.digest))):
         if not text.isprintable():
             raise ProtocolError(Code.BAD_FRAME, f"{url} names something {text[:64]!r}: that is no name")
     if unknown := next((layer for layer in answer.manifest if layer.kind not in KINDS), None):
         raise ProtocolError(Code.BAD_FRAME, f"{url}: {unknown.name} is of no kind that this release knows")
-    sizes = (answer.session, answer.slab_bytes, *answer.integers, *msgspec.structs.astuple(answer.limits))
-    if not all(0 <= size <= LARGEST for size in (*sizes, *(n for layer in answer.manifest for n in layer.shape))):
+    sizes = (
+        answer.session,
+        answer.slab_bytes,
+        *answer.integers,
+        *(n for layer in answer.manifest for n in layer.shape),
+    )
+    limits = msgspec.structs.astuple(answer.limits)
+    if not (all(0 <= size <= LARGEST for size in sizes) and all(0 <= limit <= LARGEST_LIMIT for limit in limits)):
         raise ProtocolError(Code.BAD_FRAME, f"{url} tells of sizes that nothing has")
     if not 0 <= answer.port <= LAST_PORT:
         raise ProtocolError(Code.BAD_FRAME, f"{url} names port {answer.port}")
-    if not SHORTEST_S <= answer.heartbeat_s <= LONGEST_S:
+    if not SHORTEST_BEAT_S <= answer.heartbeat_s <= LONGEST_BEAT_S:
         raise ProtocolError(Code.BAD_FRAME, f"{url} asks for a sign of life every {answer.heartbeat_s} s")
+    try:
+        msgspec.json.decode(answer.config, type=dict)
+    except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
+        raise ProtocolError(Code.BAD_FRAME, f"{url} tells of a model by what is no configuration") from None
     fingerprint = model_fingerprint(answer.config, answer.manifest)
     if fingerprint != answer.fingerprint:
         raise ProtocolError(
