@@ -244,6 +244,16 @@ def test_a_message_of_very_many_frames_is_not_kept(open_house: Executor) -> None
         raw.close()
 
 
+def test_a_long_control_message_is_not_taken_apart(open_house: Executor) -> None:
+    """Some bytes of it may stand for many objects."""
+    raw = Raw(open_house.endpoint)
+    raw.socket.send(b"\x82\xa4type\xa4beat\xa1x\xdd\x00\x10\x00\x00" + b"\x90" * (1 << 20))
+    assert raw.socket.poll(1e3 * WAIT_S)
+    refusal = decode_control(raw.socket.recv())
+    assert isinstance(refusal, Refusal) and refusal.code == Code.TOO_LARGE
+    raw.close()
+
+
 # ---------------------------------------------------------------- descriptors
 
 

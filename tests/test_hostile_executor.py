@@ -18,6 +18,7 @@ import transformers
 import zmq
 from msgspec.structs import replace
 from torch import Tensor, nn
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import symbiosis
 from symbiosis import top
@@ -556,4 +557,34 @@ def test_a_model_that_no_host_has_room_for_is_refused(serve: Callable) -> None:
     ]
     doctor(executor, manifest=manifest, config_json=told(vocab_size=rows))
     with pytest.raises(WrapError, match="GiB are the client's own"):
+        symbiosis.from_executor(executor.endpoint)
+
+
+def test_what_models_read_and_do_not_declare_is_taken(serve: Callable) -> None:
+    """Heads of another width than their share, and a convolution, which no field of these configurations tells of."""
+    words = {
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    experts = Qwen3MoeConfig(
+        **words, num_key_value_heads=2, head_dim=32, moe_intermediate_size=48, num_experts=4, num_experts_per_tok=2
+    )
+    attention = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "max_relative_positions": 64}
+    convolution = DebertaV2Config(**words, **attention, conv_kernel_size=3, conv_act="gelu")
+    ids = torch.arange(20).view(2, 10)
+    for model in (Qwen3MoeForCausalLM(experts).eval(), DebertaV2ForMaskedLM(convolution).eval()):
+        split = symbiosis.from_executor(serve(model).endpoint)
+        with torch.no_grad():
+            assert torch.equal(split(ids).logits, model(ids).logits)
+
+
+def test_a_model_that_cannot_be_built_whole_is_refused(serve: Callable) -> None:
+    """Rather than one without a part of it."""
+    executor = serve(tiny_llama())
+    config = json.loads(executor.server.store.config_json)
+    doctor(executor, config_json=json.dumps({**config, "num_hidden_layers": 1}))
+    with pytest.raises(WrapError, match="which the model that it describes has not"):
         symbiosis.from_executor(executor.endpoint)

@@ -68,8 +68,8 @@ def start(processes: list, model: Path, tmp_path: Path, scheme: str) -> Callable
 class Asker:
     """Makes calls whose answers it knows, each with rows of its own: an answer to any other call would be a wrong one."""
 
-    def __init__(self, weight: Tensor, *endpoints: str, timeout: float = WAIT_S) -> None:
-        self.session = Session(endpoints, timeout=timeout)
+    def __init__(self, weight: Tensor, *endpoints: str, timeout: float = WAIT_S, **options: float) -> None:
+        self.session = Session(endpoints, timeout=timeout, **options)
         self._number = layer_number(self.session, LAYER)
         self._weight = weight
         self._random = torch.Generator().manual_seed(5)
@@ -314,9 +314,27 @@ def test_one_wrong_bit_of_a_weight_is_refused(start: Callable, asker: Callable, 
     with pytest.raises(WrapError, match=f"{LAYER}: the weights differ"):
         symbiosis.wrap(client_model, spoilt.endpoint)
     true = start()
-    client = asker(true.endpoint, spoilt.endpoint)
+    client = asker(true.endpoint, spoilt.endpoint, patience=1.0)
     client.ask()
     true.kill()
     with pytest.raises(CallError, match="another model") as error:
         client.ask()
     assert error.value.code is Code.WRONG_MODEL
+
+
+def test_a_replica_of_another_model_is_passed_by(
+    start: Callable, asker: Callable, processes: list, model: Path, tmp_path: Path
+) -> None:
+    """While the true one is away, and when it is back."""
+    true, spoilt = start(), start(of=with_a_flipped_bit(model, tmp_path / "spoilt"))
+    client = asker(true.endpoint, spoilt.endpoint)
+    client.ask()
+    true.kill()
+    processes.append(true.again())
+    client.ask()
+
+
+@pytest.mark.parametrize("none", [[], "", None, 3, [None], ["local:///a", 7], "local:/a", ["local:///a", "b"]])
+def test_what_is_no_endpoint_is_refused_by_name(none: Any) -> None:
+    with pytest.raises(ConfigError, match="no endpoint|empty list"):
+        Session(none)

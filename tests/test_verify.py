@@ -334,3 +334,27 @@ def test_a_forked_child_tests_its_answers_by_itself() -> None:
                     found = 0
             os._exit(found)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_rows_that_are_no_numbers_have_no_numbers_for_answers(dtype: torch.dtype) -> None:
+    """What cannot be measured is not taken for right."""
+    torch.manual_seed(0)
+    w, proofs = torch.randn(64, 48, dtype=torch.float64), Proofs()
+    proofs.learn_floats(0, w)
+    x = torch.randn(3, 64, dtype=torch.float64)
+    x[1, 5], x[2, 7] = torch.inf, torch.nan
+    x = x.to(dtype)
+    right = (x.double() @ w).to(dtype)
+    assert not proofs.wrong(Op.FORWARD, 0, x, right).any()
+    lie = right.clone()
+    lie[1:] = 0
+    assert proofs.wrong(Op.FORWARD, 0, x, lie).tolist() == [False, True, True]
+
+
+def test_rows_too_large_to_be_measured_are_not_taken_for_right() -> None:
+    w, proofs = torch.randn(64, 48, dtype=torch.float64), Proofs()
+    proofs.learn_floats(0, w)
+    x = torch.randn(4, 64, dtype=torch.float64) * 1e153
+    for answer in (torch.zeros(4, 48), torch.full((4, 48), torch.inf)):
+        assert proofs.wrong(Op.FORWARD, 0, x, answer.double()).all()

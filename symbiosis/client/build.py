@@ -58,8 +58,8 @@ def from_executor(
     ...     str(symbiosis.report(model)).startswith("wrapped")
     True
     """
-    waits = {"timeout": timeout, "patience": patience, "wait": wait}
-    session = Session(endpoint or default_endpoints(), priority_of(priority), exact=exact, **waits)  # type: ignore[arg-type]
+    endpoint = default_endpoints() if endpoint is None else endpoint
+    session = Session(endpoint, priority_of(priority), patience=patience, timeout=timeout, exact=exact, wait=wait)
     try:
         model = _structure(session, config)
         attach(model, session, [layers] if isinstance(layers, str) else layers, torch.device(device))
@@ -121,10 +121,12 @@ def _must_fit(model: nn.Module, welcome: Welcome, where: str) -> None:
     """Before there is memory for anything: what the executor holds has these shapes, and this host has room for the client's own."""
     held = {layer.name: layer for layer in welcome.manifest}
     own: dict[str, int] = {}
+    missing = set(held)
     for name, tensor in model.state_dict(keep_vars=True).items():
         layer = held.get(name) or held.get(name.removesuffix(".weight"))
         if layer is None:
             continue
+        missing.discard(layer.name)
         if layer.shape != tuple(tensor.shape):
             raise WrapError(
                 f"{where} holds {layer.name} of {layer.shape}, and describes a model where it is {tuple(tensor.shape)}",
@@ -132,6 +134,12 @@ def _must_fit(model: nn.Module, welcome: Welcome, where: str) -> None:
             )
         if layer.kind == "client":
             own[layer.name] = tensor.nbytes
+    if missing:
+        raise WrapError(
+            f"{where} holds {min(missing)}{f' and {len(missing) - 1} more' if missing - {min(missing)} else ''}, which the model that it "
+            "describes has not: its configuration is not enough to build it here. Wrap a model from a checkpoint instead",
+            Code.WRONG_MODEL,
+        )
     computed = sum(b.nbytes for b in model.buffers()) - sum(b.nbytes for n, b in model.named_buffers() if n in own)
     if computed > MOST_COMPUTED or sum(own.values()) > memory_of_this_host():
         raise WrapError(

@@ -157,6 +157,8 @@ class PrivateSession(Pinned):
             return self._norms[layer].to(words["dtype"])
         if op is Op.READ and self.proofs is not None:
             return self._read(layer, **words)
+        if x is None and op not in (Op.NORMS, Op.READ, Op.STATS):  # of what they answer nothing is proved
+            self._refuse(op, layer)
         if x is None or x.is_meta:
             return super().call(op, layer, x, **words)
         refuse_tracers()

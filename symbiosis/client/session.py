@@ -34,6 +34,7 @@ from symbiosis.client.calls import (
 )
 from symbiosis.client.groups import Groups, Member
 from symbiosis.client.stats import Stats
+from symbiosis.endpoints import parts_of as parts_of_url
 from symbiosis.errors import (
     CallError,
     CaptureError,
@@ -59,6 +60,7 @@ PATIENCE = "patience=, $SYMBIOSIS_PATIENCE_S"
 JOIN_S, LEAST_JOIN_S = 10.0, 0.1  # how long a join may take; and how long it may when the patience is over
 CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
 FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a session joins anew
+KEEPS_OUT = frozenset((Code.WRONG_MODEL, Code.LIMIT, Code.NOT_ALLOWED))  # of a join: another executor may let us in
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 logger = logging.getLogger("symbiosis")
@@ -89,13 +91,18 @@ class Session:
         exact: bool = True,
         wait: float = 0.0,
     ) -> None:
-        self.endpoints = (endpoint,) if isinstance(endpoint, str) else tuple(dict.fromkeys(endpoint))
+        several = isinstance(endpoint, Sequence) and not isinstance(endpoint, str)
+        self.endpoints: tuple[str, ...] = tuple(dict.fromkeys(endpoint)) if several else (endpoint,)  # type: ignore[assignment]
         if not self.endpoints:
             raise ConfigError("an empty list of endpoints: name at least one executor")
-        if not timeout > 0:
-            raise ConfigError(f"timeout must be positive, not {timeout}: seconds that one call may take")
+        if unknown := [one for one in self.endpoints if not isinstance(one, str)]:
+            raise ConfigError(f"{unknown[0]!r} is no endpoint: write its URL (of an Executor: its .endpoint)")
+        for one in self.endpoints:
+            parts_of_url(one)
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise ConfigError(f"timeout must be positive, not {timeout!r}: seconds that one call may take")
         for name, seconds in (("patience", patience), ("wait", wait)):
-            if not seconds >= 0:
+            if not isinstance(seconds, int | float) or not seconds >= 0:
                 raise ConfigError(f"{name} must not be negative, but is {seconds}: seconds to wait for an executor")
         self.endpoint = self.endpoints[0]  # the one in use
         self.priority, self.patience, self.timeout, self.wait = priority, patience, timeout, wait
@@ -112,6 +119,7 @@ class Session:
         self._device = CPU  # where rows may be when they need not go through the host
         self._room = FIRST_ROOM  # bytes of the largest reply
         self._lines: dict[torch.device, DeviceLine | None] = {}  # for the calls of GPUs
+        self._refusing: dict[str, CallError] = {}  # endpoints that do not let this client in, and why
         self._welcome: Welcome | None = None
         _sessions[self.number] = self
 
@@ -294,7 +302,7 @@ class Session:
         if self._waiting is None:
             self._waiting = Waiting(self.endpoints, self.patience, PATIENCE)
         if self._welcome is None or self._waiting.left < 0:
-            raise ExecutorUnavailable.at(self.endpoints, error) from None
+            raise next(iter(self._refusing.values()), ExecutorUnavailable.at(self.endpoints, error)) from None
         self._turn_to_next()
         self.stats.retries += 1
 
@@ -329,34 +337,48 @@ class Session:
         if self._connection is None:
             self._connection = self._join() if self._welcome else self._join_first()
             self.stats.reconnects += self._welcome is not None and not self.lines
-            self._must_serve_the_same(self._connection.welcome)
             self._welcome = self._connection.welcome
             self.fingerprint = self._welcome.fingerprint
             _beat_from_now_on(self, self._welcome.heartbeat_s / 4)
         return self._connection
 
-    def _must_serve_the_same(self, told: Welcome) -> None:
+    def _must_serve_the_same(self, joined: transport.Connection) -> None:
         """The fingerprint tells of weights; what they are to each layer is known since the first join. (A replica may serve fewer.)"""
-        for now, then in zip(told.manifest, self._welcome.manifest if self._welcome else told.manifest, strict=True):
+        told = joined.welcome.manifest
+        for now, then in zip(told, self._welcome.manifest if self._welcome else told, strict=True):
             if now != then and "client" not in (now.kind, then.kind):
-                self._disconnect()
+                joined.close()
                 raise CallError(Code.WRONG_MODEL, f"{self.endpoint} now serves {now.name} as another kind of layer")
 
     def _join(self) -> transport.Connection:
         left = self._waiting.left if self._waiting else JOIN_S
-        return transport.connect(
-            self.endpoint, self._hello(), min(JOIN_S, max(LEAST_JOIN_S, left)), self._device, self._room
-        )
+        try:
+            joined = transport.connect(
+                self.endpoint, self._hello(), min(JOIN_S, max(LEAST_JOIN_S, left)), self._device, self._room
+            )
+            self._must_serve_the_same(joined)
+        except CallError as error:
+            if len(self.endpoints) == 1 or error.code not in KEEPS_OUT:
+                raise
+            self._say_who_refuses(error)
+            raise ConnectionLost(f"{self.endpoint}: {error.message}") from None
+        return joined
+
+    def _say_who_refuses(self, error: CallError) -> None:
+        """Of several executors one that does not let this client in is passed by, and named once."""
+        if self.endpoint not in self._refusing:
+            logger.warning("%s does not serve this client, and is passed by: %s", self.endpoint, error.message)
+        self._refusing[self.endpoint] = error
 
     def _join_first(self) -> transport.Connection:
         """Whichever replica answers: one that was never there is waited for only if the user says so."""
-        waiting = Waiting(self.endpoints, max(self.wait, JOIN_S), "wait=")
+        waiting = Waiting(self.endpoints, self.wait or JOIN_S, "wait=")
         connection = None
         try:
             while connection is None:
                 connection, cause = self._ask_each()
                 if connection is None and time.monotonic() > waiting.begun + self.wait:
-                    raise ExecutorUnavailable.at(self.endpoints, cause) from None
+                    raise next(iter(self._refusing.values()), ExecutorUnavailable.at(self.endpoints, cause)) from None
                 time.sleep(0 if connection else FIRST_PAUSE_S)
             return connection
         finally:

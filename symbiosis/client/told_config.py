@@ -1,4 +1,5 @@
-"""The configuration that an executor tells, as far as a client takes it: values for the fields of transformers' own classes.
+"""The configuration that an executor tells, as far as a client takes it: values for the fields of transformers' own classes, and numbers,
+flags and words besides, since models read more than their classes declare.
 
 Nothing in it names code, files or repositories: what would is left out, or refused. How attention is computed, in which dtype,
 and where things come from is for the client to say. Sizes are bounded before anything is built by them.
@@ -27,6 +28,8 @@ OUR_OWN = frozenset(
 ALTERS = frozenset(
     ("quantization_config", "use_pretrained_backbone", "backbone", "backbone_kwargs")
 )  # what is computed
+# Of what a class does not declare: names of code, files and loaders, and what the client decides.
+NEVER = ("_*", "auto_map", "trust_*", "use_kernels", "kernel_*", "custom_*", "*attn_impl*", "*experts_impl*", "*_class", "*_module", "*_repo*", "*path*", "*file*", "*url*", "*pretrained*", "*backbone*", "*quant*", "*dtype*", "*device*", "*revision*", "*remote*")  # fmt: skip
 LABELS = frozenset(("id2label", "label2id"))  # texts that people read
 COUNTED = 1 << 16  # the largest number of anything that a model has several of
 LARGE = ("*vocab*", "*token*", "*_id", "*_ids", "*position*", "*len*", "*size*", "*theta*", "*dim*", "*window*", "*ctx*", "*rate*", "*max*", "*context*", "*base*", "*seed*", "*scale*", "*factor*")  # fmt: skip
@@ -102,7 +105,10 @@ class _Taken:
                 )
             if name in OUR_OWN or name in ALTERS:
                 continue
-            if name not in allowed or name.startswith(("_attn", "_experts", "attn_impl", "experts_impl")):
+            if name.startswith(("_attn", "_experts", "attn_impl", "experts_impl")):
+                self.left_out.add(full)
+                continue
+            if name not in allowed and not _is_plain(config_class, name, value):
                 self.left_out.add(full)
                 continue
             part = config_class.sub_configs.get(name)
@@ -148,6 +154,14 @@ class _Taken:
     def _must_be_a_size(self, name: str, value: int, path: str) -> None:
         if abs(value) > LARGEST or not any(fnmatchcase(name, pattern) for pattern in LARGE):
             raise WrapError(f"{self._where}: {path} is {value:.3g}, more than any model has")
+
+
+def _is_plain(config_class: type[PreTrainedConfig], name: str, value: object) -> bool:
+    """Whether what the class does not declare is a number, a flag or a word, or some of them, under a name that is not the class's own."""
+    if not name.isidentifier() or any(fnmatchcase(name, never) for never in NEVER) or hasattr(config_class, name):
+        return False
+    values = value if isinstance(value, list) else [value]
+    return all(one is None or isinstance(one, bool | int | float | str) for one in values)
 
 
 def _field_names(config_class: type[PreTrainedConfig]) -> set[str]:

@@ -190,7 +190,10 @@ def _compare(proof: Proof, x_TK: Tensor, y_TN: Tensor) -> Compared:
     by_writing_T = written.eps**2 * (on_the_way_T + parts_CT.square().sum(0))
     by_summing_T = eps**2 * (terms / len(sizes_CT) * on_the_way_T + longest_T.square())
     expected_T = (by_writing_T + by_summing_T) / 12 + lost**2
-    return Compared(off_TM, sums_CTM[-1], size_T, expected_T, ~right_T & sums_CTM[-1].isfinite().all(1))
+    # Of a row with infinities or no numbers every right answer is one of these: no sum with them ends in a number.
+    judged_T, numbers_T = allowed_T.isfinite() & sums_CTM[-1].isfinite().all(1), x_TK.isfinite().all(1)
+    wrong_T = torch.where(numbers_T, ~right_T | ~judged_T, y_TN.isfinite().any(1))
+    return Compared(off_TM, sums_CTM[-1], size_T, expected_T, wrong_T)
 
 
 def _may_be_gone(
@@ -198,7 +201,7 @@ def _may_be_gone(
 ) -> bool:
     """Whether these values of a row can have overflown, and the others are right: what is missing is made up by the former."""
     overflown = int(gone_N.sum())
-    if size < most or bool((reach_N[gone_N] < most).any()) or overflown * most**2 > size**2:
+    if size < most or bool((reach_N[gone_N] < most).any()) or overflown**0.5 * most > size:
         return False
     if not 0 < overflown < COLUMNS:
         return True

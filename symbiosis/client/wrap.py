@@ -86,7 +86,7 @@ def wrap(
         )
     waits = {"timeout": timeout, "patience": patience, "wait": wait}
     words: dict[str, Any] = {"priority": priority_of(priority), "exact": exact, **waits}
-    session = _session(endpoint or default_endpoints(), privacy, verify, **words)
+    session = _session(default_endpoints() if endpoint is None else endpoint, privacy, verify, **words)
     try:
         report = attach(model, session, [layers] if isinstance(layers, str) else layers)
     except BaseException:

@@ -26,6 +26,7 @@ from symbiosis.protocol import (
     split_call,
 )
 from symbiosis.transport.base import JOIN_S, Inbox, refuse
+from symbiosis.transport.control import MAX_CONTROL
 from symbiosis.transport.curve import Door
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import bytes_of, received
@@ -253,6 +254,8 @@ class Listener:
     def _control(self, peer: Peer | None, identity: bytes, frames: list[zmq.Frame], tenant: str | None) -> None:
         if len(frames) != 1:
             raise ProtocolError(Code.BAD_FRAME, f"a control message has 1 frame, not {len(frames)}")
+        if len(frames[0]) > MAX_CONTROL:  # before it is taken apart
+            raise ProtocolError(Code.TOO_LARGE, f"a control message has {MAX_CONTROL} bytes at most")
         message = decode_control(frames[0].buffer)
         if isinstance(message, Hello) and peer is None:
             peer, welcome = self._joined(identity, tenant, frames[0], message)
