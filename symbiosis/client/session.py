@@ -34,7 +34,6 @@ from symbiosis.client.calls import (
 )
 from symbiosis.client.groups import Groups, Member
 from symbiosis.client.stats import Stats
-from symbiosis.endpoints import parts_of as parts_of_url
 from symbiosis.errors import (
     CallError,
     CaptureError,
@@ -98,7 +97,7 @@ class Session:
         if unknown := [one for one in self.endpoints if not isinstance(one, str)]:
             raise ConfigError(f"{unknown[0]!r} is no endpoint: write its URL (of an Executor: its .endpoint)")
         for one in self.endpoints:
-            parts_of_url(one)
+            transport.parts_of(one)
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ConfigError(f"timeout must be positive, not {timeout!r}: seconds that one call may take")
         for name, seconds in (("patience", patience), ("wait", wait)):
