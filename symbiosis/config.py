@@ -72,7 +72,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(
                 f"heartbeat-s lies between {SHORTEST_BEAT_S:g} and {LONGEST_BEAT_S:g}, and is {self.heartbeat_s}"
             )
-        if len(self.operator) > LONGEST_NAME or not self.operator.isprintable():
+        if len(self.operator) > LONGEST_NAME or not self.operator.strip().isprintable():
             raise ConfigError(f"operator is a name of at most {LONGEST_NAME} printable characters")
         for name in ("max_wait_us", *RATES):
             if (getattr(self, name) or 0) < 0:

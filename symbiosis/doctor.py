@@ -8,6 +8,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -186,19 +187,17 @@ def check_executor(endpoint: str, wanted: bool) -> Iterator[Check]:
     from symbiosis.client.session import Session
     from symbiosis.errors import SymbiosisError
 
-    session = Session(endpoint, observer=True, patience=0.0)
     try:
-        welcome = session.welcome
-        served = sum(layer.kind != "client" for layer in welcome.manifest)
-        text = f"{endpoint} serves {welcome.model_class}, {served} layers, model {welcome.fingerprint[:12]}"
-        yield Check("ok", "executor", text)
-        yield Check(
-            "ok", "round trip", f"{echo_p50_us(session):.0f} us (p50 of {ECHOES} echoes of {ECHO_VALUES} values)"
-        )
+        with closing(Session(endpoint, observer=True, patience=0.0)) as session:
+            welcome = session.welcome
+            served = sum(layer.kind != "client" for layer in welcome.manifest)
+            text = f"{endpoint} serves {welcome.model_class}, {served} layers, model {welcome.fingerprint[:12]}"
+            yield Check("ok", "executor", text)
+            yield Check(
+                "ok", "round trip", f"{echo_p50_us(session):.0f} us (p50 of {ECHOES} echoes of {ECHO_VALUES} values)"
+            )
     except SymbiosisError as error:
         yield Check("FAIL", "executor", str(error))  # our errors say themselves what to do
-    finally:
-        session.close()
 
 
 def socket_problem(endpoint: str) -> str:

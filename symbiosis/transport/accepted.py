@@ -33,7 +33,7 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
         raise answer.error()
     if not isinstance(answer, Welcome):
         raise ProtocolError(Code.BAD_FRAME, f"{url} answers a join with a {type(answer).__name__}")
-    said = (answer.fingerprint, answer.model_class, answer.executor, answer.operator)
+    said = (answer.fingerprint, answer.model_class, answer.executor, answer.operator.strip())
     for text in (*said, *(text for layer in answer.manifest for text in (layer.name, layer.dtype, layer.digest))):
         if not text.isprintable():
             raise ProtocolError(Code.BAD_FRAME, f"{url} names something {text[:64]!r}: that is no name")
