@@ -598,7 +598,7 @@ def test_the_rows_of_a_message_go_last() -> None:
         port = executor.bind_to_random_port("tcp://127.0.0.1")
         joining = pool.submit(TcpConnection, f"127.0.0.1:{port}", Hello("somebody"), 10.0)
         identity, _ = executor.recv_multipart()
-        nothing = Welcome(1, model_fingerprint("", []), [], "", "", Limits(), False, 1.0, "")
+        nothing = Welcome(1, model_fingerprint("{}", []), [], "{}", "", Limits(), False, 1.0, "")
         executor.send_multipart([identity, encode_control(nothing)])
         connection = joining.result()
         with pytest.raises(ConnectionLost, match="no answer"):
