@@ -290,6 +290,7 @@ class Session:
             if self._waiting is not None:
                 self._waiting.end(self.endpoint if self._connection else None)
                 self._waiting = None
+                self._refusing.clear()  # the next wait asks all of them again
 
     def _look_elsewhere(self, error: Exception) -> None:
         """After a call was lost: the next attempt is for another executor, if there is one. Raises when there is to be none."""
@@ -382,6 +383,7 @@ class Session:
             return connection
         finally:
             waiting.end(self.endpoint if connection else None)
+            self._refusing.clear()
 
     def _ask_each(self) -> tuple[transport.Connection | None, Exception]:
         """A connection to whichever executor lets us in; or why none does."""
