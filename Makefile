@@ -1,7 +1,10 @@
 # `make demo` and `make test` work on a fresh machine with Python 3.11+: they set up a virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
-.PHONY: setup demo test test-soak test-gpu check docs wheel
+PYTEST = $(VENV)/bin/python -m pytest
+CPU = not gpu and not multi_gpu and not soak
+WORKERS ?= 2
+.PHONY: setup demo test test-fast test-soak test-gpu check docs wheel
 
 setup: $(VENV)/.ready
 
@@ -13,14 +16,20 @@ $(VENV)/.ready: pyproject.toml setup.py constraints-cpu.txt scripts/torch_index.
 demo: setup
 	$(VENV)/bin/symbiosis demo
 
+# Everything that needs no GPU; tests that measure time come last, one by one.
 test: setup
-	$(VENV)/bin/python -m pytest -m "not gpu and not multi_gpu and not soak"
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(CPU) and not alone"
+	$(PYTEST) -m "$(CPU) and alone"
+
+# What one runs all day: no test of these starts a process.
+test-fast: setup
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(CPU) and not alone" tests/unit tests/inproc
 
 test-soak: setup
-	$(VENV)/bin/python -m pytest -m soak
+	$(PYTEST) -m soak
 
 test-gpu: setup
-	$(VENV)/bin/python -m pytest -m "gpu or multi_gpu"
+	$(PYTEST) -m "gpu or multi_gpu"
 
 check: setup
 	$(VENV)/bin/ruff check .

@@ -2,17 +2,18 @@
 symbiosis-executor demo"""
 
 import time
+from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer, StaticCache
 
 import symbiosis
-from symbiosis.executor.load import DEMO_MODEL
 
+MODEL = Path(symbiosis.__file__).parent / "demo_model"
 NEW_TOKENS = 60
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = symbiosis.from_executor(priority="decode", device=device).eval()
-tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+tokenizer = AutoTokenizer.from_pretrained(MODEL)
 prompt = tokenizer("The return value is", return_tensors="pt").input_ids.to(device)
 length = prompt.shape[1]
 cache = StaticCache(config=model.config, max_cache_len=length + NEW_TOKENS)

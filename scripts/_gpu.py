@@ -93,10 +93,12 @@ class TimedServer(Server):
         self.seconds: Counter[str] = Counter()
         self._inside = 0.0
         for what, owner, methods in (
-            ("bells", self, ("rang", "admits", "arrived")),
+            ("bells", self.dispatch, ("on_doorbell", "admits", "arrived")),
             ("batches", self, ("_step",)),
-            ("launches", self.engine, ("launch", "join", "compute", "reply")),
-            ("figures", self.figures, ("ran", "launched", "joined", "together", "answered")),
+            ("launches", self.gpu, ("launch", "join")),
+            ("launches", self.dispatch.cohort, ("_launch",)),
+            ("launches", self.engine, ("compute", "reply")),
+            ("figures", self.ledger, ("ran", "launched", "answered_alone", "joined", "together", "answered")),
         ):
             for method in methods:
                 setattr(owner, method, self._timed(what, getattr(owner, method)))

@@ -2,28 +2,27 @@
 
 import multiprocessing
 import os
-import selectors
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from symbiosis.tools import processes
+from symbiosis.tools.processes import START_S, STOP_S
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from torch import Tensor
 
-START_S, STOP_S, RESULT_S = 180.0, 10.0, 600.0  # the longest waits for a process to start, to end, to answer
+RESULT_S = 600.0  # the longest wait for an answer
 TOGETHER_S = 0.3  # from the order to the common start of several processes
 VOCABULARY = 2048
-EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
 QUIET = {
     "PYTHONWARNINGS": "ignore::FutureWarning",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -44,53 +43,17 @@ def progress(text: str) -> None:
 # ---------------------------------------------------------------- executors
 
 
-@dataclass
-class ExecutorProcess:
-    """A running `symbiosis-executor`."""
-
-    pid: int
-    endpoints: list[str]
-
-
 @contextmanager
-def executor(model: Path, threads: int, *options: str) -> Iterator[ExecutorProcess]:
+def executor(model: Path, threads: int, *options: str) -> Iterator[processes.Child]:
     """The daemon, in a process of its own, with `threads` threads; ready when this yields, gone when it ends."""
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", EXECUTOR, str(model), *options],
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-            start_new_session=True,  # ctrl-C is for us: we end it when its clients have left
-        )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        processes.executor(Path(folder), str(model), *options, threads=threads) as child,
+    ):
         try:
-            yield ExecutorProcess(process.pid, _ready_line(process).rpartition(" at ")[2].split())
+            yield child
         finally:
-            died = process.poll() is not None
-            _end(process)
-            if died:
-                log.seek(0)
-                print(f"the executor ended before its time:\n{log.read()[-4000:]}", file=sys.stderr)
-
-
-def _ready_line(process: subprocess.Popen[str]) -> str:
-    assert process.stdout
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        line = process.stdout.readline() if selector.select(START_S) else ""
-    if not line.startswith("symbiosis-executor ready"):
-        raise RuntimeError(f"the executor did not start: {line!r}")
-    return line
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+            child.still_runs()  # or says why not
 
 
 # ---------------------------------------------------------------- clients
@@ -312,7 +275,7 @@ class LoraClient:
 
     def leave(self) -> None:
         """Leave the executor, as a program that has ended does; the next call joins again."""
-        from symbiosis.client.remote_weight import remote_weights
+        from symbiosis.client.weights.remote_weight import remote_weights
 
         next(remote_weights(self.model)).handle.session.close()
 

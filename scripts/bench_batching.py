@@ -23,7 +23,7 @@ from _processes import LoraClient, Pace, Worker, executor, prepare, progress, sa
 
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op
-from symbiosis.reporting import Report, print_table
+from symbiosis.tools.reporting import Report, print_table
 
 POLICIES = ("immediate", "lockstep", "opportunistic")
 PROMPT, TOKENS = 16, 64
@@ -156,7 +156,7 @@ def main() -> int:
         parameters = save_llama(model, args.hidden, args.layers)
         endpoints = {}
         for policy in POLICIES:
-            options = ("--listen", f"local://{folder}/{policy}.sock", "--policy", policy)
+            options = ("--listen", f"local://{folder}/{policy}.sock", "--policy", policy, "--no-share-weights")
             endpoints[policy] = stack.enter_context(executor(model, args.executor_threads, *options)).endpoints[0]
         generators = stack.enter_context(workers(PolicyClient, [(endpoints, generator) for generator in GENERATORS]))
         for policy in POLICIES:  # memory is allocated, and the executor learns

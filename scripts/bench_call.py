@@ -25,7 +25,7 @@ from _processes import Worker, executor, prepare, progress, save_llama, together
 import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.protocol import Op
-from symbiosis.reporting import Report, print_table
+from symbiosis.tools.reporting import Report, print_table
 
 SMALL, LARGE = 8 << 10, 1 << 20
 COUNTS = (1, 2, 4, 8)

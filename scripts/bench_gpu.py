@@ -50,7 +50,7 @@ from _gpu import (
 from _processes import TOGETHER_S, Pace, Worker, idle_workers, prepare, progress, same_cores, together, workers
 
 from symbiosis import mps
-from symbiosis.reporting import Report, print_table
+from symbiosis.tools.reporting import Report, print_table
 
 LONGEST_S = 120.0  # that a measurement may take
 GROUPED = "split, grads grouped"

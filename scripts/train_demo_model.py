@@ -15,8 +15,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from symbiosis import demo_data
-from symbiosis.reporting import Report, print_table
+from symbiosis.tools import demo_data
+from symbiosis.tools.reporting import Report, print_table
 
 END, PAD = "<|end|>", "<|pad|>"
 CONTEXT, BATCH = 512, 8

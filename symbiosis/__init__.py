@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if _platform != "linux":
     raise ImportError(
-        f"Symbiosis runs on Linux, and this is {_platform}: it needs sealed memory, eventfds and peer credentials of sockets. "
+        f"Symbiosis runs on Linux, and this is {_platform}: it needs sealed memory, eventfds and the peer credentials of sockets. "
         "On Windows use WSL 2, on macOS a Linux container or virtual machine"
     )
 
@@ -16,12 +16,13 @@ _WHERE = {
     "unwrap": "symbiosis.client.unwrap",
     "stats": "symbiosis.client.wrap",
     "report": "symbiosis.client.wrap",
-    "from_executor": "symbiosis.client.build",
+    "from_executor": "symbiosis.client.from_executor",
     "capture": "symbiosis.client.capture",
-    "Noise": "symbiosis.client.noise",
-    "Pads": "symbiosis.client.pads",
-    "Split": "symbiosis.client.split",
-    "SymbiosisCallback": "symbiosis.client.callback",
+    "Noise": "symbiosis.client.privacy.noise",
+    "Pads": "symbiosis.client.privacy.pads",
+    "Split": "symbiosis.client.privacy.split",
+    "SymbiosisCallback": "symbiosis.client.trainer_callback",
+    "publish": "symbiosis.serving.adapters.publish",
     "Executor": "symbiosis.executor.embedded",
     "SymbiosisError": "symbiosis.errors",
 }
@@ -34,6 +35,7 @@ __all__ = [
     "SymbiosisError",
     "capture",
     "from_executor",
+    "publish",
     "report",
     "stats",
     "unwrap",
@@ -41,16 +43,17 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from symbiosis.client.build import from_executor
-    from symbiosis.client.callback import SymbiosisCallback
     from symbiosis.client.capture import capture
-    from symbiosis.client.noise import Noise
-    from symbiosis.client.pads import Pads
-    from symbiosis.client.split import Split
+    from symbiosis.client.from_executor import from_executor
+    from symbiosis.client.privacy.noise import Noise
+    from symbiosis.client.privacy.pads import Pads
+    from symbiosis.client.privacy.split import Split
+    from symbiosis.client.trainer_callback import SymbiosisCallback
     from symbiosis.client.unwrap import unwrap
     from symbiosis.client.wrap import report, stats, wrap
     from symbiosis.errors import SymbiosisError
     from symbiosis.executor.embedded import Executor
+    from symbiosis.serving.adapters.publish import publish
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,8 @@ import typer.core
 
 from symbiosis import __version__
 from symbiosis.config import default_endpoints, load_options
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.text import shown
 
 
 class InLines(typer.core.TyperCommand):
@@ -49,47 +50,49 @@ def symbiosis(version: Version = False) -> None:
 
 @executor_app.command(cls=InLines)
 def executor(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Else --config must say it.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
     listen: Annotated[list[str] | None, typer.Option(help="Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = None,
     device: Annotated[str | None, typer.Option(help="Where the weights live. Default: cpu.")] = None,
     mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
     policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,
-    max_wait_us: Annotated[int | None, typer.Option(help="Longest that a call waits for company, if that pays. Default: 10000, on a GPU 2000.")] = None,
-    max_batch_tokens: Annotated[int | None, typer.Option(help="Most rows of one product. Default: 4096.")] = None,
-    batch_invariant: Annotated[bool | None, typer.Option("--batch-invariant", help="A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined then.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Large products that a CPU computes at the same time, each with OMP_NUM_THREADS threads; joined ones of few rows are computed by as many threads. Default: 1.")] = None,
-    train_share: Annotated[float | None, typer.Option(help="Of a GPU's time, what large products of clients that train on it get while somebody decodes. Default: 0.05; 1: no limit.")] = None,
-    rounds: Annotated[bool | None, typer.Option("--rounds/--no-rounds", help="Under MPS, the GPU answers all calls of a step that a client captured by itself, without a CPU for each. The default.")] = None,
-    serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve, or, after !, of those not to. Repeatable. Default: all linear and expert layers but heads.")] = None,
+    max_wait_us: Annotated[int | None, typer.Option(help="Longest that a call waits for others to join it, if that pays. Default: 10000, on a GPU 2000.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Maximum rows of one product. Default: 4096.")] = None,
+    batch_invariant: Annotated[bool | None, typer.Option("--batch-invariant/--no-batch-invariant", help="A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined then.")] = None,
+    workers: Annotated[int | None, typer.Option(help="How many large products a CPU computes at the same time, each with OMP_NUM_THREADS threads. Joined products of few rows use as many threads. Default: 1.")] = None,
+    train_share: Annotated[float | None, typer.Option(help="Share of a GPU's time that large products of training clients get while another client decodes. Default: 0.05; 1: no limit.")] = None,
+    rounds: Annotated[bool | None, typer.Option("--rounds/--no-rounds", help="Under MPS, the GPU itself answers all calls of a captured step, without the CPU taking part in each. The default.")] = None,
+    serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve, or, after !, to leave out. Repeatable. Default: all linear and expert layers except heads.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
-    integers: Annotated[list[int] | None, typer.Option(help="Serve integers, too, for clients that hide what they send: by weights quantised to 8 or 16 bits. Repeatable.")] = None,
-    operator: Annotated[str | None, typer.Option(help="Who runs this executor: what is shared among two of them must not go to one operator.")] = None,
+    share_weights: Annotated[bool | None, typer.Option("--share-weights/--no-share-weights", help="Let clients of your own user at local:// map the weights read-only, and multiply by them themselves where a call brings nothing. On a CPU only. Default: they may, unless a --max-tenant-...-per-s is set.")] = None,
+    integers: Annotated[list[int] | None, typer.Option(help="Also serve integer products, with weights quantised to 8 or 16 bits, for clients that hide their rows. Repeatable.")] = None,
+    operator: Annotated[str | None, typer.Option(help="Who runs this executor. Clients that split their rows between two executors need two operators.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics at http://127.0.0.1:PORT/metrics, and /health for probes: 200 while calls are answered, else 503.")] = None,
-    metrics_host: Annotated[str | None, typer.Option(help="Where to listen for them. Default: 127.0.0.1. Whoever can connect reads who the tenants are and what they use.")] = None,
+    metrics_host: Annotated[str | None, typer.Option(help="Where to serve them. Default: 127.0.0.1. Whoever can connect can read who the tenants are and what they use.")] = None,
     key: Annotated[str | None, typer.Option(help="This executor's .key file (symbiosis keygen): tcp:// is then encrypted, and for --tenants only.")] = None,
     tenants: Annotated[str | None, typer.Option(help="Folder with the .pub file of each tenant; read again when it changes.")] = None,
-    nccl: Annotated[bool | None, typer.Option("--nccl/--no-nccl", help="With keys: let tenants' GPUs send rows by NCCL, which neither encrypts them nor knows whose they are. Without keys they may.")] = None,
-    audit_log: Annotated[str | None, typer.Option(metavar="FILE", help="Append who joined, was refused, was struck off and left, and how much it used: one JSON object a line. Opened anew when it was moved, or on SIGHUP.")] = None,
+    nccl: Annotated[bool | None, typer.Option("--nccl/--no-nccl", help="With keys: let tenants' GPUs send rows by NCCL, which neither encrypts nor authenticates them. Without keys they always may.")] = None,
+    audit_log: Annotated[str | None, typer.Option(metavar="FILE", help="Record who joined, was refused, was struck off or left, and how much they used: one JSON object per line. Reopened when the file is moved, or on SIGHUP.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text (default) or json.")] = None,
     heartbeat_s: Annotated[float | None, typer.Option(help="A session silent for this long is dropped. Default: 5.")] = None,
     non_finite: Annotated[str | None, typer.Option(help="refuse (default) or pass: NaN and infinity in forward calls.")] = None,
     max_call_bytes: Annotated[int | None, typer.Option(help="Largest payload of one call. Default: 1 GiB.")] = None,
-    max_rows: Annotated[int | None, typer.Option(help="Most rows of one call. Default: 1048576.")] = None,
-    max_in_flight: Annotated[int | None, typer.Option(help="Most unanswered calls of one session. Default: 8.")] = None,
-    max_sessions: Annotated[int | None, typer.Option(help="Most sessions at a time. Default: 256.")] = None,
-    max_tenant_sessions: Annotated[int | None, typer.Option(help="Most sessions of one tenant. Default: 64.")] = None,
-    max_tenant_in_flight: Annotated[int | None, typer.Option(help="Most unanswered calls of one tenant. Default: 64.")] = None,
-    max_tenant_bytes: Annotated[int | None, typer.Option(help="Most bytes of a tenant's calls and unread replies. Default: 4 GiB.")] = None,
-    max_call_multiplications: Annotated[int | None, typer.Option(help="Most multiplications of one call. Default: 10^14.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="Most bytes of all tenants' calls and unread replies together. Default: half of the memory.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Maximum rows of one call. Default: 1048576.")] = None,
+    max_in_flight: Annotated[int | None, typer.Option(help="Maximum unanswered calls of one session. Default: 8.")] = None,
+    max_sessions: Annotated[int | None, typer.Option(help="Maximum sessions at a time. Default: 256.")] = None,
+    max_tenant_sessions: Annotated[int | None, typer.Option(help="Maximum sessions of one tenant. Default: 64.")] = None,
+    max_tenant_in_flight: Annotated[int | None, typer.Option(help="Maximum unanswered calls of one tenant. Default: 64.")] = None,
+    max_tenant_bytes: Annotated[int | None, typer.Option(help="Maximum bytes of a tenant's calls and unread replies. Default: 4 GiB.")] = None,
+    max_call_multiplications: Annotated[int | None, typer.Option(help="Maximum multiplications of one call. Default: 10^14.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Maximum bytes of all tenants' calls and unread replies together. Default: half of the memory.")] = None,
     max_tenant_rows_per_s: Annotated[int | None, typer.Option(help="Rows per second of one tenant; a client over it is slowed down. Default: 0, no limit.")] = None,
     version: Version = False,
     max_tenant_multiplications_per_s: Annotated[int | None, typer.Option(help="Multiplications per second of one tenant, in the same way.")] = None,
     max_tenant_bytes_per_s: Annotated[int | None, typer.Option(help="Bytes per second to and from one tenant, in the same way.")] = None,
 ) -> None:  # fmt: skip
     """Hold the frozen layers of MODEL and answer the calls of any number of clients."""
+    # As long as there are options: its parameters are what --help shows.
     given = {key: value for key, value in locals().items() if key not in ("config", "version") and value is not None}
     options = load_options(given, config)
     options = msgspec.structs.replace(options, listen=options.listen or default_endpoints())
@@ -102,13 +105,49 @@ def executor(
 
 
 @app.command(cls=InLines)
+def serve(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Else --config must say it.", show_default=False)] = None,
+    executor: Annotated[str | None, typer.Option(metavar="URL", help="The executor that holds MODEL. Default: one is started, which trainers may use, too.")] = None,
+    adapters: Annotated[list[str] | None, typer.Option(metavar="DIR | NAME=PATH", help="A folder of adapters, each in a folder of its name, or one adapter. Repeatable.")] = None,
+    host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 8000. 0: any that is free.")] = None,
+    api_keys: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `NAME KEY [requests=N] [tokens_per_s=N]`; read again when it changes.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Most sequences of one step. Default: 64.")] = None,
+    adapters_in_batch: Annotated[int | None, typer.Option(help="Most adapters of one step. Default: no limit.")] = None,
+    memory: Annotated[int | None, typer.Option(help="Bytes for keys, values and adapters. Default: a part of what is free.")] = None,
+    policy: Annotated[str | None, typer.Option(help="fcfs (default), abort (what can no longer begin in time gives way) or vtc (fair shares for API keys).")] = None,
+    first_token_s: Annotated[float | None, typer.Option(help="Of policy abort: the seconds within which a first token must come. Default: 6.")] = None,
+    prefill_tokens: Annotated[int | None, typer.Option(help="Most tokens of prompts in one step. Default: 512.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of the executor that is started. Default: that of the checkpoint.")] = None,
+    drain_s: Annotated[float | None, typer.Option(help="On SIGTERM or ctrl-C, the longest wait for what is under way; a second one ends at once. Default: 30.")] = None,
+    max_body_bytes: Annotated[int | None, typer.Option(help="Largest body of a request. Default: 16 MiB.")] = None,
+    max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent. Default: 1 GiB.")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Most requests under way, those that wait included. Default: 4096.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
+) -> None:  # fmt: skip
+    """Serve MODEL and any number of adapters of it by OpenAI's API."""
+    given = {key: value for key, value in locals().items() if key != "config" and value is not None}
+    from symbiosis.config import load_as
+    from symbiosis.serving.options import ServeOptions
+
+    options = load_as(ServeOptions, given, config, "symbiosis serve")
+    from symbiosis.tools.serve.preflight import check
+
+    listener = check(options)
+    set_up_threads()
+    from symbiosis.tools.serve.run import serve as run
+
+    run(options, listener)
+
+
+@app.command(cls=InLines)
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two fine-tuning clients.")] = 120,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens that the generating client writes.")] = 500,
     keep: Annotated[Path | None, typer.Option(help="Folder to keep adapters and logs in. Default: they are deleted.")] = None,
 ) -> None:  # fmt: skip
     """Start an executor, fine-tune two adapters and generate text over it at once, and compare with plain PEFT."""
-    from symbiosis.demo.run import run
+    from symbiosis.tools.demo.run import run
 
     raise typer.Exit(run(steps, tokens, keep))
 
@@ -118,7 +157,7 @@ def doctor(
     url: Annotated[str | None, typer.Argument(metavar="[URL]", help="An executor's endpoint. Default: this user's.")] = None,
 ) -> None:  # fmt: skip
     """Check versions, devices, memory, limits and the executor; exit status 1 if something is broken."""
-    from symbiosis.doctor import run
+    from symbiosis.tools.doctor import run
 
     raise typer.Exit(run(url))
 
@@ -130,34 +169,37 @@ def top(
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two views.")] = 1.0,
 ) -> None:  # fmt: skip
     """Watch an executor: sessions, busiest layers, batch sizes, queue, memory, rates."""
-    from symbiosis.top import run
+    from symbiosis.tools.top import run
 
     run(url or default_endpoints()[0], once, interval)
 
 
-class Benchmark(StrEnum):
-    """scripts/bench_*.py"""
-
-    CALL = "call"
-    STEP = "step"
-    BATCHING = "batching"
-    ISOLATION = "isolation"
-    PRIVACY = "privacy"
-    GPU = "gpu"
+BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on one H200
+    "call": "latency of a call: 4 minutes (--quick: 1)",
+    "step": "training steps and tokens of one program and of four: a quarter of an hour (--quick: 4 minutes)",
+    "batching": "eight clients under each policy: a quarter of an hour (--quick: 3 minutes)",
+    "isolation": "one tenant beside another's floods: 10 minutes (--quick: 1)",
+    "api": "what HTTP costs a server: 5 minutes (--quick: 1)",
+    "privacy": "what each level costs: half an hour (--quick: 5 minutes)",
+    "gpu": "all of it on a GPU, where its parts are named: minutes each",
+}
 
 
 @app.command(cls=InLines, context_settings={"allow_extra_args": True, "allow_interspersed_args": False})
 def bench(
     context: typer.Context,
-    what: Annotated[Benchmark, typer.Argument(help="call: latency of a call. step: training steps. batching: many clients. isolation: one tenant beside another's floods. privacy: what each level costs. gpu: all of it on a GPU.")],
+    what: Annotated[str, typer.Argument(metavar="NAME", help=". ".join(f"{name}: {told}" for name, told in BENCHMARKS.items()) + ".")],
 ) -> None:  # fmt: skip
     """Run one of the benchmarks in the repository's scripts folder. What follows its name goes to it (try --help)."""
+    if what not in BENCHMARKS:
+        raise ConfigError(f"there is no benchmark {shown(what, 80)!r}: choose one of {', '.join(BENCHMARKS)}")
     script = Path(__file__).parent.parent / "scripts" / f"bench_{what}.py"
     if not script.is_file():
         typer.echo(
             f"error: there is no {script}: benchmarks come with the source, so install from a checkout", err=True
         )
         raise typer.Exit(2)
+    typer.echo(f"{what}: {BENCHMARKS[what]}", err=True)
     raise typer.Exit(subprocess.run([sys.executable, str(script), *context.args]).returncode)
 
 
@@ -168,12 +210,12 @@ def keygen(
     expires: Annotated[
         str | None,
         typer.Option(
-            metavar="DAY", help="From then on the key lets nobody in: 2027-01-31, or 2027-01-31T12:00Z. Default: never."
+            metavar="DAY", help="When the key stops working: 2027-01-31, or 2027-01-31T12:00Z. Default: never."
         ),
     ] = None,
 ) -> None:
     """Make a pair of keys for tcp://: NAME.key, which its owner keeps, and NAME.pub, which others need."""
-    from symbiosis.keys import generate
+    from symbiosis.security.keys import generate
 
     secret, public = generate(name, folder, expires)
     typer.echo(f"{secret}: keep it where only {name} can read it")
@@ -185,21 +227,21 @@ def keygen(
 @app.command(cls=InLines)
 def pads(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`: the weights that the executor serves.")],
-    tokens: Annotated[int, typer.Option(min=1, help="For how many rows there are to be pads.")],
+    tokens: Annotated[int, typer.Option(min=1, help="How many rows to make pads for.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The file to make.")],
-    bits: Annotated[int, typer.Option(help="Of the quantised weights: 8 or 16.")] = 8,
+    bits: Annotated[int, typer.Option(help="Bits of the quantised weights: 8 or 16.")] = 8,
     training: Annotated[bool, typer.Option("--training", help="Pads for gradients, too.")] = False,
     dtype: Annotated[str | None, typer.Option(help="As the executor's --dtype. Default: that of the checkpoint.")] = None,
 ) -> None:  # fmt: skip
     """Make the pads of privacy=symbiosis.Pads(FILE), on a machine of your own: the executor must never see them."""
-    from symbiosis.pads import make
+    from symbiosis.tools.make_pads import make
 
     made = make(model, tokens, output, bits, training, dtype)
     typer.echo(f"{output}: {tokens} pads for {len(made.streams)} kinds of rows, {output.stat().st_size / 1e6:.1f} MB")
 
 
-class Level(StrEnum):
-    """Of privacy."""
+class LevelName(StrEnum):
+    """What `symbiosis audit` takes: the levels of privacy, and none."""
 
     NONE = "none"
     NOISE = "noise"
@@ -209,16 +251,16 @@ class Level(StrEnum):
 
 @app.command(cls=InLines)
 def audit(
-    level: Annotated[Level, typer.Option(help="none: rows as they are. noise, split, pads: as privacy= of wrap.")],
+    level: Annotated[LevelName, typer.Option(help="none: rows as they are. noise, split, pads: as privacy= of wrap.")],
     quick: Annotated[bool, typer.Option("--quick", help="Less data.")] = False,
-    bits: Annotated[int, typer.Option(help="Of the quantised weights of split and pads: 8 or 16.")] = 8,
+    bits: Annotated[int, typer.Option(help="Bits of the quantised weights of split and pads: 8 or 16.")] = 8,
     tcp: Annotated[bool, typer.Option("--tcp", help="Over tcp://, not within one process.")] = False,
     tokens: Annotated[int | None, typer.Option(
-        min=0, help="So many known tokens more, for the equations of the adapter. Default 32,768; --quick and pads: 0.",
+        min=0, help="Additional known tokens, for the equations of the adapter. Default 32,768; --quick and pads: 0.",
     )] = None,
 ) -> None:  # fmt: skip
     """Attack, as an operator would, what executors see of a demo client; exit status 0 if the level holds what it promises."""
-    from symbiosis.audit.run import run
+    from symbiosis.tools.audit.run import run
 
     raise typer.Exit(run(level.value, quick, bits, tcp, tokens))
 
@@ -234,8 +276,12 @@ def main() -> None:
 
 
 def executor_main() -> None:
-    # Read when torch is loaded. Threads that have nothing to multiply must not spin: the clients on this machine need the cores.
-    # And weights that lie in huge pages come from memory a tenth faster.
+    set_up_threads()
+    executor_app()
+
+
+def set_up_threads() -> None:
+    """Read when torch is loaded. Threads that have nothing to multiply must not spin: the clients on this machine need the cores.
+    And weights that lie in huge pages come from memory a tenth faster."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-    executor_app()

@@ -1,18 +1,22 @@
 """The executor's options: defaults, configuration file, command line; and where endpoints live by default."""
 
 import os
+import re
 import tempfile
 from pathlib import Path
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from symbiosis.endpoints import socket_path
 from symbiosis.errors import ConfigError
-from symbiosis.ownership import check_folder, why_not_ours
 from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, SHORTEST_BEAT_S, Limits
+from symbiosis.security.ownership import check_folder, why_not_ours
 
 RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
+OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
 Policy = Literal["immediate", "lockstep", "opportunistic"]
+BETWEEN_URLS = re.compile(r"[\s,]+(?=\w+://)")
 DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
 
 
@@ -37,6 +41,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rounds: bool = True
     serve: tuple[str, ...] = ()
     allow_read: bool = False
+    share_weights: bool | None = None
     integers: tuple[int, ...] = ()
     operator: str = ""
     metrics_port: int | None = None
@@ -62,40 +67,72 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "workers", "heartbeat_s", "max_bytes", *Limits.__struct_fields__):
-            value = getattr(self, name)
-            if value is not None and not value > 0 and name not in RATES:
-                raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
-            if value is not None and value > LARGEST_LIMIT:
-                raise ConfigError(f"{name.replace('_', '-')} is at most 2^62, not {value}")
-        if not SHORTEST_BEAT_S <= self.heartbeat_s <= LONGEST_BEAT_S:
-            raise ConfigError(
-                f"heartbeat-s lies between {SHORTEST_BEAT_S:g} and {LONGEST_BEAT_S:g}, and is {self.heartbeat_s}"
-            )
+        self._check_numbers()
         if len(self.operator) > LONGEST_NAME or not self.operator.strip().isprintable():
             raise ConfigError(f"operator is a name of at most {LONGEST_NAME} printable characters")
-        for name in ("max_wait_us", *RATES):
-            if (getattr(self, name) or 0) < 0:
-                raise ConfigError(f"{name.replace('_', '-')} must not be negative, but is {getattr(self, name)}")
-        if not 0 <= (self.metrics_port or 0) <= 65535:
-            raise ConfigError(f"metrics-port is a port from 0 to 65535, not {self.metrics_port}")
-        if not 0 < self.train_share <= 1:
-            raise ConfigError(f"train-share is a part of the time, above 0 and at most 1, not {self.train_share}")
         check_dtype(self.dtype)
         if not set(self.integers) <= {8, 16}:
-            raise ConfigError(f"integers names the bits of quantised weights, 8 or 16, not {self.integers}")
+            raise ConfigError(f"integers is how many bits quantised weights have, 8 or 16, not {self.integers}")
+        self._check_together()
+        self.check_device(self.on_gpu)
+
+    def _check_numbers(self) -> None:
+        """Each lies where it can mean something."""
+        for name in (
+            "max_wait_us",
+            "max_batch_tokens",
+            "workers",
+            "heartbeat_s",
+            "max_bytes",
+            *Limits.__struct_fields__,
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0 and name not in ("max_wait_us", *RATES):
+                raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
+            if value is not None and value > LARGEST_LIMIT:
+                raise ConfigError(f"{name.replace('_', '-')} must be at most 2^62, not {value}")
+        if not SHORTEST_BEAT_S <= self.heartbeat_s <= LONGEST_BEAT_S:
+            raise ConfigError(
+                f"heartbeat-s must be between {SHORTEST_BEAT_S:g} and {LONGEST_BEAT_S:g}, not {self.heartbeat_s}"
+            )
+        for name in ("max_wait_us", *RATES):
+            if (getattr(self, name) or 0) < 0:
+                raise ConfigError(f"{name.replace('_', '-')} must not be negative, and is {getattr(self, name)}")
+        if not 0 <= (self.metrics_port or 0) <= 65535:
+            raise ConfigError(f"metrics-port must be a port from 0 to 65535, not {self.metrics_port}")
+        if not 0 < self.train_share <= 1:
+            raise ConfigError(f"train-share is a fraction of the time, above 0 and at most 1, not {self.train_share}")
+
+    def _check_together(self) -> None:
+        """Some options need or exclude others."""
         if (self.key is None) != (self.tenants is None):
             raise ConfigError(
-                "key and tenants go together: the executor's own key, and the folder of those who may come in"
+                "key and tenants go together: the executor's own key, and the folder with the keys of those it lets in"
             )
         if self.mps and not self.on_gpu:
             raise ConfigError(f"mps shares a GPU, but device is {self.device}: add --device cuda, or leave out --mps")
-        self.check_device(self.on_gpu)
+        if self.share_weights and self.on_gpu:
+            raise ConfigError(f"share-weights is for weights in the host's memory, but device is {self.device}")
+        if self.share_weights and self._has_rates:
+            raise ConfigError(
+                "with share-weights clients compute products themselves, and no rate limit can slow them down: leave out either share-weights or max-tenant-...-per-s"
+            )
 
     def check_device(self, on_gpu: bool) -> None:
         """An embedded executor knows where it computes by its model only."""
         if on_gpu and self.workers > 1:
             raise ConfigError("products run one after another on a GPU: leave out --workers")
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether clients on this host may map the weights, if there are to be such clients. Where nobody says: on a CPU without rates."""
+        if self.share_weights is None and (self.on_gpu or self._has_rates):
+            return False
+        return self.share_weights is not False and any(map(socket_path, self.listen))
+
+    @property
+    def _has_rates(self) -> bool:
+        return any(getattr(self, name) for name in RATES)
 
     @property
     def on_gpu(self) -> bool:
@@ -106,13 +143,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return Limits(*(getattr(self, name) for name in Limits.__struct_fields__))
 
 
-CHOICES = {name: get_args(hint) for name, hint in get_type_hints(Options).items() if get_origin(hint) is Literal}
+HINTS = get_type_hints(Options)
+CHOICES = {name: get_args(hint) for name, hint in HINTS.items() if get_origin(hint) is Literal}
+PATHS = ("key", "tenants", "audit_log", "api_keys")
+KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 def check_dtype(name: str | None) -> None:
     """None stands for that of the checkpoint."""
     if name is not None and name not in DTYPE_BITS:
-        raise ConfigError(f"--dtype {name!r} is no floating point type: float32, bfloat16, float16 or float64")
+        raise ConfigError(f"--dtype {name!r} is not a floating-point type: float32, bfloat16, float16 or float64")
 
 
 def load_options(given: dict[str, object], file: Path | None = None) -> Options:
@@ -121,11 +161,26 @@ def load_options(given: dict[str, object], file: Path | None = None) -> Options:
     >>> load_options({"policy": "lockstep"}).policy
     'lockstep'
     """
-    return _convert({**(read_config_file(file) if file else {}), **given})
+    return load_as(Options, given, file, "symbiosis-executor")
 
 
-def read_config_file(file: Path) -> dict[str, object]:
-    """The file's keys, spelt as option names (`max-wait-us`) or with underscores, as names of `Options` fields."""
+def load_as(kind: type[OptionsType], given: dict[str, object], file: Path | None, command: str) -> OptionsType:
+    """Options of any command, which are the fields of a Struct, in the same way."""
+    values = {**(read_config_file(file, kind) if file else {}), **given}
+    values = {name: os.fspath(value) if isinstance(value, Path) else value for name, value in values.items()}
+    hints = get_type_hints(kind)
+    for name, hint in hints.items():
+        if name in values:
+            values[name] = _as_a_list(hint, values[name])
+            _check_choice(name, hint, values[name])
+    for name in PATHS:  # no shell has replaced a `~` in a file or an argument
+        if isinstance(value := values.get(name), str):
+            values[name] = os.path.expanduser(value)  # noqa: PTH111  (which keeps the string as it is otherwise)
+    return kind(**{name: _of_its_kind(name, value, hints, command) for name, value in values.items()})
+
+
+def read_config_file(file: Path, kind: type[msgspec.Struct] = Options) -> dict[str, object]:
+    """The file's keys, spelt as option names (`max-wait-us`) or with underscores, as names of the fields."""
     import yaml
 
     try:
@@ -134,37 +189,55 @@ def read_config_file(file: Path) -> dict[str, object]:
         raise ConfigError(f"cannot read the configuration file {file}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold `option: value` lines, not a {type(content).__name__}")
-    known = {name.replace("_", "-") for name in Options.__struct_fields__}
+    known = {name.replace("_", "-") for name in kind.__struct_fields__}
     spelt = {key: str(key).replace("_", "-") for key in content}
     if unknown := sorted(str(key) for key, option in spelt.items() if option not in known):
         raise ConfigError(f"{file}: unknown option {', '.join(unknown)}. Known: {', '.join(sorted(known))}")
     if twice := sorted(option for option in spelt.values() if list(spelt.values()).count(option) > 1):
         raise ConfigError(f"{file} says {twice[0]} twice")
+    if empty := [option for key, option in spelt.items() if content[key] is None]:
+        raise ConfigError(f"{file}: {empty[0]} is empty: give it a value, or remove the line")
     return {option.replace("-", "_"): content[key] for key, option in spelt.items()}
 
 
-def _convert(values: dict[str, object]) -> Options:
-    for name in ("listen", "serve", "integers"):
-        if isinstance(values.get(name), str | int):
-            values[name] = (values[name],)
-    for name, allowed in CHOICES.items():
-        if name in values and values[name] not in allowed:
-            raise ConfigError(
-                f"wrong option: {values[name]!r} is no {name.replace('_', '-')}: write {' or '.join(map(str, allowed))}"
-            )
-    for name in ("key", "tenants", "audit_log"):  # no shell has replaced a `~` in a file or an argument
-        if isinstance(value := values.get(name), str):
-            values[name] = os.path.expanduser(value)  # noqa: PTH111  (which keeps the string as it is otherwise)
+def _as_a_list(hint: Any, value: object) -> object:
+    """One value stands for a list of it."""
+    return (value,) if get_origin(hint) is tuple and isinstance(value, str | int) else value
+
+
+def _check_choice(name: str, hint: Any, value: object) -> None:
+    if get_origin(hint) is Literal and value not in get_args(hint):
+        raise ConfigError(
+            f"wrong option: {value!r} is not a valid {name.replace('_', '-')}: write {' or '.join(map(str, get_args(hint)))}"
+        )
+
+
+def _of_its_kind(name: str, value: object, hints: dict[str, Any], command: str) -> Any:
+    """What the option of this name takes; `ConfigError` where `value` is something else."""
+    if name not in hints:
+        known = ", ".join(sorted(hints))
+        raise ConfigError(f"unknown option {name}. Known: {known} ({command} --help says what each one takes)")
     try:
-        return msgspec.convert(values, Options)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"wrong option: {error} (symbiosis-executor --help says what each one takes)") from None
+        return msgspec.convert(value, hints[name])
+    except msgspec.ValidationError:
+        kind, *more = get_args(hints[name]) or (hints[name],)
+        wanted = KINDS[kind] + (", or a list of such" if Ellipsis in more else "")
+        raise ConfigError(f"wrong option: {name.replace('_', '-')} is {wanted}, not {value!r:.80}") from None
+
+
+def named_endpoints(text: str) -> tuple[str, ...]:
+    """The URLs in a text, with spaces or commas between them. (A comma that no URL follows may be part of a path.)
+
+    >>> named_endpoints("tcp://host:1, local:///a.sock")
+    ('tcp://host:1', 'local:///a.sock')
+    """
+    return tuple(found for url in BETWEEN_URLS.split(text) if (found := url.strip(" \t\n,")))
 
 
 def default_endpoints() -> tuple[str, ...]:
     """Those in $SYMBIOSIS_ENDPOINT, with spaces or commas between replicas; else this user's socket on this host."""
-    if named := os.environ.get("SYMBIOSIS_ENDPOINT", "").replace(",", " ").split():
-        return tuple(named)
+    if named := named_endpoints(os.environ.get("SYMBIOSIS_ENDPOINT", "")):
+        return named
     folder = runtime_dir()
     check_folder(folder)
     return (f"local://{folder / 'executor.sock'}",)

@@ -1,6 +1,7 @@
-"""The URLs at which executors answer: what they may look like, and who can reach them."""
+"""The URLs at which executors answer: what they may look like, what each kind can do, and who can reach it."""
 
 import ipaddress
+from pathlib import Path
 
 from symbiosis.errors import ConfigError
 
@@ -15,12 +16,48 @@ def parts_of(url: str) -> tuple[str, str]:
     ('tcp', '127.0.0.1:7000')
     """
     scheme, separator, address = url.partition("://")
+    if scheme in ("http", "https"):
+        raise ConfigError(
+            f"{url!r} is a web page, such as an executor's metrics, not an endpoint: write the URL of its --listen, local:///PATH/TO/SOCKET or "
+            "tcp://HOST:PORT"
+        )
     if not separator or not address or scheme not in SCHEMES:
-        raise ConfigError(f"{url!r} is no endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp://HOST:PORT")
+        raise ConfigError(
+            f"{url!r} is not an endpoint: write inproc://NAME, local:///PATH/TO/SOCKET or tcp://HOST:PORT"
+        )
     port = address.partition("?")[0].rpartition(":")[2]
     if scheme == "tcp" and not (port == "*" or (port.isdecimal() and int(port) <= LAST_PORT)):
-        raise ConfigError(f"{url!r} is no endpoint: write tcp://HOST:PORT with a port from 0 to {LAST_PORT}")
+        raise ConfigError(f"{url!r} is not an endpoint: write tcp://HOST:PORT with a port from 0 to {LAST_PORT}")
     return scheme, address
+
+
+def is_within_process(url: str) -> bool:
+    """Whether only the executor's own process can reach it.
+
+    >>> is_within_process("inproc://a"), is_within_process("local:///a.sock")
+    (True, False)
+    """
+    return url.startswith("inproc://")
+
+
+def socket_path(url: str) -> Path | None:
+    """The Unix socket of an endpoint whose clients share memory with the executor; None if it has none.
+
+    >>> socket_path("local:///a.sock"), socket_path("tcp://127.0.0.1:7000")
+    (PosixPath('/a.sock'), None)
+    """
+    return Path(url.removeprefix("local://")) if url.startswith("local://") else None
+
+
+def how_to_start_one(url: str) -> str:
+    """What to do where no executor is.
+
+    >>> how_to_start_one("local:///a.sock")
+    'Start one with: symbiosis-executor MODEL --listen local:///a.sock'
+    """
+    if is_within_process(url):
+        return f"Start one with: symbiosis.Executor(model, listen={url!r}), in this program"
+    return f"Start one with: symbiosis-executor MODEL --listen {url.partition('?')[0]}"
 
 
 def is_loopback(address: str) -> bool:

@@ -2,11 +2,14 @@
 
 SymbiosisError
 ├── ConfigError                 an option, file or pattern is wrong
+│   └── AdapterError            ... an adapter, which cannot be served as it is
+│       └── UnknownAdapter      ... there is none of this name
 ├── WrapError                   a model cannot be wrapped (nothing was changed)
 ├── RemoteWeightError           client code touched a weight that lives in the executor
 │   ├── WeightRead              ... its values (and the executor does not allow reads)
 │   └── WeightWrite             ... to change it
 ├── ConnectionLost              the connection broke; the session reconnects and resends by itself
+│   ├── HandshakeFailed         ... before it was there: the keys do not agree
 │   └── ExecutorUnavailable     ... and no executor answered within the patience
 ├── PadsUsedUp                  a file of pads has none left for a call
 ├── CaptureError                something in a step cannot be part of a CUDA graph
@@ -14,7 +17,6 @@ SymbiosisError
     └── ProtocolError           a frame or header that is not one of ours
 """
 
-from collections.abc import Sequence
 from enum import IntEnum
 
 from symbiosis.text import shown
@@ -54,6 +56,14 @@ class ConfigError(SymbiosisError, ValueError):
     """An option, a configuration file or a pattern is wrong."""
 
 
+class AdapterError(ConfigError):
+    """An adapter cannot be served as it is."""
+
+
+class UnknownAdapter(AdapterError):
+    """There is no adapter of this name."""
+
+
 class WrapError(SymbiosisError, ValueError):
     """A model cannot be wrapped; it was left unchanged. `code` is WRONG_MODEL where it is not the executor's."""
 
@@ -86,19 +96,12 @@ class ConnectionLost(SymbiosisError, ConnectionError):
     """The connection to the executor broke."""
 
 
+class HandshakeFailed(ConnectionLost):
+    """Somebody answers at the endpoint, with other keys than the client's endpoint says; or is just ending."""
+
+
 class ExecutorUnavailable(ConnectionLost):
     """No executor answered at the endpoint within the session's patience."""
-
-    @classmethod
-    def at(cls, endpoints: Sequence[str], cause: Exception) -> "ExecutorUnavailable":
-        return cls(f"no executor at {' or '.join(endpoints)} ({cause}). {how_to_start_one(endpoints[0])}")
-
-
-def how_to_start_one(endpoint: str) -> str:
-    """What to do where no executor is."""
-    if endpoint.startswith("inproc://"):
-        return f"Start one with: symbiosis.Executor(model, listen={endpoint!r}), in this program"
-    return f"Start one with: symbiosis-executor MODEL --listen {endpoint.partition('?')[0]}"
 
 
 class CallError(SymbiosisError, RuntimeError):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from symbiosis.config import runtime_dir
 from symbiosis.errors import ConfigError
-from symbiosis.ownership import is_ours, make_folder
+from symbiosis.security.ownership import is_ours, make_folder
 
 CONTROL = "nvidia-cuda-mps-control"  # the daemon, and the tool that talks to it
 DEFAULT_PIPES = Path("/tmp/nvidia-mps")  # where CUDA looks if nothing is said
@@ -88,7 +88,9 @@ def running() -> Iterator[Path]:
     free = next((pipes for pipes, what in found.items() if what is State.ABSENT and claim(pipes)), None)
     if free is None:
         there = "; ".join(f"{pipes} has {what.value}" for pipes, what in found.items())
-        raise ConfigError(f"no place for the pipes of CUDA MPS ({there}): set {PIPES} to a directory of your own")
+        raise ConfigError(
+            f"there is nowhere to put the pipes of CUDA MPS ({there}): set {PIPES} to a directory that you own"
+        )
     os.environ[PIPES] = str(free)
     ours = start(free)
     try:

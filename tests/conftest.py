@@ -1,9 +1,12 @@
 """Fixtures: small models built from configurations, and executors that serve them."""
 
 import copy
+import multiprocessing.process
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +25,10 @@ from tests.tally import pytest_runtest_makereport, pytest_sessionfinish  # noqa:
 
 settings.register_profile("symbiosis", deadline=None)  # a busy machine is no bug
 settings.load_profile("symbiosis")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--share", action="store_true", help="executors of `serve` share their weights, at local://")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -76,6 +83,39 @@ def exact(model: nn.Module) -> nn.Module:
     return model
 
 
+def products(split: nn.Module) -> int:
+    """How many products a split model has asked for: calls, and those that it made itself by mapped weights."""
+    figures = symbiosis.stats(split)
+    return figures.calls + figures.direct
+
+
+@pytest.fixture(autouse=True)
+def no_process_in_unit_and_inproc(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tests start no Python; compilers and the like, which the code itself calls, may run."""
+    if request.path.parent.name not in ("unit", "inproc"):
+        return
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("this test starts a process: it belongs to tests/process")
+
+    class Popen(subprocess.Popen):
+        def __init__(self, command: object, *args: object, **options: object) -> None:
+            if sys.executable in (command if isinstance(command, list | tuple) else [command]):
+                refuse()
+            super().__init__(command, *args, **options)
+
+    monkeypatch.setattr(os, "fork", refuse)
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", refuse)
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+
+
+@pytest.fixture(autouse=True)
+def small_numbers_stay() -> Iterator[None]:
+    """An executor that a test ran in its own thread has left it without denormal numbers."""
+    yield
+    torch.set_flush_denormal(False)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What programs note about this user is noted here, also by processes that tests start."""
@@ -115,11 +155,18 @@ def processes() -> Iterator[list]:
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[..., symbiosis.Executor]]:
-    """Serves a copy of a model (the test keeps the original to compare with), and closes the executor at the end."""
+def serve(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., symbiosis.Executor]]:
+    """Serves a copy of a model (the test keeps the original to compare with), and closes the executor at the end. With `--share`, its
+    clients map the weights, unless the test says where it listens, or looks at calls (`called`)."""
+    share = request.config.option.share and not request.node.get_closest_marker("called")
     running: list[symbiosis.Executor] = []
 
     def start(model: nn.Module, **options: object) -> symbiosis.Executor:
+        if share and not options.keys() & {"listen", "share_weights", "device"}:
+            folder = tmp_path_factory.mktemp("executor")
+            options |= {"listen": [f"local://{folder}/executor.sock"], "share_weights": True}
         executor = symbiosis.Executor(copy.deepcopy(model), **options)
         running.append(executor)
         return executor

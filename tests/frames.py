@@ -15,7 +15,6 @@ from symbiosis.protocol import (
     HEAD_SIZE,
     MAX_DIM,
     MAX_GROUP,
-    USES,
     Call,
     Layer,
     Op,
@@ -57,7 +56,7 @@ class EveryKind(nn.Module):
 def only_used(call: Call) -> Call:
     """The call without what its op does not use."""
     groups = {"groups": max(1, call.groups)} if call.op is Op.GROUPED else {}
-    return replace(call, **{name: empty for name, empty in EMPTY.items() if name not in USES[call.op]}, **groups)
+    return replace(call, **{name: empty for name, empty in EMPTY.items() if name not in call.op.traits.uses}, **groups)
 
 
 class Calls:
@@ -69,7 +68,7 @@ class Calls:
                         ("linear", "conv1d", "tensor", "embedding", "client")}  # fmt: skip
         self._shapes = [layer.shape for layer in manifest]
         self._biased = {number for number, layer in enumerate(manifest) if layer.bias}
-        self._by_op: dict[Op, Callable[[int], Call]] = {
+        self.by_op: dict[Op, Callable[[int], Call]] = {
             Op.FORWARD: self._rows, Op.DGRAD: self._rows, Op.PRODUCT: self._by_view, Op.LEFT: self._by_view,
             Op.GROUPED: self._grouped, Op.LOOKUP: self._lookup, Op.NORMS: self._norms, Op.READ: self._read,
             Op.ECHO: self._echo, Op.STATS: lambda rows: Call(Op.STATS, 0, "float32"),
@@ -78,14 +77,14 @@ class Calls:
     def right(self) -> Call:
         """One that can be answered."""
         self._op = self.chance.choice(list(Op))
-        call = self._by_op[self._op](self.chance.choice((0, 1, 1, 2, 5)))
-        gradient = "gradient" in USES[call.op] and self.chance.random() < 0.5
+        call = self.by_op[self._op](self.chance.choice((0, 1, 1, 2, 5)))
+        gradient = "gradient" in call.op.traits.uses and self.chance.random() < 0.5
         return replace(call, priority=self.chance.choice(list(Priority)), gradient=gradient)
 
     def spoilt(self) -> Call:
         """A right one, with up to three fields that say something else: mostly such as its op does not use."""
         call = self.right()
-        unused = [name for name in FILLED if name not in USES[call.op]]
+        unused = [name for name in FILLED if name not in call.op.traits.uses]
         for _ in range(self.chance.choice((1, 1, 2, 3))):
             names = unused if unused and self.chance.random() < 0.7 else list(FILLED)
             name = self.chance.choice(names)

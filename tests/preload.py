@@ -8,16 +8,16 @@ import torch
 import transformers
 import typer
 
-import symbiosis.client.build  # noqa: F401
+import symbiosis.client.from_executor  # noqa: F401
 import symbiosis.executor.daemon  # noqa: F401
-import symbiosis.transport.local  # noqa: F401
-import symbiosis.transport.local_client  # noqa: F401
-import symbiosis.transport.zeromq  # noqa: F401
-import symbiosis.transport.zeromq_client  # noqa: F401
+import symbiosis.transport.local.client  # noqa: F401
+import symbiosis.transport.local.listener  # noqa: F401
+import symbiosis.transport.tcp.client  # noqa: F401
+import symbiosis.transport.tcp.listener  # noqa: F401
 import tests.processes  # noqa: F401
 from symbiosis.cli import executor_app
-from symbiosis.executor.load import load_model
-from symbiosis.executor.store import Store
+from symbiosis.executor.model.load import load_model
+from symbiosis.executor.model.store import Store
 from symbiosis.kernels.few_rows import FewRows
 from tests.conftest import tiny_llama
 

@@ -1,7 +1,8 @@
 """Real executors and clients for tests: processes that can be killed, frozen and started again, and a bystander to watch.
 
 They are forked from one server process that has imported everything, so that starting one takes a fraction of a second.
-Whatever is waited for is waited for on a descriptor or on a condition, and not for ever.
+(The demo's and benchmarks' are started from nothing, as users start them: symbiosis/tools/processes.py.) Whatever is waited for is waited
+for on a descriptor or on a condition, and not for ever.
 """
 
 import atexit
@@ -27,10 +28,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from symbiosis import top
 from symbiosis.client.session import Session
-from symbiosis.executor.metrics import Snapshot
+from symbiosis.executor.observe.snapshot import Snapshot
 from symbiosis.protocol import Op
+from symbiosis.tools import top
 from tests import tally
 from tests.conftest import tiny_llama
 
@@ -126,14 +127,14 @@ class Process:
 
 
 class Executor(Process):
-    """`symbiosis-executor MODEL OPTION ...`, ready when this returns."""
+    """`symbiosis-executor MODEL OPTION ...`, ready when this returns. It is there to be called, unless it says `--share-weights`."""
 
     killed_ones = tally.EXECUTORS
 
     def __init__(self, model: Path | str, *options: str, log: Path) -> None:
         self.model, self.options, self.log, self._ended = model, options, log, False
         reader, writer = _context.Pipe(duplex=False)
-        super().__init__(_run_executor, writer, str(log), [str(model), *options])
+        super().__init__(_run_executor, writer, str(log), [str(model), "--no-share-weights", *options])
         writer.close()
         self.line = self._first_line(reader)
 

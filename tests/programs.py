@@ -12,8 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
-from symbiosis.client.remote_weight import remote_weights
 from symbiosis.client.session import Session
+from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.protocol import Call, Hello, Op, encode_call, encode_control
 from tests.conftest import tiny_llama
 from tests.processes import Client, Executor, Say, killed_at_the_end

@@ -1,8 +1,10 @@
 """An executor with keys for tests, its folder of tenants, and what their clients need."""
 
 import copy
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 import zmq
 from torch import nn
@@ -10,22 +12,22 @@ from torch import nn
 import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.errors import Code
-from symbiosis.keys import generate
 from symbiosis.protocol import (
     Call,
     Hello,
     Op,
     Refusal,
     Welcome,
-    decode_control,
+    decode_from_executor,
     decode_reply,
     encode_call,
     encode_control,
 )
-from symbiosis.transport.curve import Address
+from symbiosis.security.keys import generate
+from symbiosis.transport.tcp.curve import Address
 from tests.conftest import tiny_llama
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 ECHO = Call(Op.ECHO, 0, "float32", (2, 8))
 ROWS = torch.arange(640.0).view(10, 64)
 
@@ -59,6 +61,27 @@ class Realm:
         return Session(self.endpoint(key), **options)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Realm]]:
+    """Starts a realm with the options given; it ends with the test."""
+    realms: list[Realm] = []
+
+    def run(**options: object) -> Realm:
+        realms.append(Realm(tmp_path, **options))  # type: ignore[arg-type]
+        return realms[-1]
+
+    yield run
+    for realm in realms:
+        realm.executor.close()
+
+
+class Reader:
+    """A peer, as far as an account knows it: the sizes of the replies that it has not read."""
+
+    def __init__(self, *unread: int) -> None:
+        self.unread = unread
+
+
 def echoes(session: Session) -> bool:
     return torch.equal(session.call(Op.ECHO, 0, ROWS), ROWS)
 
@@ -77,7 +100,7 @@ class Raw:
 
     def join(self) -> Welcome | Refusal:
         self.socket.send(encode_control(Hello(client="raw")))
-        answer = decode_control(self.socket.recv())
+        answer = decode_from_executor(self.socket.recv())
         assert isinstance(answer, Welcome | Refusal)
         return answer
 

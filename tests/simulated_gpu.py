@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 WITH_TRITON = [f"symbiosis.{name}" for name in (
-    "kernels.rows", "kernels.rounds", "kernels.few_rows_gpu", "executor.joined", "executor.runs", "executor.rounds",
+    "kernels.gpu.gather", "kernels.gpu.doorbell", "kernels.gpu.few_rows", "executor.gpu.gathered", "executor.gpu.playback",
+    "executor.gpu.rounds",
 )]  # fmt: skip
 Step = Callable[[], bool]  # something enqueued: false as long as it waits
 
@@ -210,8 +211,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch.cuda, "current_blas_handle", lambda: 0)
     before = {name: importlib.import_module(name.rpartition(".")[0]) for name in WITH_TRITON}
     kept = {name: vars(package).get(name.rpartition(".")[2]) for name, package in before.items()}
-    runs = importlib.import_module("symbiosis.executor.runs")
-    rounds = importlib.import_module("symbiosis.executor.rounds")
+    runs = importlib.import_module("symbiosis.executor.gpu.playback")
+    rounds = importlib.import_module("symbiosis.executor.gpu.rounds")
     monkeypatch.setattr(runs, "captured", simulated.captured)
     monkeypatch.setattr(runs, "MemOps", simulated.mem_ops)
     monkeypatch.setattr(runs, "kernel", SimpleNamespace(wait=simulated.wait, load_wait=lambda *how: None))

@@ -2,7 +2,7 @@
 
 What the step calls is known from its last run before. Where programs share the GPU by MPS, the executor is told, and answers all of it
 as one round, without a CPU for each call. It maps the memory that the step computes in, so that rows and results are not copied
-(`transport.cuda_step.Step`).
+(`transport.cuda.step.Step`).
 """
 
 import logging
@@ -17,15 +17,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
-from symbiosis.client.session import Session, sessions
+from symbiosis.client.connection.lifetime import sessions
+from symbiosis.client.session import Session
 from symbiosis.client.stats import Stats
-from symbiosis.errors import CaptureError
-from symbiosis.kernels import step_memory, with_triton
+from symbiosis.errors import CaptureError, ConfigError
+from symbiosis.kernels import with_triton
+from symbiosis.kernels.gpu import shareable_memory
 from symbiosis.protocol import Call
 
 if TYPE_CHECKING:
-    from symbiosis.transport.cuda_client import DeviceLine
-    from symbiosis.transport.cuda_step import Step
+    from symbiosis.transport.cuda.client import DeviceLine
+    from symbiosis.transport.cuda.step import Step
 
 logger = logging.getLogger("symbiosis")
 Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
@@ -119,8 +121,8 @@ class Captured:
         self._in_vain += 1
         if self._in_vain == MOST_WARMING:
             logger.warning(
-                "a captured function was called with %d kinds of arguments that did not come again, and ran as it is: pass numbers that "
-                "change as tensors, and pad what has many lengths",
+                "a captured function was called with %d kinds of arguments that never came again, and ran uncaptured: pass numbers "
+                "that change as tensors, and pad what comes in many lengths",
                 MOST_WARMING,
             )
 
@@ -138,11 +140,11 @@ class Captured:
         used = [(line, calls) for line, calls in noted if calls]
         if not used:
             return self._capture_in(None, given, structure, [])
-        pool = None if any(session.keeps_secrets for session in sessions()) else step_memory.new_pool()
+        pool = None if any(session.keeps_secrets for session in sessions()) else shareable_memory.new_pool()
         steps: list[tuple[DeviceLine, Step]] = []
         try:
             for line, calls in used:
-                line.begin_step(calls, pool is not None, with_triton("rounds"))
+                line.begin_step(calls, pool is not None, with_triton("gpu.doorbell"))
             graph = self._capture_in(pool, given, structure, steps)
         except BaseException:
             for line, step in _ended_steps(used):
@@ -268,4 +270,10 @@ def capture(function: Callable[..., Any], *, max_graphs: int = 8) -> Captured:
     ...     return loss.detach()
     >>> step = symbiosis.capture(train_step)  # from now on: loss = step(ids)
     """
+    if not callable(function):
+        raise ConfigError(
+            f"capture takes a function, not {function!r:.80}: give it the step, not what the step returns"
+        )
+    if type(max_graphs) is not int or max_graphs < 1:
+        raise ConfigError(f"max_graphs={max_graphs!r:.80}: write a whole number of at least 1")
     return Captured(function, max_graphs)

@@ -17,10 +17,12 @@ class Stats:
     wait_s: float = 0.0
     compute_s: float = 0.0
     round_trip_s: float = 0.0
-    batched_calls: int = 0
+    batched_calls: int = 0  # that ran in the products of this client's calls, these included
     reconnects: int = 0
     retries: int = 0
     slowed_s: float = 0.0  # waited because the executor said that this tenant has enough under way
+    direct: int = 0  # products that this client made by itself, by mapped weights
+    direct_rows: int = 0
     by_op: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -14,6 +14,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from symbiosis.errors import WrapError
@@ -42,13 +43,13 @@ def told_config(welcome: Welcome, changes: dict[str, Any], where: str) -> PreTra
     try:
         told = json.loads(welcome.config)
     except (ValueError, RecursionError) as error:
-        raise WrapError(f"{where} tells a configuration that is no JSON: {shown(str(error))}") from None
+        raise WrapError(f"{where} sends a configuration that is not JSON: {shown(str(error))}") from None
     if not isinstance(told, dict) or "model_type" not in told:
         raise WrapError(f"{where} serves a {welcome.model_class}, not a transformers model: use wrap instead")
     config_class, taken = _config_class(told["model_type"], where), _Taken(where)
     values = taken.fields(config_class, told)
     if taken.left_out:
-        logger.warning("left out of what %s tells of its model: %s", where, ", ".join(sorted(taken.left_out)[:8]))
+        logger.warning("left out of the configuration that %s sends: %s", where, ", ".join(sorted(taken.left_out)[:8]))
     try:
         config = config_class(**values)
         if unknown := sorted(name for name in changes if not hasattr(config, name)):
@@ -61,19 +62,19 @@ def told_config(welcome: Welcome, changes: dict[str, Any], where: str) -> PreTra
         raise
     except Exception as error:  # whatever transformers makes of it
         text = shown(f"{type(error).__name__} {error}")
-        raise WrapError(f"transformers makes no configuration of what {where} tells: {text}") from error
+        raise WrapError(f"transformers cannot make a configuration from what {where} sends: {text}") from error
 
 
 def told_class(name: str, config: PreTrainedConfig, where: str) -> Any:
     """The class of this name, if it is one of those that transformers' own auto classes choose for such a configuration."""
     for mapping_name in dir(modeling_auto):
         mapping = getattr(modeling_auto, mapping_name)
-        if mapping_name.startswith("MODEL_") and isinstance(mapping, modeling_auto._LazyAutoMapping):
+        if mapping_name.startswith("MODEL_") and isinstance(mapping, _LazyAutoMapping):
             names = mapping._model_mapping.get(str(config.model_type), ())
             if name in ((names,) if isinstance(names, str) else names) and (found := getattr(transformers, name, None)):
                 return found
     raise WrapError(
-        f"{where} serves a {name!r}, which is none of the classes that transformers {transformers.__version__} has for a "
+        f"{where} serves a {name!r}, which is not one of the classes that transformers {transformers.__version__} has for a "
         f"{config.model_type}: install another release, or wrap a model from a checkpoint"
     )
 
@@ -81,7 +82,7 @@ def told_class(name: str, config: PreTrainedConfig, where: str) -> Any:
 def _config_class(model_type: object, where: str) -> type[PreTrainedConfig]:
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise WrapError(
-            f"transformers {transformers.__version__} knows no model_type {shown(str(model_type), LONGEST_WORD)!r}, as {where} tells: "
+            f"transformers {transformers.__version__} does not know the model_type {shown(str(model_type), LONGEST_WORD)!r}, which {where} names: "
             "install another release, or wrap a model from a checkpoint"
         )
     return CONFIG_MAPPING[model_type]  # type: ignore[no-any-return]
@@ -101,15 +102,15 @@ class _Taken:
             full = shown(path + name, LONGEST_WORD)
             if name in ALTERS and value:
                 raise WrapError(
-                    f"{self._where} tells of {full}: from_executor builds no such model, wrap one from a checkpoint"
+                    f"{self._where} names {full}, which from_executor does not build: wrap a model from a checkpoint"
                 )
             if name in OUR_OWN or name in ALTERS:
                 continue
             if name.startswith(("_attn", "_experts", "attn_impl", "experts_impl")):
-                self.left_out.add(full)
                 continue
             if name not in allowed and not _is_plain(config_class, name, value):
-                self.left_out.add(full)
+                if name.isidentifier() and not name.startswith("_"):  # else no model computes by it
+                    self.left_out.add(full)
                 continue
             part = config_class.sub_configs.get(name)
             nested = part is not None or (isinstance(value, dict) and "model_type" in value)
@@ -121,10 +122,10 @@ class _Taken:
         if value is None:
             return None
         if not isinstance(value, dict) or path.count(".") > DEEPEST:
-            raise WrapError(f"{self._where}: {path} is no configuration of a part")
+            raise WrapError(f"{self._where}: {path} is not the configuration of a part")
         fixed = part is not None and isinstance(part, type) and issubclass(part, PreTrainedConfig)
         if not fixed and "model_type" not in value:
-            raise WrapError(f"{self._where}: {path} does not say of which model_type it is")
+            raise WrapError(f"{self._where}: {path} does not name its model_type")
         config_class = part if fixed else _config_class(value["model_type"], self._where)
         kind = {"model_type": value["model_type"]} if "model_type" in value else {}
         return {**self.fields(config_class, value, f"{path}."), **kind}

@@ -1,17 +1,21 @@
 """`unwrap`: a model has its own weights again."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from symbiosis.client.places import base_model
-from symbiosis.client.remote_weight import RemoteWeight
-from symbiosis.client.state import is_the_executors, may_read
-from symbiosis.client.virt_layer import ORIGINAL
+from symbiosis.client.arguments import a_model
+from symbiosis.client.layers.layer_plan import base_model
+from symbiosis.client.layers.virt_layer import ORIGINAL
+from symbiosis.client.state_dict import is_the_executors, may_read
+from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.wrap import DECODES, Model
 from symbiosis.errors import Code, WrapError
 from symbiosis.names import modules_in_base, parameter_in_base
+
+logger = logging.getLogger("symbiosis")
 
 
 def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) -> Model:
@@ -24,7 +28,10 @@ def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) 
     ...     type(model.model.layers[0].mlp.up_proj).__name__
     'Linear'
     """
+    a_model(model, "unwrap")
     names = _names(model)
+    if not names:
+        logger.warning("unwrap: nothing in this %s is wrapped, so it stays as it is", type(model).__name__)
     source = _source_of_weights(model, list(names), weights)
     values = {weight: source(weight, names[weight]) for weight in names}
     for module in model.modules():
@@ -63,7 +70,7 @@ def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: An
             return weight.value().clone()
         value = next((tensors[key] for key in (name, f"{layer.name}.weight", layer.name) if key in tensors), None)
         if value is None or tuple(value.shape) != layer.shape:
-            raise WrapError(f"{where} have no {layer.name} of shape {layer.shape}", Code.WRONG_MODEL)
+            raise WrapError(f"{where} do not contain {layer.name} with shape {layer.shape}", Code.WRONG_MODEL)
         if not is_the_executors(value, layer):
             raise WrapError(
                 f"{layer.name}: {where} differ from those that this model was wrapped with: pass weights=DIRECTORY (or a state dict) "
@@ -78,8 +85,17 @@ def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: An
 def _checkpoint(model: nn.Module, directory: str | Path | None) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
-    path = Path(directory or _loaded_from(model) or "/nonexistent")
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if not isinstance(directory, str | Path | None):
+        raise WrapError(
+            f"unwrap(model, {directory!r:.80}): weights is a checkpoint's directory, or a state dict ({{name: tensor}})"
+        )
+    path = Path(_loaded_from(model) if directory is None else directory)
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() and str(path) != "." else []
+    if not files and directory is not None:
+        what = "has no *.safetensors in it" if path.is_dir() else "is not a directory"
+        raise WrapError(
+            f"unwrap(model, {str(directory)!r}): it {what}: pass the directory of the executor's checkpoint, or a state dict"
+        )
     if not files:
         raise WrapError(
             "unwrap needs the weights, which this client does not have: pass weights=DIRECTORY (or a state dict), "

@@ -11,16 +11,16 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from symbiosis.choice import head_names, is_in
-from symbiosis.client.places import OTHER_SHAPE, Report, base_model
-from symbiosis.client.remote_weight import RemoteWeight
+from symbiosis.client.layers.layer_plan import OTHER_SHAPE, WrapReport, base_model
 from symbiosis.client.session import Session
+from symbiosis.client.weights.remote_weight import RemoteWeight
 
 logger = logging.getLogger("symbiosis")
 # Of a configuration, what decides results; the rest is of shapes, training, generation and tokens.
 DECIDES = ("*rope_*", "*norm*", "*_eps", "*epsilon*", "*_act", "*activation*", "*head*", "*_per_tok", "*window*", "*softcap*", "*scal*", "*multiplier*", "*rotary*", "*layer_types*")  # fmt: skip
 
 
-def warn_of_differences(model: nn.Module, session: Session, report: Report) -> None:
+def warn_of_differences(model: nn.Module, session: Session, report: WrapReport) -> None:
     """What is no error, as it may be meant, but gives other results than the executor's model."""
     shapes = [f"{name}: {reason}" for name, reason in report.kept.items() if reason.startswith(OTHER_SHAPE)]
     if shapes:
@@ -40,7 +40,7 @@ def warn_of_differences(model: nn.Module, session: Session, report: Report) -> N
     ]
     if settings:
         logger.warning(
-            "this model is configured otherwise than that of %s, so its results differ: %s",
+            "this model is configured differently from that of %s, so its results differ: %s",
             session.endpoint,
             "; ".join(settings),
         )
@@ -51,7 +51,7 @@ def warn_of_heads(model: nn.Module, session: Session, names: Sequence[str]) -> N
     heads = head_names(base_model(model))
     if served := [name for name in names if is_in(name, heads)]:
         logger.warning(
-            "%s serves heads (%s), whose gradients show the labels to its operator: to keep them here, wrap(model, layers='!%s')",
+            "%s serves heads (%s), whose gradients reveal the labels to its operator: to keep them here, wrap(model, layers='!%s')",
             session.endpoint,
             _some(served),
             served[0],

@@ -12,22 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.choice import head_names, is_in
-from symbiosis.client.noise import Noise
-from symbiosis.client.peft_methods import support_peft_methods
-from symbiosis.client.places import Place, Report, base_model, parameter_of, plan_wrap
-from symbiosis.client.private import Plain, Privacy, PrivateSession
-from symbiosis.client.remote_view import Handle
-from symbiosis.client.remote_weight import RemoteWeight, remote_weights
-from symbiosis.client.session import CALL_S, PATIENCE_S, Session
-from symbiosis.client.state import complete, put_in_remote, say_what_is_left_out
+from symbiosis.client import arguments
+from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S
+from symbiosis.client.layers.layer_plan import ParameterSite, WrapReport, base_model, parameter_of, plan_wrap
+from symbiosis.client.layers.virt_layer import PROXY
+from symbiosis.client.privacy.masked_session import Plain, Privacy, PrivateSession
+from symbiosis.client.privacy.noise import Noise
+from symbiosis.client.privacy.verify import Proofs
+from symbiosis.client.session import Session
+from symbiosis.client.state_dict import complete, put_in_remote, say_what_is_left_out
 from symbiosis.client.stats import Stats
-from symbiosis.client.verify import Proofs
-from symbiosis.client.virt_layer import PROXY
 from symbiosis.client.warn import warn_of_differences, warn_of_heads, warn_when_trained
+from symbiosis.client.weights.peft_methods import support_peft_methods
+from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
+from symbiosis.client.weights.view import Handle
 from symbiosis.config import default_endpoints
 from symbiosis.errors import Code, WrapError
-from symbiosis.fingerprint import digest
-from symbiosis.protocol import Layer, Priority
+from symbiosis.protocol import Layer
+from symbiosis.security.fingerprint import digest
 from symbiosis.transport.tensors import DTYPE_NAME
 
 logger = logging.getLogger("symbiosis")
@@ -48,11 +50,13 @@ def wrap(
     exact: bool = True,
     privacy: Privacy | str | None = None,
     verify: bool = False,
+    share: bool = True,
 ) -> Model:
     """Let an executor compute the frozen layers of `model`. In place; before or after `get_peft_model`.
 
-    Threads may share the model; one at a time makes a call. For calls that meet in a batch, let each thread have a model of its own
-    (`from_executor`, which costs no base weights).
+    Threads may share the model. Those that would wait for each other's calls get connections of their own while they call (16 in a
+    process at most, and a quarter of what the executor allows a tenant), so their calls can meet in a batch as those of several
+    programs do. With `privacy` or `verify`, and where the executor lets no more in, one thread at a time makes a call.
 
     Args:
         endpoint: The executor's URL, or those of several that serve the same model: when the one in use is lost, ends or
@@ -69,26 +73,30 @@ def wrap(
         privacy: What the executor's operator must not see: `symbiosis.Split(OTHER_ENDPOINT)` or `symbiosis.Pads(FILE)` hide
             everything but lengths and times, `symbiosis.Noise()` (or "noise") only obscures; default: nothing is hidden.
         verify: Whether every answer is tested by a secret projection, so that a wrong one is an error.
+        share: Whether to map the weights of an executor of this user at `local://`, which then computes only what a call is good for;
+            if it offers that. With `privacy` or `verify` they never are.
 
     >>> from transformers import AutoModelForCausalLM
     >>> import symbiosis
-    >>> from symbiosis.executor.load import DEMO_MODEL
+    >>> from symbiosis.executor.model.load import DEMO_MODEL
     >>> model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     >>> with symbiosis.Executor("demo") as executor:
     ...     model = symbiosis.wrap(model, executor.endpoint)
     ...     symbiosis.stats(model).calls
     0
     """
-    if not isinstance(model, nn.Module):
-        raise WrapError(
-            f"wrap takes a model, not {model!r:.80}: load it with AutoModelForCausalLM.from_pretrained(...), or let "
-            "symbiosis.from_executor(...) build it"
-        )
+    arguments.a_model(model, "wrap")
+    patterns = arguments.patterns(layers)
     waits = {"timeout": timeout, "patience": patience, "wait": wait}
-    words: dict[str, Any] = {"priority": priority_of(priority), "exact": exact, **waits}
+    words: dict[str, Any] = {
+        "priority": arguments.priority(priority),
+        "exact": exact,
+        "share": arguments.flag("share", share),
+        **waits,
+    }
     session = _session(default_endpoints() if endpoint is None else endpoint, privacy, verify, **words)
     try:
-        report = attach(model, session, [layers] if isinstance(layers, str) else layers)
+        report = attach(model, session, patterns)
     except BaseException:
         session.close()
         raise
@@ -98,7 +106,7 @@ def wrap(
 
 def attach(
     model: nn.Module, session: Session, patterns: Sequence[str] | None = None, device: torch.device | None = None
-) -> Report:
+) -> WrapReport:
     """Plan, check, then change `model` so that `session` computes its served layers.
 
     `device` is where a model without weights (on meta) will live; there is nothing to check then.
@@ -137,8 +145,8 @@ def attach(
 
 
 def _without_the_private(
-    model: nn.Module, plan: list[tuple[list[Place], int]], report: Report, manifest: Sequence[Layer]
-) -> list[tuple[list[Place], int]]:
+    model: nn.Module, plan: list[tuple[list[ParameterSite], int]], report: WrapReport, manifest: Sequence[Layer]
+) -> list[tuple[list[ParameterSite], int]]:
     """Only layers whose rows can be masked: not embeddings and experts, nor a head, whose gradient shows the labels."""
     heads = head_names(base_model(model))
     kept = []
@@ -153,8 +161,9 @@ def _without_the_private(
 
 
 def _session(endpoint: str | Sequence[str], privacy: Privacy | str | None, verify: bool, **words: Any) -> Session:
-    if privacy is None and not verify:
+    if not arguments.flag("verify", verify) and privacy is None:
         return Session(endpoint, **words)
+    words["share"] = False  # whoever hides or proves something multiplies nothing by what it was given
     if isinstance(privacy, str):
         if privacy != "noise":
             raise WrapError(
@@ -170,7 +179,7 @@ def _session(endpoint: str | Sequence[str], privacy: Privacy | str | None, verif
     return PrivateSession(endpoint, privacy or Plain(), Proofs() if verify else None, **words)
 
 
-def check_same(place: Place, layer: Layer) -> None:
+def check_same(place: ParameterSite, layer: Layer) -> None:
     """The client's tensor must be the executor's, bit for bit: else the client is built for another model."""
     tensor = parameter_of(place)
     dtype = DTYPE_NAME.get(tensor.dtype)
@@ -188,7 +197,9 @@ def check_same(place: Place, layer: Layer) -> None:
         )
 
 
-def replace(places: list[Place], handle: Handle, biases: dict[str, str], device: torch.device | None = None) -> None:
+def replace(
+    places: list[ParameterSite], handle: Handle, biases: dict[str, str], device: torch.device | None = None
+) -> None:
     """Put a remote weight where the real one was. `biases`: digests of those that the executor has."""
     old = parameter_of(places[0])
     parameter = nn.Parameter(RemoteWeight.whole(handle, old.dtype, device or old.device), requires_grad=False)
@@ -215,16 +226,19 @@ def stats(model: nn.Module) -> Stats:
     ...     symbiosis.stats(symbiosis.from_executor(executor.endpoint)).reconnects
     0
     """
+    arguments.a_model(model, "stats")
     weight = next(remote_weights(model), None)
     if weight is None:
         raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
     session = weight.handle.session
     for line in session.lines:  # the executor counts for the GPU
         session.stats.batched_calls, session.stats.reconnects = line.batched, line.reconnects
+    if session.mapped is not None:
+        session.stats.direct, session.stats.direct_rows = session.mapped.calls, session.mapped.rows
     return session.all_stats() if isinstance(session, PrivateSession) else session.stats
 
 
-def report(model: nn.Module) -> Report:
+def report(model: nn.Module) -> WrapReport:
     """What `wrap` did to the model.
 
     >>> import symbiosis
@@ -232,22 +246,14 @@ def report(model: nn.Module) -> Report:
     ...     print(symbiosis.report(symbiosis.from_executor(executor.endpoint)))
     wrapped 35/36 (kept: lm_head, not served)
     """
+    arguments.a_model(model, "report")
     for module in model.modules():
         if found := module.__dict__.get("_symbiosis_report"):
             return found
     raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
 
 
-def priority_of(name: str | None) -> Priority | None:
-    if name is None:
-        return None
-    try:
-        return Priority[name.upper()]
-    except KeyError:
-        raise WrapError(f"priority is decode, prefill or train, not {name!r}") from None
-
-
-def _nothing_matches(session: Session, patterns: Sequence[str] | None, report: Report) -> str:
+def _nothing_matches(session: Session, patterns: Sequence[str] | None, report: WrapReport) -> str:
     served = [layer.name for layer in session.manifest if layer.kind != "client"]
     examples = ", ".join(served[:3]) + (", ..." if len(served) > 3 else "")
     told = f"{session.endpoint} serves layers of a {session.welcome.model_class} ({examples})"

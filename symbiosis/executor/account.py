@@ -1,4 +1,4 @@
-"""What one tenant has under way in the executor, and has had; and whether that leaves room for another call."""
+"""What one session, and its tenant, have under way in the executor, and have had; and whether that leaves room for another call."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -6,33 +6,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-
-import msgspec
+from time import monotonic
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.plan import Plan
+from symbiosis.executor.observe.snapshot import Usage
 from symbiosis.protocol import Limits
-from symbiosis.transport.base import Peer
+from symbiosis.transport.base import Direct, Peer
 
+MOST_DIRECT, MOST_COUNTED = 10**15, 1 << 60  # rows and multiplications between two reports of a client, and in all
 BUSY_S = 0.02  # when to try again where it depends on others: some products last that long
 ALWAYS_ROOM = 4 << 20  # bytes that a session may have under way at a time, however many calls that is
-
-
-class Usage(msgspec.Struct):
-    """What a tenant has had since the executor started, whichever sessions it had."""
-
-    calls: int = 0
-    rows: int = 0
-    multiplications: int = 0
-    bytes: int = 0  # of payloads and replies
-    seconds: float = 0.0  # of products; those that it shared with others in proportion
-
-    def count(self, plan: Plan) -> None:
-        """A call, or a round of them, has come."""
-        self.calls += plan.calls
-        self.rows += plan.rows * plan.calls
-        self.multiplications += plan.multiplications
-        self.bytes += plan.moved
 
 
 @dataclass(slots=True)
@@ -102,7 +85,7 @@ class Account:
         if held + scratch > limits.max_tenant_bytes:
             raise CallError(
                 Code.TOO_LARGE,
-                f"a call, its reply and what it takes to compute it may have {limits.max_tenant_bytes} bytes, this one has "
+                f"a call, its reply and the memory to compute it may take {limits.max_tenant_bytes} bytes, and this one takes "
                 f"{held + scratch}: send smaller batches, or ask for a larger --max-tenant-bytes",
             )
         if self.in_flight >= limits.max_tenant_in_flight:
@@ -110,11 +93,13 @@ class Account:
                 BUSY_S, f"a tenant may have {limits.max_tenant_in_flight} calls in flight", "max-tenant-in-flight"
             )
         if own and own + held > ALWAYS_ROOM:
-            raise busy(BUSY_S, f"calls of more than {ALWAYS_ROOM} bytes go one after another")
+            raise busy(BUSY_S, f"calls of more than {ALWAYS_ROOM} bytes are taken one at a time")
         unread = peer.unread
         if len(unread) > 1 and sum(unread) + held > ALWAYS_ROOM:
             raise busy(BUSY_S, f"{len(unread)} large replies are on their way to this session: read them")
-        all_unread = sum(chain.from_iterable(reader.unread for reader in self.readers))
+        all_unread = 0
+        for reader in self.readers:
+            all_unread += sum(reader.unread)
         if self.bytes + held + all_unread > limits.max_tenant_bytes:
             raise busy(
                 BUSY_S,
@@ -122,7 +107,11 @@ class Account:
                 "max-tenant-bytes",
             )
         if self.bytes + held + all_unread > ALWAYS_ROOM and not self.pool.has_room(held):
-            raise busy(BUSY_S, f"the calls and unread replies of all may have {self.pool.most} bytes", "max-bytes")
+            raise busy(
+                BUSY_S,
+                f"the calls and unread replies of all tenants together may have {self.pool.most} bytes",
+                "max-bytes",
+            )
         for what, rate in self._rates.items() if self._limited else ():
             if rate.most and (seconds := rate.wait(now)):
                 raise busy(seconds, f"a tenant may send {rate.most} {what} a second", f"max-tenant-{what}-per-s")
@@ -134,16 +123,60 @@ class Account:
                 rate.take(amount)
 
     def begin(self, held: int) -> None:
-        """... and is on its way."""
+        """A call is under way, and holds so many bytes of the executor's memory."""
         self.in_flight += 1
         self.bytes += held
         self.pool.bytes += held
 
     def end(self, held: int, calls: int = 1) -> None:
-        """... and is answered, or dropped."""
+        """So many calls were answered or dropped, and give back the bytes that they held."""
         self.in_flight -= calls
         self.bytes -= held
         self.pool.bytes -= held
+
+
+@dataclass(slots=True)
+class ServedSession:
+    """What the executor knows of one client."""
+
+    number: int
+    peer: Peer
+    client: str
+    priority: int | None
+    observer: bool
+    heard: float
+    account: Account
+    in_flight: int = 0
+    held: int = 0  # bytes of the calls in flight and their replies
+    calls: int = 0
+    rows: int = 0
+    multiplications: int = 0
+    bytes: int = 0
+    refused: int = 0
+    joined: float = field(default_factory=monotonic)
+    address: str = ""
+    ends_for: str = ""  # why the executor itself ends it
+    direct: Direct = Direct(0, 0, 0, False)  # what its client multiplied by itself
+
+    def count_direct(self, now: Direct) -> None:
+        """Count what the client says it has multiplied by itself. Implausible figures are ignored."""
+        rows, multiplications = now.rows - self.direct.rows, now.multiplications - self.direct.multiplications
+        if 0 <= rows < MOST_DIRECT and 0 <= multiplications < MOST_DIRECT and now.calls < MOST_COUNTED:
+            usage, self.direct = self.account.usage, now
+            usage.direct_rows = min(usage.direct_rows + rows, MOST_COUNTED)
+            usage.direct_multiplications = min(usage.direct_multiplications + multiplications, MOST_COUNTED)
+
+    def begin(self, held: int = 0) -> None:
+        """A call is on its way that needs so many bytes of the executor's memory."""
+        self.in_flight += 1
+        self.held += held
+        self.account.begin(held)
+
+    def end(self, held: int = 0) -> None:
+        """A call was answered, and gives back the bytes that it held."""
+        self.in_flight -= 1
+        self.held -= held
+        self.account.end(held)
 
 
 def half_of_memory() -> int:

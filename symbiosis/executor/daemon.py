@@ -14,13 +14,13 @@ import torch
 
 from symbiosis import mps
 from symbiosis.config import Options
-from symbiosis.executor.headroom import headroom_bytes
-from symbiosis.executor.http import Pages
-from symbiosis.executor.load import load_model, structure
-from symbiosis.executor.log import log, set_up_logging
+from symbiosis.executor.gpu.headroom import headroom_bytes
+from symbiosis.executor.model.load import load_model, structure
+from symbiosis.executor.model.store import Store, check_patterns
+from symbiosis.executor.observe.log import log, set_up_logging
+from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.server import Server
-from symbiosis.executor.store import Store, check_patterns
-from symbiosis.transport.line import FIRST_SEGMENT
+from symbiosis.transport.cuda.words import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3
 LARGE_BLOCK = 1 << 20
@@ -32,6 +32,7 @@ WITHOUT_MPS = (
 
 def serve(model_name: str, options: Options) -> None:
     """Serve until SIGTERM or SIGINT; what has come by then is still answered."""
+    torch.set_flush_denormal(True)  # before there are threads that compute for this one
     set_up_logging(options.log_format)
     guard_process(strangers=options.key is not None)
     with shared_gpu(options):
@@ -66,11 +67,15 @@ def shared_gpu(options: Options) -> Iterator[None]:
 def load_and_serve(model_name: str, options: Options) -> None:
     """Prints one line when it is ready. What `preflight` could not check without torch is checked before the weights are loaded."""
     pages = Pages(options.metrics_host, options.metrics_port) if options.metrics_port is not None else None
+    if pages:
+        log(logging.INFO, "pages", health=pages.url("/health"), metrics=pages.url("/metrics"))
     if options.serve:
         check_patterns(structure(model_name), options.serve)
     if options.workers > (cores := len(os.sched_getaffinity(0))):
         log(logging.WARNING, "more workers than cores: they take turns", workers=options.workers, cores=cores)
     store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
+    if options.shares_weights:
+        store.share()
     gc.collect()
     gc.freeze()  # what is loaded stays: looking through it for garbage takes a tenth of a second
     server = Server(store, options)
@@ -89,7 +94,7 @@ def load_and_serve(model_name: str, options: Options) -> None:
         flush=True,
     )
     server.run()
-    log(logging.INFO, "stopped", calls=sum(line.calls for line in server.figures.lines.values()))
+    log(logging.INFO, "stopped", calls=sum(line.calls for line in server.ledger.lines.values()))
 
 
 def memory_plan(store: Store, options: Options) -> dict[str, int]:

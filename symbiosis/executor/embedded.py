@@ -1,29 +1,32 @@
 """An executor inside a program: the daemon's server in a thread."""
 
 import atexit
-import itertools
+import os
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
+import torch
 from torch import nn
 
 from symbiosis.config import Options, load_options
+from symbiosis.endpoints import is_within_process
 from symbiosis.errors import ConfigError
-from symbiosis.executor.load import load_model
+from symbiosis.executor.model.load import load_model
+from symbiosis.executor.model.store import Store
 from symbiosis.executor.preflight import check
 from symbiosis.executor.server import Server
-from symbiosis.executor.store import Store
-
-_numbers = itertools.count(1)
+from symbiosis.transport.inproc import new_url
 
 
 class Executor:
     """Serves `model` (a model, a directory, a hub id or "demo") from this process until closed, or until the program ends.
 
     Options are those of `symbiosis-executor`, with underscores. Without `listen` it answers at an `inproc://` endpoint.
-    A model that is handed over is served as it is and frozen: give it a model that nobody trains.
+    A model that is handed over is served as it is and frozen: give it a model that nobody trains. As it keeps its own weights, clients at
+    `local://` map them only with `share_weights=True`, which makes a second copy.
 
     >>> with Executor("demo", policy="immediate") as executor:
     ...     executor.endpoint.startswith("inproc://")
@@ -32,16 +35,24 @@ class Executor:
 
     server_class: type[Server] = Server
 
-    def __init__(self, model: nn.Module | str, **options: Any) -> None:
-        chosen: Options = load_options(options)
+    def __init__(self, model: nn.Module | str | Path, **options: Any) -> None:
+        chosen: Options = load_options({name: _as_said(value) for name, value in options.items()})
         if chosen.mps:
             raise ConfigError("mps is for symbiosis-executor: a program must join MPS before it initialises CUDA")
+        shares = chosen.shares_weights and (not isinstance(model, nn.Module) or bool(chosen.share_weights))
+        if isinstance(model, Path):
+            model = os.path.join(".", model)  # noqa: PTH118  (a Path never names a model on the hub)
         if isinstance(model, str):
-            elsewhere = tuple(url for url in chosen.listen if not url.startswith("inproc://"))
+            elsewhere = tuple(url for url in chosen.listen if not is_within_process(url))
             check(msgspec.structs.replace(chosen, model=model, listen=elsewhere, metrics_port=None))
             model = load_model(model, chosen.dtype, chosen.device)
-        self.server = self.server_class(Store(model, chosen.serve, chosen.integers), chosen)
-        self.server.listen(chosen.listen or (f"inproc://executor-{next(_numbers)}",))
+        else:
+            _check_model(model, chosen)
+        store = Store(model, chosen.serve, chosen.integers)
+        if shares:
+            store.share()
+        self.server = self.server_class(store, chosen)
+        self.server.listen(chosen.listen or (new_url(),))
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
         atexit.register(self.close)  # a thread that computes while the interpreter goes away takes the process down
         self._thread.start()
@@ -72,3 +83,39 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _as_said(value: Any) -> Any:
+    """A device or dtype of torch by its name, as the command line has it."""
+    return str(value).removeprefix("torch.") if isinstance(value, torch.device | torch.dtype) else value
+
+
+def _check_model(model: Any, options: Options) -> None:
+    """`ConfigError` if a program hands over what is no base model, or options for one that is loaded."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"Executor takes a model, not {model!r:.80}: a model, its directory, a hub id, or 'demo'")
+    for name, module in model.named_modules():
+        if type(module).__module__.startswith("peft."):
+            raise ConfigError(
+                f"Executor serves a base model, and this one has adapters ({name or type(module).__name__}), which belong to clients: "
+                "hand over the model as it was before get_peft_model (model.unload() gives it back; model.merge_and_unload() with the "
+                "adapter in its weights)"
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta or hasattr(parameter, "handle"):
+            raise ConfigError(
+                f"Executor serves a model's weights, and this model does not have them ({name}): it is wrapped, or on the meta device. "
+                "Load it with from_pretrained, or symbiosis.unwrap(model) first"
+            )
+    for name, said in (("device", options.device != "cpu"), ("dtype", options.dtype is not None)):
+        if said and getattr(options, name) not in _own(model, name):
+            raise ConfigError(
+                f"{name}={getattr(options, name)!r} is for models that the executor loads, and this one is {' and '.join(_own(model, name))}: "
+                f"use model.to(...) before"
+            )
+
+
+def _own(model: nn.Module, name: str) -> list[str]:
+    """The devices or dtypes of a model's parameters; a GPU by its number and without."""
+    found = {str(getattr(parameter, name)).removeprefix("torch.") for parameter in model.parameters()}
+    return sorted(found | {one.partition(":")[0] for one in found})

@@ -7,17 +7,15 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 from symbiosis import mps
 from symbiosis.config import DTYPE_BITS, Options
 from symbiosis.endpoints import is_loopback, open_to_others, parts_of
 from symbiosis.errors import ConfigError
-from symbiosis.executor.audit_log import AuditLog
-from symbiosis.executor.checkpoint import (
+from symbiosis.executor.model.checkpoint import (
     MODEL,
     check_whole,
     hub_is_out_of_reach,
@@ -26,8 +24,10 @@ from symbiosis.executor.checkpoint import (
     weight_files,
     weights_nbytes,
 )
-from symbiosis.keys import Keyring
-from symbiosis.ownership import check_socket, make_folder
+from symbiosis.executor.observe.audit_log import AuditLog
+from symbiosis.memory import free_memory
+from symbiosis.security.keys import Keyring
+from symbiosis.security.ownership import check_socket, make_folder
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
 LONGEST_SOCKET = 107  # bytes of a Unix socket's path
@@ -234,17 +234,3 @@ def _has_driver() -> bool:
     except OSError:
         return False
     return True
-
-
-def free_memory() -> int:
-    """Bytes that a new process could have: the machine's, and swap, within the limit of its cgroup. No limit where nothing tells."""
-    if not Path("/proc/meminfo").exists():
-        return sys.maxsize
-    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = sum(int(told[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
-    with suppress(OSError, ValueError, LookupError):  # no cgroup, or no limit
-        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip())
-        used = int((group / "memory.current").read_text())
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, int((group / "memory.max").read_text()) - used + int(cached["inactive_file"]))
-    return max(0, free)

@@ -20,7 +20,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from symbiosis.kernels import c
+from symbiosis.kernels import compile_c
 
 ROWS_TRIED = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 BYTES_TRIED = 1 << 26  # of matrices in turn, so that they come from memory and not from a cache
@@ -53,7 +53,7 @@ def by_onednn(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
 
 def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, threads: int = 1) -> Tensor:
     """In C: a stripe of the weight's rows is read once for all rows."""
-    (T, K), N, multiply = x_TK.shape, len(weight_NK), compiled()
+    (T, K), N, multiply = x_TK.shape, len(weight_NK), compiled_kernel()
     if multiply is None or T > MOST_ROWS or K % MULTIPLE or {x_TK.dtype, weight_NK.dtype} != {torch.float32}:
         raise NotImplementedError
     x_TK, weight_NK, y_TN = x_TK.contiguous(), weight_NK.contiguous(), torch.empty(T, N)
@@ -62,10 +62,10 @@ def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, threads: 
 
 
 @lru_cache(maxsize=1)
-def compiled() -> Callable[..., None] | None:
+def compiled_kernel() -> Callable[..., None] | None:
     """What `few_rows.c` says, for this processor; None where it cannot be compiled."""
     try:
-        with c.compiled(SOURCE, *FLAGS) as library:
+        with compile_c.compiled(SOURCE, *FLAGS) as library:
             function = ctypes.CDLL(library).few_rows
     except (OSError, subprocess.SubprocessError):
         return None

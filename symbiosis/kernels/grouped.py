@@ -13,16 +13,6 @@ def grouped(x_TK: Tensor, v_GKN: Tensor, ends_G: Tensor) -> Tensor:
     return y_TN.masked_fill_((rows_T >= ends_G[-1]).unsqueeze(1), 0)  # on a GPU, too, without asking it for the number
 
 
-def grouped_reference(x_TK: Tensor, v_GKN: Tensor, ends_G: Tensor) -> Tensor:
-    """The same, group by group."""
-    y_TN = x_TK.new_zeros(x_TK.shape[0], v_GKN.shape[-1])
-    start = 0
-    for group, end in enumerate(ends_G.tolist()):
-        y_TN[start:end] = x_TK[start:end] @ v_GKN[group]
-        start = end
-    return y_TN
-
-
 def merge(ends: Sequence[Tensor], rows: Sequence[int]) -> tuple[Tensor, Tensor]:
     """How the concatenated rows of several grouped calls become one: the order that sorts them by group, its ends."""
     groups = [_group_of_rows(e, n) for e, n in zip(ends, rows, strict=True)]

@@ -81,7 +81,7 @@ def warm(w_DKN: Tensor) -> None:
 
 
 def product_by_parts(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None) -> Tensor:
-    """The same, digit by digit, by torch's own operations."""
+    """A product modulo 2^32 or 2^64, made digit by digit of torch's own operations."""
     size, (rows, width) = x_TK.element_size(), x_TK.shape
     if out_TN is None:
         out_TN = x_TK.new_empty(rows, w_DKN.shape[-1])
@@ -100,19 +100,21 @@ def _fused(device: torch.device) -> Callable[..., Tensor] | None:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
     try:
-        from symbiosis.kernels.integer_products import fused_product
+        from symbiosis.kernels.gpu.integer_products import fused_product
 
         with torch.cuda.device(device):
             w_DKN = torch.zeros(1, 16, 16, dtype=torch.int8, device=device)
             fused_product(w_DKN.new_zeros(1, 16, dtype=torch.int32), w_DKN)
     except Exception as error:  # no Triton, or nothing that it can compile with
-        warnings.warn(f"products of integers will be slow: no kernel for them ({type(error).__name__})", stacklevel=2)
+        warnings.warn(
+            f"integer products will be slow: there is no kernel for them ({type(error).__name__})", stacklevel=2
+        )
         return None
     return fused_product
 
 
 def reference_product(x_TK: Tensor, w_DKN: Tensor) -> Tensor:
-    """The same in Python's integers, which have no size."""
+    """A product modulo 2^32 or 2^64, made of Python's integers, which cannot overflow: what the others are tested by."""
     w_KN = [
         [sum(int(digit) << (8 * place) for place, digit in enumerate(w)) for w in row] for row in w_DKN.movedim(0, -1)
     ]

@@ -6,26 +6,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symbiosis.endpoints import parts_of
+from symbiosis.endpoints import is_within_process, parts_of
 from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.protocol import Hello
-from symbiosis.transport.base import Connection, Inbox, Listener, Peer
+from symbiosis.transport.base import Connection, Listener, Peer, ServerPort
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU
 
 if TYPE_CHECKING:
-    from symbiosis.transport.cuda_client import DeviceLine
+    from symbiosis.transport.cuda.client import DeviceLine
 
 __all__ = [
     "Connection",
-    "Inbox",
+    "ServerPort",
     "Listener",
     "Peer",
     "Reactor",
     "connect",
+    "is_within_process",
     "listen",
+    "may_come_back",
     "may_go_by_nccl",
     "open_line",
+    "parts_of",
 ]
 logger = logging.getLogger("symbiosis")
 
@@ -39,13 +42,23 @@ def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU, 
 
         return inproc.connect(address, hello, timeout)
     if scheme == "local":
-        from symbiosis.transport.local_client import LocalConnection
+        from symbiosis.transport.local.client import LocalConnection
 
         return LocalConnection(address, hello, timeout)
-    from symbiosis.transport.zeromq_client import TcpConnection
+    _must_be_tcp(scheme)
+    from symbiosis.transport.tcp.client import TcpConnection
 
     by_nccl = _by_nccl(address, hello, timeout, device, room) if device.type == "cuda" and may_go_by_nccl(url) else None
     return by_nccl or TcpConnection(address, hello, timeout, device.type == "cuda", room)
+
+
+def may_come_back(url: str) -> bool:
+    """Whether an executor that is not at `url` may be there later."""
+    if not is_within_process(url):
+        return True
+    from symbiosis.transport import inproc
+
+    return inproc.may_come_back(parts_of(url)[1])
 
 
 def may_go_by_nccl(url: str) -> bool:
@@ -53,14 +66,14 @@ def may_go_by_nccl(url: str) -> bool:
     scheme, address = parts_of(url)
     if scheme != "tcp":
         return False
-    from symbiosis.transport.curve import Address
+    from symbiosis.transport.tcp.curve import Address
 
     return Address.parse(address).nccl
 
 
 def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device, room: int) -> Connection | None:
     """None where it cannot be had, and why is logged."""
-    from symbiosis.transport.nccl_client import NcclConnection
+    from symbiosis.transport.nccl.client import NcclConnection
 
     try:
         return NcclConnection(address, hello, timeout, device, room)
@@ -76,8 +89,8 @@ def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patien
     scheme, address = parts_of(url)
     if scheme != "local" or device.type != "cuda":
         return None
-    from symbiosis.transport.cuda_client import DeviceLine
-    from symbiosis.transport.cuda_driver import CudaError
+    from symbiosis.transport.cuda.client import DeviceLine
+    from symbiosis.transport.cuda.driver import CudaError
 
     try:
         return DeviceLine(address, hello, device, patience)
@@ -88,17 +101,23 @@ def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patien
         raise ConnectionLost(f"no executor answers at {url}: {error}") from None
 
 
-def listen(url: str, reactor: Reactor, inbox: Inbox) -> Listener:
+def listen(url: str, reactor: Reactor, inbox: ServerPort) -> Listener:
     """Answer at `url`: events on its descriptors run in `reactor`, messages go to `inbox`."""
     scheme, address = parts_of(url)
     if scheme == "inproc":
         from symbiosis.transport import inproc
 
-        return inproc.Listener(address, reactor, inbox)
+        return inproc.InprocListener(address, reactor, inbox)
     if scheme == "local":
-        from symbiosis.transport import local
+        from symbiosis.transport.local import listener as local
 
-        return local.Listener(address, reactor, inbox)
-    from symbiosis.transport import zeromq
+        return local.LocalListener(address, reactor, inbox)
+    _must_be_tcp(scheme)
+    from symbiosis.transport.tcp import listener as zeromq
 
-    return zeromq.Listener(address, reactor, inbox)
+    return zeromq.TcpListener(address, reactor, inbox)
+
+
+def _must_be_tcp(scheme: str) -> None:
+    if scheme != "tcp":
+        raise NotImplementedError(f"no transport is written for {scheme}://: add it to symbiosis/transport/__init__.py")

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
-from symbiosis.fingerprint import model_fingerprint
 from symbiosis.protocol import (
     LARGEST_LIMIT,
     LONGEST_BEAT_S,
@@ -18,7 +17,9 @@ from symbiosis.protocol import (
     Refusal,
     Reply,
     Welcome,
+    shape_of_reply,
 )
+from symbiosis.security.fingerprint import model_fingerprint
 
 KINDS = frozenset(("linear", "conv1d", "tensor", "embedding", "client"))
 LARGEST, LAST_PORT = 1 << 48, 65535
@@ -36,9 +37,9 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
     said = (answer.fingerprint, answer.model_class, answer.executor, answer.operator.strip())
     for text in (*said, *(text for layer in answer.manifest for text in (layer.name, layer.dtype, layer.digest))):
         if not text.isprintable():
-            raise ProtocolError(Code.BAD_FRAME, f"{url} names something {text[:64]!r}: that is no name")
+            raise ProtocolError(Code.BAD_FRAME, f"{url} names something {text[:64]!r}: that is not a name")
     if unknown := next((layer for layer in answer.manifest if layer.kind not in KINDS), None):
-        raise ProtocolError(Code.BAD_FRAME, f"{url}: {unknown.name} is of no kind that this release knows")
+        raise ProtocolError(Code.BAD_FRAME, f"{url}: {unknown.name} is of a kind that this release does not know")
     sizes = (
         answer.session,
         answer.slab_bytes,
@@ -47,27 +48,32 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
     )
     limits = msgspec.structs.astuple(answer.limits)
     if not (all(0 <= size <= LARGEST for size in sizes) and all(0 <= limit <= LARGEST_LIMIT for limit in limits)):
-        raise ProtocolError(Code.BAD_FRAME, f"{url} tells of sizes that nothing has")
+        raise ProtocolError(Code.BAD_FRAME, f"{url} states impossible sizes")
     if not 0 <= answer.port <= LAST_PORT:
         raise ProtocolError(Code.BAD_FRAME, f"{url} names port {answer.port}")
     if not SHORTEST_BEAT_S <= answer.heartbeat_s <= LONGEST_BEAT_S:
-        raise ProtocolError(Code.BAD_FRAME, f"{url} asks for a sign of life every {answer.heartbeat_s} s")
+        raise ProtocolError(Code.BAD_FRAME, f"{url} asks for a heartbeat every {answer.heartbeat_s} s")
     try:
         msgspec.json.decode(answer.config, type=dict)
     except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-        raise ProtocolError(Code.BAD_FRAME, f"{url} tells of a model by what is no configuration") from None
+        raise ProtocolError(
+            Code.BAD_FRAME, f"{url} describes its model with something that is not a configuration"
+        ) from None
+    _check_model(answer, url, hello)
+    return answer
+
+
+def _check_model(answer: Welcome, url: str, hello: Hello) -> None:
+    """It is what its fingerprint says, and what this client joined before."""
     fingerprint = model_fingerprint(answer.config, answer.manifest)
     if fingerprint != answer.fingerprint:
-        raise ProtocolError(
-            Code.BAD_FRAME, f"the fingerprint that {url} tells is not that of the model that it describes"
-        )
+        raise ProtocolError(Code.BAD_FRAME, f"the fingerprint that {url} sends is not that of the model it describes")
     if hello.fingerprint not in (None, fingerprint):
         raise CallError(
             Code.WRONG_MODEL,
             f"{url} now serves another model than the one this client joined: start the executor with the same checkpoint, or wrap "
             "the client's model again",
         )
-    return answer
 
 
 class MoreRoom(Exception):
@@ -103,7 +109,7 @@ class Answers:
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         try:
-            known = self._known[call] = call.dtype, self._shape(call)
+            known = self._known[call] = call.dtype, shape_of_reply(call, self._manifest)
         except IndexError:
             raise ProtocolError(Code.BAD_FRAME, f"there is no answer to {call.op.name} of {call.shape}") from None
         return known
@@ -120,27 +126,3 @@ class Answers:
         return (
             nbytes if LONGEST_TEXT < nbytes <= self._most else LONGEST_TEXT
         )  # else the executor says what is wrong with the call
-
-    def _shape(self, call: Call) -> tuple[int, ...]:
-        if call.op is Op.ECHO:
-            return call.shape
-        first, *others = (self._manifest[layer] for layer in call.layers)
-        if call.op is Op.FORWARD:
-            return *call.shape[:-1], sum(map(width, (first, *others)))
-        if call.op is Op.DGRAD:
-            return *call.shape[:-1], first.shape[0 if first.kind == "conv1d" else 1]
-        if call.op is Op.NORMS:
-            return (width(first),)
-        if call.op is Op.LOOKUP:
-            return call.shape[0], first.shape[1]
-        matrix = first.shape if call.view is None else call.view.size
-        if call.op is Op.READ:
-            return matrix
-        if call.op is Op.LEFT:
-            return *matrix[:-1], call.shape[-1]
-        return *call.shape[:-1], matrix[-1]
-
-
-def width(layer: Layer) -> int:
-    """Values in a row that a linear layer makes."""
-    return layer.shape[1 if layer.kind == "conv1d" else 0]

@@ -7,11 +7,29 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError
-from symbiosis.keys import Keyring
 from symbiosis.protocol import LONGEST_TEXT, Call, Hello, Limits, Reply, Welcome
+from symbiosis.security.keys import Keyring
+from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import Shapes, bytes_tensor
 
 JOIN_S = 10.0  # a connection that has not joined by then is ended
+
+
+class Advice(NamedTuple):
+    """What an executor tells a client that can multiply by itself: how many other sessions decode, and whether tokens of others wait
+    in the executor's queue, where training gives way to them."""
+
+    others: int = 0
+    rationed: bool = False
+
+
+class Direct(NamedTuple):
+    """What a client has multiplied by itself since it joined, and whether it decoded so a moment ago."""
+
+    calls: int
+    rows: int
+    multiplications: int
+    decoded: bool
 
 
 class Connection(Protocol):
@@ -19,6 +37,7 @@ class Connection(Protocol):
 
     welcome: Welcome
     device: torch.device  # where it takes rows from besides the CPU, and puts results
+    look_s: float  # `beat` is called so often at least, whatever the executor asks for
 
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
@@ -27,13 +46,23 @@ class Connection(Protocol):
         The result comes as fresh tensors where the rows were: one, or one of each of the `shapes`."""
         ...
 
-    def shared(self) -> dict[int, Tensor]:
+    def shared(self, served: bool = False) -> dict[int, Tensor]:
         """What is the client's own, by number in the manifest, in memory that the clients of a host share as long as they do not
-        change it; nothing where there is no such memory."""
+        change it; nothing where there is no such memory. Or what is `served`, read-only, and the biases added to it."""
+        ...
+
+    @property
+    def page(self) -> Any:
+        """For a client that has mapped what is served: where advice comes and figures go."""
+        ...
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it is known by now that the executor is gone."""
         ...
 
     def beat(self) -> None:
-        """Tell the executor that this client lives."""
+        """Tell the executor that this client lives, if that is due."""
         ...
 
     def close(self) -> None: ...
@@ -70,7 +99,8 @@ class Peer(Protocol):
 
 
 class GpuPeer(Peer, Protocol):
-    """... of a client whose calls come again and again from the same places of the GPU: it is answered when the product is launched."""
+    """The executor's end of a client whose calls come again and again from the same places of a GPU. A call is answered when its product
+    is launched, not when it is done."""
 
     @property
     def here(self) -> bool:
@@ -107,8 +137,31 @@ class RoundWords(NamedTuple):
     error: int
 
 
-class Inbox(Protocol):
-    """What a listener calls, always in the server's thread."""
+class Prepared(Protocol):
+    """A call that a GPU makes again and again from the same places, or a round of calls: a peer keeps it, and hands it back when it has
+    come."""
+
+    @property
+    def large(self) -> bool:
+        """Whether others overtake it."""
+        ...
+
+    @property
+    def results(self) -> tuple[Tensor, ...]:
+        """Where its results go; of a round none, as its calls have places of their own."""
+        ...
+
+
+class PreparedRound(Prepared, Protocol):
+    """A round of such calls."""
+
+    def is_behind(self, answered: int) -> bool:
+        """Whether there are calls left when so many were answered: then it goes on from there."""
+        ...
+
+
+class ServerPort(Protocol):
+    """What transports call, always in the server's thread."""
 
     limits: Limits
     keyring: Keyring | None  # of an executor that strangers may reach
@@ -144,30 +197,47 @@ class Inbox(Protocol):
         """The memory in which lies what every client holds for itself."""
         ...
 
+    def weights(self) -> BinaryIO | None:
+        """The memory in which lie the served weights; None where they are not shared."""
+        ...
+
+    def multiplied(self, peer: Peer, direct: Direct) -> Advice:
+        """What a client has done by itself, to be counted; and what to do next."""
+        ...
+
     def results(self, call: Call) -> Shapes:
         """The shapes of what the layers of a group make of their rows; else that of the reply."""
         ...
 
     def prepare(
-        self, peer: GpuPeer, number: int, call: Call, payload: tuple[Tensor, ...], out: Tensor, *others: Tensor
-    ) -> Any:
-        """A call that will come again and again, by this number, with payload and reply always in the same places: the whole of it in
-        one, or each of its `results` in one."""
+        self,
+        peer: GpuPeer,
+        number: int,
+        call: Call,
+        payload: tuple[Tensor, ...],
+        results: tuple[Tensor, ...],
+        seq: int = 0,
+    ) -> Prepared:
+        """A call that will come again and again, by this number, with payload and reply always in the same places: the whole reply in
+        one, or each of its `results` in one. Its replies have this `seq`."""
         ...
 
-    def compose(self, peer: GpuPeer, number: int, prepared: Sequence[Any], words: RoundWords, again: bool) -> Any:
-        """... or a round of such calls, in this order, which the device answers by itself, by reading and writing their numbers; raises `CallError` if it cannot. `again`: another executor could."""
+    def compose(
+        self, peer: GpuPeer, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool
+    ) -> PreparedRound:
+        """Make a round of prepared calls, in this order, which the device answers by itself, by reading and writing their numbers. Raises
+        `CallError` if it cannot. `again`: another executor could."""
         ...
 
-    def forget(self, peer: GpuPeer, prepared: Sequence[Any]) -> None:
+    def forget(self, peer: GpuPeer, prepared: Sequence[Prepared]) -> None:
         """These do not come again; raises `CallError` if they may be under way."""
         ...
 
-    def rang(self, prepared: Any) -> bool:
+    def on_doorbell(self, prepared: Prepared) -> bool:
         """A prepared call has come. Whether it must wait: else it is answered by now."""
         ...
 
-    def settle(self, peer: Peer, then: Callable[[], None] = ...) -> None:
+    def drain_gpu(self, peer: Peer, then: Callable[[], None] = ...) -> None:
         """Wait until the device is through with what was launched for a client which is gone, but for a large round: when that is over,
         too, `then` is called."""
         ...
@@ -177,6 +247,18 @@ class Inbox(Protocol):
         ...
 
     def left(self, peer: Peer, why: str = "left") -> None: ...
+
+
+class PeerHome(Protocol):
+    """The listener of a peer, as far as the peer needs it."""
+
+    inbox: ServerPort
+    reactor: Reactor
+    leaving: bool  # whether another executor takes over the address
+
+    def drop(self, peer: Any) -> None:
+        """The connection of this one is over."""
+        ...
 
 
 class Listener(Protocol):

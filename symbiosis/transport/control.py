@@ -2,14 +2,17 @@
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from threading import Thread
+from typing import TypeVar
 
-from symbiosis import ownership
 from symbiosis.errors import CallError, Code, ProtocolError
-from symbiosis.protocol import Bye, Control, Refusal, decode_control, encode_control
+from symbiosis.protocol import MAX_CONTROL, Bye, Control, Refusal, Welcome, decode_from_executor, encode_control
+from symbiosis.security import ownership
 
-MAX_CONTROL = 1 << 14  # bytes of a message
+MOST_AT_ONCE = 253  # descriptors that come with a message: what the kernel allows, so that it closes none itself
+Said = TypeVar("Said", bound=Control)
 
 
 def connected(path: str, timeout: float) -> socket.socket:
@@ -26,20 +29,37 @@ def connected(path: str, timeout: float) -> socket.socket:
 
 
 @contextmanager
-def received(sock: socket.socket, most: int = 1) -> Iterator[tuple[Control, list[int]]]:
+def received(
+    sock: socket.socket, decode: Callable[[bytes], Said], most: int = 1
+) -> Iterator[tuple[Said | Bye, list[int]]]:
     """The next message, `Bye` if the other side is gone, and at most so many descriptors. They are closed after the block, but for
     those that are taken out of the list."""
     try:
-        raw, fds, flags, _ = socket.recv_fds(sock, MAX_CONTROL, most, socket.MSG_CMSG_CLOEXEC)
+        raw, fds, flags, _ = socket.recv_fds(sock, MAX_CONTROL, MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
     except ConnectionResetError:  # it left before it read what we said; what it said comes behind
-        raw, fds, flags, _ = socket.recv_fds(sock, MAX_CONTROL, most, socket.MSG_CMSG_CLOEXEC)
+        raw, fds, flags, _ = socket.recv_fds(sock, MAX_CONTROL, MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
     try:
-        if flags & socket.MSG_CTRUNC:
+        if flags & socket.MSG_CTRUNC or len(fds) > most:
             raise ProtocolError(Code.BAD_FRAME, f"more than {most} descriptors came with a message, or more than fit")
-        yield decode_control(raw) if raw else Bye(), fds
+        yield decode(raw) if raw else Bye(), fds
     finally:
-        for fd in fds:
-            os.close(fd)
+        if fds:
+            _close(fds)
+
+
+def _close(fds: list[int]) -> None:
+    """Memory and bells at once; all else in a thread of its own: a socket, say, that lingers is closed when its owner wants."""
+    kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd in fds]  # noqa: PTH115
+    quick = all(kind.startswith(("/memfd:", "anon_inode:")) for kind in kinds)
+    if quick:
+        _close_all(fds)
+    else:
+        Thread(target=_close_all, args=(list(fds),), daemon=True).start()
+
+
+def _close_all(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 def answer(sock: socket.socket, message: Control, fds: Sequence[int] = ()) -> None:
@@ -47,14 +67,26 @@ def answer(sock: socket.socket, message: Control, fds: Sequence[int] = ()) -> No
     try:
         socket.send_fds(sock, [encode_control(message)], fds)
     except BlockingIOError:
-        raise CallError(Code.LIMIT, "a client reads the answers to its messages before it sends more") from None
+        raise CallError(
+            Code.LIMIT, "too many unread answers: read pending replies before sending another message"
+        ) from None
 
 
-def refuse(sock: socket.socket, error: Exception) -> None:
+def let_in(sock: socket.socket, message: Control, welcome: Welcome, fds: Sequence[int]) -> None:
+    """`message`, and behind it the welcome: in memory, since a manifest may be larger than a socket's buffer."""
+    letter = os.memfd_create("symbiosis-welcome", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(os.dup(letter), "wb") as file:
+            file.write(encode_control(welcome))
+        answer(sock, message, [letter, *fds])
+    finally:
+        os.close(letter)
+
+
+def tell_refusal(sock: socket.socket, error: Exception) -> None:
     """Tell a client, if it is still there."""
-    code = error.code if isinstance(error, CallError) else Code.RESOURCE
     with suppress(OSError):
-        sock.send(encode_control(Refusal(code, getattr(error, "message", str(error)))))
+        sock.send(encode_control(Refusal.of(error)))
 
 
 def send(sock: socket.socket, message: Control, fds: Sequence[int] = ()) -> None:
@@ -62,7 +94,7 @@ def send(sock: socket.socket, message: Control, fds: Sequence[int] = ()) -> None
     try:
         socket.send_fds(sock, [encode_control(message)], fds)
     except (BrokenPipeError, ConnectionResetError):
-        with suppress(OSError), received(sock) as (answer, _):
+        with suppress(OSError), received(sock, decode_from_executor) as (answer, _):
             if isinstance(answer, Refusal):
                 raise answer.error() from None
         raise

@@ -1,8 +1,10 @@
 """`inproc://NAME`: client and executor in one process. Tensors are handed over as they are; the code path is the true one."""
 
+import itertools
 import os
 import threading
 from collections import deque
+from math import inf
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -11,21 +13,23 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
 from symbiosis.protocol import Call, Hello, Refusal, Reply, Welcome, checked
 from symbiosis.transport.accepted import Answers, accepted
-from symbiosis.transport.base import Inbox, refuse
+from symbiosis.transport.base import ServerPort, refuse
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU, Shapes, cut
 
-_listeners: dict[str, "Listener"] = {}
+OWN_NAME = "executor-"  # of an executor that was given no endpoint: its number comes once
+_numbers = itertools.count(1)
+_listeners: dict[str, "InprocListener"] = {}
 os.register_at_fork(after_in_child=_listeners.clear)  # their threads are the parent's
 
 
-class Peer:
+class InprocPeer:
     """The executor's end: replies go into the client's queue."""
 
     transport, tenant = "inproc", None
     unread, address = (), ""
 
-    def __init__(self, listener: "Listener | None" = None) -> None:
+    def __init__(self, listener: "InprocListener | None" = None) -> None:
         self.session = None
         self._listener = listener
         self.replies: SimpleQueue[tuple[Reply, Tensor] | Welcome | Refusal | None] = SimpleQueue()
@@ -42,19 +46,19 @@ class Peer:
             self._listener.drop(self)
 
 
-class Listener:
+class InprocListener:
     """Messages wait in a deque until the reactor's thread takes them."""
 
-    def __init__(self, name: str, reactor: Reactor, inbox: Inbox) -> None:
+    def __init__(self, name: str, reactor: Reactor, inbox: ServerPort) -> None:
         if name in _listeners:
             raise ConfigError(f"inproc://{name} is already in use in this process")
         self.url = f"inproc://{name}"
         self._name, self._reactor, self._inbox = name, reactor, inbox
-        self._messages: deque[tuple[Peer, object]] = deque()
-        self._peers: set[Peer] = set()
+        self._messages: deque[tuple[InprocPeer, object]] = deque()
+        self._peers: set[InprocPeer] = set()
         _listeners[name] = self
 
-    def post(self, peer: Peer, message: object) -> None:
+    def post(self, peer: InprocPeer, message: object) -> None:
         self._messages.append((peer, message))
         self._reactor.call_soon(self._drain)
 
@@ -63,7 +67,7 @@ class Listener:
             peer, message = self._messages.popleft()
             self._reactor.attempt(peer, self._handle, peer, message)
 
-    def _handle(self, peer: Peer, message: Any) -> None:
+    def _handle(self, peer: InprocPeer, message: Any) -> None:
         if isinstance(message, Hello):
             self._join(peer, message)
         elif message is None:
@@ -71,7 +75,7 @@ class Listener:
         elif peer in self._peers:
             self._call(peer, *message)
 
-    def _call(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+    def _call(self, peer: InprocPeer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
         try:
             checked(call)
         except CallError as error:
@@ -80,16 +84,16 @@ class Listener:
         if self._inbox.admits(peer, seq, call):
             self._inbox.arrived(peer, seq, call, payload)
 
-    def _join(self, peer: Peer, hello: Hello) -> None:
+    def _join(self, peer: InprocPeer, hello: Hello) -> None:
         try:
             welcome = self._inbox.joined(peer, hello)
         except CallError as error:
-            peer.replies.put(Refusal(error.code, error.message))
+            peer.replies.put(Refusal.of(error))
         else:
             self._peers.add(peer)
             peer.replies.put(welcome)
 
-    def drop(self, peer: Peer) -> None:
+    def drop(self, peer: InprocPeer) -> None:
         if peer in self._peers:
             self._peers.discard(peer)
             self._inbox.left(peer)
@@ -111,10 +115,10 @@ class Listener:
 class InprocConnection:
     """The client's end."""
 
-    device = CPU
+    device, page, is_lost, look_s = CPU, None, False, inf
 
-    def __init__(self, listener: Listener, hello: Hello, timeout: float) -> None:
-        self._listener, self._peer = listener, Peer(listener)
+    def __init__(self, listener: InprocListener, hello: Hello, timeout: float) -> None:
+        self._listener, self._peer = listener, InprocPeer(listener)
         self._closed = threading.Event()
         listener.post(self._peer, hello)
         self.welcome = accepted(self._next(timeout), listener.url, hello)
@@ -141,7 +145,7 @@ class InprocConnection:
             raise ConnectionLost(f"the executor at {self._listener.url} closed")
         return answer
 
-    def shared(self) -> dict[int, Tensor]:
+    def shared(self, served: bool = False) -> dict[int, Tensor]:
         return {}
 
     def beat(self) -> None:
@@ -151,6 +155,16 @@ class InprocConnection:
         if not self._closed.is_set():
             self._closed.set()
             self._listener.post(self._peer, None)
+
+
+def new_url() -> str:
+    """For an executor whose user names none."""
+    return f"inproc://{OWN_NAME}{next(_numbers)}"
+
+
+def may_come_back(name: str) -> bool:
+    """Whether somebody answers by this name, or may do so again: a name that was made for one executor is gone with it."""
+    return name in _listeners or not name.startswith(OWN_NAME)
 
 
 def connect(name: str, hello: Hello, timeout: float) -> InprocConnection:

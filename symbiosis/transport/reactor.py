@@ -84,7 +84,7 @@ class Bell(Served, Protocol):
 
 def log_failure(peer: Served | None, error: Exception) -> None:
     """What a reactor does about a mistake, if nobody says otherwise."""
-    logger.error("a mistake of ours ended %s", peer or "nobody", exc_info=error)
+    logger.error("a bug ended %s", peer or "nobody", exc_info=error)
 
 
 class Reactor:

@@ -1,13 +1,15 @@
 """Tensors over raw memory, and the names their dtypes have on the wire."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
 
 import torch
 from torch import Tensor
 
-from symbiosis.errors import Code, ProtocolError
-from symbiosis.protocol import DTYPES, Call
+from symbiosis.errors import CallError, Code, ProtocolError
+from symbiosis.protocol import DTYPES, Call, Layer, Op
+from symbiosis.transport.release import APART, lent, mapped
 
 TORCH_DTYPE: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 DTYPE_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPE.items()}
@@ -35,16 +37,21 @@ def copied(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool =
     return tensor_at(memory, 0, dtype, shape)
 
 
-def received(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool) -> Tensor:
-    """The same, but one that is large is left where it is, aligned or not: nothing else would happen while it is copied."""
+def tensor_of_frame(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool) -> Tensor:
+    """A tensor of `data`. Small data are copied; large data are left where they are, aligned or not, because nothing else would happen
+    while they are copied."""
     if for_gpu or len(data) < LARGE:
         return copied(data, dtype, shape, for_gpu)
-    return tensor_at(torch.frombuffer(data, dtype=torch.uint8), 0, dtype, shape)
+    memory = torch.frombuffer(data, dtype=torch.uint8) if len(data) < APART else lent(data)
+    return tensor_at(memory, 0, dtype, shape)
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, for_gpu: bool) -> Tensor:
     """Memory of the host, from which and to which a GPU copies by itself if it is to, and there is such memory."""
-    if for_gpu and prod(shape) * dtype.itemsize <= MOST_PINNED:
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes >= APART and not (for_gpu and nbytes <= MOST_PINNED):
+        return mapped(nbytes).view(dtype).view(shape)
+    if for_gpu:
         with suppress(RuntimeError):
             return torch.empty(shape, dtype=dtype, pin_memory=True)
     return torch.empty(shape, dtype=dtype)
@@ -88,3 +95,15 @@ def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
     if not call.groups:
         return (rows,)
     return rows, tensor_at(memory, call.nbytes - 4 * call.groups, "int32", (call.groups,))
+
+
+def check_values(call: Call, payload: Sequence[Tensor], layer: Layer) -> None:
+    """What only the values tell, wherever the call is answered: ids and group ends in range."""
+    if call.op is Op.LOOKUP:
+        rows = layer.shape[0]
+        if call.nbytes and not 0 <= int(payload[0].min()) <= int(payload[0].max()) < rows:
+            raise CallError(Code.BAD_SHAPE, f"{layer.name}: ids must lie between 0 and {rows - 1}")
+    if call.op is Op.GROUPED:
+        ends = payload[1].tolist()
+        if ends != sorted(ends) or ends[0] < 0 or ends[-1] > call.rows:
+            raise CallError(Code.BAD_SHAPE, f"group ends must rise from 0 to at most {call.rows}")

@@ -1,0 +1,151 @@
+"""What HTTP costs an engine: its pace with streaming clients over its pace alone, on a CPU, with the demo model.
+
+The engine runs in this process, HTTP in another, and the clients in a third, which reads events and does nothing else with them. With two cores
+the three share what one of them could have alone; `load` is the part of a core that the clients took.
+
+    python scripts/bench_api.py --quick     # about a minute
+    python scripts/bench_api.py
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import socket
+import statistics
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from signal import SIGKILL
+from typing import Any, NamedTuple
+
+import torch
+from _processes import progress
+
+import symbiosis
+from symbiosis.serving import Engine
+from symbiosis.serving.http.link.engine_side import Link
+from symbiosis.serving.http.link.messages import FrontOptions, Welcome
+from symbiosis.serving.request import Output, Request, Sampling
+from symbiosis.tools.reporting import Report, print_table
+from symbiosis.tools.serve.children import Child, http_code
+
+PROMPT = b"def average(numbers):"
+DEMO = Path(symbiosis.__file__).parent / "demo_model"
+COUNTS = (32, 256)
+LEAST = 0.9
+
+
+class Clients(NamedTuple):
+    """What the process of the clients found out."""
+
+    tokens: int
+    seconds: float
+    cpu: float
+
+
+def alone(engine: Engine, clients: int, tokens: int) -> float:
+    """Tokens per second of requests that are made in the engine's process."""
+    left, over, lock = [clients], threading.Event(), threading.Lock()
+
+    def told(output: Output) -> None:
+        if output.finish is not None:
+            with lock:
+                left[0] -= 1
+                if not left[0]:
+                    over.set()
+
+    sampling = Sampling(max_tokens=tokens, ignore_eos=True, seed=1)
+    begun = time.perf_counter()
+    for _ in range(clients):
+        engine.submit(Request(id=engine.next_id(), prompt=tuple(PROMPT), sampling=sampling), told)
+    assert over.wait(600)
+    return clients * tokens / (time.perf_counter() - begun)
+
+
+async def _stream(port: int, tokens: int) -> int:
+    """The events of one completion."""
+    body = {
+        "model": "demo",
+        "prompt": PROMPT.decode(),
+        "max_tokens": tokens,
+        "ignore_eos": True,
+        "seed": 1,
+        "stream": True,
+    }
+    data = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data)
+        + data
+    )
+    told = await reader.read()
+    writer.close()
+    assert told.startswith(b"HTTP/1.1 200") and b"[DONE]" in told, told[:200]
+    return tokens
+
+
+def run_clients(port: int, clients: int, tokens: int, results: Any) -> None:
+    async def together() -> int:
+        return sum(await asyncio.gather(*(_stream(port, tokens) for _ in range(clients))))
+
+    begun, before = time.perf_counter(), time.process_time()
+    count = asyncio.run(together())
+    results.put(Clients(count, time.perf_counter() - begun, time.process_time() - before))
+
+
+def over_http(port: int, clients: int, tokens: int) -> Clients:
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=run_clients, args=(port, clients, tokens, results))
+    process.start()
+    found: Clients = results.get(timeout=600)
+    process.join()
+    return found
+
+
+def start_http(engine: Engine, stack: ExitStack) -> int:
+    """Its port."""
+    ours, theirs = socket.socketpair()
+    listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    http = Child("the HTTP process")
+    options = FrontOptions(model="demo", folder=str(DEMO))
+    with theirs:
+        http.start(http_code(listener, theirs, options), (listener.fileno(), theirs.fileno()))
+    stack.callback(http.stop, SIGKILL)
+    link = Link(engine, ours, Welcome(model="demo", longest=engine.longest, vocabulary=engine.vocabulary))
+    stack.callback(link.close)
+    return int(listener.getsockname()[1])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds")
+    arguments = parser.parse_args()
+    rounds, tokens = (2, 64) if arguments.quick else (5, 200)
+    torch.set_num_threads(1)
+    report, rows = Report("bench_api"), []
+    with ExitStack() as stack:
+        executor = stack.enter_context(symbiosis.Executor("demo"))
+        engine = stack.enter_context(Engine(executor.endpoint, DEMO, max_batch=max(COUNTS), memory=1 << 29))
+        port = start_http(engine, stack)
+        over_http(port, 4, 8)  # until it is ready
+        for clients in COUNTS:
+            pairs = []
+            for number in range(rounds):
+                progress(f"{clients} clients, round {number + 1} of {rounds}")
+                pairs.append((alone(engine, clients, tokens), over_http(port, clients, tokens)))
+            by_itself = statistics.median(pace for pace, _ in pairs)
+            served = statistics.median(found.tokens / found.seconds for _, found in pairs)
+            load = statistics.median(found.cpu / found.seconds for _, found in pairs)
+            ratio = statistics.median(found.tokens / found.seconds / pace for pace, found in pairs)
+            rows.append([str(clients), f"{by_itself:.0f}", f"{served:.0f}", f"{ratio:.2f}", f"{load:.2f}"])
+            report.bar(f"pace of {clients} clients over the engine's alone", ratio, ">=", LEAST)
+    print_table(["clients", "tokens/s alone", "tokens/s by HTTP", "of it", "load"], rows)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

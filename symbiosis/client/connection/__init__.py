@@ -1,0 +1,1 @@
+"""A connection that lasts: joined again when it is lost, shared by threads, kept alive."""

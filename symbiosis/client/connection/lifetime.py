@@ -1,0 +1,95 @@
+"""The sessions of this process: they beat while they live, join anew in forked children and unpickled copies, and leave at the end."""
+
+import atexit
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+from symbiosis.errors import RemoteWeightError
+from symbiosis.transport.base import Connection
+
+
+class Living(Protocol):
+    """What is asked of a session here."""
+
+    number: int
+
+    def close(self, timeout: float = 1.0) -> None: ...
+
+    def forget_parent(self) -> None: ...
+
+
+Kept = TypeVar("Kept")
+_numbers = itertools.count(1)
+_sessions: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+_restored: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
+
+
+def register(session: Living) -> int:
+    """The number by which compiled graphs find a session again."""
+    number = next(_numbers)
+    _sessions[number] = session
+    return number
+
+
+def sessions() -> list[Any]:
+    """Those of this process."""
+    return list(_sessions.values())
+
+
+def session_of(number: int) -> Any:
+    """For compiled graphs, which have its number only."""
+    session = _sessions.get(number)
+    if session is None:
+        raise RemoteWeightError(
+            "the wrapped model of this compiled graph is gone, and with it the connection to the executor: keep the model until "
+            "its backward pass is over"
+        )
+    return session
+
+
+def restored(key: str, make: Callable[[], Kept]) -> Kept:
+    """An unpickled session: one per pickled original and process."""
+    session = _restored.get(key)
+    if session is None:
+        session = _restored[key] = make()
+    return session  # type: ignore[no-any-return]
+
+
+def beat_every(connection: Connection) -> float:
+    """Seconds between two calls of `connection.beat`."""
+    return min(connection.welcome.heartbeat_s / 4, connection.look_s)
+
+
+def beat_from_now_on(alive: Kept, interval: float, beat: Callable[[Kept], bool]) -> None:
+    """A thread that calls `beat` again and again, until that says that it was the last time, or `alive` is gone."""
+    reference = weakref.ref(alive)
+
+    def run() -> None:
+        while True:
+            time.sleep(interval)
+            found = reference()
+            if found is None or not beat(found):
+                return
+            del found
+
+    threading.Thread(target=run, name="symbiosis-heartbeat", daemon=True).start()
+
+
+def _after_fork() -> None:
+    for session in sessions():
+        session.forget_parent()
+
+
+def _leave() -> None:
+    end = time.monotonic() + 1.0
+    for session in sessions():
+        session.close(max(0.0, end - time.monotonic()))
+
+
+os.register_at_fork(after_in_child=_after_fork)
+atexit.register(_leave)

@@ -1,0 +1,363 @@
+"""A connection that lasts: joined at the first call, and again whenever it is lost, with the same executor or a replica.
+
+An executor keeps nothing between calls, so a call whose answer did not come is simply sent again: to the next replica where
+there are several, else to the same executor when it is back. Each attempt has a connection of its own, or one on which nothing
+is unanswered: so an answer that comes late meets nobody.
+"""
+
+import itertools
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from symbiosis import transport
+from symbiosis.client import arguments
+from symbiosis.client.connection.lifetime import beat_every, beat_from_now_on
+from symbiosis.client.direct.mapped import Mapped
+from symbiosis.client.stats import Stats
+from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError
+from symbiosis.protocol import Call, Hello, Layer, Priority, Reply, Welcome
+from symbiosis.transport.accepted import MoreRoom
+from symbiosis.transport.patience import Patience, unavailable
+from symbiosis.transport.tensors import CPU, Shapes, on_host
+
+PATIENCE_S = float(os.environ.get("SYMBIOSIS_PATIENCE_S", "60"))  # how long a lost executor may be away
+PATIENCE = "patience=, $SYMBIOSIS_PATIENCE_S"
+JOIN_S, LEAST_JOIN_S = 10.0, 0.1  # how long a join may take; and how long it may when the patience is over
+CALL_S = float(os.environ.get("SYMBIOSIS_CALL_TIMEOUT_S", "120"))  # how long one call may take, before it is sent again
+FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a session joins anew
+KEEPS_OUT = frozenset((Code.WRONG_MODEL, Code.LIMIT, Code.NOT_ALLOWED))  # of a join: another executor may let us in
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+
+logger = logging.getLogger("symbiosis")
+Answer = tuple[Reply, list[Tensor]]
+
+
+class Reconnecting:
+    """One connection at a time, to one executor or to whichever of its replicas answers. Its calls go one by one, under `_lock`."""
+
+    def __init__(
+        self,
+        endpoint: str | Sequence[str],
+        priority: Priority | None = None,
+        fingerprint: str | None = None,
+        observer: bool = False,
+        patience: float = PATIENCE_S,
+        timeout: float = CALL_S,
+        wait: float = 0.0,
+        share: bool = False,
+    ) -> None:
+        """`share`: map the served weights, where the executor offers that."""
+        self.endpoints = arguments.endpoints(endpoint)
+        self.endpoint = self.endpoints[0]  # the one in use
+        self.timeout = arguments.timeout(timeout)
+        self.patience, self.wait = arguments.seconds("patience", patience), arguments.seconds("wait", wait)
+        self.priority, self.fingerprint, self.observer = priority, fingerprint, observer
+        self.share = arguments.flag("share", share)
+        self.mapped: Mapped | None = None  # the served weights, where this client may multiply by itself
+        self._is_away = False  # the executor, from which weights are mapped
+        self.stats = Stats()
+        self._lock = threading.Lock()
+        self._seq = itertools.count(1)
+        self._connection: transport.Connection | None = None
+        self._device = CPU  # where rows may be when they need not go through the host
+        self._room = FIRST_ROOM  # bytes of the largest reply
+        self._waiting: Patience | None = None  # for an executor that is away
+        self._refusing: dict[str, CallError] = {}  # endpoints that do not let this client in, and why
+        self._welcome: Welcome | None = None
+
+    @property
+    def welcome(self) -> Welcome:
+        """What the executor said when this session joined."""
+        if self._welcome is None:
+            with self._lock:
+                self._connected()
+        assert self._welcome
+        return self._welcome
+
+    @property
+    def manifest(self) -> list[Layer]:
+        return self.welcome.manifest
+
+    @property
+    def may_read(self) -> bool:
+        """Whether weights may be read: the provider allows it, or they are mapped."""
+        return self.welcome.allow_read or self.mapped is not None
+
+    def name(self, layer: int) -> str:
+        known = self._welcome.manifest if self._welcome else []
+        return known[layer].name if layer < len(known) else f"layer {layer}"
+
+    # ------------------------------------------------------------------ calls
+
+    def _persist(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> Answer | None:
+        """Make a call. If the connection is lost, join the next replica, or the same executor again, until the patience is over.
+        Returns None if the executor is away and the weights are mapped, so that the caller can compute locally."""
+        end, pause, first = time.perf_counter() + self.patience, FIRST_PAUSE_S, self.endpoint
+        try:
+            while True:
+                try:
+                    connection = self._connection or self._connected()
+                    return exchange(connection, next(self._seq), call, payload, self.timeout, shapes)
+                except MoreRoom as wanted:
+                    self._room = 2 * wanted.nbytes
+                    self._join_anew()
+                    continue
+                except (ConnectionLost, CallError) as error:
+                    if _says_when(error) and time.perf_counter() + error.retry_s <= end:
+                        self._slow_down(error)
+                        continue
+                    if self.mapped is not None and is_away(error) and self.mapped.knows(call):
+                        self._disconnect()
+                        return None
+                    self._look_elsewhere(error)
+                except BaseException:  # interrupted: the next call must not meet this one's reply
+                    self._disconnect()
+                    raise
+                if self.endpoint == first:  # all were asked
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+        finally:
+            if self._waiting is not None:
+                self._waiting.end(self.endpoint if self._connection else None)
+                self._waiting = None
+                self._refusing.clear()  # the next wait asks all of them again
+
+    def _look_elsewhere(self, error: Exception) -> None:
+        """After a lost call: turn to another executor for the next attempt. Raises if there will be no next attempt."""
+        away = is_away(error) and not isinstance(error, ExecutorUnavailable)  # which says that nobody was ever there
+        if away or isinstance(error, ProtocolError):  # after which nothing that comes is to be trusted
+            self._disconnect()
+        if not away:
+            raise error
+        if self._waiting is None:
+            self._waiting = Patience(self.endpoints, self.patience, PATIENCE)
+        gone = self._welcome is None or not any(map(transport.may_come_back, self.endpoints))
+        if gone or self._waiting.left < 0:
+            raise next(iter(self._refusing.values()), unavailable(self.endpoints, error)) from None
+        self._turn_to_next()
+        self.stats.retries += 1
+
+    def _slow_down(self, error: CallError) -> None:
+        """Wait as long as the executor says (a little longer, so that not all clients return at once), with heartbeats."""
+        if not self.stats.slowed_s:
+            logger.warning("%s slows this client down: %s", self.endpoint, error.message)
+        begun = time.perf_counter()
+        end = begun + error.retry_s * random.uniform(1.0, 1.25)
+        while (left := end - time.perf_counter()) > 0 and self._connection and self._welcome:
+            time.sleep(min(left, beat_every(self._connection)))
+            self._connection.beat()
+        self.stats.slowed_s += time.perf_counter() - begun
+
+    # ------------------------------------------------------------------ joins
+
+    def _connected(self) -> transport.Connection:
+        if self._connection is None:
+            self._connection = self._join() if self._welcome else self._join_first()
+            self.stats.reconnects += self._is_reconnect()
+            self._welcome = self._connection.welcome
+            self.fingerprint = self._welcome.fingerprint
+            self._is_away = False
+            if self.share:
+                self._map(self._connection)
+            connection = weakref.ref(self._connection)
+            beat_from_now_on(self, beat_every(self._connection), lambda alive: alive._beats(connection()))
+        return self._connection
+
+    def _map(self, connection: transport.Connection) -> None:
+        """Map the served weights, if the executor shares them. The weights of a previous executor are freed once unused."""
+        try:
+            weights = connection.shared(served=True)
+        except ConnectionLost:
+            return  # the next call finds out, and joins again
+        if not weights:
+            self.mapped = None
+            return
+        if self.mapped is None:
+            self.mapped = Mapped(connection.welcome.manifest, self.priority)
+        self.mapped.join(weights, connection.page)
+
+    def look_for_executor(self) -> bool:
+        """Whether an executor is back, for a session that went on alone when its executor went away."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._connected()
+            except ConnectionLost:
+                self._turn_to_next()
+            except CallError as error:
+                if self.endpoint not in self._refusing:
+                    logger.warning(
+                        "%s is back and refuses this client, which goes on with the weights that it has mapped: %s",
+                        self.endpoint,
+                        error,
+                    )
+                self._refusing[self.endpoint] = error
+                self._turn_to_next()
+            finally:
+                self._lock.release()
+        return self._connection is not None
+
+    def _is_reconnect(self) -> bool:
+        """Whether a join that succeeded makes up for a connection that was lost."""
+        return self._welcome is not None
+
+    def _join(self) -> transport.Connection:
+        left = self._waiting.left if self._waiting else JOIN_S
+        try:
+            return self._join_within(min(JOIN_S, max(LEAST_JOIN_S, left)))
+        except CallError as error:
+            if len(self.endpoints) == 1 or error.code not in KEEPS_OUT:
+                raise
+            self._say_who_refuses(error)
+            raise ConnectionLost(f"{self.endpoint}: {error.message}") from None
+
+    def _join_within(self, seconds: float) -> transport.Connection:
+        """One more connection to the executor in use."""
+        joined = transport.connect(self.endpoint, self._hello(), seconds, self._device, self._room)
+        self._must_serve_the_same(joined)
+        return joined
+
+    def _must_serve_the_same(self, joined: transport.Connection) -> None:
+        """Refuse an executor that serves the same weights as other kinds of layer. (A replica may serve fewer.)"""
+        told = joined.welcome.manifest
+        for now, then in zip(told, self._welcome.manifest if self._welcome else told, strict=True):
+            if now != then and "client" not in (now.kind, then.kind):
+                joined.close()
+                raise CallError(Code.WRONG_MODEL, f"{self.endpoint} now serves {now.name} as another kind of layer")
+
+    def _say_who_refuses(self, error: CallError) -> None:
+        """Log once that one of several executors does not admit this client and is skipped."""
+        if self.endpoint not in self._refusing:
+            logger.warning("%s does not serve this client and is skipped: %s", self.endpoint, error.message)
+        self._refusing[self.endpoint] = error
+
+    def _join_first(self) -> transport.Connection:
+        """Join whichever replica answers. Waits for an executor that was never there only if `wait=` says so."""
+        waiting = Patience(self.endpoints, self.wait or JOIN_S, "wait=")
+        connection = None
+        try:
+            while connection is None:
+                connection, cause = self._ask_each()
+                if connection is None and time.monotonic() > waiting.begun + self.wait:
+                    raise next(iter(self._refusing.values()), unavailable(self.endpoints, cause)) from None
+                time.sleep(0 if connection else FIRST_PAUSE_S)
+            return connection
+        finally:
+            waiting.end(self.endpoint if connection else None)
+            self._refusing.clear()
+
+    def _ask_each(self) -> tuple[transport.Connection | None, Exception]:
+        """Return a connection to the first executor that admits us, or the reason why none does."""
+        cause: Exception = ConnectionLost("nobody was asked")
+        for _ in self.endpoints:
+            try:
+                return self._join(), cause
+            except (ConnectionLost, CallError) as error:
+                if not is_away(error):
+                    raise
+                cause = error
+                self._turn_to_next()
+        return None, cause
+
+    def _turn_to_next(self) -> None:
+        at = self.endpoints.index(self.endpoint)
+        self.endpoint = self.endpoints[(at + 1) % len(self.endpoints)]
+
+    def _hello(self, device: str | None = None) -> Hello:
+        client = f"pid {os.getpid()}"
+        return Hello(
+            client=client, priority=self.priority, fingerprint=self.fingerprint, observer=self.observer, device=device
+        )
+
+    def _join_for(self, device: torch.device) -> None:
+        """Join again, as a client whose rows are on a GPU."""
+        if self._device.type == "cuda":
+            logger.warning(
+                "rows of %s already go by NCCL, so those of %s go through the host's memory", self._device, device
+            )
+            return
+        self._device = device
+        self._join_anew()
+
+    def _join_anew(self) -> None:
+        """Replace the current connection. Nothing was lost, so it does not count as a reconnect."""
+        reconnects = self.stats.reconnects
+        self._disconnect()
+        try:
+            self._connected()
+        except ConnectionLost:
+            pass  # the call looks for another one
+        except CallError as error:
+            if error.code not in (Code.DRAINING, Code.LIMIT):
+                raise
+        self.stats.reconnects = reconnects
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            if self.mapped is not None:
+                self.mapped.report()
+                self.mapped.leave()
+                self._is_away = True
+            self._connection.close()
+            self._connection = None
+
+    # ------------------------------------------------------------------ signs of life
+
+    def _beats(self, connection: transport.Connection | None) -> bool:
+        """Beat as long as this is the connection in use, or until there is another one."""
+        if self._connection is None and self._is_away:
+            return not self.look_for_executor()
+        if connection is None or self._connection is not connection:
+            return False
+        self.beat()
+        return True
+
+    def beat(self) -> None:
+        """Tell the executor that this client lives; during a call it knows anyway."""
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._connection is not None:
+                    self._connection.beat()
+                    if self.mapped is not None:
+                        self.mapped.report()
+                        if self._connection.is_lost:
+                            self._disconnect()
+            finally:
+                self._lock.release()
+
+
+def exchange(
+    connection: transport.Connection,
+    seq: int,
+    call: Call,
+    payload: tuple[Tensor, ...],
+    timeout: float,
+    shapes: Shapes,
+) -> Answer:
+    """The answer to a call over this connection; `CallError` if the executor refuses it."""
+    connection.welcome.limits.check(call)
+    if payload and payload[0].device.type != "cpu" and payload[0].device != connection.device:
+        payload = tuple(map(on_host, payload))
+    reply, results = connection.call(seq, call, payload, timeout, shapes)
+    if reply.code is not Code.OK:
+        text = bytes(results[0].numpy()).decode(errors="replace")
+        raise CallError.told(reply.code, text, reply.wait_us / 1e6)
+    return reply, results
+
+
+def is_away(error: Exception) -> bool:
+    """Whether this error says that the executor is lost or about to end, so that another one may serve the call."""
+    return isinstance(error, ConnectionLost) or (isinstance(error, CallError) and error.code is Code.DRAINING)
+
+
+def _says_when(error: Exception) -> TypeGuard[CallError]:
+    """Whether the executor is busy and says when to repeat the call."""
+    return isinstance(error, CallError) and error.code is Code.BUSY

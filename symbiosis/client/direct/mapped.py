@@ -1,0 +1,143 @@
+"""The served weights that a client has mapped, and the products it computes with them: the executor's own formulas, bit for bit.
+
+Eager layers ask `weight_for_local_product` for their weight, and are ordinary linear layers then. Everything else (gradients of calls, products
+with views, experts, lookups, norms, reads) arrives as a `Call`, and is answered here instead of being sent.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.client.direct.rule import should_send
+from symbiosis.client.requests import DECODE_ROWS, is_watched, unshared
+from symbiosis.kernels.grouped import grouped
+from symbiosis.kernels.operand import cast, matrix_of, norms
+from symbiosis.kernels.product import product
+from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, check_values
+
+Payload = tuple[Tensor, ...]
+
+
+class Mapped:
+    """The mapped weights of one session. While the executor is away there is no `page` and no advice, so nothing is sent."""
+
+    def __init__(self, manifest: list[Layer], priority: Priority | None) -> None:
+        self._manifest, self._priority = manifest, priority
+        self._weights: dict[int, Tensor] = {}
+        self._nbytes = 0.0  # of a weight, on average
+        self._page: Any = None
+        self._biases = {layer.name: number for number, layer in enumerate(manifest) if layer.name.endswith(".bias")}
+        self.calls = self.rows = self.multiplications = 0
+        self._reported = 0, 0, 0  # when the executor was joined that is joined now
+
+    def join(self, weights: dict[int, Tensor], page: Any) -> None:
+        """Use the weights of the executor that this client has just joined."""
+        self._weights, self._page = weights, page
+        matrices = [weight.nbytes for weight in weights.values() if weight.dim() > 1]
+        self._nbytes = sum(matrices) / max(1, len(matrices))
+        self._reported = self.calls, self.rows, self.multiplications
+
+    def leave(self) -> None:
+        """Note that the executor is away. The weights stay mapped."""
+        self._page = None
+
+    def report(self) -> None:
+        """Tell the executor how much was multiplied since this client joined it."""
+        if self._page is not None:
+            now = self.calls, self.rows, self.multiplications
+            self._page.report(*(after - before for after, before in zip(now, self._reported, strict=True)))
+
+    def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
+        """The weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
+        weight = self._weights.get(number)
+        if weight is None or x.is_cpu is not True or weight.dtype is not dtype or is_watched():
+            return None
+        rows, training = x.numel() // max(1, x.shape[-1]), training and torch.is_grad_enabled()
+        if self._should_send(rows, Priority.TRAIN if training else Priority.PREFILL):
+            return None
+        products = 2 if x.requires_grad and torch.is_grad_enabled() else 1  # the gradient's, too
+        self._count(products, products * rows, rows * products * weight.numel())
+        return weight
+
+    def _should_send(self, rows: int, priority: Priority) -> bool:
+        page, training = self._page, (self._priority or priority) is Priority.TRAIN
+        if page is None:
+            return False
+        if rows <= DECODE_ROWS and not training:
+            page.decoded()
+        return should_send(rows, self._nbytes, training, page.others, page.rationed)
+
+    def _count(self, calls: int, rows: int, multiplications: int) -> None:
+        self.calls += calls
+        self.rows += rows
+        self.multiplications += multiplications
+
+    def knows(self, call: Call) -> bool:
+        """Whether this call can be answered from the mapped weights."""
+        if call.op not in ANSWERS and (call.op not in (Op.FORWARD, Op.DGRAD) or call.dtype not in FLOATS):
+            return False
+        return all(layer in self._weights for layer in call.layers) and not (call.also and call.op is Op.DGRAD)
+
+    def takes(self, call: Call) -> bool:
+        """Whether this call should be answered here rather than sent. Tells the executor of tokens that are decoded."""
+        if not self.knows(call):
+            return False
+        return not call.op.traits.multiplies or not self._should_send(call.rows, call.priority)
+
+    def answer(self, call: Call, payload: Payload, shapes: Shapes) -> list[Tensor]:
+        """Answer a call as the executor would."""
+        if payload:
+            payload = (payload[0].reshape(call.payload_shape).contiguous(), *payload[1:])
+            check_values(call, payload, self._manifest[call.layer])
+        if call.op.traits.multiplies:
+            width = self._matrix(call.layer, call.op, call.view).shape[-1]
+            self._count(1, call.rows, payload[0].numel() * width)
+        answer = ANSWERS.get(call.op)
+        results = self._products(call, payload[0]) if answer is None else [answer(self, call, payload)]
+        return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results
+
+    def _products(self, call: Call, x_TK: Tensor) -> list[Tensor]:
+        """One product for each layer of a group."""
+        dtype = TORCH_DTYPE[call.dtype]
+        results = []
+        for layer in call.layers:
+            bias = self._weights[self._biases[f"{self._manifest[layer].name}.bias"]].to(dtype) if call.bias else None
+            results.append(product(x_TK, cast(self._matrix(layer, call.op, None), dtype), bias))
+        return results
+
+    def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
+        return matrix_of(self._weights[layer], self._manifest[layer].turns(op), view)
+
+    def _operand(self, call: Call) -> Tensor:
+        return cast(self._matrix(call.layer, call.op, call.view), TORCH_DTYPE[call.dtype])
+
+    def _lookup(self, call: Call, payload: Payload) -> Tensor:
+        return self._weights[call.layer][payload[0]].to(TORCH_DTYPE[call.dtype])
+
+    def _norms(self, call: Call, _: Payload) -> Tensor:
+        return norms(self._weights[call.layer], self._manifest[call.layer].kind, TORCH_DTYPE[call.dtype])
+
+    def _read(self, call: Call, _: Payload) -> Tensor:
+        return self._matrix(call.layer, call.op, call.view).to(TORCH_DTYPE[call.dtype], copy=True)
+
+    def _product(self, call: Call, payload: Payload) -> Tensor:
+        return product(payload[0], self._operand(call), None)
+
+    def _left(self, call: Call, payload: Payload) -> Tensor:
+        return torch.matmul(self._operand(call), payload[0])
+
+    def _grouped(self, call: Call, payload: Payload) -> Tensor:
+        return grouped(payload[0], self._operand(call), payload[1])
+
+
+ANSWERS: dict[Op, Callable[[Mapped, Call, Payload], Tensor]] = {
+    Op.PRODUCT: Mapped._product,
+    Op.LEFT: Mapped._left,
+    Op.GROUPED: Mapped._grouped,
+    Op.LOOKUP: Mapped._lookup,
+    Op.NORMS: Mapped._norms,
+    Op.READ: Mapped._read,
+}

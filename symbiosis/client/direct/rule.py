@@ -1,0 +1,25 @@
+"""Whether to send a product or compute it locally. Sending pays only if the call is joined with others, or gives way to them."""
+
+from symbiosis.client.requests import DECODE_ROWS
+
+WORTH_JOINING = 12 << 20  # bytes of a weight: to read such once for several clients saves more than their calls cost
+
+
+def should_send(rows: int, nbytes: float, training: bool, others: int, rationed: bool) -> bool:
+    """Whether a product of `rows` rows should be sent to the executor.
+
+    Args:
+        nbytes: Size of this model's weights, on average: clients meet only if they take the same way layer after layer.
+        others: How many other sessions decode.
+        rationed: Whether their tokens wait in the executor's queue, where training gives way to them.
+
+    >>> should_send(1, 64 << 20, training=False, others=0, rationed=False)
+    False
+    >>> should_send(1, 64 << 20, training=False, others=3, rationed=True)
+    True
+    >>> should_send(512, 64 << 20, training=True, others=3, rationed=True)
+    True
+    """
+    if training:
+        return rationed
+    return others > 0 and rows <= DECODE_ROWS and nbytes >= WORTH_JOINING

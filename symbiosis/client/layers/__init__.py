@@ -1,0 +1,1 @@
+"""What stands in the place of frozen layers, and which layers those are."""

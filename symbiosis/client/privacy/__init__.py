@@ -1,0 +1,1 @@
+"""The levels of privacy, and the proof that answers are right."""

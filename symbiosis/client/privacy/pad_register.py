@@ -1,0 +1,85 @@
+"""How many pads of each file this user has used on this machine, kept apart from the files.
+
+A copy of a pad file, or one that was restored from a backup, says that fewer of its pads are used than this register does. What
+goes back together with the file (a snapshot of the whole machine), or was never here (a copy on another machine), is not noticed.
+"""
+
+import fcntl
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from symbiosis.errors import ConfigError
+
+COUNTER = struct.Struct("<QI")  # a number and its checksum
+
+
+class Damaged(Exception):
+    """A number that is not what was written."""
+
+
+class Counters:
+    """Numbers in an open file, which are on the disk when they are set."""
+
+    def __init__(self, fd: int, start: int = 0) -> None:
+        self._fd, self._start = fd, start
+
+    def __getitem__(self, index: int) -> int:
+        found = os.pread(self._fd, COUNTER.size, self._start + COUNTER.size * index)
+        number = int(COUNTER.unpack(found)[0]) if len(found) == COUNTER.size else 0
+        if found != packed(number):
+            raise Damaged
+        return number
+
+    def __setitem__(self, index: int, number: int) -> None:
+        os.pwrite(self._fd, packed(number), self._start + COUNTER.size * index)
+        os.fdatasync(self._fd)
+
+
+def packed(number: int) -> bytes:
+    """As it is written."""
+    return COUNTER.pack(number, zlib.crc32(number.to_bytes(8)))
+
+
+@contextmanager
+def locked(fd: int, path: Path) -> Iterator[None]:
+    """The open file, for nobody else. Closing would not end that if there is a fork meanwhile, as the child keeps it open."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be locked ({error.strerror}), so another program could use the same pads: put it on a local disk"
+        ) from None
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def folder() -> Path:
+    """Where the register is: `$XDG_STATE_HOME/symbiosis/pads`, else in `~/.local/state`."""
+    return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "symbiosis" / "pads"
+
+
+@contextmanager
+def registered(name: str, streams: int) -> Iterator[Counters]:
+    """The numbers of the file of this name; zeros for a file that was never used here."""
+    path = folder() / name
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror}), where the number of used pads is kept: set XDG_STATE_HOME to a folder "
+            "that can be, and that stays"
+        ) from None
+    try:
+        with locked(fd, path):
+            if not os.fstat(fd).st_size:
+                os.pwrite(fd, packed(0) * streams, 0)
+            yield Counters(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,108 @@
+"""Builds the headers of a client's calls, from a cache where possible, and refuses inputs that no call can carry."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from symbiosis.client.layers.groups import Member
+from symbiosis.errors import CallError, Code, RemoteWeightError
+from symbiosis.protocol import DTYPES, Call, Op, Priority, View
+from symbiosis.transport.tensors import DTYPE_NAME, Shapes
+
+DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
+LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
+FEWEST = 64  # rows of a part of them
+TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+
+
+@lru_cache(maxsize=1 << 14)
+def call_of(
+    op: Op,
+    layer: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    bias: bool,
+    priority: Priority,
+    view: View | None,
+    groups: int,
+    gradient: bool,
+    also: tuple[int, ...],
+) -> Call:
+    """Return the (cached) Call with these fields."""
+    name = DTYPE_NAME.get(dtype)
+    if name is None:
+        raise CallError(Code.BAD_DTYPE, f"layer {layer}: {dtype} cannot be sent. Use one of {', '.join(DTYPES)}")
+    return Call(op, layer, name, shape, bias, priority, view, groups, gradient, also)
+
+
+@lru_cache(maxsize=1 << 14)
+def rows_call(
+    op: Op, group: tuple[Member, ...], dtype: torch.dtype, shape: torch.Size, priority: Priority
+) -> tuple[Call, Shapes]:
+    """Return the (cached) Call for the rows of a tensor of this shape, and the shapes of its results."""
+    first, *others = group
+    also, rows = tuple(member.layer for member in others), (shape[:-1].numel(), shape[-1])
+    call = call_of(op, first.layer, dtype, rows, first.bias, priority, None, 0, False, also)
+    return call, tuple((*shape[:-1], member.width) for member in group)
+
+
+def priority_of(x: Tensor, training: bool) -> Priority:
+    """The priority of a call for these rows.
+
+    >>> priority_of(torch.zeros(3, 2000, 16), training=False).name
+    'PREFILL'
+    """
+    if training:
+        return Priority.TRAIN
+    return Priority.DECODE if x.numel() <= DECODE_ROWS * x.shape[-1] else Priority.PREFILL
+
+
+def goes_in_parts(call: Call, shapes: Shapes) -> bool:
+    """Whether a call is so large that its rows go in several calls. The results of a group lie one member after another, so they can
+    be taken apart only if their shapes are known."""
+    members_apart = not call.also or (call.op is Op.FORWARD and bool(shapes))
+    return call.nbytes > LARGEST and call.rows > FEWEST and call.by_rows and members_apart
+
+
+def pieces_of(x_TK: Tensor) -> Sequence[Tensor]:
+    """Split rows into parts of which each goes in its own call."""
+    most = LARGEST // max(1, x_TK.shape[1] * x_TK.element_size())
+    return x_TK.split(max(FEWEST, most // FEWEST * FEWEST))
+
+
+def is_watched() -> bool:
+    """Whether a compiler, a tracer or a dispatch mode records or replaces torch's operations."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+
+
+def unshared(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Reshape a result so that autograd does not take it for a view: then it may be changed in place."""
+    return torch.ops.aten._unsafe_view.default(y, shape)  # type: ignore[no-any-return]
+
+
+def refuse_tracers() -> None:
+    """Refuse to run under tracers: they would record results as constants, and fake tensors have no rows."""
+    if torch._C._len_torch_dispatch_stack() and any(torch._C._get_dispatch_mode(tracer) for tracer in TRACERS):
+        raise RemoteWeightError(
+            "make_fx and FakeTensorMode cannot see a remote weight used outside its own linear layer: keep this layer on the client (wrap's "
+            "layers=)"
+        )
+
+
+def refuse_transforms(x: Tensor) -> None:
+    """Refuse torch.func transforms and tangents: a call sends plain rows, so they would be lost silently."""
+    if torch._C._are_functorch_transforms_active():
+        raise RemoteWeightError(
+            "torch.func transforms (grad, jvp, vmap, ...) do not reach through remote layers: use torch.autograd"
+        )
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None:
+        raise RemoteWeightError(
+            "tangents (torch.autograd.forward_ad, jacobian's forward-mode) do not reach through remote layers: use gradients"
+        )
+    if torch._C._functorch.is_legacy_batchedtensor(x):
+        raise RemoteWeightError(
+            "batches of gradients (is_grads_batched, jacobian's vectorize) do not reach through remote layers: take them one by one"
+        )

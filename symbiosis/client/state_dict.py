@@ -1,0 +1,81 @@
+"""State dicts of a wrapped model: they hold what the client owns (and the rest, if it may be read), and load as if they held all."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor, nn
+
+from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
+from symbiosis.client.weights.view import Handle
+from symbiosis.protocol import Layer
+from symbiosis.security.fingerprint import digest
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+LOADER = "transformers.core_model_loading"  # of `from_pretrained` and `load_adapter`
+logger = logging.getLogger("symbiosis")
+
+
+def complete(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """A state dict holds what the client owns, private copies included, and, where reads are allowed, the executor's values."""
+    for name, parameter in module._parameters.items():
+        if not isinstance(parameter, RemoteWeight):
+            continue
+        if parameter.handle.private is None and not may_read(parameter):
+            state.pop(prefix + name, None)
+        elif (
+            state.get(prefix + name) is not parameter and not _values_later.get()
+        ):  # it is if it was asked for variables
+            state[prefix + name] = parameter.value()
+
+
+def may_read(weight: RemoteWeight) -> bool:
+    return weight.handle.session.may_read
+
+
+_values_later: ContextVar[bool] = ContextVar("values_later", default=False)
+
+
+@contextmanager
+def values_later() -> Iterator[None]:
+    """State dicts hold remote weights as they are, for whoever takes but a few of them."""
+    token = _values_later.set(True)
+    try:
+        yield
+    finally:
+        _values_later.reset(token)
+
+
+def say_what_is_left_out(root: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """To whoever asks for the base model's: who saves an adapter asks for more, and keeps nothing of the base. A loader wants names."""
+    if prefix or sys._getframe(2).f_globals.get("__name__") == LOADER:  # who called `state_dict`, which calls this
+        return
+    left_out = [weight for weight in remote_weights(root) if weight.handle.private is None and not may_read(weight)]
+    if left_out:
+        logger.warning(
+            "a state dict of a wrapped model holds what is the client's own, not the %d weights that the executor holds: to save "
+            "a whole checkpoint, symbiosis.unwrap(model) first",
+            len(left_out),
+        )
+
+
+def put_in_remote(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Before a state dict is loaded, put the remote weights into it that it holds as plain values: loading them changes nothing. Values
+    that differ from the executor's stay, and count as a write."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, RemoteWeight) and _is_served(state.get(prefix + name), parameter.handle):
+            state[prefix + name] = parameter
+
+
+def _is_served(given: Tensor | None, handle: Handle) -> bool:
+    """Whether what is to be loaded, if anything, is what the executor has."""
+    if given is None or isinstance(given, RemoteWeight) or given.device.type == "meta":
+        return True
+    return handle.private is None and is_the_executors(given, handle.layer)
+
+
+def is_the_executors(value: Tensor, layer: Layer) -> bool:
+    return tuple(value.shape) == layer.shape and digest(value.to(TORCH_DTYPE[layer.dtype])) == layer.digest

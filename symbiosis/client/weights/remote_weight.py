@@ -1,0 +1,263 @@
+"""A weight that lives in the executor: what stands in a parameter's place, and what torch's operations make of it.
+
+* a matrix product (mm, addmm, bmm, grouped, ...) or an embedding lookup: a call to the executor (`remote_products`);
+* a view or a cast: another remote weight (`remote_view`);
+* `W + delta`: a `RemoteSum`, whose products are the remote product plus the local one (`remote_sum`);
+* anything else reads values: a `READ` where the provider allows it, else `WeightRead` naming layer, op and line;
+* a write: a private copy where reads are allowed, else `WeightWrite`.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+from torch.utils._pytree import tree_leaves, tree_map
+
+from symbiosis.client.session import Session
+from symbiosis.client.weights.products import PRODUCTS
+from symbiosis.client.weights.sum import SUMS, RemoteSum
+from symbiosis.client.weights.view import (
+    LIKE,
+    Handle,
+    RemoteView,
+    call_site,
+    is_composite,
+    is_view,
+    stand_in,
+    written_by,
+)
+from symbiosis.errors import WeightRead, WeightWrite
+from symbiosis.protocol import Layer, View
+
+aten = torch.ops.aten
+NOWHERE = 1 << 62  # no address of any processor or GPU
+
+
+class RemoteWeight(RemoteView):
+    """A view into a tensor of the executor that acts as a tensor."""
+
+    _is_a_parameter = _is_to_be_trained = False
+
+    # What torch.Tensor has as attributes and must not be bypassed.
+
+    @property
+    def data(self) -> "RemoteWeight":  # type: ignore[override]
+        return self.detach()  # type: ignore[return-value]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if isinstance(value, RemoteWeight) and value.handle.is_same_tensor(self.handle):
+            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+            self.is_whole = value.is_whole
+        else:
+            self.privatise("data=", value)
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, flag: bool) -> None:
+        self.requires_grad_(flag)
+
+    def requires_grad_(self, flag: bool = True) -> "RemoteWeight":  # type: ignore[override]
+        """To be trained, a parameter becomes the client's own: this very object, which modules and optimizers know."""
+        if flag and self.is_whole:  # nn.Parameter(W.t()), as PEFT writes it, asks too, and means nothing by it
+            self._refuse_training()
+            self._is_to_be_trained = True
+            self._is_param = self._is_param
+        return self
+
+    @property
+    def _is_param(self) -> bool:
+        """What `nn.Parameter` sets at last, also on the tensor that it has just asked to require grad."""
+        return self._is_a_parameter
+
+    @_is_param.setter
+    def _is_param(self, flag: bool) -> None:
+        self._is_a_parameter = flag
+        if flag and self._is_to_be_trained:
+            own = nn.Parameter(self.value().clone(memory_format=torch.contiguous_format))
+            try:
+                swap_tensors(self, own)
+            except RuntimeError as error:  # something refers to the tensor below: a graph, or compiled code
+                raise WeightWrite(
+                    f"{self.handle.layer.name!r} cannot become the client's own any more: ask for gradients before it is used or "
+                    f"compiled ({error})"
+                ) from None
+
+    def _refuse_training(self) -> None:
+        handle = self.handle
+        if handle.private is None and not handle.session.may_read:
+            raise WeightWrite(
+                f"the shared base weight {handle.layer.name!r} is frozen and cannot require grad (at {call_site()}). To train it, "
+                f'keep the layer on the client, wrap(model, layers="!{handle.layer.name}"), or start the executor with '
+                "--allow-read for a private copy"
+            )
+
+    def numpy(self, **how: Any) -> Any:
+        return self._read("numpy").numpy(**how)
+
+    def tolist(self) -> Any:
+        return self._read("tolist").tolist()
+
+    def __dlpack__(self, **how: Any) -> Any:
+        return self._read("__dlpack__").__dlpack__(**how)
+
+    def data_ptr(self) -> int:
+        """Who compares addresses to find what is tied finds it; nothing lies there."""
+        handle, offset = self.handle, int(self.storage_offset()) * self.element_size()
+        if handle.private is not None:
+            return handle.private.data_ptr() + offset
+        return NOWHERE + (handle.session.number << 52) + (handle.index << 38) + offset
+
+    def untyped_storage(self) -> Any:
+        """Of a private copy; else torch's own, which tells tensors apart and has no memory."""
+        return super().untyped_storage() if self.handle.private is None else self.handle.private.untyped_storage()
+
+    def storage(self) -> Any:
+        """What `safetensors` asks for at last, of each tensor that it saves."""
+        if self.handle.private is not None:
+            return self.handle.private.storage()
+        raise WeightRead(
+            f"the remote weight {self.handle.layer.name!r} has no memory here (at {call_site()}). To save it, call "
+            "symbiosis.unwrap(model) first"
+        )
+
+    def _read(self, what: str) -> Tensor:
+        """The values, for what takes them past torch's operations."""
+        if self.handle.private is None:
+            _check_may_read(what, self)
+        return self.value()
+
+    def share_memory_(self) -> "RemoteWeight":
+        """Other processes reach the executor as this one does."""
+        if self.handle.private is not None:
+            self.handle.private.share_memory_()
+        return self
+
+    def privatise(self, what: str, value: Tensor | None = None) -> None:
+        """A write: from now on this parameter is a private copy. Only where reads are allowed."""
+        handle = self.handle
+        if not handle.session.may_read:
+            raise WeightWrite(
+                f"{what} would write to the shared base weight {handle.layer.name!r} (at {call_site()}). Keep the layer "
+                "on the client (wrap's layers=), or start the executor with --allow-read for a private copy"
+            )
+        if value is None:
+            whole = RemoteWeight.whole(handle, self.dtype, self.device)
+            value = handle.private if handle.private is not None else whole.value().clone()
+        elif isinstance(value, RemoteWeight | RemoteSum):
+            value = value.value().clone()
+        if tuple(value.shape) != handle.layer.shape:
+            raise WeightWrite(
+                f"{what} would give {handle.layer.name!r} the shape {tuple(value.shape)} (at {call_site()})"
+            )
+        handle.private = value.detach().to(self.dtype).contiguous()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"RemoteWeight({self.handle.layer.name}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteWeight":
+        if id(self) not in memo:
+            handle = self.handle.copy(memo)
+            memo[id(self)] = _remade(handle, self.view_of(), self.dtype, self.device, self._is_param)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        handle = self.handle
+        parts = handle.session, handle.index, handle.layer, handle.private, handle.bias
+        return _unpickled, (*parts, self.view_of(), self.dtype, self.device, self._is_param)
+
+    @classmethod
+    @torch.compiler.disable  # what runs here are calls, and bookkeeping
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        if is_composite(func):
+            return func.decompose(*args, **kwargs)
+        if is_view(func):
+            return _view(func, args, kwargs)
+        if func is aten._to_copy.default and args[0].handle.private is None:
+            return args[0].converted(kwargs.get("dtype"), kwargs.get("device"))
+        if func in LIKE:
+            return func(stand_in(args[0]), *args[1:], **kwargs)
+        remote = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteWeight)]
+        if any(weight.handle.private is not None for weight in remote):
+            return _on_values(func, args, kwargs)
+        for answers in (PRODUCTS, SUMS):
+            if (answer := answers.get(func)) and (result := answer(*args, **kwargs)) is not NotImplemented:
+                return result
+        if written := [one for one in written_by(func, args, kwargs) if isinstance(one, RemoteWeight | RemoteSum)]:
+            return _write(func, written, args, kwargs)
+        _check_may_read(func, remote[0])
+        return _on_values(func, args, kwargs)
+
+
+def _check_may_read(what: Any, weight: RemoteWeight) -> None:
+    if not weight.handle.session.may_read:
+        raise WeightRead(
+            f"{what} reads the values of the remote weight {weight.handle.layer.name!r} (at {call_site()}). "
+            "If only an initialisation reads them, call get_peft_model before wrap; else use a method that needs only "
+            "the layer's output, keep the layer on the client (wrap's layers=), or start the executor with --allow-read"
+        )
+
+
+def _remade(handle: Handle, view: View, dtype: torch.dtype, device: torch.device, is_param: bool) -> RemoteWeight:
+    weight = RemoteWeight(handle, *view, dtype, device)
+    return nn.Parameter(weight, requires_grad=False) if is_param else weight  # type: ignore[return-value]
+
+
+def _unpickled(
+    session: Session,
+    index: int,
+    layer: Layer,
+    private: Tensor | None,
+    bias: Tensor | None,
+    view: View,
+    dtype: Any,
+    device: Any,
+    param: bool,
+) -> RemoteWeight:
+    return _remade(Handle(session, index, layer, private, bias), view, dtype, device, param)
+
+
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    weight = args[0]
+    result = func(weight.meta(), *args[1:], **kwargs)
+    if isinstance(result, list | tuple):
+        return [weight.like_me(part) for part in result]
+    return weight.like_me(result)
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map(lambda a: a.value() if isinstance(a, RemoteWeight) else a, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _write(func: Any, written: list[Any], args: Any, kwargs: Any) -> Any:
+    weight, source = written[0], args[1] if len(args) > 1 else None
+    if isinstance(source, RemoteWeight) and source.is_same_view(weight):
+        return weight  # set_ or copy_ from itself, as parametrize and load_state_dict do
+    if func is aten.detach_.default:
+        return weight  # which has no graph
+    if torch.Tag.inplace_view in func.tags:
+        raise WeightWrite(
+            f"{func} would change the shape or the memory of a remote weight in place (at {call_site()}): use what makes a view "
+            "instead, `.t()` for `.t_()`"
+        )
+    for one in written:
+        if isinstance(one, RemoteSum):
+            one.refuse_write(func)
+        one.privatise(str(func))
+    _on_values(func, args, kwargs)
+    return None if isinstance(args[0], list | tuple) else weight
+
+
+def remote_weights(model: nn.Module) -> Iterator[RemoteWeight]:
+    """Those of a wrapped model; who is tied to another comes as often."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if isinstance(parameter, RemoteWeight):
+                yield parameter

@@ -1,0 +1,207 @@
+"""Where a remote tensor lies: a view (size, stride, storage offset) into a tensor that the executor holds.
+
+So every view of it is another one, and whatever strides a matrix product wants travel with the call.
+"""
+
+import traceback
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import typing_extensions
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from symbiosis.client.session import Session
+from symbiosis.errors import RemoteWeightError
+from symbiosis.protocol import MAX_DIM, Layer, Op, View
+
+aten = torch.ops.aten
+
+UNSAFE_VIEWS = frozenset(  # views that torch does not call so
+    (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+)
+OTHER_NUMBERS = frozenset(  # views in which the memory means something else
+    (
+        aten.view.dtype,
+        aten.view_as_real.default,
+        aten.view_as_complex.default,
+        aten._conj.default,
+        aten._neg_view.default,
+    )
+)
+LIKE = frozenset(
+    (
+        aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
+        aten.rand_like.default, aten.randn_like.default, aten.new_empty.default, aten.new_zeros.default,
+        aten.new_ones.default, aten.new_full.default, aten.new_empty_strided.default,
+    )
+)  # fmt: skip
+
+
+@dataclass(eq=False)
+class Handle:
+    """One remote parameter: which layer of which session, and the private copy that a permitted write made."""
+
+    session: Session
+    index: int
+    layer: Layer
+    private: Tensor | None = None
+    bias: Tensor | None = None  # what the executor adds if it is asked to: a copy that nobody else can reach
+
+    def snapshot(self) -> "Handle":
+        """The executor's tensor as it is, for what is a copy to the caller: writes to the one do not show in the other."""
+        assert self.private is None
+        return Handle(self.session, self.index, self.layer, bias=self.bias)
+
+    def is_same_tensor(self, other: "Handle") -> bool:
+        if self is other:
+            return True
+        shared = self.private is None and other.private is None
+        return shared and self.session is other.session and self.index == other.index
+
+    def copy(self, memo: dict[int, Any]) -> "Handle":
+        if id(self) not in memo:
+            private = None if self.private is None else self.private.clone()
+            memo[id(self)] = Handle(self.session, self.index, self.layer, private, self.bias)
+        return memo[id(self)]
+
+
+class RemoteView(Tensor):
+    """A tensor with shape, dtype and device, and no storage. `RemoteWeight` says what torch's operations make of it."""
+
+    handle: Handle
+    is_whole: bool  # all of the executor's tensor, as it lies there
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls,
+        handle: Handle,
+        size: Any = None,
+        stride: Any = None,
+        offset: int = 0,
+        dtype: Any = None,
+        device: Any = None,
+        **options: Any,
+    ) -> Self:
+        if not isinstance(handle, Handle):
+            return _remade_of(handle, **options)
+        weight: Self = without_memory(cls, size, stride, offset, dtype, device)
+        weight.handle, shape = handle, handle.layer.shape
+        weight.is_whole = tuple(size) == shape and tuple(stride) == contiguous_stride(shape)
+        return weight
+
+    @classmethod
+    def whole(cls, handle: Handle, dtype: torch.dtype, device: torch.device) -> Self:
+        shape = handle.layer.shape
+        return cls(handle, shape, contiguous_stride(shape), 0, dtype, device)
+
+    def view_of(self) -> View:
+        return View(tuple(self.shape), tuple(self.stride()), int(self.storage_offset()))
+
+    def is_same_view(self, other: "RemoteView") -> bool:
+        return self.handle.is_same_tensor(other.handle) and self.view_of() == other.view_of()
+
+    def like_me(self, meta: Tensor) -> Self:
+        """The remote tensor with the geometry of `meta`."""
+        return type(self)(self.handle, meta.shape, meta.stride(), int(meta.storage_offset()), self.dtype, self.device)
+
+    def converted(self, dtype: torch.dtype | None, device: Any) -> Self:
+        return type(self)(self.handle.snapshot(), *self.view_of(), dtype or self.dtype, device or self.device)
+
+    def meta(self) -> Tensor:
+        """A tensor of the same geometry without memory, on which views can be tried."""
+        base = torch.empty(prod(self.handle.layer.shape), dtype=self.dtype, device="meta")
+        return base.as_strided(self.shape, self.stride(), self.storage_offset())
+
+    def value(self) -> Tensor:
+        """The values: the private copy's, or read from the executor (which refuses if it was not told to allow it)."""
+        handle = self.handle
+        if handle.private is not None:
+            base = handle.private.to(self.device, self.dtype)
+            return base.as_strided(self.shape, self.stride(), self.storage_offset())
+        if self.is_whole:
+            return handle.session.call(Op.READ, handle.index, dtype=self.dtype).to(self.device)
+        size, stride, offset = self.view_of()  # kept as they lie in memory, because strides decide roundings
+        if len(size) > MAX_DIM or prod(size) > prod(handle.layer.shape):  # no more travels than there is
+            return self.whole(handle, self.dtype, self.device).value().as_strided(size, stride, offset)
+        order = sorted(range(self.dim()), key=lambda dim: -stride[dim])
+        view = View(tuple(size[dim] for dim in order), tuple(stride[dim] for dim in order), offset)
+        read = handle.session.call(Op.READ, handle.index, dtype=self.dtype, view=view)
+        return read.to(self.device).permute(*(order.index(dim) for dim in range(self.dim())))
+
+
+def _remade_of(value: Tensor, requires_grad: bool = False) -> Any:
+    """`type(weight)(value)`, as accelerate writes it to offload what it is then to get back from a state dict."""
+    if not isinstance(value, RemoteView):
+        return nn.Parameter(value, requires_grad)
+    if value.handle.private is None and not value.handle.session.may_read:
+        raise RemoteWeightError(
+            f"{value.handle.layer.name!r} cannot be offloaded (at {call_site()}), since the executor holds it, and no memory here: leave "
+            "accelerate's cpu_offload and disk_offload out, or start the executor with --allow-read for private copies"
+        )
+    return value
+
+
+def without_memory(
+    cls: type[Tensor], size: Any, stride: Any, offset: int, dtype: torch.dtype, device: torch.device
+) -> Any:
+    """A tensor of this class. A view of an ordinary tensor is an ordinary tensor, under inference_mode, too."""
+    words: dict[str, Any] = {"strides": stride, "storage_offset": offset, "dtype": dtype, "device": device}
+    if not torch.is_inference_mode_enabled():
+        return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
+    with torch.inference_mode(False):
+        return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
+
+
+@cache
+def is_view(func: Any) -> bool:
+    """Whether what `func` makes lies where its first argument does, as other strides tell."""
+    return func in UNSAFE_VIEWS or (func.is_view and func not in OTHER_NUMBERS)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    """Whether torch writes `func` with other operations. Where autograd is at work it does so first, under inference_mode it leaves
+    that to us."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@cache
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for dim in reversed(shape):
+        stride.append(step)
+        step *= max(1, dim)
+    return tuple(reversed(stride))
+
+
+_INTERNAL = (str(Path(torch.__file__).parent), f"{Path(__file__).parents[2]}/", typing_extensions.__file__)
+
+
+def call_site() -> str:
+    """The line of the caller's code, outside torch and this package."""
+    for frame in reversed(traceback.extract_stack()):
+        if not frame.filename.startswith(_INTERNAL):
+            return f"{frame.filename}:{frame.lineno}"
+    return "?"
+
+
+def stand_in(weight: Tensor) -> Tensor:
+    """A real tensor of the same shape, dtype and device that takes no memory."""
+    if not isinstance(weight, RemoteView):
+        return weight
+    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What `func` would change, lists of tensors (`_foreach_...`) included."""
+    written = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return tree_leaves(written)

@@ -1,0 +1,94 @@
+"""How the work of a call is cut, in plain numbers: its result is a grid of cells, and a turn computes a run of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+
+from symbiosis.protocol import Call, Op
+
+BLOCK = 64  # rows of a cell: products of fewer cost more for each
+PANEL = 256  # columns of a cell
+
+Grid = tuple[int, ...]
+Box = tuple[slice, ...]
+
+
+def grid_of(call: Call, shape: Sequence[int], widths: Sequence[int]) -> Grid:
+    """The cells of the result, which has this `shape`; the rows of a call that goes by rows are cut already, and what is left are
+    the columns of each member, of these `widths`. The part of a weight that a run of cells needs is as small as can be."""
+    return (sum(map(panels, widths)),) if call.by_rows else GRIDS[call.op](shape)
+
+
+def leading(shape: Sequence[int]) -> Grid:
+    """As few dimensions as are needed for what lies behind them to be small.
+
+    >>> leading((30, 20, 500)), leading((3, 1 << 20))
+    ((30, 20), (3, 1048576))
+    """
+    depth = 1
+    while depth < len(shape) and prod(shape[depth:]) > BLOCK * PANEL // 8:
+        depth += 1
+    return tuple(shape[:depth])
+
+
+def boxes(grid: Grid, first: int, last: int) -> Iterator[Box]:
+    """The cells from `first` to `last` of a grid, counted row by row, as few boxes as can be.
+
+    >>> [tuple((side.start, side.stop) for side in box) for box in boxes((3, 4), 2, 9)]
+    [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
+    """
+    inner = prod(grid[1:])
+    if first % inner == 0 and last % inner == 0:
+        if first < last:
+            yield slice(first // inner, last // inner), *(slice(0, side) for side in grid[1:])
+        return
+    row, start = divmod(first, inner)
+    stop = min(last, (row + 1) * inner)
+    if start:  # what is left of a row that was begun
+        yield from _in_row(grid, row, start, stop - row * inner)
+        yield from boxes(grid, stop, last) if stop < last else ()
+        return
+    full = last // inner
+    yield from boxes(grid, first, full * inner)
+    yield from _in_row(grid, full, 0, last - full * inner)
+
+
+def _in_row(grid: Grid, row: int, first: int, last: int) -> Iterator[Box]:
+    for box in boxes(grid[1:], first, last):
+        yield slice(row, row + 1), *box
+
+
+def row_blocks(rows: int) -> int:
+    return max(1, rows // BLOCK)
+
+
+def panels(columns: int) -> int:
+    return max(1, columns // PANEL)
+
+
+def rows_of(side: slice, rows: int) -> slice:
+    """The rows of blocks; the last one has those that are left over, since few rows by themselves are multiplied by other means.
+
+    >>> rows_of(slice(1, 2), 150)
+    slice(64, 150, None)
+    """
+    return _scaled(side, BLOCK, row_blocks(rows), rows)
+
+
+def columns_of(side: slice, columns: int) -> slice:
+    """The columns of panels, in the same way."""
+    return _scaled(side, PANEL, panels(columns), columns)
+
+
+def _scaled(side: slice, step: int, count: int, most: int) -> slice:
+    return slice(side.start * step, most if side.stop >= count else side.stop * step)
+
+
+GRIDS: dict[Op, Callable[[Sequence[int]], Grid]] = {  # of calls that do not go by rows
+    Op.PRODUCT: lambda shape: (shape[0], panels(shape[2]), row_blocks(shape[1])),
+    Op.LEFT: lambda shape: (*shape[:-2], row_blocks(shape[-2]), panels(shape[-1])),
+    Op.GROUPED: lambda shape: (panels(shape[1]), row_blocks(shape[0])),
+    Op.LOOKUP: lambda shape: (shape[0],),
+    Op.NORMS: lambda shape: (shape[0],),
+    Op.READ: leading,
+    Op.ECHO: lambda shape: (prod(shape),),  # values
+}

@@ -1,0 +1,86 @@
+"""What calls make that do not go by rows: for each op a box of its cells, or all of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.executor.calls.cut import Box, columns_of, grid_of, rows_of
+from symbiosis.executor.model.store import Store
+from symbiosis.kernels.grouped import grouped
+from symbiosis.kernels.operand import norms
+from symbiosis.kernels.product import product
+from symbiosis.protocol import Call, Op
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+Index = tuple[slice, ...]
+Part = tuple[Index, Tensor]  # where in the result it belongs, and what
+Payload = tuple[Tensor, ...]
+
+
+class Ops:
+    """`here` puts a part of a payload where it is multiplied."""
+
+    def __init__(self, store: Store, here: Callable[[Tensor], Tensor]) -> None:
+        self._store, self._here = store, here
+        self.makes: dict[Op, Callable[[Call, Payload, Tensor, Box], Part]] = {
+            Op.PRODUCT: self._product,
+            Op.LEFT: self._left,
+            Op.GROUPED: self._grouped,
+            Op.LOOKUP: self._lookup,
+            Op.NORMS: self._norms,
+            Op.READ: self._read,
+            Op.ECHO: self._echo,
+        }
+
+    def whole(self, call: Call, payload: Payload, out: Tensor) -> None:
+        if call.op is Op.ECHO:
+            out.copy_(payload[0], non_blocking=True)
+            return
+        self.part(call, payload, out, tuple(slice(0, side) for side in grid_of(call, out.shape, ())))
+
+    def part(self, call: Call, payload: Payload, out: Tensor, box: Box) -> None:
+        """Compute a box of cells into its place. A copy to or from a GPU is not waited for."""
+        index, value = self.makes[call.op](call, payload, out, box)
+        target = out.view(-1) if call.op is Op.ECHO else out
+        target[index].copy_(value, non_blocking=True)
+
+    def _operand(self, call: Call, *part: Any) -> Tensor:
+        return self._store.operand(call.layer, call.op, call.view, call.dtype, part)
+
+    def _product(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+        stack, columns, rows = box[0], columns_of(box[1], out.shape[2]), rows_of(box[2], out.shape[1])
+        x_GTK, v_GKN = self._here(payload[0][stack, rows]), self._operand(call, stack, slice(None), columns)
+        return (stack, rows, columns), product(x_GTK, v_GKN, None)
+
+    def _left(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+        *stack, blocks, panels = box
+        rows, columns = rows_of(blocks, out.shape[-2]), columns_of(panels, out.shape[-1])
+        x = self._here(payload[0][(*stack, slice(None), columns)])
+        return (*stack, rows, columns), torch.matmul(self._operand(call, *stack, rows), x)
+
+    def _grouped(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+        columns, rows = columns_of(box[0], out.shape[1]), rows_of(box[1], out.shape[0])
+        x_TK, ends_G = map(self._here, (payload[0][rows], payload[1]))
+        groups = slice(None)
+        if len(x_TK) < len(out):  # the groups that have any of these rows
+            first, last = torch.searchsorted(ends_G, torch.tensor([rows.start, rows.stop - 1]), right=True).tolist()
+            if first == len(ends_G):
+                return (rows, columns), out.new_zeros(len(x_TK), 1)
+            groups = slice(first, last + 1)
+            ends_G = (ends_G[groups] - rows.start).clamp_(0, len(x_TK)).to(torch.int32)
+        return (rows, columns), grouped(x_TK, self._operand(call, groups, slice(None), columns), ends_G)
+
+    def _lookup(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+        return box, self._store.matrix(call.layer, call.op, call.view)[self._here(payload[0][box])]
+
+    def _norms(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+        weight, kind = self._store.weights[call.layer], self._store.manifest[call.layer].kind
+        return box, norms(weight, kind, TORCH_DTYPE[call.dtype], box[0])
+
+    def _read(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+        return box, self._store.matrix(call.layer, call.op, call.view)[box]
+
+    def _echo(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
+        return box, payload[0].reshape(-1)[box]

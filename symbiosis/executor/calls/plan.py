@@ -1,0 +1,77 @@
+"""What follows from a call alone: checked and worked out once, then looked up whenever the same call comes again."""
+
+from collections.abc import Hashable, Sequence
+from math import prod
+
+import msgspec
+
+from symbiosis.config import Options
+from symbiosis.executor.calls.cut import Grid, grid_of
+from symbiosis.executor.calls.price import price_of
+from symbiosis.executor.calls.validate import check_call
+from symbiosis.executor.model.store import Store
+from symbiosis.protocol import ITEMSIZE, Call, Op, View, width
+from symbiosis.transport.tensors import Shapes
+
+WORTH_CUTTING = 1 << 20  # multiplications: what takes less, nobody is kept waiting by
+
+
+class Key(msgspec.Struct, frozen=True, cache_hash=True):
+    """Calls of one key can run as one product."""
+
+    layers: tuple[int, ...]
+    op: Op
+    dtype: str
+    bias: bool
+    view: View | None
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """How a valid call is batched, what it answers, and what it costs."""
+
+    key: Hashable
+    rows: int
+    nbytes: int
+    shape: tuple[int, ...]
+    held: int  # bytes of the payload and the reply
+    parts: Shapes  # of what lies in memory for each member of a group
+    joinable: bool
+    calls: int = 1  # that it is of: more for a round
+    multiplications: int = 0
+    moved: int = 0  # bytes that come and go
+    scratch: int = 0  # bytes besides `held` while one of its turns is computed
+    turns: int = 1  # at least so many
+    grid: Grid = (1,)  # of the cells that it can be cut into
+    cells: int = 1  # of which there are so many
+
+
+def make_plan(call: Call, store: Store, options: Options) -> Plan:
+    """The plan of `call`; `CallError` if the call is wrong, whatever its values are."""
+    shape = check_call(call, store, options)
+    widths = [width(store.manifest[layer]) for layer in call.layers] if call.op is Op.FORWARD else list(shape[1:])
+    grid: Grid = (1,) if store.on_gpu or not prod(shape) else grid_of(call, shape, widths)
+    price = price_of(call, shape, prod(grid), store, options)
+    if price.turns == 1 and price.multiplications < WORTH_CUTTING:
+        grid = (1,)
+    return Plan(
+        key=Key(call.layers, call.op, call.dtype, call.bias, call.view),
+        rows=max(1, call.rows),
+        nbytes=call.nbytes,
+        shape=shape,
+        held=price.held,
+        parts=tuple((call.shape[0], width(store.manifest[layer])) for layer in call.layers) if call.also else (),
+        joinable=call.by_rows or (call.op in (Op.GROUPED, Op.LOOKUP) and not store.on_gpu),
+        multiplications=price.multiplications,
+        moved=call.nbytes + prod(shape) * ITEMSIZE[call.dtype],
+        scratch=price.scratch,
+        turns=price.turns,
+        grid=grid,
+        cells=prod(grid),
+    )
+
+
+def plan_of_round(key: Hashable, plans: Sequence[Plan]) -> Plan:
+    """The plan of a round: of calls that follow one another, all with the same number of rows."""
+    nbytes, held = sum(plan.nbytes for plan in plans), sum(plan.held for plan in plans)
+    work, moved = sum(plan.multiplications for plan in plans), sum(plan.moved for plan in plans)
+    return Plan(key, plans[0].rows, nbytes, (), held, (), True, len(plans), work, moved)

@@ -1,0 +1,1 @@
+"""Calls as products."""

@@ -1,0 +1,90 @@
+"""The products of one call: rows by the matrix of each layer.
+
+Shapes: T rows, K what goes in, N what comes out.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from symbiosis.executor.calls.cut import columns_of, panels
+from symbiosis.executor.model.store import Store
+from symbiosis.kernels.integers import modular_product
+from symbiosis.kernels.product import product
+from symbiosis.protocol import WEIGHT_BITS, Call, Op
+
+ALIGNED = 64  # bytes
+ONE_PRODUCT = (Op.FORWARD, Op.PRODUCT)  # for each layer; those of DGRAD are added
+
+
+class Products:
+    """Multiplies by the weights of a store, where these are."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.device = store.weights[0].device if store.weights else torch.device("cpu")
+
+    def multiply(
+        self, call: Call, x: list[Tensor], out: list[Tensor] | None = None, forward: Callable[..., Tensor] = product
+    ) -> list[Tensor]:
+        """One product for each layer, so that every one rounds as it would alone; gradients are added, the last one's first.
+        `forward`: how to multiply the rows of several calls, which need not round as each would alone."""
+        matrices = [self.store.operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
+        multiply: Callable[..., Tensor] = product
+        if call.dtype in WEIGHT_BITS:  # of FORWARD and DGRAD only
+            multiply = forward = modular_product
+        if call.op in ONE_PRODUCT:
+            biases = self.biases(call)
+            outs: Sequence[Tensor | None] = out or [None] * len(matrices)
+            return [forward(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
+        if call.op is not Op.DGRAD:
+            raise _unwritten(call)
+        *others, (dy_TN, matrix) = zip(x, matrices, strict=True)
+        dx_TK = multiply(dy_TN, matrix, None, out[0] if out else None)
+        for dy_TN, matrix in reversed(others):
+            dx_TK += multiply(dy_TN, matrix, None)
+        return [dx_TK]
+
+    def multiply_panels(self, call: Call, x: list[Tensor], outs: list[Tensor], side: slice) -> None:
+        """Compute some columns (`side`) of a call's results, into `outs`."""
+        biases = self.biases(call)
+        multiply: Callable[..., Tensor] = modular_product if call.dtype in WEIGHT_BITS else product
+        if call.op is Op.DGRAD:
+            columns = columns_of(side, outs[0].shape[1])
+            members = list(zip(x, call.layers, strict=True))
+            parts = (multiply(dy, self._panel(call, layer, columns), None) for dy, layer in reversed(members))
+            outs[0][:, columns] = reduce(Tensor.add_, parts)
+            return
+        if call.op not in ONE_PRODUCT:
+            raise _unwritten(call)
+        begun = 0
+        for layer, out_TN, bias in zip(call.layers, outs, biases, strict=True):
+            count = panels(out_TN.shape[1])
+            mine = slice(max(side.start - begun, 0), min(side.stop - begun, count))
+            if mine.start < mine.stop:
+                columns = columns_of(mine, out_TN.shape[1])
+                multiply(
+                    x[0], self._panel(call, layer, columns), None if bias is None else bias[columns], out_TN[:, columns]
+                )
+            begun += count
+
+    def biases(self, call: Call) -> list[Tensor | None]:
+        """One for each layer, if the call asks for them."""
+        if not call.bias:
+            return [None] * len(call.layers)
+        return [self.store.bias(layer, call.dtype) for layer in call.layers]
+
+    def here(self, tensor: Tensor) -> Tensor:
+        """A call's payload on our device, aligned as torch's own memory: products must not depend on the transport. The copy is
+        not waited for: the payload is there until the call is answered."""
+        here = tensor.to(self.device, non_blocking=True)
+        return here.clone() if here.untyped_storage().data_ptr() % ALIGNED else here
+
+    def _panel(self, call: Call, layer: int, columns: slice) -> Tensor:
+        return self.store.operand(layer, call.op, call.view, call.dtype, (..., columns))
+
+
+def _unwritten(call: Call) -> NotImplementedError:
+    return NotImplementedError(f"{call.op.name} goes by rows: say in symbiosis/executor/compute/products.py how")

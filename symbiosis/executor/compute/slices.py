@@ -1,0 +1,149 @@
+"""The product of a batch: the rows of its slices are gathered, multiplied, and taken apart again.
+
+Shapes: T rows of all sessions, K what goes in, N what comes out.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import CallError
+from symbiosis.executor.calls.cut import boxes
+from symbiosis.executor.calls.ops import Ops
+from symbiosis.executor.calls.validate import check_finite, check_share
+from symbiosis.executor.compute.products import Products
+from symbiosis.executor.scheduling.queue import Batch, Slice
+from symbiosis.executor.work import SingleCall
+from symbiosis.kernels.few_rows import FewRows
+from symbiosis.kernels.grouped import grouped, merge
+from symbiosis.kernels.product import product
+from symbiosis.protocol import Call, Op
+from symbiosis.security.keystream import keystream
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+
+class Slices:
+    """Computes slices of single calls, in any thread."""
+
+    def __init__(self, products: Products, ops: Ops, wait: Callable[[], None], workers: int) -> None:
+        """`wait`: until what was enqueued on the device is done; `workers`: threads that compute at the same time."""
+        self._products, self._ops, self._wait = products, ops, wait
+        self._store, self._device, self._here = products.store, products.device, products.here
+        self._product_of_joined: Callable[..., Tensor] = product
+        if self._device.type == "cpu":
+            self._product_of_joined = FewRows(self._store.linear_weights(), threads=workers)
+
+    def compute(self, slices: list[Slice]) -> None:
+        """All rows of the slices, by one product."""
+        first: SingleCall = slices[0].item.work
+        self._check(slices)
+        try:
+            if len(slices) > 1:
+                (self._rows_together if first.call.by_rows else self._together)(first.call, slices)
+            elif first.call.by_rows:
+                self._rows_alone(first.call, slices[0])
+            else:
+                self._ops.whole(first.call, first.payload, first.out)
+        finally:  # a copy must not come behind the answer, be it an error's
+            self._land(slices)
+
+    def compute_turn(self, batch: Batch) -> None:
+        """Some cells of what a slice makes, or of what a call makes that does not go by rows. Nobody waits for the rest of one that
+        has failed."""
+        piece = batch.slices[0]
+        work: SingleCall = piece.item.work
+        if work.error is not None:
+            return
+        self._check_turn(batch, work)
+        for box in boxes(work.plan.grid, batch.first, batch.last):
+            if work.call.by_rows:
+                x, outs = self._inputs(piece), self._outputs(piece)
+                self._products.multiply_panels(work.call, x, outs, box[0])
+            else:
+                self._ops.part(work.call, work.payload, work.out, box)
+        self._land(batch.slices)
+
+    def _check(self, slices: list[Slice]) -> None:
+        """Note whose rows are not finite: in a product they hurt no others."""
+        for piece in slices:
+            work: SingleCall = piece.item.work
+            if work.finite and work.error is None:
+                rows = slice(piece.start, piece.stop) if work.call.by_rows else slice(None)
+                try:
+                    check_finite(work.call, work.payload, rows, self._store)
+                except CallError as error:
+                    work.error = error
+
+    def _check_turn(self, batch: Batch, work: SingleCall) -> None:
+        """Check before a turn. A slice is checked with its first turn; of any other call each turn checks the same share of the payload as it
+        computes of the cells."""
+        if not work.finite:
+            return
+        if not work.call.by_rows:
+            check_share(work.call, work.payload, batch.first / batch.cells, batch.last / batch.cells, self._store)
+        elif not batch.first:
+            self._check(batch.slices)
+
+    def _rows_alone(self, call: Call, piece: Slice) -> None:
+        """Straight from the session's memory into the session's memory, where that is the device's."""
+        x, out = self._inputs(piece), self._outputs(piece)
+        if out[0].device == self._device:
+            self._products.multiply(call, x, out)
+        else:
+            y = self._products.multiply(call, x)
+            for out_TN, y_TN in zip(out, y, strict=True):
+                out_TN.copy_(y_TN, non_blocking=True)
+
+    def _rows_together(self, call: Call, slices: list[Slice]) -> None:
+        """Gather the rows of all, one product (or one for each layer of a group), scatter."""
+        rows = [piece.stop - piece.start for piece in slices]
+        x = [torch.cat(parts) for parts in zip(*map(self._inputs, slices), strict=True)]
+        y = self._products.multiply(call, x, forward=self._product_of_joined)
+        for y_TN, outs in zip(y, zip(*map(self._outputs, slices), strict=True), strict=True):
+            for out_TN, part_TN in zip(outs, y_TN.split(rows), strict=True):
+                out_TN.copy_(part_TN, non_blocking=True)
+
+    def _inputs(self, piece: Slice) -> list[Tensor]:
+        """The slice's rows, on our device: for a group's DGRAD those of each member."""
+        work: SingleCall = piece.item.work
+        if work.call.seeded and work.payload[0].dtype is torch.uint8:
+            return self._grown(work, piece)
+        return [self._here(part[piece.start : piece.stop]) for part in work.inputs()]
+
+    def _grown(self, work: SingleCall, piece: Slice) -> list[Tensor]:
+        """Make the slice's rows from the seed that came in their place."""
+        call, key = work.call, work.payload[0].numpy().tobytes()
+        dtype = TORCH_DTYPE[call.dtype]
+        if call.op is Op.DGRAD and call.also:  # what lies together are not the rows
+            work.payload = (keystream(key, call.shape, dtype),)  # type: ignore[arg-type]
+            return self._inputs(piece)
+        rows = min(piece.stop, call.rows) - piece.start
+        return [self._here(keystream(key, (rows, call.shape[1]), dtype, start=piece.start))]
+
+    def _outputs(self, piece: Slice) -> list[Tensor]:
+        """Where the slice's results go: for a group's FORWARD those of each member."""
+        work: SingleCall = piece.item.work
+        return [part[piece.start : piece.stop] for part in work.outputs()]
+
+    def _together(self, call: Call, slices: list[Slice]) -> None:
+        """Compute several calls at once whose rows belong to groups of matrices, or that are lookups."""
+        works: list[SingleCall] = [piece.item.work for piece in slices]
+        rows = [len(work.payload[0]) for work in works]
+        x_TK = torch.cat([self._here(work.payload[0]) for work in works])
+        if call.op is Op.LOOKUP:
+            y_TN = self._store.matrix(call.layer, call.op, call.view)[x_TK]
+        elif call.op is Op.GROUPED:
+            order, ends = (t.to(self._device) for t in merge([work.payload[1] for work in works], rows))
+            operand = self._store.operand(call.layer, call.op, call.view, call.dtype)
+            sorted_TN = grouped(x_TK[order], operand, ends)
+            y_TN = torch.empty_like(sorted_TN).index_copy_(0, order, sorted_TN)
+        else:
+            raise NotImplementedError(f"calls of {call.op.name} join: say how in symbiosis/executor/compute/slices.py")
+        for work, part_TN in zip(works, y_TN.split(rows), strict=True):
+            work.out.copy_(part_TN)
+
+    def _land(self, slices: list[Slice]) -> None:
+        """Wait, once for all, until what was copied between the host's memory and the GPU is there."""
+        if self._device.type == "cuda" and not all(piece.item.work.out.is_cuda for piece in slices):
+            self._wait()

@@ -1,0 +1,349 @@
+"""What becomes of a call that has come: it is refused, waits in a queue or for those that are foreseen, is rationed, or runs at once."""
+
+import math
+import os
+import platform
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from time import monotonic
+from typing import BinaryIO
+
+from msgspec.structs import replace
+from torch import Tensor
+
+from symbiosis.config import Options
+from symbiosis.errors import CallError, Code
+from symbiosis.executor.account import BUSY_S, ServedSession, busy
+from symbiosis.executor.calls.plan import make_plan
+from symbiosis.executor.calls.validate import must_be_finite
+from symbiosis.executor.compute.engine import Attempt, Engine
+from symbiosis.executor.gpu.cohort import Cohort
+from symbiosis.executor.gpu.train_share import Background
+from symbiosis.executor.ledger import Ledger
+from symbiosis.executor.model.store import Store
+from symbiosis.executor.observe.figures import LatestFigures
+from symbiosis.executor.observe.join_log import JoinLog
+from symbiosis.executor.outcomes import Outcomes
+from symbiosis.executor.scheduling.advice import Advisor
+from symbiosis.executor.scheduling.batcher import Batcher
+from symbiosis.executor.scheduling.queue import Item
+from symbiosis.executor.sessions import Sessions
+from symbiosis.executor.work import DeviceCall, DeviceWork, HostCall, Round, call_error
+from symbiosis.protocol import Call, Hello, Op, Priority, Welcome
+from symbiosis.security.keys import Keyring
+from symbiosis.transport import Peer
+from symbiosis.transport.base import Advice, Direct, GpuPeer, Prepared, RoundWords, refuse
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_tensor, check_values, empty
+
+
+class Dispatch:
+    """What transports call (`transport.base.ServerPort`), and what it leads to until a call runs. Transports know nothing else of the
+    executor, which is why some of it only asks another part."""
+
+    def __init__(
+        self,
+        store: Store,
+        options: Options,
+        keyring: Keyring | None,
+        sessions: Sessions,
+        register: JoinLog,
+        ledger: Ledger,
+        batcher: Batcher,
+        figures: LatestFigures,
+        attempt: Attempt,
+    ) -> None:
+        """`attempt`: does something for a peer, which is ended if that goes wrong."""
+        self._store, self._options, self.limits = store, options, options.limits
+        self.keyring, self.nccl = keyring, keyring is None if options.nccl is None else options.nccl
+        self._sessions, self._register, self._ledger, self._figures = sessions, register, ledger, figures
+        self._attempt, self._batcher = attempt, batcher
+        outcomes = Outcomes(ledger, attempt)
+        self.engine = Engine(
+            store,
+            outcomes.answered,
+            outcomes.answered_together,
+            options.workers,
+            batcher.took,
+            options.max_batch_tokens,
+            attempt,
+        )
+        self.gpu, self.device, self.stream = self.engine.gpu, self.engine.device, self.engine.gpu.stream
+        self.cohort = Cohort(batcher, self.gpu.join, outcomes.went_together, self._enqueue)
+        self.background = Background(options.train_share)
+        self._advisor = Advisor(options.policy != "immediate" and not options.batch_invariant)
+        self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
+        self.draining = False  # no calls are taken any more
+
+    @property
+    def waiting(self) -> int:
+        """Calls that have come and not begun."""
+        return len(self._batcher) + len(self.cohort) + len(self.background)
+
+    def wake_at(self) -> float:
+        """When `run_due` wants to be called again, or the batcher to be asked."""
+        return min(self._batcher.wake_at(), self.cohort.wake_at(), self.background.wake_at())
+
+    def wait_for_nobody(self) -> None:
+        """What has come is answered as soon as it can be: the executor ends."""
+        self._batcher.rules.policy, self.background.share = "immediate", 1.0
+        if self.gpu.rounds is not None:
+            self.gpu.rounds.drain()
+
+    # ------------------------------------------------------------------ clients
+
+    def joined(self, peer: Peer, hello: Hello) -> Welcome:
+        session = self._sessions.join(peer, hello)
+        self._batcher.join(session.number, peer.tenant, hello.observer)
+        store, options = self._store, self._options
+        return Welcome(
+            session.number, store.fingerprint, store.manifest, store.config_json, store.model_class,
+            self.limits, options.allow_read, options.heartbeat_s, f"{platform.node()}:{os.getpid()}",
+            integers=options.integers, operator=options.operator,
+        )  # fmt: skip
+
+    def kept_out(self, why: str, address: str, tenant: str = "") -> None:
+        self._register.kept_out(why, address, tenant)
+
+    def heard(self, peer: Peer) -> None:
+        if peer.session is not None:
+            peer.session.heard = monotonic()
+
+    def left(self, peer: Peer, why: str = "left") -> None:
+        session: ServedSession | None = peer.session
+        if session is not None:
+            self.cohort.disband()
+            self.background.leave(peer)
+            self._batcher.leave(session.number)
+            self._advisor.left(session.number)
+            self._sessions.leave(session, why)
+
+    def drain_gpu(self, peer: Peer, then: Callable[[], None] = lambda: None) -> None:
+        self.gpu.drain(peer, then)
+
+    # ------------------------------------------------------------------ calls through the host
+
+    def admits(self, peer: Peer, seq: int, call: Call) -> bool:
+        session: ServedSession = peer.session
+        session.heard = monotonic()
+        try:
+            self._check_room(session, call)
+        except Exception as error:  # whatever it is: the executor has other clients
+            self._refuse(session, seq, call, call_error(error))
+            return False
+        return True
+
+    def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
+        session: ServedSession = peer.session
+        session.heard = monotonic()
+        error = busy(BUSY_S, "too many calls of this connection, or of its tenant, are waiting to be read")
+        self._refuse(session, seq, call, error)
+
+    def _check_room(self, session: ServedSession, call: Call) -> None:
+        _check_allowed(session, call)
+        if self.draining and not session.observer:
+            raise CallError(Code.DRAINING, "this executor is shutting down: the call will be sent again")
+        if session.in_flight >= self.limits.max_in_flight:
+            raise CallError(Code.LIMIT, f"a session may have {self.limits.max_in_flight} calls in flight: wait for one")
+        plan = self._plan(call) if call.op is not Op.STATS else None
+        held, scratch = (plan.held, plan.scratch) if plan else (self._figures.nbytes, 0)
+        session.account.check(session.peer, held, session.held, session.heard, scratch)
+
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+        session: ServedSession = peer.session
+        try:
+            item = self._item(session, seq, call, payload)
+        except Exception as error:  # whatever it is: the executor has other clients
+            self._refuse(session, seq, call, call_error(error))
+            return
+        session.begin(item.work.plan.held)
+        self._ledger.came(session, item.work.plan)
+        self._batcher.add(item)
+
+    def _item(self, session: ServedSession, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item:
+        peer = session.peer
+        if call.op is Op.STATS:
+            payload = (bytes_tensor(self._figures.told(session.heard)),)
+            call = replace(call, op=Op.ECHO, dtype="uint8", shape=tuple(payload[0].shape))
+        plan = self._plan(call)
+        check_values(call, payload, self._store.manifest[call.layer])
+        if call.seeded:  # as it is now: the client may change it
+            payload = (payload[0].clone(),)
+        out = peer.out(call, plan.shape)
+        if out is None:
+            out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
+        priority = _priority(session, call)
+        if priority == Priority.DECODE:
+            self.background.decoded = session.heard
+            if call.op.traits.activations and not session.observer:
+                self._advisor.decoded(session.number, session.heard, called=True)
+        finite = must_be_finite(call, payload, self._options)
+        work = HostCall(peer, seq, call, payload, out, plan, finite)
+        key = ("observer", plan.key) if session.observer else plan.key
+        return Item(
+            session.number, key, plan.rows, priority, session.heard, work, call.by_rows, plan.joinable,
+            price=plan.multiplications, cells=plan.cells, turns=plan.turns,
+        )  # fmt: skip
+
+    def _refuse(self, session: ServedSession, seq: int, call: Call, error: CallError) -> None:
+        if error.code is not Code.GROW:
+            self._ledger.refused(error.code)
+            self._ledger.refused_call(session, call, error.code)
+        refuse(session.peer, seq, error)
+
+    def shape(self, call: Call) -> tuple[int, ...]:
+        try:
+            return self._plan(call).shape
+        except CallError as error:
+            self._ledger.refused(error.code)
+            raise
+
+    def results(self, call: Call) -> Shapes:
+        plan = self._plan(call)
+        return plan.parts if plan.parts and call.op is Op.FORWARD else (plan.shape,)
+
+    def shared(self) -> BinaryIO:
+        return self._store.shared()
+
+    def weights(self) -> BinaryIO | None:
+        return self._store.file
+
+    def multiplied(self, peer: Peer, direct: Direct) -> Advice:
+        session, now = peer.session, monotonic()
+        session.count_direct(direct)
+        if direct.decoded:
+            self._advisor.decoded(session.number, now, called=False)
+        return Advice(*self._advisor.of(session.number, now))
+
+    # ------------------------------------------------------------------ calls that a GPU makes again and again
+
+    def prepare(
+        self,
+        peer: GpuPeer,
+        number: int,
+        call: Call,
+        payload: tuple[Tensor, ...],
+        results: tuple[Tensor, ...],
+        seq: int = 0,
+    ) -> DeviceCall:
+        if call.seeded or call.op is Op.LOOKUP:
+            raise CallError(
+                Code.UNKNOWN_OP, "seeds and ids are checked with each call, which therefore cannot be registered"
+            )
+        plan = self._plan(call)
+        takes_turns = not peer.here or peer.tenant is not None
+        made = DeviceCall(
+            peer=peer, plan=plan, number=number, priority=_priority(peer.session, call), call=call, payload=payload,
+            results=results, seq=seq, large=not takes_turns and self.gpu.join_below <= plan.rows <= self._batcher.rules.max_rows,
+        )  # fmt: skip
+        self.gpu.note_addresses(made)
+        return made
+
+    def compose(
+        self, peer: GpuPeer, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool
+    ) -> Round:
+        members = tuple(call for call in prepared if isinstance(call, DeviceCall))
+        rounds, wanted = self.gpu.rounds, self._options.rounds and not self.gpu.shares_time
+        if rounds is None or not (wanted or again):  # who was in the midst of one goes on
+            raise CallError(
+                Code.UNKNOWN_OP,
+                "calls are answered one by one here: MPS does not serve the executor, Triton is missing, or --no-rounds is set",
+            )
+        large = bool(members) and members[0].large
+        if large and self._batcher.rules.policy == "lockstep" and not again:
+            raise CallError(Code.UNKNOWN_OP, "large calls take turns under lockstep, and are answered one by one")
+        # ... which an executor before us measured otherwise
+        most = math.inf if again or large else self.gpu.join_below
+        round = Round(rounds.key_of(members, most), members, words, number)
+        if number and not again:
+            rounds.make_room(round)
+        return round
+
+    def forget(self, peer: GpuPeer, prepared: Sequence[Prepared]) -> None:
+        self.cohort.disband()
+        if peer.session.in_flight:
+            raise CallError(Code.BAD_FRAME, "calls are forgotten when all are answered")
+        self.gpu.forget([work for work in prepared if isinstance(work, (DeviceCall, Round))])
+
+    def on_doorbell(self, prepared: Prepared) -> bool:
+        """One of four things becomes of it: it waits for the others that are foreseen with it; a large call of training waits for its
+        share, while somebody decodes; what others may join waits in the batcher's queue; and all else is launched at once."""
+        work: DeviceWork = prepared  # type: ignore[assignment]  # what `prepare` or `compose` made
+        session: ServedSession = work.peer.session
+        session.heard = now = monotonic()
+        if work.priority == Priority.DECODE:
+            self.background.decoded = now
+        if self.cohort.takes(work, now):
+            return True
+        if work.large and self._batcher.rules.policy != "lockstep":
+            if session.number in self._batcher.callers.live:  # others may wait for another call of it
+                self.cohort.disband()
+            self._batcher.away(session.number)
+            if work.priority >= Priority.TRAIN and self.background.takes(work, now):
+                session.begin()
+                return True
+        else:
+            self.cohort.disband()
+            if not self._batcher.alone(session.number, now):
+                self._enqueue(work, now)
+                return True
+        self._launch(work, now)
+        return False
+
+    def run_due(self, now: float) -> bool:
+        """Launch what was rationed and may run now, and those that were foreseen and are complete. Whether the latter go before all that
+        waits in the queue."""
+        while work := self.background.next(now):
+            self._attempt(work.peer, self._launch_in_turn, work, now)
+        return bool(self.cohort) and self.cohort.step(now)
+
+    def _launch_in_turn(self, work: DeviceWork, now: float) -> None:
+        """One that was rationed."""
+        work.peer.session.end()
+        self._launch(work, now)
+
+    def _launch(self, work: DeviceWork, now: float) -> None:
+        """Without the batcher."""
+        session: ServedSession = work.peer.session
+        rationed = work.large and work.priority >= Priority.TRAIN
+        is_new = not isinstance(work, Round) or not work.left
+        reply = self.gpu.launch(work, rationed and self.background.rations(now))
+        seconds = self.gpu.estimate(work, work.plan.rows)
+        self._ledger.launched(session, seconds)
+        if is_new:
+            self._ledger.came(session, work.plan)
+            self._ledger.answered_alone(work, reply)
+        if rationed:
+            self.background.ran(seconds, now)
+        if isinstance(work, Round) and work.left:
+            session.begin()
+            self.background.put(work)
+
+    def _enqueue(self, work: DeviceWork, arrived: float) -> None:
+        """Leave a call of a GPU to the batcher."""
+        session: ServedSession = work.peer.session
+        plan = work.plan
+        self._ledger.came(session, plan)
+        session.begin()
+        divisible = not isinstance(work, Round) and work.call.by_rows
+        self._batcher.add(
+            Item(
+                session.number, plan.key, plan.rows, work.priority, arrived, work, divisible, plan.joinable, plan.calls
+            )
+        )
+
+
+def _check_allowed(session: ServedSession, call: Call) -> None:
+    """Figures are for the operator; an observer makes no calls."""
+    if call.op is Op.STATS and session.peer.tenant is not None:
+        raise CallError(
+            Code.NOT_ALLOWED,
+            "an executor's figures are about all its tenants, so only its operator may see them: over local:// or --metrics-port",
+        )
+    if session.observer and call.op not in (Op.STATS, Op.ECHO):
+        raise CallError(
+            Code.UNKNOWN_OP, f"an observer may ask for STATS and ECHO, not {call.op.name}: join as a client"
+        )
+
+
+def _priority(session: ServedSession, call: Call) -> int:
+    return call.priority if session.priority is None else session.priority

@@ -1,0 +1,1 @@
+"""Calls of GPU clients: answered without a CPU where the GPU can do it by itself."""

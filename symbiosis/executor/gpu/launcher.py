@@ -1,0 +1,294 @@
+"""What programs on a GPU call is launched here, and answered by the GPU: a call alone, several as one product, or a round."""
+
+import logging
+import math
+import sys
+from collections.abc import Callable, Hashable, Sequence
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import Code
+from symbiosis.executor.calls.ops import Ops
+from symbiosis.executor.compute.products import Products
+from symbiosis.executor.gpu.headroom import keep_headroom
+from symbiosis.executor.gpu.timing import Pace
+from symbiosis.executor.observe.log import log
+from symbiosis.executor.scheduling.ranking import AGING_S
+from symbiosis.executor.scheduling.rules import JOIN_BELOW
+from symbiosis.executor.work import DeviceCall, DeviceWork, Round, RowAddresses, Work, call_error
+from symbiosis.kernels.gpu.graphs import captured
+from symbiosis.protocol import Call, Op, Reply
+from symbiosis.transport.base import Peer, refuse
+from symbiosis.transport.cuda.driver import HIGHEST, shares_time
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+if TYPE_CHECKING:
+    from symbiosis.executor.gpu.gathered import Gatherer
+    from symbiosis.executor.gpu.rounds import Rounds
+    from symbiosis.kernels.gpu.few_rows import FewRowsKernel
+
+GRAPH_AFTER = 2  # launches of a call after which a CUDA graph is made of it
+_LAUNCHED = Reply(0)
+
+
+class Launcher:
+    """On one GPU; where there is none, it launches nothing but single calls.
+
+    Large calls, which gain nothing from others, run on a stream of their own: products of few rows overtake them.
+    """
+
+    def __init__(
+        self, products: Products, ops: Ops, on_over: Callable[[Hashable, float], None], most_rows: int = 0
+    ) -> None:
+        """`on_over` hears what rounds of a key took; `most_rows`: of a batch, for which memory is kept."""
+        self._products, self._ops, self._on_over, self._most_rows = products, ops, on_over, most_rows
+        self._store, self.device = products.store, products.device
+        self._gatherer: Gatherer | None = None
+        self.rounds: Rounds | None = None
+        self._has_few_rows = False  # whether one kernel multiplies the few rows of several clients
+        self._few: dict[Any, FewRowsKernel | None] = {}
+        self.shares_time = True  # programs take turns on the GPU, as they do without MPS
+        self._overtaken_until = math.inf  # if a large call was launched: when the others wait for it
+        self._pace: Pace | None = None
+        self.stream = 0  # of the device; 0 where there is none
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.Stream(self.device, priority=HIGHEST)
+            self._aside = torch.cuda.Stream(self.device)
+            self._pool, self._pool_aside = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+            self.stream = self._stream.cuda_stream
+
+    # ------------------------------------------------------------------ the device
+
+    def use_stream(self) -> None:
+        """From now on this thread's products run on the launcher's stream."""
+        if not self.stream:
+            return
+        torch.cuda.set_device(self.device)
+        torch.empty(1, device=self.device)  # makes the device's context this thread's
+        torch.cuda.synchronize(self.device)  # the weights are there
+        for stream in (self._aside, self._stream):
+            torch.cuda.set_stream(stream)
+            torch.cuda.current_blas_handle()  # for which torch takes memory now
+        self._gatherer = _gatherer(self._products, self._pool)
+        if self._gatherer is not None:
+            from symbiosis.executor.gpu.rounds import Rounds
+
+            self.rounds = Rounds(self._products.multiply, self._few_rows, self._on_over, self.device)
+            self.shares_time = shares_time(self.device)
+            self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
+        if any(weight.dim() == 2 for weight in self._store.weights):
+            self._pace = Pace(self._store.weights)
+        keep_headroom(self._store.weights, self._most_rows, self.device)
+
+    @property
+    def join_below(self) -> int:
+        """Rows from which on a call gains nothing from others."""
+        return self._pace.join_below if self._pace else JOIN_BELOW
+
+    @property
+    def works(self) -> bool:
+        """Whether the device does: one that broke, answers nobody any more."""
+        try:
+            if self.stream:
+                self._stream.query()
+        except RuntimeError:
+            return False
+        return True
+
+    def wait(self) -> None:
+        """Until what was launched on our stream is done."""
+        self._stream.synchronize()
+
+    def _synchronize(self) -> None:
+        """With what no client is waited for."""
+        for stream in (self._stream, self._aside):
+            stream.synchronize()
+
+    # ------------------------------------------------------------------ how long it takes
+
+    def estimate(self, work: Work, rows: int) -> float:
+        """The seconds that the GPU will take, if it was not waited for; of a large round, for what was launched last."""
+        if not isinstance(work, Round):
+            return self._estimate(work.call, rows)
+        if work.large:
+            return sum(self._estimate(call, rows) for call in work.launched)
+        return work.seconds(rows, self._estimate)
+
+    def _estimate(self, call: Call, rows: int) -> float:
+        if self._pace is None or not (call.by_rows or call.op is Op.GROUPED):
+            return 0.0
+        return sum(self._pace.seconds(self._store.weights[layer], rows) for layer in call.layers)
+
+    # ------------------------------------------------------------------ several as one
+
+    @property
+    def most(self) -> int:
+        """Calls that `join` takes; 0 where it takes none."""
+        return 0 if self._gatherer is None else self._gatherer.most
+
+    def note_addresses(self, call: DeviceCall) -> None:
+        """Note where the rows of a call lie that a GPU makes again and again, if others can join it."""
+        if self._gatherer is not None and call.call.by_rows and call.peer.here:
+            addresses = RowAddresses(call.inputs(), call.outputs(), call.peer.answer(call.number))
+            call.addresses = addresses if addresses.aligned else None
+
+    def join(self, works: Sequence[DeviceWork]) -> float:
+        """Compute and answer calls of this GPU of one key that can be copied word by word, or rounds. Returns the seconds that takes."""
+        begun = perf_counter()
+        self.let_pass()
+        first, rows = works[0], sum(work.plan.rows for work in works)
+        if isinstance(first, Round):
+            assert self.rounds is not None
+            self.rounds.begin(works)  # type: ignore[arg-type]
+        else:
+            assert self._gatherer is not None
+            self._gatherer.run(works)  # type: ignore[arg-type]
+        return max(perf_counter() - begun, self.estimate(first, rows))
+
+    def _few_rows(self, call: Call, rows: int) -> "FewRowsKernel | None":
+        """One kernel for the product of so many rows, which rounds in its own way; nothing if none takes the weights as they are."""
+        if not self._has_few_rows or call.op is not Op.FORWARD:
+            return None
+        from symbiosis.kernels.gpu.few_rows import FewRowsKernel, padded, takes
+
+        key = call.layers, call.view, call.bias, call.dtype, padded(rows)
+        if key not in self._few:
+            matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
+            biases = self._products.biases(call)
+            as_it_is = matrices[0].dtype == TORCH_DTYPE[call.dtype] and takes(matrices, rows)
+            self._few[key] = FewRowsKernel(matrices, biases, rows) if as_it_is else None
+        return self._few[key]
+
+    # ------------------------------------------------------------------ one alone
+
+    def launch(self, work: DeviceWork, piecemeal: bool = False) -> Reply:
+        """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again; a large round whole, or call by call."""
+        if work.large:
+            return self._launch_large_round(work, piecemeal) if isinstance(work, Round) else self._launch_aside(work)
+        self.let_pass()
+        return self._launch(work)
+
+    def let_pass(self) -> None:
+        """Nobody is overtaken for longer than any call waits for more urgent ones."""
+        if perf_counter() > self._overtaken_until:
+            self._stream.wait_stream(self._aside)
+            self._overtaken_until = math.inf
+
+    def _launch_aside(self, work: DeviceWork) -> Reply:
+        """Where few rows overtake it."""
+        with torch.cuda.stream(self._aside):
+            reply = self._launch(work)
+        self._overtaken_until = min(self._overtaken_until, perf_counter() + AGING_S)
+        return reply
+
+    def _launch_large_round(self, round: Round, piecemeal: bool) -> Reply:
+        assert self.rounds is not None
+        if not round.left:
+            round.peer.count(1, len(round.calls))
+        try:
+            self.rounds.begin_large(round, 1 if piecemeal else len(round.calls))
+        except Exception as error:  # whatever it is: the executor has other clients
+            round.left = 0
+            return refuse(round.peer, 0, call_error(error))
+        return _LAUNCHED
+
+    def _launch(self, work: DeviceWork) -> Reply:
+        try:
+            if isinstance(work, Round):
+                assert self.rounds is not None
+                self.rounds.begin([work])
+                work.peer.count(1, len(work.calls))
+            elif work.graph is None:
+                self._launch_first(work)
+            else:
+                work.graph.replay()
+                work.peer.count(1)
+        except Exception as error:  # whatever it is: the executor has other clients
+            return refuse(work.peer, work.seq, call_error(error))
+        return _LAUNCHED
+
+    def _launch_first(self, call: DeviceCall) -> None:
+        call.launches += 1
+        if call.launches <= GRAPH_AFTER:
+            self._run(call)
+            call.peer.reply(Reply(call.seq, Code.OK, call.call.dtype), call.out)
+            return
+        try:
+            call.graph = captured(lambda: self._run_and_reply(call), self._pool_aside if call.large else self._pool)
+        except RuntimeError:  # grouped products of some dtypes ask the GPU for sizes
+            call.launches = -sys.maxsize
+            self._launch_first(call)
+        else:
+            call.graph.replay()
+            call.peer.count(1)
+
+    def _run_and_reply(self, call: DeviceCall) -> None:
+        self._run(call)
+        call.peer.enqueue_reply()
+
+    def _run(self, call: DeviceCall) -> None:
+        """The product of one call as a whole."""
+        if call.call.by_rows:
+            self._products.multiply(call.call, call.inputs(), call.outputs())
+        else:
+            self._ops.whole(call.call, _in_range(call), call.out)
+
+    # ------------------------------------------------------------------ the end of a client, or of its calls
+
+    def drain(self, peer: Peer, then: Callable[[], None]) -> None:
+        """Wait for all that was launched for a client which is gone: it waits for nobody. `then`: now, or when its large round is over."""
+
+        def over() -> None:
+            self._synchronize()
+            then()
+
+        if self.rounds is None:
+            over()
+        else:
+            self.rounds.leave(peer, over)
+
+    def forget(self, works: Sequence[DeviceWork]) -> None:
+        """These calls are over, and do not come again."""
+        for work in works:
+            if isinstance(work, Round) and self.rounds is not None:
+                self.rounds.forget(work)
+        self._synchronize()
+
+
+def _in_range(call: DeviceCall) -> tuple[Tensor, ...]:
+    """The payload; where it lies on a GPU, no CPU has checked where groups end."""
+    if call.call.op is not Op.GROUPED:
+        return call.payload
+    rows, ends = call.payload
+    return rows, ends.clamp(0, len(rows)).cummax(0).values.to(torch.int32)
+
+
+def _gatherer(products: Products, pool: Any) -> "Gatherer | None":
+    """For GPUs, and only there: it needs Triton, and what that compiles kernels with."""
+    try:
+        from symbiosis.executor.gpu.gathered import Gatherer
+
+        return Gatherer(products.multiply, pool)
+    except Exception as error:  # whatever it is: calls are answered without it
+        log(
+            logging.WARNING, "Triton does not work here: calls of several clients are joined copy by copy, which is slower",
+            error=f"{type(error).__name__} {error}",
+        )  # fmt: skip
+        return None
+
+
+def _loaded(weights: Sequence[Tensor]) -> bool:
+    """Whether this GPU multiplies few rows by one kernel."""
+    from symbiosis.kernels.gpu import few_rows
+
+    try:
+        few_rows.load(weights)
+    except Exception as error:  # whatever it is: there is another way
+        log(
+            logging.WARNING, "a kernel does not run here: decoding together is slower", error=f"{type(error).__name__} {error}"
+        )  # fmt: skip
+        return False
+    return True

@@ -1,0 +1,246 @@
+"""The calls of captured steps: the GPU answers a whole round of them by itself, of one client or of several who go together.
+
+What a client captured, it calls again and again in the same order. So all of it is enqueued ahead, as one CUDA graph: for each
+call what waits for the bells, the product, and the answers. A CPU only begins the round, when all who take part have
+rung for it. If one of several dies in the midst of it, or takes too long, that graph answers nobody any more, and the others' rounds
+go on from where they are, each by itself.
+"""
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from time import perf_counter
+
+import torch
+
+from symbiosis.errors import CallError, Code
+from symbiosis.executor.gpu.gathered import Multiply, power_of_two, rounded
+from symbiosis.executor.gpu.playback import ByKernels, ByStream, Few, Playback, for_one, load, rest, together
+from symbiosis.executor.work import DeviceCall, Round, RoundKey, call_error
+from symbiosis.kernels.gpu import gather as rows
+from symbiosis.transport.base import Peer, refuse
+from symbiosis.transport.cuda.driver import HIGHEST, new_stream
+
+RUNS_KEPT = 32
+END_S = 0.05  # between a round's last answer and its end, at most
+DRAIN_S = 20.0  # that an executor which ends lets a client take for the rest of its round
+
+
+class Rounds:
+    """On one GPU, which serves several programs at the same time."""
+
+    def __init__(
+        self,
+        multiply: Multiply,
+        few_rows: Few,
+        on_over: Callable[[Hashable, float], None],
+        device: torch.device,
+    ) -> None:
+        """`few_rows`: what makes the product of a call and so many rows at once, if anything does; `on_over` hears what
+        rounds of a key take."""
+        self._multiply, self._few_rows, self._on_over = multiply, few_rows, on_over
+        self._device, self._streams = device, defaultdict[int, list[torch.cuda.Stream]](list)  # by priority
+        self._bare: dict[int, torch.cuda.Stream] = {}  # ... for which there was no memory
+        self._clients: defaultdict[int, set[Peer]] = defaultdict(set)  # of whose rounds each priority has some
+        self._give_up = math.inf  # when an executor that ends waits for nobody any more
+        self._keys: dict[RoundKey, RoundKey] = {}
+        self._alone: dict[Round, Playback] = {}  # what answers one by itself
+        self._together: OrderedDict[Hashable, list[ByKernels]] = OrderedDict()
+        self._running: list[Playback] = []
+        self._gone: list[tuple[Peer, Callable[[], None]]] = []  # clients, and what to do when their rounds are over
+        load(device)
+
+    def key_of(self, calls: Sequence[DeviceCall], most: float) -> RoundKey:
+        """The key of a round of these calls; raises `CallError` if they cannot be one, or one has `most` rows or more."""
+        if not calls or any(call.addresses is None or call.plan.rows >= most for call in calls):
+            raise CallError(
+                Code.UNKNOWN_OP, "a round has calls of few rows, which a program on the executor's own GPU makes"
+            )
+        if len({call.plan.rows for call in calls}) > 1:
+            raise CallError(Code.UNKNOWN_OP, "the calls of a round have the same number of rows")
+        key = RoundKey(tuple(call.plan.key for call in calls))
+        return self._keys.setdefault(key, key)
+
+    def make_room(self, round: Round) -> None:
+        """Streams for all clients with such rounds, now: when all run at once, there may be no memory left for that. Raises `CallError`
+        if there is none now."""
+        priority = 0 if round.large else HIGHEST
+        clients = self._clients[priority] | {round.peer}
+        try:
+            while len(self._streams[priority]) < len(clients):
+                self._new_stream(priority)
+        except Exception as error:  # whatever it is: the executor has other clients
+            reason = f"there is no room for the captured steps of one more client: {type(error).__name__}"
+            raise CallError(Code.RESOURCE, reason) from error
+        self._clients[priority] = clients
+
+    @property
+    def running(self) -> bool:
+        """Whether something was begun of which nobody has seen the end."""
+        return bool(self._running)
+
+    def begin(self, rounds: Sequence[Round]) -> None:
+        """Answer these small ones of one key together; by itself, who is in the midst of one, or kept others waiting."""
+        if len(rounds) > rows.PLACES:
+            raise ValueError(f"{len(rounds)} rounds do not fit a page")
+        if len(rounds) == 1:
+            self._begin_alone(rounds[0])
+            return
+        fresh = sorted([r for r in rounds if not r.goes_on and not r.alone_for], key=lambda round: round.serial)
+        if len(fresh) > 1:
+            self._begin(self._for_all(fresh), fresh, 0, len(fresh[0].calls))
+        for round in [round for round in rounds if len(fresh) < 2 or round not in fresh]:
+            self._go_on(round)
+
+    def begin_large(self, round: Round, calls: int) -> None:
+        """Answer the next `calls` of it, from its beginning if none is left. Nobody waits for that."""
+        if round.goes_on:
+            self._begin_alone(round)
+            return
+        run = self._alone.get(round)
+        if run is None or not round.left:
+            run, round.left = self._for_one(round), len(round.calls)
+        first = len(round.calls) - round.left
+        last = min(first + calls, len(round.calls))
+        round.left, round.launched = len(round.calls) - last, round.calls[first:last]
+        self._begin(run, [round], first, last)
+
+    def drain(self) -> None:
+        """From now on nothing is begun again for who was not answered to the end: it goes on at the executor that comes next."""
+        self._give_up = perf_counter() + DRAIN_S
+
+    @property
+    def draining(self) -> bool:
+        return self._give_up < math.inf
+
+    def look(self) -> None:
+        """See what is over. Who was not answered to the end goes on alone."""
+        if perf_counter() > self._give_up:
+            self._give_up_waiting()
+        for run in [run for run in self._running if run.over]:
+            self._running.remove(run)
+            rounds, run.rounds = run.rounds, []
+            if run.replayed and not run.late and not rounds[0].large:
+                self._on_over(rounds[0].key, perf_counter() - run.begun)
+            for round in [round for round in rounds if run.late and not round.gone and not self.draining]:
+                answered = int(round.reply.item())
+                if round.is_behind(answered):
+                    if not run.stopped and int(round.bell.item()) == answered:
+                        round.was_late()
+                    self._go_on(round)
+        for run in self._running:
+            if run.stopped:
+                run.stop()
+        for peer, then in [(peer, then) for peer, then in self._gone if not self._runs_for(peer)]:
+            self._gone.remove((peer, then))
+            then()
+
+    def _give_up_waiting(self) -> None:
+        """What was computed for those who are not answered to the end is void: their memory may hold anything."""
+        for run in self._running:
+            late = [] if run.over or run.stopped else [round for round in run.rounds if not round.gone]
+            run.stop()
+            for round in late:
+                round.gone = True
+                refuse(round.peer, 0, CallError(Code.DRAINING, "the executor ended in the midst of a captured step"))
+
+    def leave(self, peer: Peer, then: Callable[[], None]) -> None:
+        """A client is gone: what was begun for it ends. `then`: when nothing uses its memory any more."""
+        for clients in self._clients.values():
+            clients.discard(peer)
+        self._alone = {round: run for round, run in self._alone.items() if round.peer is not peer}
+        for run in [run for run in self._running if not run.over]:
+            theirs = [round for round in run.rounds if round.peer is peer]
+            for round in theirs:
+                round.gone, round.left = True, 0
+            if theirs:
+                run.stop()
+        if self._runs_for(peer):
+            self._gone.append((peer, then))
+        else:
+            then()
+
+    def forget(self, round: Round) -> None:
+        """It does not come again; raises `CallError` if it is under way."""
+        self._see_the_end([run for run in self._running if round in run.rounds])
+        self._alone.pop(round, None)
+
+    def _see_the_end(self, runs: list[Playback]) -> None:
+        """The last answers are out, or their client would not have called: so this is near."""
+        give_up, now = perf_counter() + END_S, 0.0
+        while not all(run.over for run in runs):
+            if now > give_up:  # before we looked: this thread may have slept
+                raise CallError(Code.BAD_FRAME, "a round is under way, and has to be over first")
+            now = perf_counter()
+
+    def _runs_for(self, peer: Peer) -> bool:
+        return any(not run.over and any(round.peer is peer for round in run.rounds) for run in self._running)
+
+    def _go_on(self, round: Round) -> None:
+        """By itself. A failure is its client's alone."""
+        try:
+            self._begin_alone(round)
+        except Exception as error:  # whatever it is: the executor has other clients
+            refuse(round.peer, 0, call_error(error))
+
+    def _begin_alone(self, round: Round) -> None:
+        goes_on, first, round.goes_on, round.answered = round.goes_on, round.answered, False, 0
+        run = rest(self._device, round, self._multiply) if goes_on else self._for_one(round)
+        if not goes_on:
+            round.alone_for = max(0, round.alone_for - 1)
+        self._begin(run, [round], first, len(round.calls))
+
+    def _for_one(self, round: Round) -> Playback:
+        """What answers it by itself. It does not run."""
+        run = self._alone.get(round)
+        if run is None:
+            make: Callable[..., Playback] = ByStream if round.large else for_one
+            run = self._alone[round] = make(self._device, round, self._multiply)
+        if run in self._running:
+            self._see_the_end([run])
+            self._running.remove(run)
+        return run
+
+    def _begin(self, run: Playback, rounds: list[Round], first: int, last: int) -> None:
+        """On a stream where no other one waits for its clients."""
+        goes_on = run in self._running
+        stream = run.stream if goes_on else self._free_stream(run)
+        if not goes_on:
+            self._running.append(run)
+        try:
+            run.begin(rounds, stream, first, last)
+        except BaseException:
+            run.stop()
+            if run.over:
+                self._running.remove(run)
+            raise
+
+    def _free_stream(self, run: Playback) -> torch.cuda.Stream:
+        """One for which it has a graph, if there is one."""
+        streams, used = self._streams[run.priority], {other.stream for other in self._running}
+        free = [stream for stream in streams if stream not in used] or [self._new_stream(run.priority)]
+        return max(free, key=lambda stream: run.graphs_on(stream))
+
+    def _new_stream(self, priority: int) -> torch.cuda.Stream:
+        """With the memory that cuBLAS wants for each."""
+        if priority not in self._bare:
+            self._bare[priority] = new_stream(self._device, priority)
+        with torch.cuda.stream(self._bare[priority]):
+            torch.cuda.current_blas_handle()
+        stream = self._bare.pop(priority)
+        self._streams[priority].append(stream)
+        return stream
+
+    def _for_all(self, rounds: list[Round]) -> ByKernels:
+        """One that does not run yet, for so many."""
+        count, sessions = rounded(sum(round.rows for round in rounds)), power_of_two(len(rounds))
+        key = rounds[0].key, count, sessions
+        runs = self._together.setdefault(key, [])
+        self._together.move_to_end(key)
+        run = next((run for run in runs if run not in self._running), None)
+        if run is None:
+            run = together(self._device, rounds[0], self._multiply, self._few_rows, count, sessions)
+            runs.append(run)
+            if len(self._together) > RUNS_KEPT:
+                self._together.popitem(last=False)
+        return run

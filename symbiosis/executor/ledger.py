@@ -1,0 +1,152 @@
+"""Where all that happened is counted: by layer and op, by session and tenant, by transport, and by what was refused."""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+from symbiosis.errors import Code
+from symbiosis.executor.account import ServedSession
+from symbiosis.executor.calls.plan import Plan
+from symbiosis.executor.model.store import Store
+from symbiosis.executor.observe.log import log, worth_logging
+from symbiosis.executor.scheduling.queue import Batch
+from symbiosis.executor.work import DeviceWork, Repeated, Work
+from symbiosis.protocol import Call, Op, Reply
+
+
+@dataclass(slots=True)
+class Line:
+    """Totals of one layer and op."""
+
+    calls: int = 0
+    rows: int = 0
+    batches: int = 0
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+
+
+class Ledger:
+    """Totals since the start."""
+
+    def __init__(self, store: Store) -> None:
+        self.names = [layer.name for layer in store.manifest]
+        self.weights_bytes = store.nbytes
+        self.started = monotonic()
+        self.lines: defaultdict[tuple[int, Op], Line] = defaultdict(Line)
+        self.batch_sizes: Counter[int] = Counter()
+        self.bytes: Counter[str] = Counter()  # by transport
+        self.errors: Counter[str] = Counter()
+        self.refused_joins: Counter[tuple[str, str]] = Counter()  # by tenant and code
+        self.kept_out: Counter[str] = Counter()  # handshakes that were refused, by reason
+        self.dropped = 0  # sessions, for silence
+
+    # ------------------------------------------------------------------ what came
+
+    def came(self, session: ServedSession, plan: Plan) -> None:
+        """A call, or a round of them, that will be answered."""
+        rows = plan.rows * plan.calls
+        session.calls += plan.calls
+        session.rows += rows
+        session.multiplications += plan.multiplications
+        session.bytes += plan.nbytes
+        usage = session.account.usage
+        usage.calls += plan.calls
+        usage.rows += rows
+        usage.multiplications += plan.multiplications
+        usage.bytes += plan.moved
+        session.account.sent(rows, plan.multiplications, plan.moved)
+
+    def refused(self, code: Code) -> None:
+        """A call, or a client."""
+        self.errors[code.name] += 1
+
+    def refused_call(self, session: ServedSession, call: Call, code: Code) -> None:
+        """A session is refused a call: the 1st, 2nd, 4th, ... time the log says so."""
+        session.refused += 1
+        if worth_logging(session.refused):
+            layer = self.names[call.layer] if call.layer < len(self.names) else call.layer
+            log(
+                logging.WARNING, "call refused", session=session.number, code=code.name, op=call.op.name, layer=layer,
+                shape=call.shape, dtype=call.dtype, refused=session.refused,
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------ what was answered
+
+    def ran(self, batch: Batch, seconds: float) -> None:
+        """A turn of a product; its seconds are shared among those who called, by their rows."""
+        each = seconds / max(1, batch.rows)
+        for item, start, stop in batch.slices:
+            session: ServedSession | None = item.work.peer.session
+            if session is not None:
+                session.account.usage.seconds += each * (stop - start)
+        work: Work = batch.slices[0].item.work
+        observer = work.peer.session is not None and work.peer.session.observer  # whose calls show in no figures
+        if batch.ends and not observer:
+            self._multiplied(work.calls, len(batch.slices), batch.seconds + seconds)
+
+    def launched(self, session: ServedSession, seconds: float) -> None:
+        """A GPU was told to make a call, a round, or a part of one."""
+        session.account.usage.seconds += seconds
+
+    def answered_alone(self, work: DeviceWork, reply: Reply) -> None:
+        """A call of a GPU, or a round, was launched alone; how long it takes no CPU knows."""
+        self._called([work])
+        self._multiplied(work.calls, 1, 0.0)
+        if reply.code is not Code.OK:
+            self.refused(reply.code)
+
+    def joined(self, batch: Batch) -> None:
+        """Calls of GPUs were answered together."""
+        self._called([piece.item.work for piece in batch.slices])
+        call: Call = batch.slices[0].item.work.calls[0]
+        self.lines[call.layer, call.op].wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
+
+    def together(self, works: Sequence[DeviceWork], wait_s: float, seconds: float) -> None:
+        """Calls of GPUs were answered by one product that had been foreseen."""
+        each = seconds / sum(work.plan.rows for work in works)
+        for work in works:
+            session: ServedSession | None = work.peer.session
+            if session is not None:
+                self.came(session, work.plan)
+                session.account.usage.seconds += each * work.plan.rows
+        self._called(works)
+        self._multiplied(works[0].calls, len(works), seconds)
+        call = works[0].calls[0]
+        self.lines[call.layer, call.op].wait_s += wait_s
+
+    def answered(self, work: Work, reply: Reply) -> None:
+        """A call of a batch, or all of a round."""
+        session: ServedSession | None = work.peer.session
+        call = work.calls[0] if isinstance(work, Repeated) else work.call
+        if session is None or not session.observer:
+            line = self.lines[call.layer, call.op]
+            line.wait_s += reply.wait_us / 1e6
+            if isinstance(work, Repeated):
+                self._called([work])
+            else:
+                line.calls += 1
+                line.rows += call.rows
+                self.bytes[work.peer.transport] += call.nbytes + reply.nbytes
+            if reply.code is not Code.OK:
+                self.refused(reply.code)
+        if session is not None and reply.code is not Code.OK:
+            self.refused_call(session, call, reply.code)
+
+    def _called(self, works: Sequence[DeviceWork]) -> None:
+        """These calls of GPUs, of one key, have come."""
+        for calls in zip(*(work.calls for work in works), strict=True):
+            line = self.lines[calls[0].layer, calls[0].op]
+            line.calls += len(calls)
+            line.rows += sum(call.rows for call in calls)
+        for work in works:
+            self.bytes[work.peer.transport] += work.plan.moved
+
+    def _multiplied(self, calls: Sequence[Call], together: int, seconds: float) -> None:
+        """Products of so many calls each have run."""
+        for call in calls:
+            line = self.lines[call.layer, call.op]
+            line.batches += 1
+            line.compute_s += seconds / len(calls)
+        self.batch_sizes[together] += len(calls)

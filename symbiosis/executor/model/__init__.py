@@ -1,0 +1,1 @@
+"""The base model that is served: found, loaded, and kept by name."""

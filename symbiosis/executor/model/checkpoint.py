@@ -1,0 +1,151 @@
+"""Where a model's files are and what their headers say, without torch: a directory, a hub id, or the bundled demo model."""
+
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from symbiosis.errors import ConfigError
+
+DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
+MODEL = "MODEL is a directory with config.json and *.safetensors, a hub id, or demo"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+FILES = re.compile(r"\.(safetensors|json|bin|pt|pth|gguf|ckpt)$")
+REACH_S = 3.0  # longest wait for the hub to answer at all
+LONGEST_HEADER = 100 << 20  # as safetensors has it
+BITS = re.compile(r"\d+")
+
+
+def path_of(name: str) -> Path | None:
+    """The folder that a model's name means; None for a hub id. A path that leads nowhere is never taken for a hub id.
+
+    >>> path_of("demo").name
+    'demo_model'
+    """
+    if name == "demo":
+        return DEMO_MODEL
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ConfigError(f"cannot load {name!r}: it is a file. {MODEL}")
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"cannot load {name!r}: there is no config.json in it. {MODEL}")
+        return path
+    if is_path(name):
+        raise ConfigError(f"cannot load {name!r}: no such directory")
+    return None
+
+
+def is_path(name: str) -> bool:
+    """A hub id has at most one slash, does not end like a file, and what is before its slash is no folder here.
+
+    >>> [is_path(name) for name in ("org/model", "./model", "a/b/c", "model/", "model.safetensors")]
+    [False, True, True, True, True]
+    """
+    begun = name.partition(os.sep)[0]
+    return not HUB_ID.fullmatch(name) or bool(FILES.search(name)) or (begun != name and Path(begun).is_dir())
+
+
+def located(name: str) -> Path:
+    """The folder with the model's config.json; of a hub id, that of the hub's cache."""
+    return path_of(name) or _from_hub(name)
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import constants, hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, LocalEntryNotFoundError
+
+    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        return Path(cached).parent
+    nowhere = f"cannot load {name!r}: it is neither a directory here nor in the hub's cache"
+    if reason := hub_is_out_of_reach():
+        raise ConfigError(f"{nowhere}, and {reason}")
+    try:
+        return Path(hf_hub_download(name, "config.json")).parent
+    except LocalEntryNotFoundError:
+        raise ConfigError(f"{nowhere}, and {constants.ENDPOINT} does not answer") from None
+    except EntryNotFoundError:
+        raise ConfigError(f"cannot load {name!r}: the hub has no config.json of it") from None
+    except GatedRepoError:
+        raise ConfigError(f"cannot load {name!r}: it is gated: ask its owners for access on its page, then `hf auth login`") from None  # fmt: skip
+    except OSError:
+        raise ConfigError(f"{nowhere}, nor does the hub show it to you (`hf auth login` if it is private)") from None
+
+
+def hub_is_out_of_reach() -> str:
+    """Why nothing can come from the hub; empty if somebody listens there. Behind a proxy only a download can tell."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    if parts.hostname is None or parts.scheme in getproxies():
+        return ""
+    try:
+        socket.create_connection((parts.hostname, parts.port or 443), timeout=REACH_S).close()
+    except OSError:
+        return f"{constants.ENDPOINT} cannot be reached"
+    return ""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that transformers reads; none where only other formats lie."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return [file for file in [folder / "model.safetensors"] if file.is_file()]
+    try:
+        return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+        raise ConfigError(f"cannot load {str(folder)!r}: {index.name} is damaged, copy it again") from None
+
+
+def weights_nbytes(files: list[Path], dtype_bits: int | None = None, integers: tuple[int, ...] = ()) -> int:
+    """Memory of all tensors: as they are, or with floats of `dtype_bits`; and of what is kept of matrices as integers.
+
+    >>> weights_nbytes(weight_files(DEMO_MODEL)) < weights_nbytes(weight_files(DEMO_MODEL), integers=(8,))
+    True
+    """
+    total = 0
+    for kind, shape in (tensor for file in files for tensor in tensors(file)):
+        floating = "F" in kind
+        bits = dtype_bits if dtype_bits and floating else int((BITS.search(kind) or ["8"])[0])
+        total += math.prod(shape) * bits // 8
+        total += sum(math.prod(shape) * more // 8 for more in integers if floating and len(shape) > 1)
+    return total
+
+
+def tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
+    """dtype (F32, BF16, I64, ...) and shape of each, by the file's header."""
+    yield from ((tensor["dtype"], tensor["shape"]) for tensor in _header(file)[0])
+
+
+def check_whole(file: Path) -> None:
+    """`ConfigError` if a file is shorter than its header says."""
+    found, begin = _header(file)
+    if begin + max((tensor["data_offsets"][1] for tensor in found), default=0) > file.stat().st_size:
+        raise _damaged(file)
+
+
+def _header(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """What is said of each tensor, and where their data begin."""
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(min(length, LONGEST_HEADER)))
+        found = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        assert all({"dtype", "shape", "data_offsets"} <= tensor.keys() for tensor in found)
+    except OSError as error:
+        raise ConfigError(f"cannot load the weights: {file}: {error.strerror}") from None
+    except (ValueError, AttributeError, AssertionError):
+        raise _damaged(file) from None
+    return found, 8 + length
+
+
+def _damaged(file: Path) -> ConfigError:
+    return ConfigError(f"cannot load the weights: a file is damaged or cut short, copy it again: {file}")

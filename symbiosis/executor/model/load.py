@@ -1,0 +1,76 @@
+"""Loads the base model that an executor serves: a directory, a hub id, or the bundled demo model."""
+
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+
+from symbiosis.config import check_dtype
+from symbiosis.errors import ConfigError
+from symbiosis.executor.model.checkpoint import DEMO_MODEL, MODEL, check_whole, path_of, weight_files
+
+__all__ = ["DEMO_MODEL", "load_config", "load_model", "model_class", "structure", "torch_dtype"]
+
+
+def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.Module:
+    """The model as its own class builds it, so that layer names are those a client of that class has.
+
+    >>> type(load_model("demo")).__name__
+    'LlamaForCausalLM'
+    """
+    config, path = load_config(name), path_of(name)
+    for file in weight_files(path) if path else ():
+        check_whole(file)  # the last file of many may be cut short: say so before the first one is read
+    try:
+        model = model_class(config).from_pretrained(path or name, dtype=torch_dtype(dtype), use_safetensors=True)
+    except OSError as error:
+        raise ConfigError(f"cannot load the weights of {name!r} (only *.safetensors are read): {_in_a_line(error)}") from None  # fmt: skip
+    except SafetensorError as error:
+        raise ConfigError(
+            f"cannot load the weights of {name!r}: a file is damaged or cut short, copy it again: {error}"
+        ) from None
+    try:
+        return model.eval().to(device)
+    except (RuntimeError, AssertionError) as error:  # torch's ways to say that there is no such device
+        raise ConfigError(f"--device {device!r}: {str(error).partition(chr(10))[0]}") from None
+
+
+def load_config(name: str) -> Any:
+    """What the model is, without its weights."""
+    path = path_of(name)
+    try:
+        return transformers.AutoConfig.from_pretrained(path or name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot load {name!r}: {_in_a_line(error)} {MODEL}") from None
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def structure(name: str, dtype: str | None = None) -> nn.Module:
+    """The model without its weights."""
+    config = load_config(name)
+    words = {} if dtype is None else {"dtype": torch_dtype(dtype)}
+    with torch.device("meta"):
+        model: nn.Module = model_class(config)._from_config(config, **words)
+    return model.eval()
+
+
+def model_class(config: transformers.PretrainedConfig) -> Any:
+    """The transformers class that the checkpoint names, else the one that its kind of configuration has."""
+    for name in config.architectures or ():
+        if found := getattr(transformers, name, None):
+            return found
+    for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ConfigError(f"transformers {transformers.__version__} does not have a class for a {type(config).__name__}")
+
+
+def torch_dtype(name: str | None) -> Any:
+    """That of the checkpoint, if none is named."""
+    check_dtype(name)
+    return "auto" if name is None else getattr(torch, name)

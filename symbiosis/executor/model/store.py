@@ -1,0 +1,190 @@
+"""The frozen layers of one base model: what is served, under which names, and the matrix that each op multiplies by."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from math import prod
+from typing import Any, BinaryIO
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from symbiosis.choice import choose, head_names, is_in, matches
+from symbiosis.errors import CallError, Code, ConfigError
+from symbiosis.kernels.integers import quantise, warm
+from symbiosis.kernels.operand import cast, matrix_of
+from symbiosis.names import modules_in_base, parameter_in_base
+from symbiosis.protocol import MAX_DIM, WEIGHT_BITS, Layer, Op, View
+from symbiosis.security.fingerprint import digest, model_fingerprint
+from symbiosis.transport.local import shared_weights
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
+
+SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
+
+
+class Store:
+    """The tensors of a base model, by layer index. Weights are never changed and never copied per client.
+
+    Served by default: every linear and Conv1D weight and every tensor of experts' matrices, but no head (`choice`). A head's
+    gradient shows the labels, tasks train it, and where it is tied to the embedding the client holds it anyway.
+    """
+
+    def __init__(self, model: nn.Module, serve: Sequence[str] = (), integers: Sequence[int] = ()) -> None:
+        model.requires_grad_(False)
+        config = getattr(model, "config", None)
+        self.config_json = config.to_json_string(use_diff=False) if isinstance(config, PreTrainedConfig) else "{}"
+        self.model_class = type(model).__name__
+        self.weights: list[Tensor] = []
+        self.biases: list[Tensor | None] = []
+        self.manifest: list[Layer] = []
+        entries = list(_entries(model))
+        chosen = _choose(entries, serve, head_names(model))
+        with ThreadPoolExecutor() as pool:
+            digests = list(pool.map(digest, [weight for _, _, weight, _ in entries]))
+        for (name, kind, weight, bias), sha in zip(entries, digests, strict=True):
+            kind = kind if name in chosen else "client"
+            self._add(name, kind, weight, bias if kind in ("linear", "conv1d") else None, sha)
+        self.fingerprint = model_fingerprint(self.config_json, self.manifest)
+        self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
+        self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
+        self._commons: BinaryIO | None = None
+        self.file: BinaryIO | None = None  # where the served weights lie, if clients may map them
+        self.on_gpu = any(weight.is_cuda for weight in self.weights)
+        self.matrix = lru_cache(maxsize=16384)(self._matrix)
+        self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._linear() for bits in integers}
+        for digits_DKN in {digits.shape: digits for digits in self._digits.values() if digits.is_cuda}.values():
+            warm(digits_DKN)
+
+    def _add(self, name: str, kind: str, weight: Tensor, bias: Tensor | None, sha: str) -> None:
+        self.weights.append(weight)
+        self.biases.append(bias)
+        shape, dtype = tuple(weight.shape), DTYPE_NAME.get(weight.dtype, str(weight.dtype))
+        self.manifest.append(Layer(name, kind, shape, dtype, sha, bias is not None))
+
+    def shared(self) -> BinaryIO:
+        """What every client holds for itself, in memory that all clients of this host share, and this process, too."""
+        if self._commons is None:
+            self._commons = shared_weights.publish(self.manifest, self._phase, self.weights.__getitem__)
+            if not self.on_gpu:
+                for number, tensor in shared_weights.taken(self.manifest, self._commons.fileno()).items():
+                    self.weights[number] = tensor
+                self.matrix.cache_clear()
+        return self._commons
+
+    def share(self) -> None:
+        """From now on what is served lies in one sealed file, which clients may map, as this process does. It is moved there tensor by
+        tensor: there is never a second copy of more than one."""
+        if self.on_gpu or self.file is not None:
+            return
+        nothing = Tensor()
+
+        def moved(number: int) -> Tensor:
+            weight, self.weights[number] = self.weights[number], nothing
+            return weight
+
+        self.file = shared_weights.publish(self.manifest, self._phase, moved, served=True)
+        for number, weight in shared_weights.taken(self.manifest, self.file.fileno(), served=True).items():
+            self.weights[number] = weight
+        self.matrix.cache_clear()
+
+    def _phase(self, number: int) -> int:
+        return shared_weights.phase(self.weights[number])
+
+    def served(self) -> list[Layer]:
+        return [layer for layer in self.manifest if layer.kind in SERVED_KINDS]
+
+    def _linear(self) -> list[int]:
+        """Numbers of the served layers that are matrices by which rows are multiplied."""
+        return [number for number, layer in enumerate(self.manifest) if layer.kind in ("linear", "conv1d")]
+
+    def _quantised(self, layer: int, bits: int) -> Tensor:
+        return quantise(self.matrix(layer, Op.FORWARD, None), bits)[0]
+
+    def offers(self, layer: int, bits: int) -> bool:
+        """Whether integers are multiplied by this layer's weights of so many bits."""
+        return (layer, bits) in self._digits
+
+    def linear_weights(self) -> list[Tensor]:
+        """Those that are served."""
+        return [weight for weight, layer in zip(self.weights, self.manifest, strict=True) if layer.kind == "linear"]
+
+    def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
+        """What `op` multiplies rows by, as a view of the weight in its own dtype."""
+        weight = self.weights[layer]
+        if view is not None:
+            _check_view(weight, view)
+        return matrix_of(weight, self.manifest[layer].turns(op), view)
+
+    def turn(self, rows: int) -> int:
+        """Multiplications of so many rows by the largest matrix that is served."""
+        return rows * self._largest
+
+    def operand(self, layer: int, op: Op, view: View | None, dtype: str, part: tuple[Any, ...] = (...,)) -> Tensor:
+        """`matrix`, or a part of it, cast to the dtype of the call as autocast would; the cast lives for one product. For integers:
+        its digits."""
+        if dtype in WEIGHT_BITS and op in (Op.FORWARD, Op.DGRAD):
+            digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
+            return (digits_DKN if op is Op.FORWARD else digits_DKN.transpose(1, 2))[part]
+        matrix, wanted = self.matrix(layer, op, view), TORCH_DTYPE[dtype]
+        if part != (...,):
+            matrix = matrix[part]
+        return matrix if matrix.dtype is wanted else cast(matrix, wanted)
+
+    def bias(self, layer: int, dtype: str) -> Tensor | None:
+        bias = self.biases[layer]
+        return None if bias is None else bias.to(TORCH_DTYPE[dtype])
+
+
+def _check_view(weight: Tensor, view: View) -> None:
+    if not 1 <= len(view.size) <= MAX_DIM:
+        raise CallError(Code.BAD_VIEW, f"a view has 1 to {MAX_DIM} dimensions, not {len(view.size)}")
+    last = view.offset + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True))
+    if 0 in view.size or last >= weight.numel():
+        raise CallError(Code.BAD_VIEW, f"view {tuple(view)} reaches beyond a weight of shape {tuple(weight.shape)}")
+
+
+def _entries(model: nn.Module) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
+    """(name, kind, tensor, bias) of every parameter and persistent buffer. A layer goes by its module's dotted name."""
+    seen: set[str] = set()
+    persistent = model.state_dict(keep_vars=True)
+    for path, module_name, module in modules_in_base(model):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            full = parameter_in_base(module_name, module, name)
+            if tensor is None or f"{path}.{name}".lstrip(".") not in persistent or full in seen:
+                continue
+            seen.add(full)
+            kind = _kind(module, name, tensor)
+            bias = getattr(module, "bias", None) if kind in ("linear", "conv1d") else None
+            layer = module_name if kind in ("linear", "conv1d", "embedding") else full
+            yield layer, kind, tensor.detach().contiguous(), None if bias is None else bias.detach().clone()
+
+
+def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
+    from transformers.pytorch_utils import Conv1D
+
+    if not tensor.is_floating_point() or tensor.dtype not in DTYPE_NAME:
+        return "client"
+    if name == "weight" and tensor.dim() == 2:
+        if isinstance(module, nn.Linear):
+            return "linear"
+        if isinstance(module, Conv1D):
+            return "conv1d"
+        if isinstance(module, nn.Embedding):
+            return "embedding"
+    matrices = tensor.dim() == 3 or (tensor.dim() == 2 and "bias" not in name)  # in a stack, or one below the other
+    return "tensor" if matrices and "xpert" in type(module).__name__ else "client"
+
+
+def check_patterns(model: nn.Module, serve: Sequence[str]) -> None:
+    """Each must match a layer; the model may be one without weights."""
+    _choose(list(_entries(model)), serve, head_names(model))
+
+
+def _choose(entries: list[tuple[str, str, Tensor, Tensor | None]], serve: Sequence[str], heads: set[str]) -> set[str]:
+    possible = {name: kind for name, kind, _, _ in entries if kind != "client"}
+    for pattern in serve:
+        if not matches(possible, [pattern.removeprefix("!")]):
+            examples = ", ".join(sorted(possible)[:4])
+            raise ConfigError(f"--serve {pattern!r} matches no layer. Names look like: {examples}")
+    default = {name for name, kind in possible.items() if kind != "embedding" and not is_in(name, heads)}
+    return choose(serve, {name: [name] for name in possible}, default)

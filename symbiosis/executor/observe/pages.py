@@ -1,0 +1,268 @@
+"""An executor's pages: `/health` for probes, `/metrics` for Prometheus. One thread, few connections at a time, each for a few seconds:
+nobody who connects can have more."""
+
+import gzip
+import json
+import logging
+import re
+import selectors
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Thread
+from time import monotonic
+from typing import NamedTuple, Protocol
+from urllib.parse import parse_qs, urlsplit
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+
+from symbiosis.errors import ConfigError
+from symbiosis.executor.observe.prometheus import PrometheusCollector
+from symbiosis.executor.observe.snapshot import Snapshot
+
+MOST_CONNECTIONS = 32  # one more takes the place of the oldest
+LONGEST_HEAD = 8 << 10  # bytes of a request
+HEAD_S, ANSWER_S, GOODBYE_S = 2.0, 10.0, 1.0  # that a request, an answer and the end of a connection may take
+SCRAPE_SHARE = 0.1  # of the time, for collecting figures: it keeps the executor's thread from running
+STALLED_S = 30.0  # since the executor's loop last looked at its clock
+REQUEST = re.compile(r"([A-Z]{1,16}) (\S+) HTTP/1\.[01]")
+REASONS = {
+    200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 431: "Request Header Fields Too Large",
+    500: "Internal Server Error", 503: "Service Unavailable",
+}  # fmt: skip
+logger = logging.getLogger("symbiosis.executor")
+
+
+class Shown(Protocol):
+    """An executor, as far as pages tell of it."""
+
+    def health(self, stalled_s: float) -> str: ...
+
+    @property
+    def turned_s(self) -> float: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+
+class Request(NamedTuple):
+    """What was asked: the path, what follows it, and the headers by their names in small letters."""
+
+    method: str
+    path: str
+    query: dict[str, list[str]]
+    headers: dict[str, str]
+
+
+class Answer(NamedTuple):
+    """What is said."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = (("Content-Type", "text/plain; charset=utf-8"),)
+
+    @classmethod
+    def error(cls, status: int, text: str, *headers: tuple[str, str]) -> "Answer":
+        return cls(status, f"{text}\n".encode(), (*cls._field_defaults["headers"], *headers))
+
+    def as_bytes(self, with_body: bool) -> bytes:
+        headers = (*self.headers, ("Content-Length", str(len(self.body))), ("Connection", "close"))
+        head = [f"HTTP/1.1 {self.status} {REASONS[self.status]}", *(f"{name}: {value}" for name, value in headers)]
+        return "\r\n".join((*head, "", "")).encode() + (self.body if with_body else b"")
+
+
+def parsed(head: bytes) -> Request | Answer:
+    """A request; or what to say to one that is none.
+
+    >>> parsed(b"GET /metrics?a=1 HTTP/1.1\\r\\nAccept: text/plain\\r\\n")
+    Request(method='GET', path='/metrics', query={'a': ['1']}, headers={'accept': 'text/plain'})
+    >>> parsed(b"POST /metrics HTTP/1.1").status
+    405
+    """
+    first, *lines = head.decode("latin-1").splitlines() or [""]
+    match = REQUEST.fullmatch(first)
+    if match is None:
+        return Answer.error(400, "this is not an HTTP/1.1 request")
+    if match[1] not in ("GET", "HEAD"):
+        return Answer.error(405, "these pages are read-only", ("Allow", "GET, HEAD"))
+    try:
+        target = urlsplit(match[2])
+        query = parse_qs(target.query, max_num_fields=64)
+    except ValueError:
+        return Answer.error(400, "this is not a valid address")
+    pairs = (line.partition(":") for line in lines)
+    return Request(match[1], target.path, query, {name.strip().lower(): value.strip() for name, _, value in pairs})
+
+
+@dataclass(slots=True, eq=False)
+class Visitor:
+    """One connection: what it has said, and what it is still to be told."""
+
+    socket: socket.socket
+    ends: float
+    head: bytearray = field(default_factory=bytearray)
+    request: Request | None = None
+    answer: memoryview | None = None
+    leaving: bool = False
+
+
+class Pages:
+    """`http://HOST:PORT/health` and `/metrics`, from now on; of `server`, as soon as there is one."""
+
+    server: Shown | None = None
+
+    def __init__(self, host: str, port: int) -> None:
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._socket = socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
+        except OSError as error:
+            raise ConfigError(f"cannot serve metrics at {host}:{port}: {error}") from None
+        self._socket.setblocking(False)
+        self.port: int = self._socket.getsockname()[1]
+        self._registry = CollectorRegistry(auto_describe=True)
+        self._visitors: dict[Visitor, None] = {}  # the oldest first
+        self._next_scrape = 0.0
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ, self._accept)
+        Thread(target=self._run, name="symbiosis-pages", daemon=True).start()
+
+    def url(self, path: str) -> str:
+        host = self._socket.getsockname()[0]
+        return f"http://[{host}]:{self.port}{path}" if ":" in host else f"http://{host}:{self.port}{path}"
+
+    def show(self, server: Shown) -> None:
+        """The executor is there."""
+        self._registry.register(PrometheusCollector(server.snapshot))
+        self.server = server
+
+    # ------------------------------------------------------------------ what is told
+
+    def health(self) -> Answer:
+        """200 if calls are answered, else 503; which of `starting`, `ready`, `draining` and `stalled` it is, and how long ago the loop
+        last turned."""
+        status = "starting" if self.server is None else self.server.health(STALLED_S)
+        told: dict[str, object] = {"status": status}
+        if self.server is not None and status != "starting":
+            told["turned_s"] = round(self.server.turned_s, 1)
+        body = json.dumps(told).encode() + b"\n"
+        return Answer(200 if status == "ready" else 503, body, (("Content-Type", "application/json"),))
+
+    def metrics(self, request: Request) -> Answer:
+        """As Prometheus's own servers answer."""
+        if self.server is None:
+            return Answer.error(503, "the executor is starting")
+        encode, kind = choose_encoder(request.headers.get("accept", ""))
+        names = request.query.get("name[]")
+        body = encode(self._registry.restricted_registry(names) if names else self._registry)  # type: ignore[arg-type]
+        if "gzip" not in request.headers.get("accept-encoding", ""):
+            return Answer(200, body, (("Content-Type", kind),))
+        return Answer(200, gzip.compress(body), (("Content-Type", kind), ("Content-Encoding", "gzip")))
+
+    def _answer(self, request: Request) -> Answer:
+        try:
+            if request.path == "/health":
+                return self.health()
+            return (
+                self.metrics(request) if request.path == "/metrics" else Answer.error(404, "see /health and /metrics")
+            )
+        except Exception as error:  # whatever it is: others ask, too
+            logger.exception("cannot answer %s", request.path)
+            return Answer.error(500, f"{type(error).__name__}: see the executor's log")
+
+    # ------------------------------------------------------------------ connections
+
+    def _run(self) -> None:
+        while True:
+            for key, _ in self._selector.select(self._patience()):
+                key.data()
+            self._scrape()
+            for visitor in [one for one in self._visitors if one.ends <= monotonic()]:
+                self._end(visitor)
+
+    def _patience(self) -> float | None:
+        """How long nothing need be done if nobody says anything."""
+        ends = [visitor.ends for visitor in self._visitors]
+        if any(self._wants_figures(visitor) for visitor in self._visitors):
+            ends.append(self._next_scrape)
+        return max(0.0, min(ends) - monotonic()) if ends else None
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # it has gone, or no descriptor is left
+            return
+        connection.setblocking(False)
+        if len(self._visitors) >= MOST_CONNECTIONS:
+            self._end(
+                min(self._visitors, key=lambda one: (one.answer or one.request) is not None)
+            )  # the oldest, of those that ask nothing
+        visitor = Visitor(connection, monotonic() + HEAD_S)
+        self._visitors[visitor] = None
+        self._await(visitor, selectors.EVENT_READ, self._read)
+
+    def _await(self, visitor: Visitor, what: int, then: Callable[[Visitor], None]) -> None:
+        def act() -> None:
+            try:
+                then(visitor)
+            except BlockingIOError:
+                pass
+            except Exception as error:  # whatever it is, it ends this connection only
+                if not isinstance(error, OSError):
+                    logger.exception("a page's connection")
+                self._end(visitor)
+
+        with suppress(KeyError):
+            self._selector.unregister(visitor.socket)
+        self._selector.register(visitor.socket, what, act)
+
+    def _read(self, visitor: Visitor) -> None:
+        said = visitor.socket.recv(LONGEST_HEAD)
+        if not said:
+            self._end(visitor)
+        if visitor.request or visitor.leaving or not said:  # what comes after a request is not looked at
+            return
+        visitor.head += said
+        head, ended, _ = bytes(visitor.head).replace(b"\r\n", b"\n").partition(b"\n\n")
+        if len(head) > LONGEST_HEAD:
+            self._say(visitor, Answer.error(431, f"a request may have {LONGEST_HEAD} bytes"))
+        elif ended:
+            request = parsed(head)
+            if isinstance(request, Answer):
+                self._say(visitor, request)
+                return
+            visitor.request, visitor.ends = request, monotonic() + ANSWER_S
+            if not self._wants_figures(visitor):
+                self._say(visitor, self._answer(request))
+
+    def _wants_figures(self, visitor: Visitor) -> bool:
+        return visitor.answer is None and visitor.request is not None and visitor.request.path == "/metrics"
+
+    def _scrape(self) -> None:
+        """Answer one of those who want figures, if the last was long enough ago for what it took."""
+        waiting = [visitor for visitor in self._visitors if self._wants_figures(visitor)]
+        begun = monotonic()
+        if waiting and waiting[0].request and begun >= self._next_scrape:
+            self._say(waiting[0], self._answer(waiting[0].request))
+            now = monotonic()
+            self._next_scrape = now + (now - begun) * (1 / SCRAPE_SHARE - 1)
+
+    def _say(self, visitor: Visitor, answer: Answer) -> None:
+        with_body = visitor.request is None or visitor.request.method == "GET"
+        visitor.answer, visitor.ends = memoryview(answer.as_bytes(with_body)), monotonic() + ANSWER_S
+        self._await(visitor, selectors.EVENT_WRITE, self._write)
+
+    def _write(self, visitor: Visitor) -> None:
+        assert visitor.answer is not None
+        visitor.answer = visitor.answer[visitor.socket.send(visitor.answer) :]
+        if not visitor.answer:  # a connection that is closed before all was read is reset, and the answer with it
+            visitor.leaving, visitor.ends = True, monotonic() + GOODBYE_S
+            visitor.socket.shutdown(socket.SHUT_WR)
+            self._await(visitor, selectors.EVENT_READ, self._read)
+
+    def _end(self, visitor: Visitor) -> None:
+        if visitor in self._visitors:
+            del self._visitors[visitor]
+            with suppress(KeyError):
+                self._selector.unregister(visitor.socket)
+            visitor.socket.close()

@@ -1,0 +1,90 @@
+"""What an executor tells of itself at one moment. Programs that only watch import this, and no torch."""
+
+import msgspec
+
+
+class Usage(msgspec.Struct):
+    """What a tenant has had since the executor started, whichever sessions it had."""
+
+    calls: int = 0
+    rows: int = 0
+    multiplications: int = 0
+    bytes: int = 0  # of payloads and replies
+    seconds: float = 0.0  # of products; those that it shared with others in proportion
+    direct_rows: int = (
+        0  # of products that its programs made themselves, by weights that they have mapped, as they tell
+    )
+    direct_multiplications: int = 0
+
+
+class LayerFigures(msgspec.Struct, frozen=True):
+    """Totals of one layer and op."""
+
+    layer: str
+    op: str
+    calls: int
+    rows: int
+    batches: int
+    wait_s: float
+    compute_s: float
+
+
+class SessionFigures(msgspec.Struct, frozen=True):
+    """One client, as the executor sees it."""
+
+    number: int
+    client: str
+    transport: str
+    observer: bool
+    calls: int
+    rows: int
+    bytes: int
+    in_flight: int
+    idle_s: float
+    joined_s: float
+    tenant: str = ""
+    direct_rows: int = 0  # that its client multiplied by itself
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything at one moment; counters are totals since the start."""
+
+    uptime_s: float
+    policy: str
+    endpoints: list[str]
+    rss_bytes: int
+    weights_bytes: int
+    batch_sizes: dict[int, int]
+    queue_depth: int
+    bytes: dict[str, int]
+    errors: dict[str, int]
+    dropped: int
+    sessions: list[SessionFigures]
+    lines: list[LayerFigures]
+    tenants: dict[str, Usage] = {}  # by name; without keys, all of them under none
+    refused_joins: list[tuple[str, str, int]] = []  # tenant, code, and how often
+    kept_out: dict[str, int] = {}  # handshakes that were refused, by reason
+
+    @property
+    def calls(self) -> int:
+        return sum(line.calls for line in self.lines)
+
+    @property
+    def rows(self) -> int:
+        return sum(line.rows for line in self.lines)
+
+    @property
+    def direct_rows(self) -> int:
+        """That clients multiplied by themselves."""
+        return sum(used.direct_rows for used in self.tenants.values())
+
+    @property
+    def mean_batch(self) -> float:
+        """Calls per matrix product."""
+        return mean_size(self.batch_sizes)
+
+
+def mean_size(batch_sizes: dict[int, int]) -> float:
+    """The mean of a histogram {size: count}; 0 if it is empty."""
+    batches = sum(batch_sizes.values())
+    return sum(size * count for size, count in batch_sizes.items()) / batches if batches else 0.0

@@ -1,0 +1,1 @@
+"""Which calls run next, and together. Plain Python: no torch."""

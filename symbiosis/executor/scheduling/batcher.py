@@ -1,0 +1,168 @@
+"""Which calls run next, and together: plain Python over plain data, no torch, no clock of its own.
+
+Calls wait in one queue per key (layer, op, dtype, ...); those of one key may run as one product. Which queues are ready
+(`waiting.py`), which call of theirs is first (`ranking.py`), and how much of it runs with whom (`cutting.py`) follows from what
+is known of the sessions (`callers.py`, `forecast.py`) and of what products cost (`costs.py`).
+"""
+
+from collections.abc import Hashable, Sequence
+from math import inf
+
+from symbiosis.config import Policy
+from symbiosis.executor.scheduling.callers import ALONE_S, Callers
+from symbiosis.executor.scheduling.costs import Costs
+from symbiosis.executor.scheduling.cutting import Cutting
+from symbiosis.executor.scheduling.forecast import note
+from symbiosis.executor.scheduling.queue import Batch, Item, Queues
+from symbiosis.executor.scheduling.ranking import Ranking
+from symbiosis.executor.scheduling.rules import Rules
+from symbiosis.executor.scheduling.waiting import Awaited, Waiting
+
+
+class Batcher:
+    """Queues, and the policy over them.
+
+    >>> batcher = Batcher("immediate")
+    >>> batcher.join(7)
+    >>> batcher.add(Item(session=7, key=("layer", 0), rows=3, priority=0, arrived=0.0))
+    >>> [piece.stop for piece in batcher.next_batch(now=0.0).slices]
+    [3]
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        max_wait: float = 0.0,
+        max_rows: int = 4096,
+        idle_s: float = inf,
+        invariant: bool = False,
+        spread: float = 1.0,
+        overdue: float = 1.5,
+    ) -> None:
+        self.rules = Rules(policy, max_wait, max_rows, idle_s, invariant, spread, overdue)
+        self._queues, self.costs = Queues(), Costs()
+        self._begun: list[Batch] = []  # that have had a turn, and not the last
+        self.callers = Callers(self.rules, self.costs.rounds)
+        self.waiting = Waiting(self.rules, self._queues, self.callers, self.costs)
+        self._ranking = Ranking(self.rules, self._queues, self.callers)
+        self._cutting = Cutting(self.rules, self._queues, self.callers, self.costs, self._ranking)
+        self._caller, self._since = 0, 0.0  # who called last, and since when nobody else
+        self._alone_s = max(ALONE_S, idle_s) if self.rules.policy == "lockstep" else ALONE_S
+
+    def __len__(self) -> int:
+        return self._queues.count() + len(self._begun)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no call waits."""
+        return not self._queues and not self._begun
+
+    def alone(self, session: int, now: float) -> bool:
+        """Whether a call of this session, which need not be added then, can meet no other: nobody else called lately."""
+        if session != self._caller:
+            self._caller, self._since = session, now
+        if not self.idle or (self.rules.policy != "immediate" and now - self._since < self._alone_s):
+            return False
+        self.unseen(session)
+        return True
+
+    def unseen(self, session: int) -> None:
+        """A call of this session runs that is not added: what it makes next is no sign of how long it thinks."""
+        self.callers.sessions[session].last_key = None
+
+    def away(self, session: int) -> None:
+        """A call of this session runs that is not added, and until its next one nobody need wait for the session."""
+        self.unseen(session)
+        if self.callers.live.pop(session, None):
+            self.waiting.awaited = None
+
+    def join(self, session: int, tenant: str | None = None, watches: bool = False) -> None:
+        """`watches`: it makes no calls that others could join, or would have to wait for."""
+        self.callers.join(session, tenant, watches)
+
+    def leave(self, session: int) -> list[Item]:
+        """Forget a session; what it still waited for is dropped and returned."""
+        self.waiting.awaited = None
+        dropped = self.callers.leave(session)
+        for item in dropped:
+            self._queues.remove(item)
+        self._begun = [batch for batch in self._begun if batch.slices[0].item.session != session]
+        return dropped
+
+    def add(self, item: Item) -> None:
+        rhythm = self.callers.sessions[item.session]
+        if not rhythm.watches:
+            rhythm.tenant.expects(self.costs.of_rows(item, item.rows), item.arrived)
+        self.callers.calls(rhythm, item.arrived)
+        if item.calls > 1:
+            note(self.costs.rounds, item.key, item.calls)
+        if not rhythm.pending and item.joinable:
+            rhythm.learn(item.key, item.arrived, self.costs.of_product(item.key))
+            self.callers.live[item.session] = rhythm
+        rhythm.pending.append(item)
+        item.whole = item.joinable and item.rows < self.rules.join_below
+        self._queues.put(item)
+
+    def next_batch(self, now: float) -> Batch | None:
+        """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
+        queues, behind = self.waiting.ready(now)
+        if not queues and not self._begun:
+            return None
+        begun = [batch.slices[0].item for batch in self._begun] if self._begun else []
+        item = self._ranking.first(queues, begun, behind, now)
+        if item not in begun:
+            return self._cutting.take(item, now)
+        batch = self._begun.pop(begun.index(item))
+        self._cutting.go_on(batch, now)
+        return batch
+
+    def wake_at(self) -> float:
+        """When the last `next_batch` wants to be asked again; infinity if only an arrival can change its answer."""
+        return self.waiting.wake if self._queues else inf
+
+    @property
+    def awaited(self) -> Awaited | None:
+        """What was foreseen when the last product began, as long as no call waits."""
+        return self.waiting.awaited if not self._queues and self.rules.policy == "opportunistic" else None
+
+    def done(self, batch: Batch, seconds: float, now: float) -> None:
+        """A turn of a batch has run, and its replies, if there are any, are out."""
+        batch.seconds += seconds
+        if batch.ends:
+            self.costs.learn(batch)
+        elif batch.slices[0].item.session in self.callers.sessions:
+            self._begun.append(batch)
+        each = seconds / max(1, batch.rows)
+        for item, start, stop in batch.slices:
+            rhythm = self.callers.sessions.get(item.session)
+            if rhythm is None:
+                continue
+            rhythm.uses(each * (stop - start))
+            if batch.ends and item.finished:
+                rhythm.pending.remove(item)
+                if item.joinable:  # what is only asked now and then has no rhythm, and keeps nobody active
+                    coming = rhythm.pending[0].key if rhythm.pending else item.key
+                    rhythm.answered(item.key, coming, now, self.costs.of_product(coming))
+        if self.idle:
+            self.waiting.foresee(now)
+
+    def went(
+        self, key: Hashable, calls: Sequence[tuple[int, float, int]], formed: float, seconds: float, now: float
+    ) -> None:
+        """The calls that were awaited, each a session, when it came, and its rows, were never added and run by themselves as
+        one product."""
+        rows = sum(rows for _, _, rows in calls)
+        cost = self.costs.learn_product(key, rows, seconds)
+        self._caller = 0  # nobody is alone
+        for session, arrived, own in calls:
+            rhythm = self.callers.sessions[session]
+            self.callers.calls(rhythm, arrived)
+            rhythm.learn(key, arrived, cost)
+            rhythm.uses(seconds * own / rows)
+            rhythm.last_key, rhythm.replied = key, now
+        self.callers.served([self.callers.sessions[session] for session, _, _ in calls], formed)
+        self.waiting.foresee(now)
+
+    def took(self, key: Hashable, seconds: float) -> None:
+        """What an item of several calls took, from the first to the last."""
+        self.costs.learn_round(key, seconds)

@@ -1,0 +1,125 @@
+"""How much of a call runs at a time, and what runs with it.
+
+A tenant (without keys: a session) that makes short calls waits for no other's long one. Long ones run in slices of rows; a
+product that is still too long, in turns: each computes some of its cells, and takes no longer than the others' own calls, or
+about `SLICE_S`. Between two turns of a product others run.
+"""
+
+from collections import Counter
+from math import inf
+
+from symbiosis.executor.scheduling.callers import Callers
+from symbiosis.executor.scheduling.costs import SMALLEST_SLICE, Costs
+from symbiosis.executor.scheduling.queue import Batch, Item, Queue, Queues, Slice
+from symbiosis.executor.scheduling.ranking import Ranking
+from symbiosis.executor.scheduling.rules import Rules
+from symbiosis.executor.scheduling.tenant_use import TenantUse
+
+SLICE_S = 2e-3  # of a product that another tenant waits for
+TOGETHER = 8  # calls of one tenant in one product that another tenant may wait for
+LONG = 2.0  # of the time that a turn should take, from which a product is cut
+
+
+class Cutting:
+    """Makes the batch that runs next of the call that is first, and sets how much of it runs."""
+
+    def __init__(self, rules: Rules, queues: Queues, callers: Callers, costs: Costs, ranking: Ranking) -> None:
+        self._rules, self._queues, self._callers, self._costs = rules, queues, callers, costs
+        self._ranking = ranking
+
+    def take(self, head: Item, now: float) -> Batch:
+        """`head`, and of its queue what may join it. Its first turn is all of it, if others can wait for that."""
+        queue = self._queues[head.key]
+        most = TOGETHER if len(queue) > 1 and self._callers.other_tenants_call(head) else len(queue)
+        most_rows = self._most_rows(head, queue)
+        if len(queue) <= most and queue.rows <= most_rows and self._ranking.runs_whole(queue):
+            del self._queues[head.key]
+            pieces, first = [], None
+            for item in queue:
+                item.start = item.rows
+                pieces.append(Slice(item, 0, item.rows))
+        else:
+            pieces, first = self._some(head, queue, most, most_rows), self._callers[head]
+        self._callers.served([self._callers.sessions[item.session] for item, _, _ in pieces], now, first)
+        if len(pieces) > 1:  # calls of several run whole, for none of them is kept waiting by another
+            return Batch(head.key, self._in_order(pieces), now)
+        batch = Batch(head.key, pieces, now)
+        batch.cells = batch.last = head.cells
+        if batch.cells > 1:
+            self._set_turn(batch, now)
+        return batch
+
+    def go_on(self, batch: Batch, now: float) -> None:
+        """The batch's next turn."""
+        rhythm = self._callers[batch.slices[0].item]
+        rhythm.served = rhythm.tenant.served = now
+        batch.first, batch.last = batch.last, batch.cells
+        self._set_turn(batch, now)
+
+    def _some(self, head: Item, queue: Queue, most: int, most_rows: int) -> list[Slice]:
+        """A slice of `head`, and the calls of its queue that fit beside it: at most so many of a tenant, and so many rows in all."""
+        pieces = self._beside(head, queue, most, most_rows)
+        for item, _, stop in pieces:
+            queue.cut(item, stop)
+            if not item.left:
+                self._queues.remove(item)
+        return pieces
+
+    def _beside(self, head: Item, queue: Queue, most: int, most_rows: int) -> list[Slice]:
+        stop = min(head.rows, head.start + most_rows) if head.divisible else head.rows
+        pieces, rows = [Slice(head, head.start, stop)], stop - head.start
+        if len(queue) == 1 or self._rules.policy == "immediate" or not head.joinable or rows >= self._rules.join_below:
+            return pieces
+        passed: set[int] = set()  # no call of a session overtakes an earlier one
+        taken = Counter([self._callers[head].tenant])
+        for item in queue:
+            tenant = self._callers[item].tenant
+            if item is head:
+                continue
+            if item.whole and rows + item.rows <= most_rows and item.session not in passed and taken[tenant] < most:
+                taken[tenant] += 1
+                pieces.append(Slice(item, 0, item.rows))
+                rows += item.rows
+            else:
+                passed.add(item.session)
+        return pieces
+
+    def _in_order(self, pieces: list[Slice]) -> list[Slice]:
+        """Who has the fewest in a product is answered first: replies take time, too."""
+        if not self._callers.are_tenants:
+            return pieces
+        tenants = [self._callers[item].tenant for item, _, _ in pieces]
+        count = Counter(tenants)
+        order = sorted(range(len(pieces)), key=lambda number: count[tenants[number]])
+        return [pieces[number] for number in order]
+
+    def _most_rows(self, head: Item, queue: Queue) -> int:
+        """Of one slice, or of a product: fewer while tenants call that have no part in it."""
+        most = self._rules.max_rows
+        if self._rules.invariant or not head.divisible or queue.rows <= SMALLEST_SLICE:
+            return most
+        row_s = self._costs.of_row(head)
+        if queue.rows * row_s <= SLICE_S:
+            return most
+        own = {self._callers[item].tenant for item in queue if item.whole or item is head}
+        turn_s = self._turn_s(own, head.arrived)
+        return int(min(most, max(SMALLEST_SLICE, turn_s / max(row_s, 1e-12))))
+
+    def _set_turn(self, batch: Batch, now: float) -> None:
+        item, start, stop = batch.slices[0]
+        left = batch.cells - batch.first
+        turns = item.turns * left / batch.cells
+        seconds = batch.seconds / batch.first * left if batch.first else self._costs.of_rows(item, stop - start)
+        if not self._rules.invariant and seconds > LONG * SLICE_S:
+            turn_s = self._turn_s({self._callers[item].tenant}, now)
+            turns = max(turns, seconds / turn_s if seconds > LONG * turn_s else 1.0)
+        batch.last = batch.first + max(1, int(left / max(1.0, turns)))
+
+    def _turn_s(self, own: set[TenantUse], since: float) -> float:
+        """How long others may wait: not for longer than they make others wait."""
+        turn_s = inf
+        for tenant in self._callers.others(own, since):
+            turn_s = min(turn_s, tenant.brief)
+            if turn_s <= SLICE_S:
+                return SLICE_S
+        return turn_s

@@ -1,0 +1,81 @@
+"""Which of the calls that are ready runs next.
+
+Among sessions priority goes first, but not being served raises it (`AGING_S`); within one priority the sessions that have used
+the least of the executor, in steps of `SLACK_S`. So a session can delay another by one slice, never starve it. Among equals,
+those are served first who are furthest behind in the ring of calls that models make again and again: so they catch up with the
+others, and go on together with them.
+
+Where keys tell who is who, use goes before priority among tenants: how much one is served depends neither on how many sessions
+it has, nor on how urgent they say that they are.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+from symbiosis.executor.scheduling.callers import Callers
+from symbiosis.executor.scheduling.forecast import Rhythm
+from symbiosis.executor.scheduling.queue import Item, Queue, Queues
+from symbiosis.executor.scheduling.rules import Rules
+from symbiosis.executor.scheduling.tenant_use import TenantUse
+
+AGING_S = 0.05  # a call gains one step of priority per this time in which its session is not served
+SLACK_S = 0.05  # of use more than others that a session may have before it must let them go first
+Behind: TypeAlias = dict[
+    Hashable, int
+]  # of each call that a session is at: how many lie between it and the next session behind
+
+
+class Ranking:
+    """The order in which calls are served."""
+
+    def __init__(self, rules: Rules, queues: Queues, callers: Callers) -> None:
+        self._rules, self._queues, self._callers = rules, queues, callers
+
+    def first(self, queues: Sequence[Queue], begun: Sequence[Item], behind: Behind, now: float) -> Item:
+        """The call to run, of those in these queues and those that have begun; of a queue that runs as a whole, the most urgent."""
+        if len(queues) == 1 and not begun and (len(queues[0]) == 1 or self.runs_whole(queues[0])):
+            return queues[0][0]
+        items = [*begun, *(item for queue in queues for item in self._heads(queue))]
+        if not self._callers.are_tenants:
+            return min(items, key=lambda item: self._rank(item, self._callers[item], behind, now))
+        best = self._best_of_each(items, behind, now)
+        return min(best, key=lambda item: self._rank(item, self._callers[item].tenant, behind, now))
+
+    def runs_whole(self, queue: Queue) -> bool:
+        """Whether the whole queue can run as one product."""
+        return self._rules.policy != "immediate" and not queue.apart and queue.rows <= self._rules.max_rows
+
+    def _best_of_each(self, items: Iterable[Item], behind: Behind, now: float) -> list[Item]:
+        """The call that each tenant would have run next."""
+        best: dict[TenantUse, tuple[Any, Item]] = {}
+        for item in items:
+            rhythm = self._callers[item]
+            rank = self._rank(item, rhythm, behind, now)
+            if rhythm.tenant not in best or rank < best[rhythm.tenant][0]:
+                best[rhythm.tenant] = rank, item
+        return [item for _, item in best.values()]
+
+    def _heads(self, queue: Queue) -> Iterable[Item]:
+        """The calls of a queue that are to be compared: of one that runs as a whole, each tenant's most urgent."""
+        if not self.runs_whole(queue):
+            return queue
+        if not self._callers.are_tenants:
+            return [min(queue, key=_urgency)]
+        first: dict[TenantUse, Item] = {}
+        for item in sorted(queue, key=_urgency):
+            first.setdefault(self._callers[item].tenant, item)
+        return first.values()
+
+    def _rank(
+        self, item: Item, caller: Rhythm | TenantUse, behind: Behind, now: float
+    ) -> tuple[int, int, int, float, float]:
+        """Among sessions, or among tenants: of these nobody knows whether what they say of their calls is true."""
+        waited = int((now - max(item.arrived, caller.served)) / AGING_S)
+        last = behind.get(item.key, 0) * len(self._queues.get(item.key, ()))
+        urgency, used = max(0, item.priority - waited), int(caller.used / SLACK_S)
+        first, second = (used, urgency) if isinstance(caller, TenantUse) else (urgency, used)
+        return first, second, -last, caller.used, item.arrived
+
+
+def _urgency(item: Item) -> tuple[int, float]:
+    return item.priority, item.arrived

@@ -1,0 +1,102 @@
+"""Who is joined: clients are let in, as many as may be, and leave."""
+
+import itertools
+from collections.abc import Iterator
+from time import monotonic
+
+from symbiosis.config import Options
+from symbiosis.errors import CallError, Code
+from symbiosis.executor.account import Account, Pool, ServedSession, half_of_memory
+from symbiosis.executor.model.store import Store
+from symbiosis.executor.observe.join_log import JoinLog, name_of
+from symbiosis.executor.observe.snapshot import Usage
+from symbiosis.protocol import VERSION, Hello
+from symbiosis.transport import Peer
+
+MOST_OBSERVERS = 16  # without keys; of tenants they are sessions like others
+
+
+class Sessions(dict[int, ServedSession]):
+    """All that are joined, by number."""
+
+    def __init__(self, store: Store, options: Options, register: JoinLog, keyed: bool) -> None:
+        """`keyed`: keys tell whose each session is."""
+        self._store, self._limits, self._heartbeat_s = store, options.limits, options.heartbeat_s
+        self._register, self._keyed = register, keyed
+        self._pool = Pool(options.max_bytes or half_of_memory(), lambda: (session.peer for session in self.values()))
+        self.accounts: dict[str, Account] = {}  # by tenant
+        self._without_keys = Usage()
+        self._numbers = itertools.count(1)
+        self.closed = False  # nobody new is let in
+
+    def join(self, peer: Peer, hello: Hello) -> ServedSession:
+        """Let a client in; raises `CallError` to refuse it."""
+        client = name_of(hello)
+        try:
+            account = self._account(peer.tenant)
+            self._admit(hello, peer.tenant, account)
+        except CallError as error:
+            self._register.refused(peer, client, error.code)
+            raise
+        number = next(self._numbers)
+        session = self[number] = ServedSession(
+            number, peer, client, hello.priority, hello.observer, monotonic(), account, address=peer.address
+        )
+        peer.session = session
+        account.readers.add(peer)
+        self._register.joined(session)
+        return session
+
+    def leave(self, session: ServedSession, why: str) -> None:
+        """Its client is gone; what it had under way is dropped."""
+        self.pop(session.number, None)
+        session.account.readers.discard(session.peer)
+        session.account.end(session.held, session.in_flight)
+        session.peer.session = None
+        self._register.left(session, session.ends_for or why)
+
+    def silent(self, now: float) -> Iterator[ServedSession]:
+        """Those that wait for nothing, and have given no sign of life for too long."""
+        for session in list(self.values()):
+            if not session.in_flight and now - session.heard > self._heartbeat_s:
+                yield session
+
+    @property
+    def usage(self) -> dict[str, Usage]:
+        """What each tenant has had since the start; without keys, all together."""
+        named = {tenant: account.usage for tenant, account in list(self.accounts.items())}
+        return named if self._keyed else {"": self._without_keys, **named}
+
+    def _account(self, tenant: str | None) -> Account:
+        """The tenant's; where there are no keys, a new one."""
+        if tenant is None:
+            return Account(self._limits, self._pool, self._without_keys)
+        return self.accounts.setdefault(tenant, Account(self._limits, self._pool))
+
+    def _admit(self, hello: Hello, tenant: str | None, account: Account) -> None:
+        """`CallError` if it cannot be let in."""
+        if hello.version != VERSION:
+            raise CallError(
+                Code.BAD_VERSION,
+                f"this executor speaks protocol version {VERSION}, the client {hello.version}: "
+                "install the same release of symbiosis on both sides",
+            )
+        if self.closed:
+            raise CallError(Code.DRAINING, "this executor is shutting down: try again, or use another one")
+        if hello.fingerprint not in (None, self._store.fingerprint):
+            raise CallError(
+                Code.WRONG_MODEL,
+                "this executor now serves another model than the one this client joined: "
+                "start the executor with the same checkpoint, or wrap the client's model again",
+            )
+        watches = hello.observer and tenant is None
+        alike = sum((s.observer and s.peer.tenant is None) == watches for s in self.values())
+        if watches and alike >= MOST_OBSERVERS:
+            raise CallError(Code.LIMIT, f"{MOST_OBSERVERS} observers watch this executor: end one (symbiosis top)")
+        if not watches and alike >= self._limits.max_sessions:
+            raise CallError(Code.LIMIT, f"all {self._limits.max_sessions} sessions are taken: raise --max-sessions")
+        if len(account.readers) >= self._limits.max_tenant_sessions:
+            raise CallError(
+                Code.LIMIT,
+                f"a tenant may have {self._limits.max_tenant_sessions} sessions: end one, or ask for a larger --max-tenant-sessions",
+            )

@@ -1,0 +1,163 @@
+"""What adapters of low rank add to a product, and by what others multiply it: rows lie anywhere in memory, and are found one by one.
+
+An adapter at one layer is `y = (x * before) Wᵀ * gain + shift + (x downᵀ) up`, each part of which may be absent. Its rows lie in
+pages: `down` is R rows of the layer's input width K, `up` R rows of its output width N, the others one row each. A piece is some rows
+that lie behind each other, of all columns or, where a row is longer than a page, of some.
+
+On a CPU, groups of few rows are computed in C of our own, all in one call: `adapter_rows.c`. It is compiled when it is first needed.
+"""
+
+import ctypes
+import os
+import subprocess
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from symbiosis.kernels import compile_c
+from symbiosis.kernels.few_rows import FLAGS
+
+SOURCE = Path(__file__).with_suffix(".c")
+DEFINED: dict[torch.dtype, list[str]] = {torch.float32: [], torch.bfloat16: ["-DBFLOAT16"]}
+FEW_ROWS, HIGHEST_RANK = 16, 256  # of a group, for the function in C
+Rows = slice | Tensor  # of a batch: those between two, or by number
+
+
+class Piece(NamedTuple):
+    """Rows of a matrix from `row` on, of the columns from `column` on."""
+
+    row: int
+    column: int
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """An adapter at one layer, as it lies in memory."""
+
+    rank: int = 0
+    down: Sequence[Piece] = ()
+    up: Sequence[Piece] = ()
+    before: Sequence[Piece] = ()
+    gain: Sequence[Piece] = ()
+    shift: Sequence[Piece] = ()
+    _words: "array[int]" = field(init=False, repr=False, compare=False, default_factory=lambda: array("q"))
+
+    @property
+    def address(self) -> int:
+        """Where the function in C finds what it calls by the name of this class."""
+        if not self._words:
+            kinds = (self.down, self.up, self.gain, self.shift)
+            self._words.extend(map(len, kinds))
+            for piece in (piece for kind in kinds for piece in kind):
+                rows, width = piece.values.shape
+                self._words.extend((piece.row, rows, piece.column, width, piece.values.data_ptr()))
+        return self._words.buffer_info()[0]
+
+
+def shrink(x_TK: Tensor, down: Sequence[Piece], rank: int) -> Tensor:
+    """`x downᵀ`, [T, R]."""
+    if len(down) == 1:
+        return x_TK @ down[0].values.t()
+    low_TR = x_TK.new_zeros(len(x_TK), rank)
+    for row, column, values in down:
+        rows, width = values.shape
+        low_TR[:, row : row + rows].addmm_(x_TK[:, column : column + width], values.t())
+    return low_TR
+
+
+def expand_(y_TN: Tensor, low_TR: Tensor, up: Sequence[Piece]) -> None:
+    """Adds `low up` to y."""
+    for row, column, values in up:
+        rows, width = values.shape
+        y_TN[:, column : column + width].addmm_(low_TR[:, row : row + rows], values)
+
+
+def multiply_(y_TN: Tensor, vector: Sequence[Piece]) -> None:
+    for _, column, values in vector:
+        y_TN[:, column : column + values.shape[1]].mul_(values)
+
+
+def add_(y_TN: Tensor, vector: Sequence[Piece]) -> None:
+    for _, column, values in vector:
+        y_TN[:, column : column + values.shape[1]].add_(values)
+
+
+def adapt_(y_TN: Tensor, x_TK: Tensor, placed: Placed) -> None:
+    """Makes `y = x Wᵀ` what the adapter would have it."""
+    if placed.gain:
+        multiply_(y_TN, placed.gain)
+    if placed.shift:
+        add_(y_TN, placed.shift)
+    if placed.rank:
+        expand_(y_TN, shrink(x_TK, placed.down, placed.rank), placed.up)
+
+
+def adapt_rows_(y_TN: Tensor, x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]]) -> None:
+    """Each group's rows by its adapter, in place. Other rows are not touched."""
+    for rows, placed in groups:
+        y_SN = y_TN[rows]
+        adapt_(y_SN, x_TK[rows], placed)
+        if not isinstance(rows, slice):
+            y_TN.index_copy_(0, rows, y_SN)
+
+
+class FewRows:
+    """Groups of few rows each, on a CPU, for many layers in turn."""
+
+    def __init__(self, groups: Sequence[Sequence[int]]) -> None:
+        self._count = len(groups)
+        self._rows = array("q", [row for rows in groups for row in rows])
+        self._first = array("q", [0])
+        for rows in groups:
+            self._first.append(self._first[-1] + len(rows))
+        self._threads = min(torch.get_num_threads(), len(os.sched_getaffinity(0)), len(groups))
+        self._where = self._first.buffer_info()[0], self._rows.buffer_info()[0]
+
+    @staticmethod
+    def fits(groups: Sequence[Sequence[int]], rank: int, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether they are computed in C, here."""
+        few = device.type == "cpu" and rank <= HIGHEST_RANK and all(len(rows) <= FEW_ROWS for rows in groups)
+        return few and compiled(dtype) is not None
+
+    def adapt_(self, y_TN: Tensor, x_TK: Tensor, placed: Sequence[Placed | None]) -> None:
+        """As `adapt_rows_`; the layer's adapters are in the order of the groups."""
+        function = compiled(y_TN.dtype)
+        assert function is not None and y_TN.is_contiguous() and x_TK.is_contiguous() and x_TK.dtype == y_TN.dtype
+        addresses = array("q", [0 if each is None else each.address for each in placed])
+        (_, K), (_, N) = x_TK.shape, y_TN.shape
+        which = addresses.buffer_info()[0]
+        function(self._count, *self._where, which, x_TK.data_ptr(), K, y_TN.data_ptr(), N, self._threads)
+
+
+@cache
+def compiled(dtype: torch.dtype) -> Callable[..., None] | None:
+    """What `adapter_rows.c` says, for this processor; None where it cannot be compiled, and for other types of numbers."""
+    if dtype not in DEFINED:
+        return None
+    try:
+        with compile_c.compiled(SOURCE, *FLAGS, *DEFINED[dtype]) as library:
+            function = ctypes.CDLL(library).adapter_rows
+    except (OSError, subprocess.SubprocessError):
+        return None
+    longs, pointer = ctypes.c_long, ctypes.c_void_p
+    function.argtypes = [longs, pointer, pointer, pointer, pointer, longs, pointer, longs, longs]
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
+def before_rows(x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]]) -> Tensor:
+    """The rows as the layer is to see them."""
+    x_TK = x_TK.clone()
+    for rows, placed in groups:
+        x_SK = x_TK[rows]
+        multiply_(x_SK, placed.before)
+        if not isinstance(rows, slice):
+            x_TK.index_copy_(0, rows, x_SK)
+    return x_TK

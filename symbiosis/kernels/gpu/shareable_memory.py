@@ -1,0 +1,34 @@
+"""The memory of captured steps: torch takes it from here, so that an executor can map it and read rows, and write results, in place."""
+
+import logging
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from symbiosis.kernels.compile_c import compiled
+
+logger = logging.getLogger("symbiosis")
+SOURCE, FLAGS = Path(__file__).with_suffix(".c"), ["-O2", "-ldl"]
+
+
+@cache
+def _allocator() -> "torch.cuda.memory.CUDAPluggableAllocator | None":
+    """In C, because torch asks for memory while it holds a lock for which others wait who hold Python's."""
+    try:
+        with compiled(SOURCE, *FLAGS) as library:
+            return torch.cuda.memory.CUDAPluggableAllocator(library, "take", "give")
+    except (OSError, subprocess.SubprocessError) as error:
+        logger.info("captured steps copy their rows and results, because there is no C compiler: %s", error)
+        return None
+
+
+def new_pool() -> "torch.cuda.MemPool | None":
+    """For one graph; it must outlive it. None where such memory cannot be had."""
+    allocator = _allocator()
+    try:
+        return None if allocator is None else torch.cuda.MemPool(allocator.allocator())
+    except RuntimeError as error:  # PYTORCH_CUDA_ALLOC_CONF chose an allocator without pools
+        logger.info("captured steps copy their rows and results: %s", error)
+        return None

@@ -1,0 +1,35 @@
+"""What calls use of a frozen weight. The executor and a client that has mapped the weights take it from here, so that bits agree."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Strides = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset
+
+
+def matrix_of(weight: Tensor, transposed: bool, view: Strides | None) -> Tensor:
+    """The weight, its transpose, or a strided view of it: no copy.
+
+    >>> matrix_of(torch.tensor([[0, 1], [2, 3]]), True, None).tolist()
+    [[0, 2], [1, 3]]
+    >>> matrix_of(torch.arange(4)[1:], False, ((2,), (1,), 1)).tolist()
+    [2, 3]
+    """
+    if view is not None:
+        size, stride, offset = view
+        return weight.as_strided(size, stride, weight.storage_offset() + offset)
+    return weight.t() if transposed else weight
+
+
+def cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """The matrix in the dtype of the rows, as autocast would cast it; a stack that repeats one matrix is cast once."""
+    if matrix.dtype is not dtype and matrix.dim() == 3 and matrix.stride(0) == 0:
+        return matrix[:1].to(dtype).expand_as(matrix)
+    return matrix.to(dtype)
+
+
+def norms(weight: Tensor, kind: str, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
+    """The squared norm of each of these output rows; a Conv1D holds them as columns."""
+    by_output = weight if kind == "linear" else weight.t()
+    return by_output[rows].to(dtype).square().sum(-1)

@@ -1,0 +1,19 @@
+"""How much memory this machine has to give."""
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+
+def free_memory() -> int:
+    """Bytes that a new process could have: the machine's, and swap, within the limit of its cgroup. No limit where nothing tells."""
+    if not Path("/proc/meminfo").exists():
+        return sys.maxsize
+    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = sum(int(told[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
+    with suppress(OSError, ValueError, LookupError):  # no cgroup, or no limit
+        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip())
+        used = int((group / "memory.current").read_text())
+        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        free = min(free, int((group / "memory.max").read_text()) - used + int(cached["inactive_file"]))
+    return max(0, free)

@@ -1,0 +1,248 @@
+"""Control messages, said at join and leave and to agree on shared memory: msgpack, decoded into the structs below.
+
+Every text, list and number of bytes is bounded, and what is no field of a message is refused while it is read. Only a `Hello`
+and a `Refusal` may hold fields of another release: by these, programs of different releases find out that they differ.
+"""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from symbiosis.errors import CallError, Code, ProtocolError
+from symbiosis.protocol.headers import BODY_SIZE, LONGEST_TEXT, VERSION, Call
+from symbiosis.protocol.ops import MAX_DIM, MAX_GROUP, Op, Priority
+
+Word = Annotated[str, Meta(max_length=128)]
+LONGEST_NAME = 512  # characters
+Name = Annotated[str, Meta(max_length=LONGEST_NAME)]
+# What an executor may be told to do, as a client takes it: of a limit, and of the seconds between signs of life.
+LARGEST_LIMIT, SHORTEST_BEAT_S, LONGEST_BEAT_S = 1 << 62, 1e-3, 1e6
+MAX_WELCOME = 4 << 20  # bytes, for some 25,000 layers: whoever waits for so many can be made to hold 32 times as many
+MAX_CONTROL = 1 << 14  # bytes of any other message
+Numbers = Annotated[tuple[int, ...], Meta(max_length=MAX_CONTROL)]  # of calls or segments: more do not fit a message
+
+
+class Closed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What programs of one release say to each other: a field that they do not know is a mistake."""
+
+
+class Layer(Closed, frozen=True):
+    """One tensor of the base model: served (`linear`, `conv1d`, `tensor`, `embedding`) or the client's own (`client`)."""
+
+    name: Name
+    kind: Word
+    shape: Annotated[tuple[int, ...], Meta(max_length=8)]
+    dtype: Word
+    digest: Word
+    bias: bool = False
+
+    def turns(self, op: Op) -> bool:
+        """Whether `op` multiplies rows by the transpose of this weight."""
+        return op.traits.of_whole_layers and (op is Op.FORWARD) == (self.kind != "conv1d")
+
+
+class Limits(Closed, frozen=True):
+    """What one session may ask for, and one tenant's sessions together (without keys each session is a tenant of its own).
+    The executor enforces them; the client checks first, to say so earlier, and slows down when it is told to."""
+
+    max_call_bytes: int = 1 << 30
+    max_rows: int = 1 << 20
+    max_in_flight: int = 8
+    max_sessions: int = 256
+    max_tenant_sessions: int = 64
+    max_tenant_in_flight: int = 64
+    max_tenant_bytes: int = 4 << 30  # of calls under way, and of replies that are not read
+    max_tenant_rows_per_s: int = 0  # 0: as many as come
+    max_call_multiplications: int = 10**14  # 100,000 rows by the largest matrix of a model of 400 billion parameters
+    max_tenant_multiplications_per_s: int = 0
+    max_tenant_bytes_per_s: int = 0
+
+    def check(self, call: Call) -> None:
+        if call.nbytes > self.max_call_bytes or call.rows > self.max_rows:
+            raise CallError(
+                Code.TOO_LARGE,
+                f"a call may have {self.max_rows} rows and {self.max_call_bytes} bytes, this one has {call.rows} rows and "
+                f"{call.nbytes} bytes: send smaller batches, or raise --max-rows / --max-call-bytes",
+            )
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back; `device` the GPU (by its UUID)
+    whose stream will make the calls, or where rows lie that go by NCCL of version `nccl`."""
+
+    version: int = VERSION
+    client: Word = ""
+    priority: Priority | None = None
+    fingerprint: Word | None = None
+    observer: bool = False
+    device: Word | None = None
+    nccl: int = 0
+
+
+class Welcome(Closed, frozen=True, tag="welcome"):
+    """The executor accepts: what it serves, under which limits; for integers, too, by weights of so many bits; and who runs it.
+    Headers of calls whose rows go by NCCL come to `port`, where the client begins with `token` and where to meet it."""
+
+    session: int
+    fingerprint: Word
+    manifest: Annotated[list[Layer], Meta(max_length=1 << 17)]
+    config: Annotated[str, Meta(max_length=4 << 20)]
+    model_class: Word
+    limits: Limits
+    allow_read: bool
+    heartbeat_s: float
+    executor: Name
+    slab_bytes: int = 0
+    integers: Annotated[tuple[int, ...], Meta(max_length=8)] = ()
+    operator: Name = ""
+    port: int = 0
+    token: Annotated[bytes, Meta(max_length=64)] = b""
+
+
+class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
+    """The executor refuses a join, a growth of shared memory or a frame."""
+
+    code: int
+    message: Annotated[str, Meta(max_length=LONGEST_TEXT)]
+
+    @classmethod
+    def of(cls, error: Exception) -> "Refusal":
+        """What to say of it, in as many words as fit."""
+        code = error.code if isinstance(error, CallError) else Code.RESOURCE
+        return cls(code, getattr(error, "message", str(error))[:LONGEST_TEXT])
+
+    def error(self) -> CallError:
+        """What the client raises."""
+        return CallError.told(self.code, self.message)
+
+
+class Grow(Closed, frozen=True, tag="grow"):
+    """A client on the same host asks for a larger shared memory segment."""
+
+    nbytes: int
+
+
+class Grown(Closed, frozen=True, tag="grown"):
+    """The executor's answer to `Grow`: the new segment has this size."""
+
+    nbytes: int
+
+
+class Share(Closed, frozen=True, tag="share"):
+    """A client on the same host asks for the memory in which lies what every client holds for itself; or for that of the served
+    `weights`, and a page for advice."""
+
+    weights: bool = False
+
+
+class Shared(Closed, frozen=True, tag="shared"):
+    """The executor's answer to `Share`: the memory comes as a descriptor, or not at all if it is not shared with this client."""
+
+
+class Segment(Closed, frozen=True, tag="segment"):
+    """A client hands over device memory of this size, by descriptor. The one of number 0 comes first."""
+
+    number: int
+    nbytes: int
+
+
+class Register(Closed, frozen=True, tag="register"):
+    """From now on the doorbell `number` is this call (a header without its number), with its payload at `start` of a segment. What
+    each layer makes of it goes to one of `results` (segment and start), if these are given."""
+
+    number: int
+    call: Annotated[bytes, Meta(max_length=BODY_SIZE)]
+    segment: int
+    start: int
+    results: Annotated[tuple[tuple[int, int], ...], Meta(max_length=MAX_GROUP)] = ()
+
+
+class Registered(Closed, frozen=True, tag="registered"):
+    """The executor's answer to `Register`: the reply has this shape, and lies behind the payload unless `results` say where."""
+
+    shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIM)]
+
+
+class Compose(Closed, frozen=True, tag="compose"):
+    """From now on the doorbell `number` begins a round: the registered `calls` one after another. Number 0 only asks. `again`: an
+    executor before this one agreed to it."""
+
+    number: int
+    calls: Numbers
+    again: bool = False
+
+
+class Composed(Closed, frozen=True, tag="composed"):
+    """The executor's answer to `Compose`: whether the round's calls are large. While large ones are waited for, no kernel may keep a place
+    on the GPU."""
+
+    large: bool
+
+
+class Forget(Closed, frozen=True, tag="forget"):
+    """The `calls` (and rounds) of these numbers are not made any more, and the `segments` not used."""
+
+    calls: Numbers
+    segments: Numbers = ()
+
+
+class Resume(Closed, frozen=True, tag="resume"):
+    """All is registered: look at the doorbell from now on."""
+
+
+class Done(Closed, frozen=True, tag="done"):
+    """What was asked for is done."""
+
+
+class Beat(Closed, frozen=True, tag="beat"):
+    """The client lives."""
+
+
+class Bye(Closed, frozen=True, tag="bye"):
+    """The client leaves."""
+
+
+FromClient = Hello | Grow | Share | Segment | Register | Compose | Forget | Resume | Beat | Bye
+FromExecutor = Welcome | Refusal | Grown | Shared | Registered | Composed | Done
+Control = FromClient | FromExecutor
+_encoder = msgspec.msgpack.Encoder()
+_of_client = msgspec.msgpack.Decoder(FromClient)
+_of_executor = msgspec.msgpack.Decoder(FromExecutor)
+
+
+def encode_control(message: Control) -> bytes:
+    if isinstance(message, Welcome):  # what is long in it is the same for everybody
+        message = replace(message, manifest=_encoded(message.manifest))
+    return _encoder.encode(message)
+
+
+_last: tuple[list[Layer], msgspec.Raw] = [], msgspec.Raw()
+
+
+def _encoded(manifest: list[Layer]) -> msgspec.Raw:
+    global _last
+    if _last[0] is not manifest:
+        _last = manifest, msgspec.Raw(_encoder.encode(manifest))
+    return _last[1]
+
+
+def decode_from_client(raw: bytes | memoryview) -> FromClient:
+    """The message of a client in `raw`; `ProtocolError` if it is none."""
+    try:
+        return _of_client.decode(raw)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise _no_message(error) from None
+
+
+def decode_from_executor(raw: bytes | memoryview) -> FromExecutor:
+    """The message of an executor in `raw`; `ProtocolError` if it is none."""
+    try:
+        return _of_executor.decode(raw)
+    except (ValueError, RecursionError) as error:
+        raise _no_message(error) from None
+
+
+def _no_message(error: Exception) -> ProtocolError:
+    return ProtocolError(Code.BAD_FRAME, f"not a control message: {error}")

@@ -1,0 +1,82 @@
+"""What can be asked of a layer, and what everybody has to know of each op. Whoever adds an op fills in `TRAITS`."""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
+FLOATS = frozenset(("float32", "bfloat16", "float16", "float64"))
+WEIGHT_BITS = {"int32": 8, "int64": 16}  # of the weights by which integers modulo 2^32 or 2^64 are multiplied
+SEED_BYTES = 32
+MAX_DIM = 5  # of a convolution over video, which a client may read
+MAX_GROUP = 8  # layers that one call may name
+
+
+class Op(IntEnum):
+    """What is asked of a layer. `W` is its weight as the unsplit layer holds it, `V` a strided view of that."""
+
+    FORWARD = 0  # y = x Wᵀ (+ b): what the layer computes
+    DGRAD = 1  # dx = dy W: the gradient of its input
+    PRODUCT = 2  # y = x V
+    LEFT = 3  # y = V x
+    GROUPED = 4  # y[rows of group g] = x[rows of group g] V[g]
+    LOOKUP = 5  # rows of an embedding by their ids
+    NORMS = 6  # squared norm of each output row of W, in float32 or wider
+    READ = 7  # V itself, where the provider allows it
+    ECHO = 8  # the payload comes back: a round trip with no arithmetic
+    STATS = 9  # a snapshot of the executor's figures, as msgpack
+
+    traits: "Traits"
+
+
+class Traits(NamedTuple):
+    """What an op is, as far as it concerns more than one module.
+
+    What each op costs, how it is cut, checked and computed stands in tables of `executor/calls`, the shape of its reply in
+    `protocol/shapes.py`; a test holds that none of them lacks an op.
+    """
+
+    uses: frozenset[str]  # the fields of a call besides `op` and `priority`; all others must be empty (`checked`)
+    by_rows: bool = False  # every row of the payload makes one of the reply
+    activations: bool = False  # the payload holds values of a forward pass, which are finite if nothing went wrong
+    multiplies: bool = False  # it is a matrix product, which a GPU may ask for, or a client make of mapped weights
+    indices: bool = False  # the last tensor of the payload says where to look, and is checked once
+
+    @property
+    def has_payload(self) -> bool:
+        return "shape" in self.uses
+
+    @property
+    def of_whole_layers(self) -> bool:
+        """Whether it takes the rows of whole linear layers: so of groups, of integers, and masked."""
+        return "also" in self.uses
+
+
+_BY_VIEW = frozenset(("layer", "dtype", "shape", "view", "gradient"))
+TRAITS: dict[Op, Traits] = {
+    Op.FORWARD: Traits(
+        frozenset(("layer", "dtype", "shape", "bias", "gradient", "also", "seeded")),
+        by_rows=True,
+        activations=True,
+        multiplies=True,
+    ),  # fmt: skip
+    Op.DGRAD: Traits(frozenset(("layer", "dtype", "shape", "also", "seeded")), by_rows=True, multiplies=True),
+    Op.PRODUCT: Traits(_BY_VIEW, by_rows=True, activations=True, multiplies=True),
+    Op.LEFT: Traits(_BY_VIEW, activations=True, multiplies=True),
+    Op.GROUPED: Traits(_BY_VIEW | {"groups"}, activations=True, multiplies=True, indices=True),
+    Op.LOOKUP: Traits(frozenset(("layer", "dtype", "shape")), indices=True),
+    Op.NORMS: Traits(frozenset(("layer", "dtype"))),
+    Op.READ: Traits(frozenset(("layer", "dtype", "view"))),
+    Op.ECHO: Traits(frozenset(("dtype", "shape"))),
+    Op.STATS: Traits(frozenset()),
+}
+for _op, _traits in TRAITS.items():
+    _op.traits = _traits
+
+
+class Priority(IntEnum):
+    """Lower runs first."""
+
+    DECODE = 0
+    PREFILL = 1
+    TRAIN = 2

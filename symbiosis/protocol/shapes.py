@@ -1,0 +1,43 @@
+"""The shape of the reply to a call, as it follows from the call and from the manifest: so both ends count."""
+
+from collections.abc import Callable, Sequence
+
+from symbiosis.protocol.headers import Call
+from symbiosis.protocol.messages import Layer
+from symbiosis.protocol.ops import Op
+
+Shape = tuple[int, ...]
+
+
+def width(layer: Layer, op: Op = Op.FORWARD) -> int:
+    """Values in a row that `op` (FORWARD or DGRAD) on a linear layer makes."""
+    outputs_last = layer.kind == "conv1d"
+    return layer.shape[1 if outputs_last == (op is Op.FORWARD) else 0]
+
+
+def shape_of_reply(call: Call, manifest: Sequence[Layer]) -> Shape:
+    """Of a call that is right; the rows of its payload may have any shape. `IndexError` where there is no such shape.
+
+    >>> served = [Layer("up", "linear", (96, 64), "float32", ""), Layer("gate", "linear", (32, 64), "float32", "")]
+    >>> shape_of_reply(Call(Op.FORWARD, 0, "float32", (2, 64), also=(1,)), served)
+    (2, 128)
+    """
+    return SHAPES[call.op](call, [manifest[layer] for layer in call.layers] if "layer" in call.op.traits.uses else [])
+
+
+def _matrix(call: Call, layers: Sequence[Layer]) -> Shape:
+    """What the rows are multiplied by, or what is read."""
+    return layers[0].shape if call.view is None else call.view.size
+
+
+SHAPES: dict[Op, Callable[[Call, Sequence[Layer]], Shape]] = {  # nobody knows before how long STATS are
+    Op.FORWARD: lambda call, layers: (*call.shape[:-1], sum(map(width, layers))),
+    Op.DGRAD: lambda call, layers: (*call.shape[:-1], width(layers[0], Op.DGRAD)),
+    Op.PRODUCT: lambda call, layers: (*call.shape[:-1], _matrix(call, layers)[-1]),
+    Op.LEFT: lambda call, layers: (*_matrix(call, layers)[:-1], call.shape[-1]),
+    Op.GROUPED: lambda call, layers: (*call.shape[:-1], _matrix(call, layers)[-1]),
+    Op.LOOKUP: lambda call, layers: (*call.shape, layers[0].shape[1]),
+    Op.NORMS: lambda call, layers: (width(layers[0]),),
+    Op.READ: _matrix,
+    Op.ECHO: lambda call, layers: call.shape,
+}

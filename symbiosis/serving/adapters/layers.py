@@ -1,0 +1,226 @@
+"""Adapters of all other kinds: each runs its own PEFT layers on its rows, and what they ask of the base was computed for all rows at once.
+
+The layers are made by PEFT on a copy of the model that shares all its weights. In the copy the base layers are taps: asked for the
+product of the very rows of a group they hand out what was computed for it; other rows they multiply themselves.
+"""
+
+import copy
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from symbiosis.client.weights.remote_weight import RemoteWeight
+from symbiosis.errors import AdapterError, SymbiosisError
+from symbiosis.kernels.adapter_rows import Rows
+from symbiosis.serving.adapters.files import AdapterWeights
+from symbiosis.serving.adapters.kinds import Base, is_named, refuse_rewritten
+from symbiosis.text import shown
+
+CANNOT = {
+    "XLORA": "it weighs several adapters by what the whole model computes first",
+    "POLY": "it needs the number of a task with every request",
+    "MULTITASK_PROMPT_TUNING": "it needs the number of a task with every request",
+    "CPT": "it needs to know which tokens of a prompt are examples",
+    "ADAPTION_PROMPT": "it acts inside attention",
+    "SHADOW": "it is a model of its own beside the base",
+    "OSF": "it replaces the base's weights",
+}
+OPTIONS = {  # of LoRA
+    "alora_invocation_tokens": "it acts from certain tokens of a prompt on only",
+    "layer_replication": "it changes the model's layers",
+    "arrow_config": "it chooses among other adapters for each token",
+    "kasa_config": "it changes the base's weights",
+}
+
+
+class _Now(threading.local):
+    """The rows of a group that runs in this thread, and what the base made of them."""
+
+    x: Tensor | None = None
+    y: Tensor | None = None
+
+
+_now = _Now()
+
+
+class Tap:
+    """A base layer of a PEFT layer."""
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        given, made = _now.x, _now.y
+        if given is not None and made is not None and _are_same(given, x) and not is_parametrized(self):  # type: ignore[arg-type]
+            return made
+        return super().forward(x, *args, **kwargs)  # type: ignore[misc, no-any-return]
+
+
+_kinds: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _tapped(kind: type[nn.Module]) -> type[nn.Module]:
+    """A layer of this kind that hands out."""
+    if kind not in _kinds:
+        _kinds[kind] = type(kind.__name__, (Tap, kind), {"__module__": kind.__module__})
+    return _kinds[kind]
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    if not isinstance(b, Tensor) or a.data_ptr() != b.data_ptr():
+        return False
+    return a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def run_layer(layer: nn.Module, x: Tensor, y: Tensor, rows: Rows) -> None:
+    """Makes of `y`, what the base made of `x`, what the layer makes of its rows. The last but one dimension is that of rows; `x` of
+    an embedding has no other."""
+    with_width = x.is_floating_point()
+    ours, made = (_take(x, rows, with_width), _take(y, rows, True))
+    _now.x, _now.y = ours, made
+    try:
+        result = layer(ours)
+    finally:
+        _now.x = _now.y = None
+    if isinstance(rows, slice):
+        if result is not made:
+            made.copy_(result)
+    elif y.dim() == 3:
+        y[:, rows] = result.to(y.dtype)
+    else:
+        y[rows] = result.to(y.dtype)
+
+
+def _take(x: Tensor, rows: Rows, with_width: bool) -> Tensor:
+    return x[:, rows] if x.dim() == 2 + with_width else x[rows]
+
+
+# ---------------------------------------------------------------- making them
+
+
+class Skeleton:
+    """A copy of a model that shares its weights, from which copies are made for adapters. To be made before the model has sites."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shared: dict[int, Any] = {}
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._shared[id(tensor)] = tensor
+        self._model = self._copy(model)
+
+    def copy(self, own_biases: bool) -> nn.Module:
+        """With aliases of the weights: another value put in the place of one does not reach the base."""
+        shared = dict(self._shared)
+        for name, parameter in self._model.named_parameters(remove_duplicate=True):
+            if isinstance(parameter, RemoteWeight):
+                continue
+            values = parameter.detach().clone() if own_biases and name.endswith("bias") else parameter.detach()
+            shared[id(parameter)] = nn.Parameter(values, requires_grad=False)
+        return copy.deepcopy(self._model, shared)
+
+    def _copy(self, model: nn.Module) -> nn.Module:
+        return copy.deepcopy(model, dict(self._shared))
+
+
+def peft_layers(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, nn.Module]:
+    """PEFT's layers of this adapter, by the names of those of the base that they act on."""
+    _refuse(weights.config)
+    model = skeleton.copy(own_biases=weights.config.get("bias", "none") not in ("none", None))
+    shared = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    _own_modules(model, weights.config.get("modules_to_save"))
+    try:
+        adapted = _inject(model, weights)
+    except SymbiosisError as error:
+        raise AdapterError(f"it needs more of the base than its products: {error}") from None
+    layers = dict(_outermost(adapted.base_model.model))
+    ours = {id(tensor) for layer in layers.values() for tensor in (*layer.parameters(), *layer.buffers())}
+    if any(id(parameter) not in shared | ours for parameter in adapted.parameters()) or not layers:
+        raise AdapterError(f"{weights.config['peft_type']} acts elsewhere than at layers, and cannot be served")
+    for layer in layers.values():
+        _tap(layer)
+    return layers
+
+
+def _refuse(config: dict[str, Any]) -> None:
+    kind = config["peft_type"]
+    if kind in CANNOT:
+        raise AdapterError(f"{kind} cannot be served together with others: {CANNOT[kind]}")
+    for option, reason in OPTIONS.items():
+        if config.get(option):
+            raise AdapterError(f"a LoRA with {option} cannot be served together with others: {reason}")
+    if kind == "LORA":
+        refuse_rewritten(config)
+
+
+def _own_modules(model: nn.Module, names: list[str] | None) -> None:
+    """The adapter has its own weights for these: where the base's are elsewhere there is nothing to copy."""
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, nn.Linear) or not isinstance(module.weight, RemoteWeight):
+            continue
+        if is_named(path, names or ()):
+            own = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, own.to(module.weight.dtype).requires_grad_(False))
+
+
+def _inject(model: nn.Module, weights: AdapterWeights) -> Any:
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            config = PeftConfig.from_peft_type(**{**weights.config, "inference_mode": True})
+            adapted = get_peft_model(model, config)
+            expected = get_peft_model_state_dict(adapted, save_embedding_layers=False)
+            tensors = _checked(weights.tensors, expected, model)
+            set_peft_model_state_dict(adapted, tensors)
+    except SymbiosisError:
+        raise
+    except Exception as error:  # whatever PEFT says to a configuration that it does not take
+        raise AdapterError(f"PEFT does not take it: {type(error).__name__}: {shown(str(error), 300)}") from None
+    return adapted.eval().requires_grad_(False)
+
+
+def _checked(tensors: dict[str, Tensor], expected: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Those of the adapter's own: all of them, and of the shapes that this base needs."""
+    own = {name: tensor for name, tensor in tensors.items() if name in expected or ".base_layer." not in name}
+    for name in tensors.keys() - own.keys():
+        there = dict(model.named_parameters()).get(name.removeprefix("base_model.model."))
+        if there is not None and there.shape != tensors[name].shape:
+            raise AdapterError(f"{shown(name)} is of another shape than this base's: its vocabulary was changed")
+    for name, tensor in own.items():
+        if name not in expected:
+            raise AdapterError(f"it has {shown(name)}, which is nothing of this base's: it is for another one")
+        if expected[name].shape != tensor.shape:
+            theirs, ours = (" x ".join(map(str, t.shape)) for t in (tensor, expected[name]))
+            raise AdapterError(
+                f"{shown(name)} is {theirs}, and this base needs {ours}: it is for a base of another size"
+            )
+    if missing := sorted(expected.keys() - own.keys()):
+        raise AdapterError(f"it lacks {missing[0]}, and {len(missing)} such tensors: save it again")
+    return own
+
+
+def _outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    waiting = [("", root)]
+    while waiting:
+        path, module = waiting.pop()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            yield path, module
+        else:
+            waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+
+
+def _tap(layer: nn.Module) -> None:
+    """The innermost base layer hands out what was computed."""
+    inner: Any = layer
+    while (deeper := getattr(inner, "base_layer", None) or getattr(inner, "original_module", None)) is not None:
+        inner = deeper
+    if inner is not layer and not isinstance(inner, Tap):
+        inner.__class__ = _tapped(type(inner))

@@ -1,0 +1,105 @@
+"""Which layers see the rows of a step, all of them and in order: elsewhere an adapter would act on rows of others."""
+
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.serving.model import Served
+from symbiosis.serving.paged import probe_tokens
+from symbiosis.serving.request import Request
+from symbiosis.serving.step import Segment, Sequence, Step
+
+LENGTH = 8  # tokens of the text that is looked at; they differ
+NEVER, SOMETIMES = "is not called for the tokens of a text", "is called for some tokens only, as a routed expert is"
+ROUNDS = 1e-6  # of the largest number: rows as far off another one are alike
+
+Calls = dict[str, list[Tensor | None]]  # by layer: the rows that it was called with; None: not by rows
+
+
+def rows_of(x: Any, y: Any) -> Tensor | None:
+    """What a layer was given, row by row, if it makes a row of each: [rows, width]. Tokens are rows without width.
+
+    >>> rows_of(torch.ones(1, 3, 4), torch.ones(1, 3, 5)).shape
+    torch.Size([3, 4])
+    >>> rows_of(torch.ones(1, 3, 2, 4), torch.ones(1, 3, 2, 4)) is None
+    True
+    """
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        return None
+    leading = x.shape[:-1] if x.is_floating_point() else x.shape
+    if y.shape[:-1] != leading or len(leading) not in (1, 2) or (len(leading) == 2 and leading[0] != 1):
+        return None
+    return x.detach().float().reshape(leading[-1], -1)
+
+
+def misplaced(served: Served) -> dict[str, str]:
+    """The layers at which no adapter can act, and why. To be asked before anybody is served."""
+    tokens = _tokens(served)
+    pieces = [_calls(served, tokens[: length + 1]) for length in range(len(tokens))]
+    reasons = {name: _reason([calls.get(name, []) for calls in pieces]) for name, _ in served.model.named_modules()}
+    return _with_siblings(served.model, {name: why for name, why in reasons.items() if why is not None})
+
+
+def _with_siblings(model: nn.Module, reasons: dict[str, str]) -> dict[str, str]:
+    """What lies in one list with a layer that was not called has got all rows by chance."""
+    beside: dict[str, str] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        if any(reasons.get(f"{path}.{child}") in (NEVER, SOMETIMES) for child, _ in module.named_children()):
+            beside |= {f"{path}.{name}": SOMETIMES for name, _ in module.named_modules() if name}
+    return beside | reasons
+
+
+def _tokens(served: Served) -> list[int]:
+    return list(dict.fromkeys(token for of in probe_tokens(served.model) for token in of))[:LENGTH]
+
+
+def _calls(served: Served, tokens: list[int]) -> Calls:
+    """The rows of every layer, when these tokens are computed."""
+    calls: Calls = defaultdict(list)
+
+    def look(name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Any) -> None:
+        calls[name].append(rows_of(args[0], y) if len(args) == 1 and not options else None)
+
+    hooks = [
+        module.register_forward_hook(partial(look, name), with_kwargs=True)
+        for name, module in served.model.named_modules()
+    ]
+    sequence = Sequence(Request(id=0, prompt=tuple(tokens)), 0, tokens, None, 0.0)
+    try:
+        served.blocks.grow(sequence, len(tokens))
+        served.logits(Step((Segment(sequence, 0, len(tokens), 0, True),)), torch.arange(len(tokens)))
+    finally:
+        served.release(sequence)
+        for hook in hooks:
+            hook.remove()
+    return calls
+
+
+def _reason(pieces: list[list[Tensor | None]]) -> str | None:
+    """What is wrong with a layer that was called so for the first token, the first two, and so on to the whole text: the last row of
+    each must be one more of the text's."""
+    counts = {len(calls) for calls in pieces}
+    if counts == {0}:
+        return NEVER
+    if len(counts) > 1:
+        return SOMETIMES
+    for calls in zip(*pieces, strict=True):
+        rows = [x for x in calls if x is not None]
+        if len(rows) < len(calls):
+            return "is not called with one row for each token"
+        if [len(x) for x in rows] != list(range(1, len(rows) + 1)):
+            return "sees other rows than there are tokens, as a routed expert does"
+        if not _are_in_order(torch.stack([x[-1] for x in rows]), rows[-1]):
+            return "sees the tokens' rows in another order"
+    return None
+
+
+def _are_in_order(expected: Tensor, rows: Tensor) -> bool:
+    """Whether each row is nearer to the one expected in its place than to any other."""
+    apart = torch.cdist(expected.double(), rows.double())
+    return bool((apart.diagonal() <= apart.amin(1) + ROUNDS * rows.abs().max()).all())

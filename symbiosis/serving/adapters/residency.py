@@ -1,0 +1,218 @@
+"""Which adapters lie on the device: their rows share one memory, page by page, with keys and values. What to evict is decided here, too.
+
+Rows are found one by one, so an adapter's pages may lie anywhere. A row lies in one page; one that is longer than a page is cut into
+columns that are not.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from symbiosis.kernels.adapter_rows import Piece, Placed
+from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
+from symbiosis.serving.arena import Arena
+from symbiosis.serving.pool import NoRoom
+
+FIXED_BYTES = 1 << 16  # what a copy costs besides its bytes
+NAMES = ("down", "up", "before", "gain", "shift")
+
+
+class Run(NamedTuple):
+    """Rows of a matrix that lie behind each other in one page."""
+
+    matrix: int
+    row: int
+    rows: int
+    column: int
+    width: int
+    page: int  # of the adapter's
+    offset: int  # in elements
+
+
+def place(shapes: Iterable[tuple[int, int]], page: int) -> tuple[int, list[Run]]:
+    """How many pages of so many elements the rows of these matrices take, and where each row lies.
+
+    >>> place([(3, 4)], page=8)
+    (2, [Run(matrix=0, row=0, rows=2, column=0, width=4, page=0, offset=0), Run(matrix=0, row=2, rows=1, column=0, width=4, page=1, offset=0)])
+    """
+    runs: list[Run] = []
+    number, used = 0, 0
+    for matrix, (rows, columns) in enumerate(shapes):
+        for column in range(0, columns, page):
+            width, row = min(page, columns - column), 0
+            while row < rows:
+                if used + width > page:
+                    number, used = number + 1, 0
+                count = min(rows - row, (page - used) // width)
+                runs.append(Run(matrix, row, count, column, width, number, used))
+                row, used = row + count, used + count * width
+    return number + (used > 0), runs
+
+
+@dataclass(slots=True, eq=False)
+class Resident:
+    """An adapter that is here."""
+
+    pages: list[int]
+    bytes: int
+    placed: dict[str, Placed]
+    used: int  # the turn in which it was wanted last
+    pins: int = 0
+
+
+def to_evict(residents: Iterable[tuple[int, Resident]], pages: int, turn: int) -> list[int]:
+    """Versions to evict for so many pages: those first that have not been wanted for long and cost little to load again, for what they
+    occupy. Empty if even all that are not pinned would not do."""
+    loose = [(version, each) for version, each in residents if not each.pins]
+    if sum(len(each.pages) for _, each in loose) < pages:
+        return []
+
+    def worth(pair: tuple[int, Resident]) -> float:
+        each = pair[1]
+        return (FIXED_BYTES + each.bytes) / (max(1, len(each.pages)) * (1 + turn - each.used))
+
+    chosen, found = [], 0
+    for version, each in sorted(loose, key=worth):
+        if found >= pages:
+            break
+        if each.pages:
+            chosen.append(version)
+            found += len(each.pages)
+    return chosen
+
+
+def _none(pages: int) -> bool:
+    return False
+
+
+@dataclass(slots=True)
+class Residency:
+    """Adapters on the device, by version.
+
+    Args:
+        arena: Whose pages they take.
+        others_make_room: Is asked for free pages if evicting adapters does not make enough; says whether there are.
+    """
+
+    arena: Arena
+    others_make_room: Callable[[int], bool] = _none
+    evictions: int = 0
+    fetches: int = 0
+    _here: dict[int, Resident] = field(default_factory=dict)
+    _turn: int = 0
+
+    @property
+    def count(self) -> int:
+        return len(self._here)
+
+    def is_here(self, adapter: LoadedAdapter) -> bool:
+        return adapter.version in self._here
+
+    def placed(self, adapter: LoadedAdapter) -> dict[str, Placed]:
+        """Where its rows lie, by the names of layers."""
+        return self._here[adapter.version].placed
+
+    def pages_of(self, adapter: LoadedAdapter) -> int:
+        if (resident := self._here.get(adapter.version)) is not None:
+            return len(resident.pages)
+        return place(_shapes(adapter.parts), self.arena.page_elements)[0]
+
+    def fetch(self, adapter: LoadedAdapter) -> bool:
+        """Bring it here; False if there is no room for it now."""
+        self._turn += 1
+        if (resident := self._here.get(adapter.version)) is not None:
+            resident.used = self._turn
+            return True
+        count, runs = place(_shapes(adapter.parts), self.arena.page_elements)
+        evictable = sum(len(each.pages) for each in self._here.values() if not each.pins)
+        if count > self.arena.pool.free + evictable and not self.others_make_room(count - evictable):
+            return False
+        self.make_room(count)
+        self._put(adapter, self.arena.pool.take(count), runs)
+        return True
+
+    def prefetch(self, adapters: Iterable[LoadedAdapter]) -> int:
+        """Bring those that find room without evicting anything, in this order; says how many are here."""
+        here = 0
+        for adapter in adapters:
+            if not self.is_here(adapter):
+                count, runs = place(_shapes(adapter.parts), self.arena.page_elements)
+                try:
+                    self._put(adapter, self.arena.pool.take(count), runs)
+                except NoRoom:
+                    break
+            here += 1
+        return here
+
+    def pin(self, adapter: LoadedAdapter) -> None:
+        """It stays until it is unpinned as often."""
+        self._turn += 1
+        resident = self._here[adapter.version]
+        resident.pins, resident.used = resident.pins + 1, self._turn
+
+    def unpin(self, adapter: LoadedAdapter) -> None:
+        resident = self._here[adapter.version]
+        assert resident.pins, f"{adapter.name} is not pinned"
+        resident.pins -= 1
+
+    def make_room(self, pages: int) -> bool:
+        """Evict unpinned adapters until so many pages are free, if that can be; else nothing is evicted."""
+        missing = pages - self.arena.pool.free
+        if missing <= 0:
+            return True
+        versions = to_evict(self._here.items(), missing, self._turn)
+        for version in versions:
+            self.forget(version)
+        self.evictions += len(versions)
+        return bool(versions)
+
+    def forget(self, version: int) -> None:
+        """This version is not wanted any more."""
+        resident = self._here.get(version)
+        if resident is not None and not resident.pins:
+            self.arena.pool.give_back(self._here.pop(version).pages)
+
+    def _put(self, adapter: LoadedAdapter, pages: list[int], runs: list[Run]) -> None:
+        self.fetches += 1
+        placed = _copy(adapter.parts, runs, pages, self.arena)
+        self._here[adapter.version] = Resident(pages, adapter.bytes, placed, self._turn)
+
+
+def _matrices(parts: dict[str, Part]) -> list[Tensor]:
+    """All of them, each with rows."""
+    return [matrix for part in parts.values() for name in NAMES if (matrix := getattr(part, name)) is not None]
+
+
+def _shapes(parts: dict[str, Part]) -> list[tuple[int, int]]:
+    return [(len(matrix), matrix.shape[1]) for matrix in _matrices(parts)]
+
+
+def _copy(parts: dict[str, Part], runs: Sequence[Run], pages: list[int], arena: Arena) -> dict[str, Placed]:
+    matrices = _matrices(parts)
+    pieces: list[list[Piece]] = [[] for _ in matrices]
+    for run in _joined(runs, pages, arena.page_elements):
+        values = arena.flat[run.offset : run.offset + run.rows * run.width].view(run.rows, run.width)
+        values.copy_(matrices[run.matrix][run.row : run.row + run.rows, run.column : run.column + run.width])
+        pieces[run.matrix].append(Piece(run.row, run.column, values))
+    found = iter(pieces)
+    placed = {}
+    for layer, part in parts.items():
+        words = {name: tuple(next(found)) for name in NAMES if getattr(part, name) is not None}
+        placed[layer] = Placed(rank=0 if part.down is None else len(part.down), **words)
+    return placed
+
+
+def _joined(runs: Sequence[Run], pages: list[int], page_elements: int) -> list[Run]:
+    """With offsets in the whole memory; runs of one matrix that lie behind each other there are one."""
+    joined: list[Run] = []
+    for run in runs:
+        run = run._replace(offset=pages[run.page] * page_elements + run.offset)
+        last = joined[-1] if joined else None
+        same = last is not None and (last.matrix, last.column) == (run.matrix, run.column)
+        if last is not None and same and last.offset + last.rows * last.width == run.offset:
+            joined[-1] = last._replace(rows=last.rows + run.rows)
+        else:
+            joined.append(run)
+    return joined

@@ -1,0 +1,178 @@
+"""The places in a model where adapters act: before and after a layer's one product for all rows.
+
+A place is a hook of the layer, so the model's structure, names and weights stay as they are. There are hooks only where a loaded
+adapter acts; rows that are of no adapter are not touched.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.errors import AdapterError
+from symbiosis.kernels.adapter_rows import FewRows, Placed, Rows, adapt_rows_, before_rows
+from symbiosis.serving.adapters.kinds import LoadedAdapter
+from symbiosis.serving.adapters.layers import run_layer
+from symbiosis.serving.adapters.residency import Residency
+from symbiosis.serving.model import Served
+from symbiosis.serving.step import Segment, Step
+
+
+@dataclass(slots=True, frozen=True)
+class Group:
+    """The rows of one adapter in a step."""
+
+    adapter: LoadedAdapter
+    rows: Rows
+    placed: dict[str, Placed]
+
+    def acts_at(self, layer: str) -> bool:
+        return layer in self.placed or layer in self.adapter.layers
+
+
+@dataclass(slots=True, frozen=True)
+class Shares:
+    """Whose the rows are that a layer sees."""
+
+    rows: int = 0
+    groups: Sequence[Group] = ()
+    few: FewRows | None = None  # computes them, if they are few
+
+    def check(self, name: str, x: Tensor) -> None:
+        """An adapter never acts at a layer that was given other rows."""
+        given = (x.shape[:-1] if x.is_floating_point() else x.shape).numel()
+        if given != self.rows and (of := [group.adapter.name for group in self.groups if group.acts_at(name)]):
+            raise AdapterError(f"{name} was given {given} rows of {self.rows}: the adapter {of[0]!r} cannot act there")
+
+    def adapt_(self, name: str, y: Tensor, x: Tensor) -> None:
+        """What is computed together for all adapters at this layer."""
+        placed = [group.placed.get(name) for group in self.groups]
+        if not any(placed):
+            return
+        y_TN, x_TK = y.view(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
+        if self.few is not None and y_TN.is_contiguous() and x_TK.is_contiguous() and x.dtype == y.dtype:
+            self.few.adapt_(y_TN, x_TK, placed)
+        else:
+            pairs = zip(self.groups, placed, strict=True)
+            adapt_rows_(y_TN, x_TK, [(group.rows, each) for group, each in pairs if each is not None])
+
+
+class Sites:
+    """All places of one served model."""
+
+    def __init__(self, served: Served, residency: Residency) -> None:
+        self._served, self._residency = served, residency
+        self._modules = dict(served.model.named_modules())
+        self._known: set[int] = set()  # versions
+        self._before: set[str] = set()
+        self._after: set[str] = set()
+        self._all = self._kept = Shares()  # of all rows, and of those whose logits are kept
+        self._virtual: list[Segment] = []  # that begin with virtual tokens
+        served.before.append(self.begin)
+        served.embed, served.remember = self._embed, self._remember
+
+    def add(self, adapter: LoadedAdapter) -> None:
+        """Its places exist from now on."""
+        if adapter.version in self._known:
+            return
+        self._known.add(adapter.version)
+        for name, part in adapter.parts.items():
+            if part.before is not None:
+                self._put(name, self._before, nn.Module.register_forward_pre_hook, self._on_the_way_in)
+            if part.down is not None or part.gain is not None or part.shift is not None:
+                self._put(name, self._after, nn.Module.register_forward_hook, self._on_the_way_out)
+        for name in adapter.layers:
+            self._put(name, self._after, nn.Module.register_forward_hook, self._on_the_way_out)
+
+    def begin(self, step: Step, kept: Tensor) -> None:
+        """Which rows of the step are whose, and of those whose logits are kept."""
+        ours: dict[LoadedAdapter, list[Segment]] = {}
+        for segment in step.segments:
+            if isinstance(adapter := segment.sequence.adapter, LoadedAdapter):
+                self.add(adapter)
+                ours.setdefault(adapter, []).append(segment)
+        self._virtual = [s for adapter, of in ours.items() for s in of if s.position < adapter.virtual]
+        owners = {row: adapter for adapter, of in ours.items() for s in of for row in range(s.first, s.first + s.rows)}
+        self._all = self._shares(owners.items(), step.rows)
+        if self._served.keeps_rows:
+            ours_kept = ((i, owners[row]) for i, row in enumerate(kept.tolist()) if row in owners)
+            self._kept = self._shares(ours_kept, len(kept))
+
+    def _shares(self, owners: Iterable[tuple[int, LoadedAdapter]], count: int) -> Shares:
+        rows: dict[LoadedAdapter, list[int]] = {}
+        for row, adapter in owners:
+            rows.setdefault(adapter, []).append(row)
+        highest = max((adapter.rank for adapter in rows), default=0)
+        numbers = list(rows.values())
+        few = FewRows(numbers) if FewRows.fits(numbers, highest, self._served.dtype, self._served.device) else None
+        groups = [Group(adapter, _rows(of), self._placed(adapter)) for adapter, of in rows.items()]
+        return Shares(count, groups, few)
+
+    def _placed(self, adapter: LoadedAdapter) -> dict[str, Placed]:
+        return self._residency.placed(adapter) if adapter.parts else {}
+
+    def _put(self, name: str, there: set[str], register: Callable[..., Any], act: Callable[..., Any]) -> None:
+        if name in there:
+            return
+        there.add(name)
+        module = self._modules[name]
+        is_head = module is self._served.model.get_output_embeddings()  # type: ignore[operator]
+        register(module, partial(act, name, is_head and self._served.keeps_rows))
+
+    def _on_the_way_in(self, name: str, is_head: bool, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        shares = self._kept if is_head else self._all
+        groups = [
+            (group.rows, placed)
+            for group in shares.groups
+            if (placed := group.placed.get(name)) is not None and placed.before
+        ]
+        if not groups:
+            return None
+        x, *others = args
+        shares.check(name, x)
+        return (before_rows(x.view(-1, x.shape[-1]), groups).view(x.shape), *others)
+
+    def _on_the_way_out(self, name: str, is_head: bool, module: nn.Module, args: tuple[Any, ...], y: Tensor) -> None:
+        shares = self._kept if is_head else self._all
+        shares.check(name, args[0])
+        shares.adapt_(name, y, args[0])
+        for group in shares.groups:
+            if (layer := group.adapter.layers.get(name)) is not None:
+                run_layer(layer, args[0], y, group.rows)
+
+    def _embed(self, step: Step, ids: Tensor) -> Tensor | None:
+        """Virtual tokens have the adapter's embeddings."""
+        segments = [s for s in self._virtual if _loaded(s).prompt is not None]
+        if not segments:
+            return None
+        rows: Tensor = self._served.model.get_input_embeddings()(ids).clone()  # type: ignore[operator]
+        for segment in segments:
+            prompt = _loaded(segment).prompt
+            assert prompt is not None
+            values = prompt[segment.position : segment.end]
+            rows[0, segment.first : segment.first + len(values)] = values.to(rows)
+        return rows
+
+    def _remember(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Virtual tokens have the adapter's keys and values: [1, heads, rows, size], as the layer is about to remember them."""
+        for segment in self._virtual:
+            if prefix := _loaded(segment).prefix:
+                for there, ours in zip((key, value), prefix[layer], strict=True):
+                    values = ours[segment.position : segment.end]
+                    heads = values.view(len(values), there.shape[1], -1).transpose(0, 1)
+                    there[0, :, segment.first : segment.first + len(values)] = heads.to(there)
+
+
+def _loaded(segment: Segment) -> LoadedAdapter:
+    adapter = segment.sequence.adapter
+    assert isinstance(adapter, LoadedAdapter)
+    return adapter
+
+
+def _rows(numbers: list[int]) -> Rows:
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return slice(numbers[0], numbers[-1] + 1)
+    return torch.tensor(numbers)

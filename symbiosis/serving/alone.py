@@ -1,0 +1,107 @@
+"""Models whose attention cannot be replaced: each sequence has a cache of transformers' own, and they are computed one by one."""
+
+import logging
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.serving.arena import KvShape
+from symbiosis.serving.model import Served, place_of, text_config
+from symbiosis.serving.paged import CannotBatch, Paged, agree, logits_alone, probe_tokens
+from symbiosis.serving.step import Segment, Sequence, Step
+
+logger = logging.getLogger("symbiosis")
+
+ROW = KvShape(heads=1, key=1024, value=1024)  # pages are for adapters only, and blocks for counting
+
+
+class Alone(Served):
+    """Steps of several segments are computed one segment after another. Nothing of a prompt is found again. Where a model keeps no cache,
+    or what it makes of it is not what it makes of the whole text, the whole text is computed for each token."""
+
+    batches, whole_prompts = False, True
+
+    def __init__(self, model: nn.Module, memory: int | None = None) -> None:
+        super().__init__(model, (ROW,), memory)
+        self._caches: WeakKeyDictionary[Sequence, dict[str, Any]] = WeakKeyDictionary()
+        self.uses_cache = _cache_is_right(model)
+
+    @torch.inference_mode()
+    def logits(self, step: Step, rows: Tensor) -> Tensor:
+        wanted = set(rows.tolist())
+        found = []
+        for segment in step.segments:
+            of_segment = self._run(segment)
+            found += [of_segment[row] for row in range(segment.rows) if segment.first + row in wanted]
+        return torch.stack(found).float() if found else torch.empty(0, self.vocabulary)
+
+    def _run(self, segment: Segment) -> Tensor:
+        """Logits of the segment's rows."""
+        if not self.uses_cache:
+            whole = replace(segment, first=0, position=0, rows=segment.end)
+            logits: Tensor = self.model(**self._words(whole), use_cache=False).logits[0]
+            return logits[segment.position :]
+        if not segment.position:
+            self._caches.pop(segment.sequence, None)
+        words = self._words(replace(segment, first=0)) | self._caches.get(segment.sequence, {})
+        made = self.model(**words, use_cache=True)
+        self._caches[segment.sequence] = _cache(made)
+        return made.logits[0]  # type: ignore[no-any-return]
+
+    def _words(self, segment: Segment) -> dict[str, Any]:
+        alone = Step((segment,))
+        for tell in self.before:
+            tell(alone, torch.arange(segment.rows))
+        words = self.inputs(alone)
+        del words["position_ids"]  # each model finds its own
+        return words
+
+    def release(self, sequence: Sequence) -> None:
+        self._caches.pop(sequence, None)
+        super().release(sequence)
+
+
+def _cache(made: Any) -> dict[str, Any]:
+    """What a model remembers, by the name under which it takes it back; nothing if it keeps none."""
+    names = ("past_key_values", "cache_params", "state")
+    return {name: getattr(made, name) for name in names if getattr(made, name, None) is not None}
+
+
+@torch.inference_mode()
+def _cache_is_right(model: nn.Module) -> bool:
+    """Whether the logits of tokens that come one by one are those of the whole text."""
+    tokens = probe_tokens(model)[0]
+    whole, (device, dtype) = logits_alone(model, tokens), place_of(model)
+    cache, ends = dict[str, Any](), range(len(tokens) - 2, len(tokens) + 1)
+    try:
+        for start, end in zip([0, *ends], ends, strict=False):
+            made = model(input_ids=torch.tensor([tokens[start:end]], device=device), use_cache=True, **cache)
+            cache = _cache(made)
+            if not cache or not agree(made.logits[0, -1].float(), whole[end - 1], dtype):
+                return False
+    except SymbiosisError:
+        raise
+    except Exception:
+        return False
+    return True
+
+
+def make_ready(model: nn.Module, memory: int | None = None) -> Served:
+    """In batches where that can be, else one by one, which is said."""
+    if not hasattr(model, "get_output_embeddings") or not hasattr(text_config(model), "vocab_size"):
+        raise ConfigError(
+            f"{type(model).__name__} writes no text: serve a causal language model, such as LlamaForCausalLM"
+        )
+    place_of(model)
+    try:
+        return Paged(model.eval(), memory)
+    except CannotBatch as why:
+        logger.warning("%s is served one request at a time: %s", type(model).__name__, why)
+        served = Alone(model, memory)
+        if not served.uses_cache:
+            logger.warning("%s computes the whole text for each token: its cache cannot be used", type(model).__name__)
+        return served

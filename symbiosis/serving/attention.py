@@ -1,0 +1,221 @@
+"""Attention over pages, as transformers' attention interface asks for it: each segment's rows look at their own sequence only.
+
+What a step reads and writes is worked out once for all layers (`Lookup`); a layer then needs a few operations: its rows are written,
+those of all decoding sequences are computed together, and each longer segment by itself.
+"""
+
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Self
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from symbiosis.kernels.paged_attention import How, attend, attend_within, compiled
+from symbiosis.serving.arena import Arena
+from symbiosis.serving.step import BLOCK, Block, Segment, Sequence, Step
+
+NAME = "symbiosis_paged"
+Attend = Callable[..., Tensor]
+
+
+class _Now(threading.local):
+    """What this thread's forward pass attends by, and the windows for which it asked masks."""
+
+    attend: Attend | None = None
+    windows: frozenset[int] = frozenset()
+
+
+_now = _Now()
+
+
+class attending_by:
+    """Within the block, models of this thread attend by `attend(module, q, k, v, **options)`, of which each is [1, heads, rows, size];
+    the result is [1, rows, heads, size]."""
+
+    def __init__(self, attend: Attend) -> None:
+        self._attend = attend
+
+    @property
+    def windows(self) -> frozenset[int]:
+        """Of this thread's last pass: beyond how many tokens it meant to mask."""
+        return _now.windows
+
+    def __enter__(self) -> Self:
+        _now.attend, _now.windows = self._attend, frozenset()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _now.attend = None
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    if _now.attend is None:
+        raise RuntimeError("this model is served by symbiosis.serving, and is called through it only")
+    return _now.attend(module, query, key, value, **options), None
+
+
+def _no_mask(*_: object, local_size: int | None = None, **__: object) -> None:
+    """Who looks at whom follows from the step, and from the windows that layers tell."""
+    if local_size is not None:
+        _now.windows |= {local_size}
+
+
+def register() -> None:
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+
+
+class Tables:
+    """The pages of sequences, known from step to step: a sequence mostly adds to its blocks."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[Sequence, tuple[list[Block], Tensor]] = WeakKeyDictionary()
+
+    def of(self, sequence: Sequence) -> Tensor:
+        """Page numbers, int32 [layers, blocks]."""
+        blocks, pages = self._known.get(sequence, ([], None))
+        if pages is not None and blocks == sequence.blocks:
+            return pages
+        if pages is None or blocks != sequence.blocks[: len(blocks)]:
+            pages = _pages(sequence.blocks)
+        else:
+            pages = torch.cat([pages, _pages(sequence.blocks[len(blocks) :])], dim=1)
+        self._known[sequence] = list(sequence.blocks), pages
+        return pages
+
+    def joint(self, sequences: list[Sequence]) -> Tensor:
+        """Of several sequences, int32 [layers, sequences, blocks]; shorter ones have page 0 where they have none."""
+        each = [self.of(sequence) for sequence in sequences]
+        joint = torch.zeros(len(each[0]), len(each), max(pages.shape[1] for pages in each), dtype=torch.int32)
+        for number, pages in enumerate(each):
+            joint[:, number, : pages.shape[1]] = pages
+        return joint
+
+
+def _pages(blocks: list[Block]) -> Tensor:
+    return torch.tensor([block.pages for block in blocks], dtype=torch.int32).T
+
+
+class Together:
+    """Segments with equally many rows, which are computed at once: which pages they look at, and which of the step's rows they are."""
+
+    def __init__(self, arena: Arena, tables: Tensor, segments: list[Segment]) -> None:
+        self._arena, self._tables, self._rows = arena, tables.contiguous(), segments[0].rows
+        device = arena.flat.device
+        self._which = torch.cat([torch.arange(s.first, s.first + s.rows) for s in segments]).to(device)
+        self._ends = torch.tensor([segment.end for segment in segments])
+        self._longest = int(self._ends.max())
+        self._masks: dict[int | None, Tensor] = {}
+
+    def look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
+        """From the step's queries [heads, rows, size] into the step's results [rows, heads, size]."""
+        kernel = compiled(query.dtype, BLOCK) if self._rows == 1 and query.device.type == "cpu" else None
+        if kernel is None:
+            self._gather_and_look(layer, query, how, result)
+            return
+        of, flat = self._arena.layers[layer], self._arena.flat
+        sizes = (of.heads, of.key, of.value, self._arena.page_elements, self._arena.values_at(layer))
+        kernel.attend(flat, sizes, self._tables[layer], self._which, self._ends, self._longest, how, query, result)
+
+    def _gather_and_look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
+        of, (key_rows, value_rows), count = self._arena.layers[layer], self._seen, len(self._ends)
+        keys = self._arena.keys(layer).index_select(0, key_rows[layer])
+        values = self._arena.values(layer).index_select(0, value_rows[layer])
+        q = query.index_select(1, self._which).view(query.shape[0], count, self._rows, -1).transpose(0, 1)
+        k = keys.view(count, self._longest, of.heads, of.key).transpose(1, 2)
+        v = values.view(count, self._longest, of.heads, of.value).transpose(1, 2)
+        y = attend(q, k, v, self._mask(how.window), how)
+        result.index_copy_(0, self._which, y.transpose(1, 2).flatten(0, 1))
+
+    @cached_property
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """Rows of keys and of values, [layers, sequences * longest]. A shorter sequence repeats its first row where it has none: nothing of
+        another's is read, not even to be masked."""
+        tokens = torch.arange(self._longest).expand(len(self._ends), -1)
+        tokens = tokens.where(tokens < self._ends.unsqueeze(1), 0)
+        pages = self._tables.gather(2, (tokens // BLOCK).expand(len(self._tables), -1, -1))
+        return self._arena.rows(pages.flatten(1), (tokens % BLOCK).flatten())
+
+    def _mask(self, window: int | None) -> Tensor:
+        """[sequences, 1, rows, longest]"""
+        if (mask := self._masks.get(window)) is None:
+            rows = (self._ends.unsqueeze(1) - self._rows + torch.arange(self._rows)).unsqueeze(-1)
+            keys = torch.arange(self._longest)
+            mask = keys <= rows
+            if window is not None:
+                mask &= keys > rows - window
+            mask = self._masks[window] = mask.unsqueeze(1).to(self._which.device)
+        return mask
+
+
+class Lookup:
+    """What one step writes and reads, in all layers."""
+
+    def __init__(
+        self, arena: Arena, step: Step, tables: Tables, remember: Callable[[int, Tensor, Tensor], None] | None = None
+    ) -> None:
+        self._arena, self._remember, segments = arena, remember, step.segments
+        joint = tables.joint([segment.sequence for segment in segments])
+        of_row = torch.repeat_interleave(torch.tensor([segment.rows for segment in segments]))
+        positions = torch.cat([torch.arange(segment.position, segment.end) for segment in segments])
+        pages, inside = joint[:, of_row, positions // BLOCK], positions % BLOCK
+        self._written_keys, self._written_values = arena.rows(pages, inside)
+        single = [number for number, segment in enumerate(segments) if segment.rows == 1]
+        self._single = Together(arena, joint[:, single], [segments[number] for number in single]) if single else None
+        self._longer = [
+            (segment, Together(arena, joint[:, number : number + 1], [segment]))
+            for number, segment in enumerate(segments)
+            if segment.rows > 1
+        ]
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """[1, heads, rows, size] of each; the result is [1, rows, heads, size]."""
+        layer = module.layer_idx
+        assert isinstance(layer, int)
+        how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+        if self._remember is not None:
+            self._remember(layer, key, value)
+        self._write(layer, key[0], value[0])
+        result = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+        if self._single is not None:
+            self._single.look(layer, query[0], how, result[0])
+        for segment, together in self._longer:
+            rows = slice(segment.first, segment.first + segment.rows)
+            if segment.position or (sliding_window is not None and sliding_window < segment.rows):
+                together.look(layer, query[0], how, result[0])
+            else:  # all that these rows see is in this very step
+                y = attend_within(query[:, :, rows], key[:, :, rows], value[:, :, rows], how)
+                result[:, rows] = y.transpose(1, 2)
+        return result
+
+    def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Rows [heads, rows, size] go where the step's tokens have their place."""
+        kernel = compiled(key.dtype, BLOCK) if key.device.type == "cpu" else None
+        for memory, rows, where in (
+            (self._arena.keys(layer), key, self._written_keys[layer]),
+            (self._arena.values(layer), value, self._written_values[layer]),
+        ):
+            if kernel is None:
+                memory.index_copy_(0, where, rows.transpose(0, 1).flatten(1))
+            else:
+                kernel.store(rows, where, memory)
+
+
+register()

@@ -1,0 +1,115 @@
+"""The keys and values of sequences, in blocks of 16 tokens. Full blocks are found again by what they were computed from.
+
+A block's name is a hash of the tenant, the adapter's version and all tokens up to its end, so a prefix is shared by one tenant's
+sequences of one version of one adapter, and by nobody else. Only full blocks are shared, and nobody writes into those: none is ever copied.
+"""
+
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence as Tokens
+from hashlib import blake2b
+
+from symbiosis.serving.pool import Pool
+from symbiosis.serving.step import BLOCK, Block, Sequence
+
+HASH_BYTES = 16
+
+
+class Blocks:
+    """Of all sequences. A block takes one page for each layer. Without `shares` no prefix is found again."""
+
+    def __init__(self, pool: Pool, layers: int, shares: bool = True) -> None:
+        self.pool, self.layers, self.shares = pool, layers, shares
+        self._named: dict[bytes, Block] = {}
+        self._versions: dict[bytes, int] = {}  # of the adapter that a named block was computed with
+        self._unused: OrderedDict[bytes, Block] = (
+            OrderedDict()
+        )  # named, and of no sequence; the one unused for longest is first
+
+    def needed(self, tokens: int) -> int:
+        """Pages for so many tokens."""
+        return _blocks(tokens) * self.layers
+
+    def spare(self) -> int:
+        """Pages that `grow` can still get."""
+        return self.pool.free + len(self._unused) * self.layers
+
+    def find(self, sequence: Sequence) -> int:
+        """How many of its first tokens were computed before: it has their blocks now. At least one token is left to be computed."""
+        assert not sequence.blocks
+        name = _start(sequence)
+        while (end := (len(sequence.blocks) + 1) * BLOCK) < len(sequence.tokens):
+            name = _name(name, sequence.tokens[end - BLOCK : end])
+            if (block := self._named.get(name)) is None:
+                break
+            block.users += 1
+            self._unused.pop(name, None)
+            sequence.blocks.append(block)
+        sequence.computed = len(sequence.blocks) * BLOCK
+        return sequence.computed
+
+    def grow(self, sequence: Sequence, upto: int) -> bool:
+        """Make room for its first `upto` tokens; without enough pages nothing changes."""
+        count = max(0, _blocks(upto) - len(sequence.blocks))
+        if not self.make_room(count * self.layers):
+            return False
+        sequence.blocks.extend(Block(tuple(self.pool.take(self.layers))) for _ in range(count))
+        return True
+
+    def keep(self, sequence: Sequence) -> None:
+        """Those of its blocks that are full by now may be found from now on."""
+        full = sequence.blocks[: sequence.computed // BLOCK] if self.shares else []
+        first = len(full)
+        while first and not full[first - 1].key:
+            first -= 1
+        name = full[first - 1].key if first else _start(sequence)
+        for number, block in enumerate(full[first:], first):
+            block.key = name = _name(name, sequence.tokens[number * BLOCK : (number + 1) * BLOCK])
+            if name not in self._named:  # else another sequence has computed the same just now
+                self._named[name] = block
+                self._versions[name] = sequence.adapter.version if sequence.adapter else 0
+
+    def release(self, sequence: Sequence) -> None:
+        """The sequence gives up its blocks. Those that may be found stay until their room is needed, the last ones going first."""
+        for block in reversed(sequence.blocks):
+            block.users -= 1
+            if block.users:
+                continue
+            if self._named.get(block.key) is block:
+                self._unused[block.key] = block
+            else:
+                self.pool.give_back(block.pages)
+        sequence.blocks, sequence.computed = [], 0
+
+    def forget(self, version: int) -> None:
+        """No block of this version of an adapter is found any more."""
+        for name in [name for name, of in self._versions.items() if of == version]:
+            if name in self._unused:
+                self._drop(name)
+            else:
+                del self._named[name], self._versions[name]
+
+    def make_room(self, pages: int) -> bool:
+        """Drop unused blocks until so many pages are free, if that can be."""
+        if pages > self.spare():
+            return False
+        while pages > self.pool.free:
+            self._drop(next(iter(self._unused)))
+        return True
+
+    def _drop(self, name: bytes) -> None:
+        self.pool.give_back(self._unused.pop(name).pages)
+        del self._named[name], self._versions[name]
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK)
+
+
+def _start(sequence: Sequence) -> bytes:
+    """Tenants share nothing: how many tokens are found would tell one what another has asked."""
+    return struct.pack("<Q", sequence.adapter.version if sequence.adapter else 0) + sequence.tenant.encode()
+
+
+def _name(before: bytes, tokens: Tokens[int]) -> bytes:
+    return blake2b(before + struct.pack(f"<{len(tokens)}q", *tokens), digest_size=HASH_BYTES).digest()

@@ -1,0 +1,173 @@
+"""How the next tokens are chosen, for all sequences of a step at once.
+
+The random number of a token is a hash of its sequence's seed and its position: whatever else runs, and however often a sequence is
+evicted and computed again, it draws the same. Log probabilities are those of the model's own distribution.
+"""
+
+import torch
+from torch import Tensor
+
+from symbiosis.serving.request import Sampling, Token
+from symbiosis.serving.step import Sequence
+
+NOWHERE = float("-inf")
+MASK = (1 << 64) - 1
+GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64
+MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def choose(
+    logits: Tensor,
+    sequences: list[Sequence],
+    ends: frozenset[int] = frozenset(),
+    allowed: dict[int, Tensor] | None = None,
+) -> list[Token | None]:
+    """A token for each row of `logits` (float32 [sequences, vocabulary]); None where the model's numbers, or what is allowed, leave
+    none.
+
+    Args:
+        ends: Tokens that end a text.
+        allowed: By row, what its grammar allows: bool [vocabulary].
+
+    >>> from symbiosis.serving.request import Request
+    >>> greedy = Sequence(Request(id=1, prompt=(0,), sampling=Sampling(temperature=0.0)), 0, [0], None, 0.0)
+    >>> [token.id for token in choose(torch.tensor([[0.5, 2.0, 1.0]]), [greedy])]
+    [1]
+    """
+    scores = _shaped(logits, sequences, ends, allowed or {})
+    best, ids = scores.max(dim=-1)
+    drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
+    if drawn:
+        ids[drawn] = _draw(scores[drawn], [sequences[row] for row in drawn])
+    chosen = [id if finite else None for id, finite in zip(ids.tolist(), best.isfinite().tolist(), strict=True)]
+    return _with_logprobs(logits, sequences, chosen)
+
+
+def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[Token]:
+    """These tokens with their log probabilities, and with those of so many of the most likely ones."""
+    logprobs = logits.log_softmax(dim=-1)
+    own = logprobs.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
+    most = min(max(count or 0 for count in tops), logits.shape[1])
+    values, which = logprobs.topk(most, dim=-1)
+    rows = zip(ids, own, tops, which.tolist(), values.tolist(), strict=True)
+    return [Token(id, logprob, tuple(zip(w, v, strict=True))[: count or 0]) for id, logprob, count, w, v in rows]
+
+
+def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Numbers in [0, 1), float64: a hash of a sequence's seed and a token's position, both int64.
+
+    >>> first, again, other = uniform(torch.tensor([1, 1, 2]), torch.tensor([7, 7, 7])).tolist()
+    >>> first == again, first == other
+    (True, False)
+    """
+    return _shifted(_mixed(_mixed(seeds) + positions), 12).double() * 2.0**-52
+
+
+def seed_of(sequence: Sequence) -> int:
+    """Of its request and its number among the request's completions: int64."""
+    seed = (sequence.request.sampling.seed or 0) + sequence.completion * GOLDEN
+    return _signed(seed)
+
+
+def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
+    """By the inverse of the cumulative distribution, in the order of the token's numbers: rounding hardly ever changes who is drawn."""
+    device, samplings = scores.device, [sequence.request.sampling for sequence in sequences]
+    heat = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=device)
+    scores = (scores - scores.max(dim=-1, keepdim=True).values) / heat.unsqueeze(1)
+    probabilities = _truncated(scores, samplings).softmax(dim=-1, dtype=torch.float64)
+    seeds = torch.tensor([seed_of(sequence) for sequence in sequences], device=device)
+    positions = torch.tensor([sequence.produced for sequence in sequences], device=device)
+    cumulative = probabilities.cumsum(dim=-1)
+    reached = uniform(seeds, positions).unsqueeze(1) * cumulative[:, -1:]
+    drawn = torch.searchsorted(cumulative, reached, right=True).squeeze(1)
+    return drawn.clamp(max=scores.shape[1] - 1)
+
+
+def _truncated(scores: Tensor, samplings: list[Sampling]) -> Tensor:
+    """Only the likely tokens: the top k of them, then those that make up the top p, then those not too far below the best."""
+    device, count = scores.device, scores.shape[1]
+    if any(0 < sampling.top_k < count or sampling.top_p < 1.0 for sampling in samplings):
+        ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+        k = torch.tensor([min(sampling.top_k or count, count) for sampling in samplings], device=device)
+        p = torch.tensor([sampling.top_p for sampling in samplings], device=device)
+        ranked = ranked.masked_fill(torch.arange(count, device=device) >= k.unsqueeze(1), NOWHERE)
+        likely = ranked.softmax(dim=-1)
+        before = likely.cumsum(dim=-1) - likely
+        beyond = (before >= p.unsqueeze(1)) & (p < 1.0).unsqueeze(1)
+        beyond[:, 0] = False
+        scores = torch.empty_like(scores).scatter_(1, order, ranked.masked_fill(beyond, NOWHERE))
+    if any(sampling.min_p > 0.0 for sampling in samplings):
+        least = torch.tensor([sampling.min_p for sampling in samplings], device=device).log().unsqueeze(1)
+        scores = scores.masked_fill(scores < scores.max(dim=-1, keepdim=True).values + least, NOWHERE)
+    return scores
+
+
+def _shaped(logits: Tensor, sequences: list[Sequence], ends: frozenset[int], allowed: dict[int, Tensor]) -> Tensor:
+    """The scores from which is chosen: the logits after penalties, biases, and what may not come."""
+    shaping = [row for row, s in enumerate(sequences) if row in allowed or not _is_plain(s)]
+    if not shaping:
+        return logits
+    scores = logits.clone()
+    for row in shaping:
+        _shape(scores[row], sequences[row], ends, allowed.get(row))
+    return scores
+
+
+def _is_plain(sequence: Sequence) -> bool:
+    s = sequence.request.sampling
+    return (
+        not s.logit_bias
+        and sequence.produced >= s.min_tokens
+        and s.repetition_penalty == 1.0
+        and s.presence_penalty == s.frequency_penalty == 0.0
+    )
+
+
+def _shape(scores: Tensor, sequence: Sequence, ends: frozenset[int], allowed: Tensor | None) -> None:
+    """One row, in place."""
+    how, device = sequence.request.sampling, scores.device
+    if how.repetition_penalty != 1.0:
+        seen = torch.tensor(sequence.tokens[sequence.virtual :], device=device).unique()
+        of = scores[seen]
+        scores[seen] = torch.where(of < 0, of * how.repetition_penalty, of / how.repetition_penalty)
+    if sequence.produced and (how.presence_penalty or how.frequency_penalty):
+        own = torch.tensor(sequence.tokens[sequence.prompt_length :], device=device)
+        said, times = own.unique(return_counts=True)
+        scores[said] -= how.presence_penalty + how.frequency_penalty * times
+    if how.logit_bias:
+        scores[torch.tensor(list(how.logit_bias), device=device)] += torch.tensor(
+            list(how.logit_bias.values()), device=device
+        )
+    if sequence.produced < how.min_tokens and (never := [*ends, *how.stop_tokens]):
+        scores[torch.tensor(never, device=device)] = NOWHERE
+    if allowed is not None:
+        scores.masked_fill_(~allowed.to(device), NOWHERE)
+
+
+def _with_logprobs(logits: Tensor, sequences: list[Sequence], chosen: list[int | None]) -> list[Token | None]:
+    tokens = [None if id is None else Token(id) for id in chosen]
+    counts = [sequence.request.sampling.logprobs for sequence in sequences]
+    asked = [row for row, id in enumerate(chosen) if id is not None and counts[row] is not None]
+    if asked:
+        ids = [id for id in (chosen[row] for row in asked) if id is not None]
+        for row, token in zip(asked, logprobs_of(logits[asked], ids, [counts[row] for row in asked]), strict=True):
+            tokens[row] = token
+    return tokens
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """splitmix64, in integers that wrap round."""
+    x = x + _signed(GOLDEN)
+    x = (x ^ _shifted(x, 30)) * _signed(MIX[0])
+    x = (x ^ _shifted(x, 27)) * _signed(MIX[1])
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros coming in: torch's own shift repeats the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    number &= MASK
+    return number - (1 << 64) if number >> 63 else number

@@ -1,0 +1,256 @@
+"""`Engine`: completions of one base model with any number of adapters."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Tokens
+from itertools import count
+from pathlib import Path
+from secrets import randbits
+from typing import Any, get_args
+
+import msgspec
+from torch import nn
+
+from symbiosis.client.from_executor import from_executor
+from symbiosis.client.weights.remote_weight import RemoteWeight
+from symbiosis.errors import ConfigError
+from symbiosis.serving.adapter import Adapter
+from symbiosis.serving.adapters.library import Library
+from symbiosis.serving.adapters.residency import Residency
+from symbiosis.serving.adapters.sites import Sites
+from symbiosis.serving.alone import make_ready
+from symbiosis.serving.choosing.grammar import Grammars
+from symbiosis.serving.engine.check import check
+from symbiosis.serving.engine.figures import Figures
+from symbiosis.serving.engine.job import Job
+from symbiosis.serving.engine.loop import Loop
+from symbiosis.serving.engine.reader import Completion, Reader, Stream
+from symbiosis.serving.request import Finish, Output, Request
+from symbiosis.serving.scheduling.scheduler import Policy, Rules, Scheduler
+from symbiosis.serving.step import Sequence
+
+
+class Engine:
+    """Completions of one base model with any number of adapters, in one batch.
+
+    Args:
+        model: Of transformers, wrapped or not, which nobody else may use from now on; or the endpoint of an executor.
+        tokenizer: For prompts and answers that are text, and for text by a JSON schema; or where to load it from.
+        adapters: A folder whose subfolders are adapters, loaded when they are first asked for.
+        memory: Bytes for keys, values and adapters. Default: a quarter of what is free.
+        max_batch: Sequences that run together.
+        adapters_in_batch: Adapters that run together; None is no limit.
+        prefill_tokens: Tokens of prompts in one step, beside all sequences that are being continued.
+        policy: "fcfs": first come, first served. "abort": requests whose first token cannot come within `first_token_s` end at once.
+            "vtc": tenants get alike.
+        max_waiting: Requests under way; more are refused.
+        of_tenant: Sequences of one tenant that run together; None is no limit.
+
+    >>> import symbiosis
+    >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:
+    ...     answer = engine.generate(list(b"Once upon a time"), max_tokens=8, temperature=0.0)
+    >>> len(answer.tokens), answer.finish.value
+    (8, 'length')
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | str,
+        tokenizer: Any = None,
+        *,
+        adapters: Path | str | None = None,
+        memory: int | None = None,
+        max_batch: int = 64,
+        adapters_in_batch: int | None = None,
+        prefill_tokens: int = 512,
+        policy: Policy = "fcfs",
+        first_token_s: float = 6.0,
+        max_waiting: int = 4096,
+        of_tenant: int | None = None,
+        max_rank: int = 256,
+    ) -> None:
+        _check_options(max_batch, adapters_in_batch, prefill_tokens, policy, first_token_s, max_waiting, of_tenant)
+        self._own_model = from_executor(model) if isinstance(model, str) else None
+        self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
+        self.tokenizer = _tokenizer(tokenizer)
+        self._residency = Residency(self._served.arena, self._served.blocks.make_room)
+        self._sites = Sites(self._served, self._residency)
+        self._library = Library(self._served, Path(adapters) if adapters else None, max_rank)
+        self._grammars = Grammars(self.tokenizer, self._served.vocabulary, self._served.ends)
+        whole = self._served.whole_prompts
+        rules = Rules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
+        self._scheduler = Scheduler(self._served.blocks, self._residency, rules, self._served.release)
+        self._max_waiting = max_waiting
+        self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
+        self._loop = Loop(self._served, self._scheduler)
+        self._library.on_replaced = self._forget
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        """Begin a request, whose adapter is the one that has this name now. What cannot be done is refused here, with `ConfigError`.
+
+        Args:
+            on_output: Is told of each step's tokens, in the engine's thread: it must not block.
+        """
+        adapter = None if request.adapter is None else self._library.get(request.adapter)
+        pages = 0 if adapter is None else self._residency.pages_of(adapter)
+        check(request, 0 if adapter is None else adapter.virtual, pages, self._served)
+        if len(self._loop.jobs) >= self._max_waiting:
+            raise ConfigError(f"the server has {self._max_waiting} requests already: try again later")
+        if request.id in self._loop.jobs:
+            raise ConfigError(f"request {request.id} is under way already")
+        if request.sampling.seed is None:
+            drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
+            request = msgspec.structs.replace(request, sampling=drawn)
+        schema = request.sampling.schema
+        grammars = [] if schema is None else [self._grammars.begin(schema) for _ in range(request.completions)]
+        tokens = [0] * (adapter.virtual if adapter else 0) + list(request.prompt)
+        now = time.monotonic()
+        sequences = [Sequence(request, number, list(tokens), adapter, now) for number in range(request.completions)]
+        self._loop.begin(Job(request, sequences, grammars, on_output))
+
+    def cancel(self, id: int, has_stopped: bool = False) -> None:
+        """End a request; its memory is free before the next step. One that has ended already is no error.
+
+        Args:
+            has_stopped: Its text has come to a stop string: it counts as finished.
+        """
+        self._loop.cancel(id, Finish.STOP if has_stopped else Finish.CANCELLED)
+
+    def add(self, name: str, source: Any) -> Adapter:
+        """An adapter that PEFT has saved, or its weights. One of this name is replaced: requests under way keep the old one."""
+        return self._library.add(name, source)
+
+    def remove(self, name: str) -> None:
+        """It cannot be asked for any more; requests under way keep it."""
+        self._library.remove(name)
+
+    def _forget(self, old: Adapter) -> None:
+        """Nothing of this version is needed by requests to come."""
+
+        def forget() -> None:
+            self._served.blocks.forget(old.version)
+            self._residency.forget(old.version)
+
+        self._loop.ask(forget)
+
+    def adapters(self) -> list[Adapter]:
+        """Those that are loaded."""
+        return list(self._library.loaded())
+
+    def adapter_names(self) -> list[str]:
+        """All that can be asked for: also those of the folder that nobody has asked for yet."""
+        return self._library.names()
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens are numbered from 0 to below this."""
+        return self._served.vocabulary
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt and its answer, at most."""
+        return self._served.longest
+
+    def figures(self) -> Figures:
+        """What is going on, and what was counted."""
+        blocks, pool, counts = self._served.blocks, self._served.arena.pool, self._scheduler.counts
+        free = pool.free
+        now = Figures(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            prefix_tokens=counts.asked,
+            prefix_hits=counts.found,
+            pages=pool.total,
+            pages_free=free,
+            pages_cached=max(0, blocks.spare() - free),
+            evictions=counts.evictions,
+            adapters=len(self._library.names()),
+            adapters_here=self._residency.count,
+            adapter_fetches=self._residency.fetches,
+            adapter_evictions=self._residency.evictions,
+            finished=dict(self._loop.finished),
+        )
+        counted = msgspec.structs.asdict(self._loop.figures)
+        kept = ("steps", "prompt_tokens", "generated_tokens", "first_token_s", "between_tokens_s", "queue_s", "whole_s")
+        return msgspec.structs.replace(now, **{name: counted[name] for name in kept})
+
+    def generate(
+        self,
+        prompt: str | Tokens[int],
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        stop: str | Iterable[str] = (),
+        **sampling: Any,
+    ) -> Completion:
+        """The whole completion of a prompt; waits for it.
+
+        Args:
+            stop: Strings before which the text is cut.
+            sampling: As the fields of `Sampling`.
+        """
+        reader = Reader(self, prompt, adapter, tenant, stop, sampling)
+        return reader.wait()
+
+    def stream(
+        self,
+        prompt: str | Tokens[int],
+        *,
+        adapter: str | None = None,
+        tenant: str = "",
+        stop: str | Iterable[str] = (),
+        **sampling: Any,
+    ) -> AsyncIterator[Completion]:
+        """What each step adds, as it comes. Leaving the loop cancels the request."""
+        return Stream(self, prompt, adapter, tenant, stop, sampling).parts()
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def close(self, drain: bool = True) -> None:
+        """With `drain` what is under way is finished first; else it is cancelled."""
+        self._loop.close(drain)
+        if self._own_model is not None:
+            _close_sessions(self._own_model)
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close(drain=kind is None)
+
+
+def _tokenizer(given: Any) -> Any:
+    if not isinstance(given, str | Path):
+        return given
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(given)
+
+
+def _close_sessions(model: nn.Module) -> None:
+    for session in {p.handle.session for p in model.parameters() if isinstance(p, RemoteWeight)}:
+        session.close()
+
+
+def _check_options(
+    max_batch: int,
+    adapters_in_batch: int | None,
+    prefill_tokens: int,
+    policy: str,
+    first_token_s: float,
+    max_waiting: int,
+    of_tenant: int | None,
+) -> None:
+    for name, value in (
+        ("max_batch", max_batch),
+        ("adapters_in_batch", adapters_in_batch),
+        ("prefill_tokens", prefill_tokens),
+        ("first_token_s", first_token_s),
+        ("max_waiting", max_waiting),
+        ("of_tenant", of_tenant),
+    ):
+        if value is not None and not value > 0:
+            raise ConfigError(f"{name} must be positive, not {value}")
+    if policy not in get_args(Policy):
+        raise ConfigError(f"policy is {' or '.join(map(repr, get_args(Policy)))}, not {policy!r}")

@@ -1,0 +1,220 @@
+"""The loop of an engine, in a thread of its own: schedule, run, choose, tell, step after step."""
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import ConfigError, ConnectionLost, SymbiosisError
+from symbiosis.serving.choosing.sampling import choose
+from symbiosis.serving.engine.figures import Figures
+from symbiosis.serving.engine.job import Job
+from symbiosis.serving.model import Served
+from symbiosis.serving.request import Finish, Token
+from symbiosis.serving.scheduling.scheduler import Scheduler
+from symbiosis.serving.step import Segment, Sequence, Step
+
+logger = logging.getLogger("symbiosis")
+IDLE_S = 0.001  # between looks at adapters on their way
+
+
+class Loop:
+    """Runs what is asked of it by `begin`, `cancel` and `ask`, which any thread may call."""
+
+    def __init__(self, served: Served, scheduler: Scheduler) -> None:
+        self._served, self._scheduler = served, scheduler
+        self.jobs: dict[int, Job] = {}
+        self.figures, self.finished = Figures(), Counter[str]()
+        self._messages: deque[Callable[[], None]] = deque()
+        self._awake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
+        self._thread.start()
+
+    def begin(self, job: Job) -> None:
+        self.ask(lambda: self._begin(job))
+
+    def cancel(self, request: int, finish: Finish = Finish.CANCELLED) -> None:
+        with self._awake:
+            self._messages.append(lambda: self._end(request, finish))
+            self._awake.notify()
+
+    def ask(self, do: Callable[[], None]) -> None:
+        """`do` it between two steps."""
+        with self._awake:
+            if self._closing:
+                raise ConfigError("the engine is closed")
+            self._messages.append(do)
+            self._awake.notify()
+
+    def close(self, drain: bool) -> None:
+        with self._awake:
+            if not drain:
+                self._messages.append(self._cancel_all)
+            self._closing = True
+            self._awake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while self._take_messages():
+            try:
+                self._step(time.monotonic())
+            except Exception as error:  # a defect of ours: who waits is told, and the next ones get their chance
+                logger.exception("the engine ends all requests")
+                self._end_all(f"the server failed: {type(error).__name__}")
+
+    def _take_messages(self) -> bool:
+        """Do what was asked since the last step; with nothing to run, wait for more. False when all is done and the engine closes."""
+        while True:
+            while self._messages:
+                self._messages.popleft()()
+            if self.jobs:
+                return True
+            with self._awake:
+                if not self._messages:
+                    if self._closing:
+                        return False
+                    self._awake.wait()
+
+    def _step(self, now: float) -> None:
+        """Schedule, run, choose, tell."""
+        for sequence in self._scheduler.late(now):
+            self._end(sequence.request.id, Finish.ABORTED)
+        step = self._scheduler.next_step(now)
+        if step is None:
+            time.sleep(IDLE_S)
+            return
+        for segments, tokens in self._computed(step):
+            self._scheduler.advance(Step(segments), time.monotonic())
+            self._tell(segments, tokens)
+        self.figures.steps += 1
+
+    def _computed(self, step: Step) -> Iterable[tuple[tuple[Segment, ...], list[Token | None]]]:
+        """The step's segments, and the tokens that they choose. Where something fails, each is computed by itself: one request's error
+        is nobody else's."""
+        try:
+            return [(step.segments, self._choose(step))]
+        except ConnectionLost as error:
+            logger.warning("all requests end: %s", error)
+            self._end_all(str(error))
+            return []
+        except Exception as error:
+            if len(step.segments) > 1:
+                alone = [Step((replace(segment, first=0),)) for segment in step.segments]
+                return [pair for one in alone for pair in self._computed(one)]
+            logger.warning("a request ends: %s", error, exc_info=not isinstance(error, SymbiosisError))
+            self._end(step.segments[0].sequence.request.id, Finish.ERROR, f"{type(error).__name__}: {error}")
+            return []
+
+    def _choose(self, step: Step) -> list[Token | None]:
+        logits = self._logits(step)
+        sequences = [segment.sequence for segment in step.segments if segment.chooses]
+        allowed = {}
+        for row, sequence in enumerate(sequences):
+            if grammars := self.jobs[sequence.request.id].grammars:
+                allowed[row] = grammars[sequence.completion].allowed()
+        return choose(logits, sequences, self._served.ends, allowed)
+
+    def _logits(self, step: Step) -> Tensor:
+        """Of the rows that choose. Those of prompts whose log probabilities are asked for are computed beside them."""
+        if not any(segment.sequence.request.prompt_logprobs for segment in step.segments):
+            return self._served.forward(step)
+        rows: list[int] = []
+        parts: list[tuple[Segment, int, int]] = []
+        for segment in step.segments:
+            whole = segment.sequence.request.prompt_logprobs
+            start = len(rows)
+            if whole or segment.chooses:
+                rows.extend(
+                    range(segment.first if whole else segment.first + segment.rows - 1, segment.first + segment.rows)
+                )
+            parts.append((segment, start, len(rows)))
+        logits = self._served.logits(step, torch.tensor(rows))
+        for segment, start, end in parts:
+            if segment.sequence.request.prompt_logprobs:
+                self.jobs[segment.sequence.request.id].read_prompt(segment, logits[start:end])
+        return logits[[end - 1 for segment, _, end in parts if segment.chooses]]
+
+    def _tell(self, segments: Iterable[Segment], tokens: list[Token | None]) -> None:
+        now = time.monotonic()
+        choosing = [segment.sequence for segment in segments if segment.chooses]
+        for sequence, token in zip(choosing, tokens, strict=True):
+            if (job := self.jobs.get(sequence.request.id)) is None:
+                continue
+            if token is None:
+                message = "the model's numbers are not finite, or nothing that the schema allows can come"
+                self._end(job.request.id, Finish.ERROR, message)
+            elif not job.request.sampling.max_tokens:
+                self._finish(job, sequence, (), Finish.LENGTH)
+            else:
+                self._add(job, sequence, token, now)
+
+    def _add(self, job: Job, sequence: Sequence, token: Token, now: float) -> None:
+        sequence.tokens.append(token.id)
+        self._time_token(job, sequence, now)
+        if job.grammars and token.id not in self._served.ends:
+            job.grammars[sequence.completion].take(token.id)
+        if (finish := self._finish_of(job, sequence, token.id)) is not None:
+            self._finish(job, sequence, (token,), finish)
+        elif not job.tell(sequence.completion, (token,)):
+            self._end(job.request.id, None)
+
+    def _finish_of(self, job: Job, sequence: Sequence, token: int) -> Finish | None:
+        sampling = job.request.sampling
+        ends = token in sampling.stop_tokens or (token in self._served.ends and not sampling.ignore_eos)
+        if ends or (job.grammars and job.grammars[sequence.completion].has_ended):
+            return Finish.STOP
+        return Finish.LENGTH if sequence.produced >= sampling.max_tokens else None
+
+    def _finish(self, job: Job, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
+        self._scheduler.finish(sequence)
+        self.finished[finish.value] += 1
+        self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
+        job.done.add(sequence.completion)
+        if len(job.done) == len(job.sequences):
+            del self.jobs[job.request.id]
+        if not job.tell(sequence.completion, tokens, finish):
+            self._end(job.request.id, None)
+
+    def _end(self, request: int, finish: Finish | None, error: str | None = None) -> None:
+        """All completions of a request that have not ended; without `finish` nobody is told."""
+        self._scheduler.drop(request)
+        if (job := self.jobs.pop(request, None)) is None:
+            return
+        for sequence in job.sequences:
+            if sequence.completion not in job.done:
+                self.finished[(finish or Finish.CANCELLED).value] += 1
+                if finish is not None and not job.tell(sequence.completion, finish=finish, error=error):
+                    finish = None
+
+    def _end_all(self, error: str) -> None:
+        for request in list(self.jobs):
+            self._end(request, Finish.ERROR, error)
+
+    def _time_token(self, job: Job, sequence: Sequence, now: float) -> None:
+        figures, before = self.figures, job.told_at.get(sequence.completion)
+        figures.generated_tokens += 1
+        if before is not None:
+            figures.between_tokens_s.observe(now - before)
+        elif not sequence.completion:
+            figures.first_token_s.observe(now - sequence.arrived)
+            figures.queue_s.observe(sequence.began - sequence.arrived)
+            figures.prompt_tokens += len(job.request.prompt)
+        job.told_at[sequence.completion] = now
+
+    def _begin(self, job: Job) -> None:
+        if job.request.id in self.jobs:
+            job.tell(0, finish=Finish.ERROR, error=f"there is a request {job.request.id} already")
+            return
+        self.jobs[job.request.id] = job
+        self._scheduler.add(job.sequences)
+
+    def _cancel_all(self) -> None:
+        for request in list(self.jobs):
+            self._end(request, Finish.CANCELLED)

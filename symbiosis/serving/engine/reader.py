@@ -1,0 +1,132 @@
+"""Those who ask an engine in this process: a whole completion, or its parts as they come; as text, if there is a tokenizer."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Sequence as Tokens
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.serving.engine.detokenize import Text, prompt_tokens
+from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
+
+ENDS_WITH_ERROR = (Finish.ERROR, Finish.ABORTED)
+
+
+class GenerationFailed(SymbiosisError, RuntimeError):
+    """A request ended before its text did."""
+
+
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """A completion, or a part of one."""
+
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Token, ...] = ()  # where they were asked for
+    finish: Finish | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Asked(Protocol):
+    """An engine, as far as readers know it."""
+
+    tokenizer: Any
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
+    def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    def next_id(self) -> int: ...
+
+
+class Asking:
+    """One request with its text."""
+
+    def __init__(
+        self,
+        engine: Asked,
+        prompt: str | Tokens[int],
+        adapter: str | None,
+        tenant: str,
+        stop: str | Iterable[str],
+        sampling: dict[str, Any],
+    ) -> None:
+        if unknown := sorted(set(sampling) - set(Sampling.__struct_fields__)):
+            known = ", ".join(Sampling.__struct_fields__)
+            raise ConfigError(f"there is no {unknown[0]} to choose tokens by: there are {known}")
+        how = Sampling(**sampling)
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if stop and engine.tokenizer is None:
+            raise ConfigError("stop strings need the model's tokenizer: give Engine(..., tokenizer=...)")
+        self.engine, self.id = engine, engine.next_id()
+        self._text = Text(engine.tokenizer, stop, how.min_tokens) if engine.tokenizer is not None else None
+        self._silent = frozenset(how.stop_tokens)  # they end the text, and are no part of it
+        tokens = prompt_tokens(engine.tokenizer, prompt)
+        self.request = Request(id=self.id, prompt=tokens, sampling=how, adapter=adapter, tenant=tenant)
+
+    @property
+    def has_stopped(self) -> bool:
+        return self._text is not None and self._text.stopped
+
+    def part(self, output: Output) -> Completion:
+        """What an output adds. At a stop string the request is over, whatever the engine still computes."""
+        if output.finish in ENDS_WITH_ERROR:
+            raise GenerationFailed(output.error or "the first token could not come in time any more: try again later")
+        finish, text = output.finish, ""
+        if self._text is not None:
+            text = self._text.add(token.id for token in output.tokens if token.id not in self._silent)
+            if self._text.stopped:
+                finish = Finish.STOP
+            elif finish is not None:
+                text += self._text.end()
+        return Completion(
+            text=text,
+            tokens=tuple(token.id for token in output.tokens),
+            logprobs=output.tokens if self.request.sampling.logprobs is not None else (),
+            finish=finish,
+            prompt_tokens=output.prompt_tokens,
+            cached_tokens=output.cached_tokens,
+        )
+
+
+class Reader(Asking):
+    """Waits for the whole."""
+
+    def wait(self) -> Completion:
+        outputs: SimpleQueue[Output] = SimpleQueue()
+        self.engine.submit(self.request, outputs.put)
+        parts: list[Completion] = []
+        try:
+            while not parts or parts[-1].finish is None:
+                parts.append(self.part(outputs.get()))
+        finally:
+            self.engine.cancel(self.id, self.has_stopped)
+        return Completion(
+            text="".join(part.text for part in parts),
+            tokens=tuple(token for part in parts for token in part.tokens),
+            logprobs=tuple(token for part in parts for token in part.logprobs),
+            finish=parts[-1].finish,
+            prompt_tokens=parts[0].prompt_tokens,
+            cached_tokens=parts[0].cached_tokens,
+        )
+
+
+class Stream(Asking):
+    """Gives the parts as they come."""
+
+    async def parts(self) -> AsyncIterator[Completion]:
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output]()
+
+        def put(output: Output) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        self.engine.submit(self.request, put)
+        finish = None
+        try:
+            while finish is None:
+                part = self.part(await outputs.get())
+                finish = part.finish
+                yield part
+        finally:
+            self.engine.cancel(self.id, self.has_stopped)

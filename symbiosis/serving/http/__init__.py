@@ -1,0 +1,1 @@
+"""OpenAI's API, in a process of its own: it speaks HTTP, knows text, and asks the engine's process for tokens."""

@@ -1,0 +1,150 @@
+"""Completions in OpenAI's words: whole, or as a stream of events."""
+
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+from symbiosis.serving.engine.detokenize import text_of
+from symbiosis.serving.http.generation import Delta, Generation
+from symbiosis.serving.request import Token
+
+Fields = dict[str, Any]
+
+
+class Words:
+    """What both kinds of completions have in common.
+
+    Args:
+        logprobs: Whether they were asked for.
+    """
+
+    kind, chunk_kind, prefix = "", "", ""
+
+    def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
+        self.tokenizer, self.logprobs = tokenizer, logprobs
+        self._head: Fields = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def whole(self, generation: Generation, deltas: list[Delta]) -> Fields:
+        choices = [self.choice(delta) for delta in deltas]
+        return {"object": self.kind, **self._head, "choices": choices, "usage": usage(generation)}
+
+    def chunk(self, choices: list[Fields], usage: Fields | None = None, is_asked: bool = False) -> Fields:
+        """`is_asked`: with a stream's usage, each chunk has the field."""
+        return {"object": self.chunk_kind, **self._head, "choices": choices, **({"usage": usage} if is_asked else {})}
+
+    def first(self, choices: int) -> Iterator[Fields]:
+        """What a stream begins with."""
+        yield from ()
+
+    def choice(self, delta: Delta) -> Fields:
+        raise NotImplementedError
+
+    def part(self, delta: Delta) -> Fields:
+        raise NotImplementedError
+
+
+class ChatWords(Words):
+    """Of POST /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def first(self, choices: int) -> Iterator[Fields]:
+        for index in range(choices):
+            start = {"role": "assistant", "content": ""}
+            yield {"index": index, "delta": start, "logprobs": None, "finish_reason": None}
+
+    def choice(self, delta: Delta) -> Fields:
+        message = {"role": "assistant", "content": delta.text, "refusal": None}
+        return {"index": delta.choice, "message": message, **self._ending(delta)}
+
+    def part(self, delta: Delta) -> Fields:
+        return {"index": delta.choice, "delta": {"content": delta.text} if delta.text else {}, **self._ending(delta)}
+
+    def _ending(self, delta: Delta) -> Fields:
+        shown = {"content": [self._shown(token) for token in delta.tokens]} if self.logprobs else None
+        return {"logprobs": shown, "finish_reason": delta.finish}
+
+    def _shown(self, token: Token) -> Fields:
+        top = [self._one(id, logprob) for id, logprob in token.top]
+        return {**self._one(token.id, token.logprob), "top_logprobs": top}
+
+    def _one(self, id: int, logprob: float | None) -> Fields:
+        text = text_of(self.tokenizer, id)
+        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+
+
+class CompletionWords(Words):
+    """Of POST /v1/completions.
+
+    Args:
+        echoes: The text of each choice's prompt, which comes first; empty if that was not asked for.
+    """
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def __init__(
+        self, model: str, tokenizer: Any, logprobs: bool, echoes: list[str], prompts: list[tuple[int, ...]]
+    ) -> None:
+        super().__init__(model, tokenizer, logprobs)
+        self._echoes, self._prompts = echoes, prompts
+        self._offsets: dict[int, int] = {}
+        self._begun: set[int] = set()
+
+    def choice(self, delta: Delta) -> Fields:
+        return self.part(delta)
+
+    def part(self, delta: Delta) -> Fields:
+        index, tokens, text = delta.choice, delta.tokens, delta.text
+        if self._echoes and index not in self._begun:
+            text = self._echoes[index] + text
+            tokens = [*self._of_prompt(delta), *tokens]
+        self._begun.add(index)
+        shown = self._shown(index, tokens) if self.logprobs else None
+        return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
+
+    def _of_prompt(self, delta: Delta) -> list[Token]:
+        """Nothing comes before the first token, so that it has no probability."""
+        told = list(delta.prompt_logprobs)
+        prompt = self._prompts[delta.choice]
+        missing = len(prompt) - len(told)
+        return [*(Token(id) for id in prompt[:missing]), *told]
+
+    def _shown(self, index: int, tokens: list[Token]) -> Fields:
+        texts = [text_of(self.tokenizer, token.id) for token in tokens]
+        offset, offsets = self._offsets.get(index, 0), []
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        top = [self._top(token) for token in tokens]
+        return {
+            "tokens": texts,
+            "token_logprobs": [finite(token.logprob) for token in tokens],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: Token) -> dict[str, float | None] | None:
+        if token.logprob is None:
+            return None
+        pairs = ((token.id, token.logprob), *token.top)  # the chosen one is always there
+        return {text_of(self.tokenizer, id): finite(logprob) for id, logprob in pairs}
+
+
+def usage(generation: Generation) -> Fields:
+    return {
+        "prompt_tokens": generation.prompt_tokens,
+        "completion_tokens": generation.completion_tokens,
+        "total_tokens": generation.prompt_tokens + generation.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
+    }
+
+
+def finite(logprob: float | None) -> float | None:
+    """JSON has no infinity: -9999, as OpenAI's.
+
+    >>> finite(float("-inf"))
+    -9999.0
+    """
+    return None if logprob is None else max(logprob, -9999.0)

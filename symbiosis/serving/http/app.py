@@ -1,0 +1,244 @@
+"""The routes: OpenAI's, vLLM's for adapters, and those for operators."""
+
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from symbiosis import __version__
+from symbiosis.serving.engine.figures import Figures
+from symbiosis.serving.http import metrics, page, schemas
+from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
+from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
+from symbiosis.serving.http.front import Front
+from symbiosis.serving.http.link.messages import AdapterInfo
+from symbiosis.serving.http.replies import Reply, Stream
+from symbiosis.serving.http.uploads import received
+
+Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
+SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
+
+
+class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of vLLM's POST /v1/load_lora_adapter."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Of vLLM's POST /v1/unload_lora_adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def make_app(front: Front) -> ASGIApp:
+    def route(path: str, handler: Handler, *methods: str) -> Route:
+        async def endpoint(request: Request) -> Any:
+            request.scope["symbiosis.path"] = path
+            return await handler(front, request)
+
+        return Route(path, endpoint, methods=list(methods or ("GET",)))
+
+    routes = [
+        route("/v1/completions", completions, "POST"),
+        route("/v1/chat/completions", chat, "POST"),
+        route("/v1/models", models),
+        route("/v1/models/{name:path}", model),
+        route("/v1/load_lora_adapter", load_adapter, "POST"),
+        route("/v1/unload_lora_adapter", unload_adapter, "POST"),
+        route("/v1/adapters/{name:path}", put_adapter, "PUT"),
+        route("/v1/adapters/{name:path}", delete_adapter, "DELETE"),
+        route("/health", health),
+        route("/version", version),
+        route("/metrics", told_metrics),
+        route("/figures", figures),
+        route("/", shown_page),
+    ]
+    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path}
+    return _counted(Starlette(routes=routes, exception_handlers=handlers), front)
+
+
+def _counted(app: ASGIApp, front: Front) -> ASGIApp:
+    """An app that counts each answer by its path and status."""
+
+    async def counted(scope: Scope, receive: Receive, send: Send) -> None:
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                front.count(scope.get("symbiosis.path", "other"), message["status"])
+            await send(message)
+
+        await app(scope, receive, told)
+
+    return counted
+
+
+def _answered(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+def _unknown_path(request: Request, error: HTTPException) -> Response:
+    what = "no such path" if error.status_code == 404 else error.detail
+    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}").response()
+
+
+async def completions(front: Front, request: Request) -> ASGIApp:
+    tenant = front.tenant(request)
+    body = schemas.read(schemas.CompletionBody, await front.body(request))
+    prompts = await front.prompts(body.prompt)
+    most = front.room(prompts, body.max_tokens, 16, "max_tokens")
+    if most == 0 and not body.echo:
+        raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
+    sampling = schemas.sampling_of(body, most, body.logprobs, front.remote.welcome.vocabulary)
+    of_choices = [prompt for prompt in prompts for _ in range(body.completions)]
+    echoes = [front.tokenizer.decode(prompt) for prompt in of_choices] if body.echo else []
+    words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, of_choices)
+    scored = bool(body.echo) and body.logprobs is not None
+    return _reply(body, words, *front.begin(tenant, body, prompts, sampling, scored))
+
+
+async def chat(front: Front, request: Request) -> ASGIApp:
+    tenant = front.tenant(request)
+    body = schemas.read(schemas.ChatBody, await front.body(request))
+    prompts = [await front.chat(body.messages, body.chat_template_kwargs or {})]
+    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    most = front.room(prompts, wanted, None, "max_completion_tokens")
+    tops = (body.top_logprobs or 0) if body.logprobs else None
+    sampling = schemas.sampling_of(body, most, tops, front.remote.welcome.vocabulary)
+    words = ChatWords(body.model, front.tokenizer, bool(body.logprobs))
+    return _reply(body, words, *front.begin(tenant, body, prompts, sampling, False))
+
+
+def _reply(body: schemas.Body, words: Words, generation: Any, done: Callable[[], None]) -> ASGIApp:
+    if body.is_streamed:
+        return Stream(generation, words, done, body.wants_usage)
+    return Reply(generation, words, done)
+
+
+async def models(front: Front, request: Request) -> ASGIApp:
+    front.tenant(request)
+    return _json({"object": "list", "data": await _models(front)})
+
+
+async def model(front: Front, request: Request) -> ASGIApp:
+    front.tenant(request)
+    name = request.path_params["name"]
+    for each in await _models(front):
+        if each["id"] == name:
+            return _json(each)
+    raise unknown_model(name, front.options.model)
+
+
+async def _models(front: Front) -> list[dict[str, Any]]:
+    base = front.options.model
+    common = {"object": "model", "created": front.started, "owned_by": "symbiosis"}
+    adapters = await front.remote.ask(list[AdapterInfo], "adapters")
+    longest = front.remote.welcome.longest
+    of_base = {"id": base, **common, "root": base, "parent": None, "max_model_len": longest}
+    return [of_base, *({"id": a.name, **common, "root": a.name, "parent": base} for a in adapters)]
+
+
+async def load_adapter(front: Front, request: Request) -> ASGIApp:
+    front.administrator(request)
+    body = _decoded(LoadBody, await front.body(request))
+    _check_name(front, body.lora_name)
+    path = _within(front, body.lora_path)
+    if not body.load_inplace:
+        await _check_new(front, body.lora_name)
+    await front.remote.ask(AdapterInfo, "add", body.lora_name, str(path))
+    return Response(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def unload_adapter(front: Front, request: Request) -> ASGIApp:
+    front.administrator(request)
+    body = _decoded(UnloadBody, await front.body(request))
+    await front.remote.ask(type(None), "remove", body.lora_name)
+    return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+async def put_adapter(front: Front, request: Request) -> ASGIApp:
+    """The bytes of a safetensors file, with its configuration in the metadata: a new version of this name."""
+    front.administrator(request)
+    name = request.path_params["name"]
+    _check_name(front, name)
+    with tempfile.TemporaryDirectory(prefix="symbiosis-adapter-") as folder:
+        await received(front, request, Path(folder))
+        return _json(await front.remote.ask(AdapterInfo, "add", name, folder))
+
+
+async def delete_adapter(front: Front, request: Request) -> ASGIApp:
+    front.administrator(request)
+    await front.remote.ask(type(None), "remove", request.path_params["name"])
+    return Response(status_code=204)
+
+
+async def health(front: Front, request: Request) -> ASGIApp:
+    """200 while requests are taken."""
+    there = front.remote.is_there and not front.remote.drained.is_set()
+    return Response(status_code=200 if there else 503)
+
+
+async def version(front: Front, request: Request) -> ASGIApp:
+    return _json({"version": __version__})
+
+
+async def told_metrics(front: Front, request: Request) -> ASGIApp:
+    text = metrics.text(await front.remote.ask(Figures, "figures"), front.answered)
+    return Response(text, media_type="text/plain; version=0.0.4")
+
+
+async def figures(front: Front, request: Request) -> ASGIApp:
+    """What the page shows."""
+    front.tenant(request)
+    found = await front.remote.ask(Figures, "figures")
+    adapters = await front.remote.ask(list[AdapterInfo], "adapters")
+    chats = getattr(front.tokenizer, "chat_template", None) is not None
+    return _json({"model": front.options.model, "chat": chats, "figures": found, "adapters": adapters})
+
+
+async def shown_page(front: Front, request: Request) -> ASGIApp:
+    return page.response()
+
+
+def _json(value: object) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _decoded(kind: Any, data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise wrong(f"wrong body: {error}") from None
+
+
+def _check_name(front: Front, name: str) -> None:
+    if name == front.options.model:
+        raise wrong(f"{name!r} is the name of the base model: choose another", "lora_name")
+
+
+async def _check_new(front: Front, name: str) -> None:
+    """As vLLM does."""
+    loaded = {each.name for each in await front.remote.ask(list[AdapterInfo], "adapters") if each.version}
+    if name in loaded:
+        raise wrong(f"adapter {name!r} is loaded already: give load_inplace=true to replace it", "lora_name")
+
+
+def _within(front: Front, path: str) -> Path:
+    """A path that a client names: only what lies in the folder of adapters is read."""
+    if front.options.adapters is None:
+        raise wrong(f"the server was started without a folder of --adapters to load from: {SEND_IT}", "lora_path")
+    folder = Path(front.options.adapters).resolve()
+    found = (folder / path).resolve()
+    if not found.is_relative_to(folder) or found == folder:
+        raise wrong(f"{path[:200]!r} does not lie in the folder of --adapters: {SEND_IT}", "lora_path")
+    return found

@@ -1,0 +1,45 @@
+"""Errors as OpenAI's clients read them."""
+
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+KINDS = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+}
+
+
+class ApiError(Exception):
+    """Ends a request with this status.
+
+    >>> ApiError(404, "there is no model 'x'", code="model_not_found").body["error"]["type"]
+    'not_found_error'
+    """
+
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_s: float = 0.0
+    ) -> None:
+        super().__init__(message)
+        self.status, self.retry_s = HTTPStatus(status), retry_s
+        kind = KINDS.get(self.status, "server_error" if status >= 500 else "invalid_request_error")
+        self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    def response(self) -> Response:
+        headers = {"retry-after": str(max(1, round(self.retry_s)))} if self.retry_s else {}
+        if self.status is HTTPStatus.UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
+        return Response(msgspec.json.encode(self.body), self.status, headers, "application/json")
+
+
+def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """What a client sent is wrong."""
+    return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
+
+
+def unknown_model(name: str, base: str) -> ApiError:
+    told = f"there is no model {name[:100]!r}: the base is {base!r}, and GET /v1/models lists it and its adapters"
+    return ApiError(HTTPStatus.NOT_FOUND, told, "model", "model_not_found")

@@ -1,0 +1,136 @@
+"""The completions of one call of the API: tokens become text when they come, however slowly it is read."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from http import HTTPStatus
+
+import msgspec
+
+from symbiosis.serving.engine.detokenize import Text
+from symbiosis.serving.http.failures import ApiError, unknown_model
+from symbiosis.serving.http.link.http_side import Remote
+from symbiosis.serving.request import Finish, Output, Request, Token
+
+FAILURES = {
+    Finish.ABORTED: (503, "the server is too busy to begin in time: try again later"),
+    Finish.CANCELLED: (503, "the request was cancelled by the server"),
+    Finish.ERROR: (500, "the request failed"),
+}
+
+
+class Delta(msgspec.Struct):
+    """What one completion has gained since it was last looked at."""
+
+    choice: int
+    text: str = ""
+    tokens: list[Token] = []
+    finish: str | None = None
+    prompt_logprobs: tuple[Token, ...] = ()
+
+
+class Choice:
+    """One completion under way."""
+
+    def __init__(self, index: int, text: Text, silent: frozenset[int]) -> None:
+        self.text, self.delta = text, Delta(index)
+        self.finish: str | None = None
+        self._silent = silent  # tokens that end the text, and are no part of it
+
+    def add(self, output: Output) -> bool:
+        """Whether there is something new to read."""
+        new, delta = self.text.add([t.id for t in output.tokens if t.id not in self._silent]), self.delta
+        if self.text.stopped:
+            self.finish = "stop"
+        elif output.finish is not None:
+            new += self.text.end()
+            self.finish = output.finish.value
+        delta.text += new
+        delta.tokens.extend(output.tokens)
+        delta.finish = self.finish
+        return bool(new or self.finish)
+
+    def read(self) -> Delta:
+        delta, self.delta = self.delta, Delta(self.delta.choice)
+        return delta
+
+
+class Generation:
+    """Requests that are answered together: one for each prompt.
+
+    Args:
+        new_text: Makes the text of a completion.
+        spent: Is told how many tokens came.
+    """
+
+    def __init__(
+        self, remote: Remote, requests: Sequence[Request], new_text: Callable[[], Text], spent: Callable[[int], None]
+    ) -> None:
+        self._remote, self.requests, self._spent = remote, requests, spent
+        self.prompt_tokens = sum(len(request.prompt) for request in requests)
+        self.cached_tokens = self.completion_tokens = 0
+        self._failure: ApiError | None = None
+        self._new: dict[int, Choice] = {}
+        self._event = asyncio.Event()
+        self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
+        self.choices = 0
+        for request in requests:
+            silent = frozenset(request.sampling.stop_tokens)
+            self._open[request.id] = {
+                number: Choice(self.choices + number, new_text(), silent) for number in range(request.completions)
+            }
+            self.choices += request.completions
+
+    def begin(self) -> None:
+        for request in self.requests:
+            self._remote.submit(request, self._take)
+
+    async def deltas(self) -> AsyncIterator[list[Delta]]:
+        """What has come since the last time, until all completions are finished; raises what went wrong."""
+        while self._open or self._new or self._failure:
+            await self._event.wait()
+            self._event.clear()
+            if self._failure:
+                raise self._failure
+            new, self._new = self._new, {}
+            if new:
+                yield [choice.read() for choice in new.values()]
+
+    def end(self) -> None:
+        """Nobody reads any more: what is still under way is cancelled."""
+        for id in list(self._open):
+            self._remote.cancel(id)
+        self._open.clear()
+        self._event.set()
+
+    def _take(self, output: Output | ApiError) -> None:
+        if isinstance(output, ApiError):
+            is_unknown = output.status == HTTPStatus.NOT_FOUND
+            self._fail(
+                unknown_model(self.requests[0].adapter or "", self._remote.welcome.model) if is_unknown else output
+            )
+        elif output.finish in FAILURES:
+            status, message = FAILURES[output.finish]
+            self._fail(ApiError(status, output.error or message, retry_s=1.0 if status == 503 else 0.0))
+        elif choice := self._open.get(output.request, {}).get(output.completion):
+            self._add(choice, output)
+
+    def _add(self, choice: Choice, output: Output) -> None:
+        self.cached_tokens += output.cached_tokens
+        self.completion_tokens += len(output.tokens)
+        self._spent(len(output.tokens))
+        if output.prompt_logprobs:  # they come once, with the first output of a request
+            for each in self._open[output.request].values():
+                each.delta.prompt_logprobs = output.prompt_logprobs
+        if choice.add(output):
+            self._new[choice.delta.choice] = choice
+            self._event.set()
+        if choice.finish is not None:
+            of_request = self._open[output.request]
+            del of_request[output.completion]
+            if not of_request:
+                del self._open[output.request]
+                self._remote.cancel(output.request, has_stopped=True)  # what a stop string has ended runs on until now
+
+    def _fail(self, failure: ApiError) -> None:
+        self._failure = failure
+        self.end()

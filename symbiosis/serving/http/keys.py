@@ -1,0 +1,167 @@
+"""API keys: who asks, and how much at a time. The file is read again when it changes."""
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from symbiosis.errors import ConfigError
+from symbiosis.serving.http.failures import ApiError
+
+logger = logging.getLogger("symbiosis")
+
+LINE = "a line of it is `NAME KEY`, and may end in requests=NUMBER, tokens_per_s=NUMBER and admin"
+LOOK_EVERY_S = 1.0
+SHORTEST_KEY = 8
+
+
+@dataclass
+class Tenant:
+    """Who has a key; without limits, whoever asks where there are no keys."""
+
+    name: str = ""
+    digest: bytes = b""
+    requests: int = 0  # most under way; 0: any number
+    tokens_per_s: int = 0
+    may_change_adapters: bool = False
+    under_way: int = 0
+    owed: float = 0.0  # tokens beyond what it may have, at `since`
+    since: float = 0.0
+
+    def admit(self, requests: int, now: float) -> None:
+        """Counts so many requests as under way; `ApiError` if that is too many, or if it owes tokens."""
+        if self.requests and self.under_way + requests > self.requests:
+            raise too_many(f"this key may have {self.requests} requests under way, and has {self.under_way}", 1.0)
+        self._pay(now)
+        if self.owed > 0:
+            raise too_many(f"this key may have {self.tokens_per_s} tokens per second", self.owed / self.tokens_per_s)
+        self.under_way += requests
+
+    def leave(self, requests: int) -> None:
+        self.under_way -= requests
+
+    def spend(self, tokens: int) -> None:
+        if self.tokens_per_s:
+            self.owed += tokens
+
+    def _pay(self, now: float) -> None:
+        """What was not used is kept for one second."""
+        if self.tokens_per_s:
+            self.owed = max(self.owed - (now - self.since) * self.tokens_per_s, -float(self.tokens_per_s))
+        self.since = now
+
+
+class Keys:
+    """The tenants of a file; without one, everybody is the same nameless tenant.
+
+    >>> Keys(None).tenant(None).name
+    ''
+    """
+
+    def __init__(self, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._file, self.clock = file, clock
+        self._nobody = Tenant(may_change_adapters=True)
+        self._tenants: dict[str, Tenant] = {}
+        self._stamp: tuple[int, int] | None = None
+        self._looked = clock()
+        if file is not None:
+            self._tenants, self._stamp = read_keys(file), _stamp(file)
+
+    @property
+    def are_needed(self) -> bool:
+        return self._file is not None
+
+    def tenant(self, authorization: str | None) -> Tenant:
+        """Whose key that is. All are compared, each in the same time whatever is in it."""
+        if self._file is None:
+            return self._nobody
+        self._look()
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key:
+            raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+        digest = _digest(key.strip())
+        found = [each for each in self._tenants.values() if hmac.compare_digest(each.digest, digest)]
+        if not found:
+            raise ApiError(401, "the server does not know this API key", code="invalid_api_key")
+        return found[0]
+
+    def administrator(self, authorization: str | None) -> None:
+        """`ApiError` unless this key may add, replace and remove adapters, which are everybody's."""
+        if not self.tenant(authorization).may_change_adapters:
+            raise ApiError(
+                403,
+                "this key may not change adapters: `admin` in its line of the server's keys allows it",
+                code="forbidden",
+            )
+
+    def _look(self) -> None:
+        """A file that is wrong now changes nothing, which is said."""
+        if self._file is None or self.clock() - self._looked < LOOK_EVERY_S:
+            return
+        self._looked = self.clock()
+        try:
+            if (stamp := _stamp(self._file)) == self._stamp:
+                return
+            self._stamp = stamp
+            self._take(read_keys(self._file))
+        except (ConfigError, OSError) as error:
+            logger.warning("the API keys stay as they were: %s", error)
+
+    def _take(self, read: dict[str, Tenant]) -> None:
+        """What a tenant has under way, it keeps."""
+        for name, new in read.items():
+            if old := self._tenants.get(name):
+                old.digest, old.requests, old.tokens_per_s = new.digest, new.requests, new.tokens_per_s
+                old.may_change_adapters = new.may_change_adapters
+                read[name] = old
+        self._tenants = read
+        logger.info("the API keys were read again: %d", len(read))
+
+
+def read_keys(file: Path) -> dict[str, Tenant]:
+    """Tenants by name. A `ConfigError` never shows a key."""
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the API keys in {file}: {error}") from None
+    found: dict[str, Tenant] = {}
+    for number, line in enumerate(lines, 1):
+        if words := line.partition("#")[0].split():
+            tenant = _tenant(words, f"{file}, line {number}")
+            if tenant.name in found or tenant.digest in {each.digest for each in found.values()}:
+                raise ConfigError(f"{file}, line {number}: this name or key is there already")
+            found[tenant.name] = tenant
+    if not found:
+        raise ConfigError(f"{file} has no API keys: {LINE}")
+    return found
+
+
+def _tenant(words: list[str], where: str) -> Tenant:
+    if len(words) < 2 or len(words[1]) < SHORTEST_KEY:
+        raise ConfigError(f"{where}: {LINE}; a key has at least {SHORTEST_KEY} characters")
+    tenant = Tenant(words[0], _digest(words[1]))
+    for word in words[2:]:
+        if word == "admin":
+            tenant.may_change_adapters = True
+            continue
+        name, _, value = word.partition("=")
+        if name not in ("requests", "tokens_per_s") or not value.isdecimal():
+            raise ConfigError(f"{where}: {LINE}")
+        setattr(tenant, name, int(value))
+    return tenant
+
+
+def too_many(message: str, retry_s: float) -> ApiError:
+    return ApiError(429, message, code="rate_limit_exceeded", retry_s=retry_s)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _stamp(file: Path) -> tuple[int, int]:
+    found = file.stat()
+    return found.st_mtime_ns, found.st_size

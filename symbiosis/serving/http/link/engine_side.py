@@ -1,0 +1,208 @@
+"""The engine's end of the link to the process that speaks HTTP. Whatever that process does, the engine never waits for it."""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from http import HTTPStatus
+from itertools import groupby
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import msgspec
+
+from symbiosis.errors import AdapterError, ConfigError, SymbiosisError, UnknownAdapter
+from symbiosis.serving.http.link.messages import (
+    LENGTH,
+    AdapterInfo,
+    Answer,
+    Ask,
+    Cancel,
+    Drain,
+    FromEngine,
+    Outputs,
+    Refused,
+    Submit,
+    Welcome,
+    encoder,
+    framed,
+    to_engine,
+)
+from symbiosis.serving.request import Output, Request
+
+logger = logging.getLogger("symbiosis")
+
+MOST_UNREAD = 500_000  # outputs
+
+
+class Serves(Protocol):
+    """What the link needs of an engine."""
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
+    def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    def add(self, name: str, source: Any) -> Any: ...
+    def remove(self, name: str) -> None: ...
+    def adapters(self) -> Iterable[Any]: ...
+    def adapter_names(self) -> Iterable[str]: ...
+    def figures(self) -> Any: ...
+
+
+class Link:
+    """Serves one process at the other end of `connection` until it hangs up. What it asked for and has not got is cancelled then.
+
+    Args:
+        load: Makes of a folder what `engine.add` takes.
+    """
+
+    def __init__(
+        self, engine: Serves, connection: socket.socket, welcome: Welcome, load: Callable[[str], Any] = str
+    ) -> None:
+        self._engine, self._connection, self._load = engine, connection, load
+        self._unsent: SimpleQueue[FromEngine | Output | None] = SimpleQueue()
+        self._open: dict[int, int] = {}  # requests under way: completions that have not finished
+        self._submissions: dict[int, Future[None]] = {}
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")  # what may take long, such as loading
+        self._unsent.put(welcome)
+        self._threads = [
+            threading.Thread(target=run, name=f"serve-{run.__name__.strip('_')}", daemon=True)
+            for run in (self._read, self._write)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def drain(self) -> None:
+        """Let the other process finish what it has begun, and end."""
+        self._unsent.put(Drain())
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._unsent.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._pool.shutdown(cancel_futures=True)
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            with self._connection.makefile("rb") as stream:
+                while head := stream.read(LENGTH.size):
+                    (length,) = LENGTH.unpack(head)
+                    self._take(to_engine.decode(stream.read(length)))
+        except (OSError, EOFError, msgspec.MsgspecError) as error:
+            logger.debug("the link to the HTTP process broke: %s", error)
+        finally:
+            for id in list(self._open):
+                self._cancel(id)
+            self._unsent.put(None)
+
+    def _take(self, message: Submit | Cancel | Ask) -> None:
+        if isinstance(message, Submit):
+            id = message.request.id
+            self._open[id] = message.request.completions
+            if message.request.adapter is None:
+                self._submit(message.request)
+            else:  # it may have to be loaded first
+                self._submissions[id] = self._pool.submit(self._submit, message.request)
+                self._submissions[id].add_done_callback(lambda _: self._submissions.pop(id, None))
+        elif isinstance(message, Cancel):
+            self._cancel(message.id, message.has_stopped)
+        else:
+            self._pool.submit(self._answer, message)
+
+    def _submit(self, request: Request) -> None:
+        try:
+            self._engine.submit(request, self._on_output)
+        except Exception as error:
+            self._open.pop(request.id, None)
+            message, status = _said(error)
+            if isinstance(error, AdapterError) and not isinstance(error, UnknownAdapter):
+                logger.warning("%s", message)
+                status = HTTPStatus.INTERNAL_SERVER_ERROR  # what lies in the server's folder is not the client's fault
+            self._unsent.put(Refused(request.id, message, status))
+
+    def _on_output(self, output: Output) -> None:
+        """In the engine's thread."""
+        if output.finish is not None and output.request in self._open:
+            self._open[output.request] -= 1
+            if not self._open[output.request]:
+                del self._open[output.request]
+        self._unsent.put(output)
+        if self._unsent.qsize() > MOST_UNREAD:  # the other process does not read any more
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
+    def _cancel(self, id: int, has_stopped: bool = False) -> None:
+        """What is still being submitted is cancelled as soon as it is."""
+        submission = self._submissions.get(id)
+        if submission is None:
+            self._engine.cancel(id, has_stopped)
+        else:
+            submission.add_done_callback(lambda _: self._engine.cancel(id, has_stopped))
+
+    def _answer(self, ask: Ask) -> None:
+        try:
+            result = self._verb(ask)
+        except Exception as error:
+            message, status = _said(error)
+            self._unsent.put(Answer(ask.number, error=message, status=status))
+        else:
+            self._unsent.put(Answer(ask.number, msgspec.Raw(encoder.encode(result))))
+
+    def _verb(self, ask: Ask) -> object:
+        match ask.verb, ask.arguments:
+            case "add", (name, folder):
+                info = _info(self._engine.add(name, self._load(folder)))
+                logger.info("adapter %r: version %d is loaded", name, info.version)
+                return info
+            case "remove", (name,):
+                self._engine.remove(name)
+                logger.info("adapter %r is removed", name)
+                return None
+            case "adapters", ():
+                return self._adapters()
+            case "figures", ():
+                return self._engine.figures()
+        raise ConfigError(f"the engine has no verb {ask.verb!r} of {len(ask.arguments)} arguments")
+
+    def _adapters(self) -> list[AdapterInfo]:
+        """All that can be asked for; little is known of those that nobody has asked for yet."""
+        loaded = {adapter.name: _info(adapter) for adapter in self._engine.adapters()}
+        return [loaded.get(name) or AdapterInfo(name=name) for name in self._engine.adapter_names()]
+
+    def _write(self) -> None:
+        """All that has come since the last time goes at once."""
+        try:
+            came: list[FromEngine | Output | None] = []
+            while None not in came:
+                came = [self._unsent.get()]
+                while not self._unsent.empty():
+                    came.append(self._unsent.get())
+                self._connection.sendall(b"".join(map(framed, _gathered(came))))
+        except OSError as error:
+            logger.debug("the link to the HTTP process broke: %s", error)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _gathered(came: list[FromEngine | Output | None]) -> Iterator[FromEngine]:
+    """Outputs that came one after the other are one message."""
+    for are_outputs, group in groupby(came, lambda each: isinstance(each, Output)):
+        if are_outputs:
+            yield Outputs(list(group))  # type: ignore[arg-type]
+        else:
+            yield from (each for each in group if each is not None)  # type: ignore[misc]
+
+
+def _info(adapter: Any) -> AdapterInfo:
+    return AdapterInfo(**{name: getattr(adapter, name) for name in AdapterInfo.__struct_fields__})
+
+
+def _said(error: Exception) -> tuple[str, int]:
+    """What a client is told of it, and the status of HTTP."""
+    if isinstance(error, SymbiosisError):
+        return str(error), HTTPStatus.NOT_FOUND if type(error).__name__ == "UnknownAdapter" else HTTPStatus.BAD_REQUEST
+    logger.error("a request failed", exc_info=error)
+    return f"the server failed: {type(error).__name__}. Its log says more", HTTPStatus.INTERNAL_SERVER_ERROR

@@ -1,0 +1,141 @@
+"""The link's other end: the engine's verbs, as coroutines of the process that speaks HTTP."""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from typing import Any, TypeVar
+
+import msgspec
+
+from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.link.messages import (
+    LENGTH,
+    Answer,
+    Ask,
+    Cancel,
+    Drain,
+    FromEngine,
+    Outputs,
+    Refused,
+    Submit,
+    ToEngine,
+    Welcome,
+    framed,
+    from_engine,
+)
+from symbiosis.serving.request import Output, Request
+
+Result = TypeVar("Result")
+OnOutput = Callable[[Output | ApiError], None]
+
+
+class Remote:
+    """One engine, asked through one connection. Use `await Remote.connect(...)`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
+        self.welcome, self.drained = welcome, asyncio.Event()
+        self._reader, self._writer = reader, writer
+        self._ids = count(1)
+        self._takers: dict[int, tuple[OnOutput, int]] = {}  # with the completions that have not finished
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self.ended = asyncio.create_task(self._read())
+
+    @classmethod
+    async def connect(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> "Remote":
+        """Waits until the engine is ready."""
+        welcome = await _next(reader)
+        assert isinstance(welcome, Welcome)
+        return cls(reader, writer, welcome)
+
+    @property
+    def is_there(self) -> bool:
+        return not self.ended.done()
+
+    @property
+    def under_way(self) -> int:
+        return len(self._takers)
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def submit(self, request: Request, on_output: OnOutput) -> None:
+        """`on_output` is given what comes, or once an error."""
+        if not self.is_there:
+            raise gone()
+        self._takers[request.id] = on_output, request.completions
+        self._tell(Submit(request))
+
+    def cancel(self, id: int, has_stopped: bool = False) -> None:
+        """Nothing of this request is given to anybody any more. `has_stopped`: its text has come to a stop string."""
+        if self._takers.pop(id, None) is not None:
+            self._tell(Cancel(id, has_stopped))
+
+    async def ask(self, kind: type[Result], verb: str, *arguments: str) -> Result:
+        """One of the engine's other verbs; what it answers is of this kind."""
+        if not self.is_there:
+            raise gone()
+        number = self.next_id()
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._asked[number] = answer
+        try:
+            self._tell(Ask(number, verb, arguments))
+            told = await answer
+        finally:
+            del self._asked[number]
+        if told.error:
+            raise ApiError(told.status, told.error)
+        return msgspec.msgpack.decode(told.result, type=kind)
+
+    def _tell(self, message: ToEngine) -> None:
+        """An engine that has ended is told nothing; that it has, `_read` finds."""
+        if not self._writer.is_closing():
+            self._writer.write(framed(message))
+
+    async def _read(self) -> None:
+        with suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self._take(await _next(self._reader))
+        for take, _ in list(self._takers.values()):
+            take(gone())
+        self._takers.clear()
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(gone())
+
+    def _take(self, message: FromEngine) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self._give(output)
+        elif isinstance(message, Refused):
+            if taker := self._takers.pop(message.id, None):
+                taker[0](ApiError(message.status, message.error))
+        elif isinstance(message, Answer):
+            answer = self._asked.get(message.number)
+            if answer is not None and not answer.done():
+                answer.set_result(message)
+        elif isinstance(message, Drain):
+            self.drained.set()
+
+    def _give(self, output: Output) -> None:
+        if (taker := self._takers.get(output.request)) is None:
+            return  # cancelled
+        take, left = taker
+        if output.finish is not None:
+            left -= 1
+            self._takers[output.request] = take, left
+        if not left:
+            del self._takers[output.request]
+        take(output)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+async def _next(reader: asyncio.StreamReader) -> Any:
+    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    return from_engine.decode(await reader.readexactly(length))
+
+
+def gone() -> ApiError:
+    return ApiError(503, "the engine has ended")

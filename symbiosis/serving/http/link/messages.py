@@ -1,0 +1,113 @@
+"""What the process that speaks HTTP and the engine's process tell each other: msgpack in frames, over a pair of sockets."""
+
+import struct
+
+import msgspec
+
+from symbiosis.serving.request import Output, Request
+
+LENGTH = struct.Struct("<I")
+
+
+class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that speaks HTTP is told when it is started."""
+
+    model: str  # the name of the base, for clients
+    folder: str  # where its tokenizer is
+    api_keys: str | None = None
+    adapters: str | None = None  # the folder from which clients may load
+    max_body_bytes: int = 16 << 20
+    max_adapter_bytes: int = 1 << 30
+    max_requests: int = 4096  # under way
+
+
+class Started(msgspec.Struct, frozen=True):
+    """What a process is given as its only argument."""
+
+    listener: int  # file descriptors
+    link: int
+    options: FrontOptions
+
+
+class Submit(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: begin with this request."""
+
+    request: Request
+
+
+class Cancel(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: nobody wants this request any more."""
+
+    id: int
+    has_stopped: bool = False  # its text has come to a stop string
+
+
+class Ask(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: one of its other verbs. Its answer has the same number."""
+
+    number: int
+    verb: str  # add, remove, adapters, figures
+    arguments: tuple[str, ...] = ()
+
+
+class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
+    """From the engine, once: what is served."""
+
+    model: str  # the name that clients ask for
+    longest: int  # positions
+    vocabulary: int
+
+
+class Outputs(msgspec.Struct, tag=True, frozen=True):
+    """From the engine: what has come since the last ones."""
+
+    outputs: list[Output]
+
+
+class Refused(msgspec.Struct, tag=True, frozen=True):
+    """From the engine: this request was not begun."""
+
+    id: int
+    error: str
+    status: int  # of HTTP
+
+
+class Answer(msgspec.Struct, tag=True, frozen=True):
+    """From the engine, to an `Ask`."""
+
+    number: int
+    result: msgspec.Raw = msgspec.Raw(b"\xc0")  # msgpack's nil
+    error: str = ""
+    status: int = 200
+
+
+class Drain(msgspec.Struct, tag=True, frozen=True):
+    """From the engine: take no new requests, finish the others, and end."""
+
+
+class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter, as clients are told of it."""
+
+    name: str
+    kind: str = ""
+    rank: int = 0
+    bytes: int = 0
+    version: int = 0
+
+
+ToEngine = Submit | Cancel | Ask
+FromEngine = Welcome | Outputs | Refused | Answer | Drain
+encoder = msgspec.msgpack.Encoder()
+to_engine = msgspec.msgpack.Decoder(ToEngine)
+from_engine = msgspec.msgpack.Decoder(FromEngine)
+
+
+def framed(message: ToEngine | FromEngine) -> bytes:
+    """A message as it travels: its length, then itself.
+
+    >>> frame = framed(Cancel(7))
+    >>> int.from_bytes(frame[:4], "little") == len(frame) - 4
+    True
+    """
+    body = encoder.encode(message)
+    return LENGTH.pack(len(body)) + body

@@ -1,0 +1,76 @@
+"""Figures for Prometheus. The names are vLLM's, with `symbiosis_serve_` for its `vllm:`, where there is the same figure."""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from symbiosis.serving.engine.figures import Figures, Histogram
+
+PREFIX = "symbiosis_serve_"
+GAUGES: dict[str, tuple[str, Callable[[Figures], float]]] = {
+    "num_requests_running": ("Requests in the batch.", lambda f: f.running),
+    "num_requests_waiting": ("Requests that wait for their first step.", lambda f: f.waiting),
+    "kv_cache_usage_perc": ("Of the memory for keys, values and adapters, what is in use: 1 is all.", lambda f: f.cache_usage),
+    "pages": ("Pages of that memory.", lambda f: f.pages),
+    "adapters": ("Adapters that are known.", lambda f: f.adapters),
+    "adapters_resident": ("Adapters in that memory.", lambda f: f.adapters_here),
+}  # fmt: skip
+COUNTERS: dict[str, tuple[str, Callable[[Figures], float]]] = {
+    "prompt_tokens": ("Tokens of prompts.", lambda f: f.prompt_tokens),
+    "generation_tokens": ("Tokens that were generated.", lambda f: f.generated_tokens),
+    "num_preemptions": ("Sequences that gave up their memory to others, and were computed again.", lambda f: f.evictions),
+    "prefix_cache_queries": ("Tokens of prompts for which computed ones were looked for.", lambda f: f.prefix_tokens),
+    "prefix_cache_hits": ("... and found.", lambda f: f.prefix_hits),
+    "steps": ("Forward passes.", lambda f: f.steps),
+    "adapter_loads": ("Adapters that were copied into the memory.", lambda f: f.adapter_fetches),
+    "adapter_evictions": ("Adapters that made room for others.", lambda f: f.adapter_evictions),
+}  # fmt: skip
+HISTOGRAMS: dict[str, tuple[str, Callable[[Figures], Histogram]]] = {
+    "time_to_first_token_seconds": ("From a request to its first token.", lambda f: f.first_token_s),
+    "inter_token_latency_seconds": ("Between two tokens.", lambda f: f.between_tokens_s),
+    "request_queue_time_seconds": ("Until a request's first step.", lambda f: f.queue_s),
+    "e2e_request_latency_seconds": ("From a request to its last token.", lambda f: f.whole_s),
+}
+
+
+class Collected(Collector):
+    """One look at the figures, and the answers of HTTP by path and status."""
+
+    def __init__(self, figures: Figures, answered: dict[tuple[str, int], int]) -> None:
+        self._figures, self._answered = figures, answered
+
+    def collect(self) -> Iterable[Metric]:
+        figures = self._figures
+        for name, (help, value) in GAUGES.items():
+            yield GaugeMetricFamily(PREFIX + name, help, value=value(figures))
+        for name, (help, value) in COUNTERS.items():
+            yield CounterMetricFamily(PREFIX + name, help, value=value(figures))
+        for name, (help, of) in HISTOGRAMS.items():
+            yield _histogram(PREFIX + name, help, of(figures))
+        finished = CounterMetricFamily(
+            PREFIX + "request_success", "Completions, by why they ended.", labels=["finished_reason"]
+        )
+        for reason, count in figures.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+        answers = CounterMetricFamily(PREFIX + "http_requests", "Answers of HTTP.", labels=["path", "status"])
+        for (path, status), count in self._answered.items():
+            answers.add_metric([path, str(status)], count)
+        yield answers
+
+
+def _histogram(name: str, help: str, of: Histogram) -> HistogramMetricFamily:
+    upto, buckets = 0, []
+    for bound, count in zip([*map(str, of.bounds), "+Inf"], of.counts, strict=True):
+        upto += count
+        buckets.append((bound, upto))
+    return HistogramMetricFamily(name, help, buckets=buckets, sum_value=of.total)
+
+
+def text(figures: Figures, answered: dict[tuple[str, int], int]) -> bytes:
+    """As Prometheus reads it."""
+    registry = CollectorRegistry()
+    registry.register(Collected(figures, answered))
+    return generate_latest(registry)

@@ -1,0 +1,79 @@
+"""The process that speaks HTTP. It is started with two sockets: one that listens, and the link to the engine."""
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from typing import Any
+
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from symbiosis.serving.http.app import make_app
+from symbiosis.serving.http.front import Front
+from symbiosis.serving.http.link.http_side import Remote
+from symbiosis.serving.http.link.messages import FrontOptions, Started
+
+HEAD_S = 20.0  # a connection that has not sent the head of a request by then is closed
+LAST_WORDS_S = 5.0  # for answers under way when the engine has ended
+
+
+class Protocol(HttpToolsProtocol):
+    """Closes connections on which nothing is asked."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(HEAD_S, self._close_if_silent)
+
+    def _close_if_silent(self) -> None:
+        if self.cycle is None and not self.transport.is_closing():
+            self.transport.close()
+
+
+async def serve(listener: socket.socket, link: socket.socket, options: FrontOptions) -> None:
+    """Until the engine hangs up, or says that it is enough and all is answered."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    remote = await Remote.connect(*await asyncio.open_unix_connection(sock=link))
+    front = Front(remote, tokenizer, options)
+    config = uvicorn.Config(
+        make_app(front), http=Protocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+        server_header=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
+    )  # fmt: skip
+    server = uvicorn.Server(config)
+    ending = asyncio.create_task(_end(server, remote))
+    await server.serve(sockets=[listener])
+    ending.cancel()
+    remote.close()
+
+
+async def _end(server: uvicorn.Server, remote: Remote) -> None:
+    drained = asyncio.create_task(remote.drained.wait())
+    await asyncio.wait([drained, remote.ended], return_when=asyncio.FIRST_COMPLETED)
+    while remote.is_there and remote.under_way:
+        await asyncio.sleep(0.02)
+    server.should_exit = True
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s http: %(message)s")
+    for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process says when it is over
+        signal.signal(number, signal.SIG_IGN)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    started = msgspec.json.decode(sys.argv[1], type=Started)
+    for descriptor in (started.listener, started.link):
+        os.set_inheritable(descriptor, False)
+    try:
+        asyncio.run(serve(socket.socket(fileno=started.listener), socket.socket(fileno=started.link), started.options))
+    except asyncio.IncompleteReadError:
+        sys.exit("the engine ended before it was ready")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""Answers that may take a while: they end when the reader hangs up, and so does the work for them."""
+
+import asyncio
+from collections.abc import Callable
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from symbiosis.serving.http.answers import Words, usage
+from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.generation import Delta, Generation
+
+STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
+EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # fmt: skip
+JSON = [(b"content-type", b"application/json")]
+
+
+class Reply:
+    """Answers with all of a generation.
+
+    Args:
+        done: Called at the end, whatever it is.
+    """
+
+    def __init__(self, generation: Generation, words: Words, done: Callable[[], None]) -> None:
+        self._generation, self._words, self._done = generation, words, done
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watch = asyncio.create_task(_until_hung_up(receive))
+        watch.add_done_callback(lambda _: self._generation.end())
+        try:
+            await self._answer(send)
+        except TimeoutError:
+            return  # without the end of the answer: the connection is closed
+        finally:
+            watch.cancel()
+            self._generation.end()
+            self._done()
+
+    async def _answer(self, send: Send) -> None:
+        """All choices, each by its number."""
+        whole = [Delta(number) for number in range(self._generation.choices)]
+        async for deltas in self._generation.deltas():
+            for delta in deltas:
+                _join(whole[delta.choice], delta)
+        body = msgspec.json.encode(self._words.whole(self._generation, whole))
+        await send(_start(JSON))
+        await _send(send, body, more=False)
+
+
+class Stream(Reply):
+    """Answers with events, one for whatever a choice gained since the last."""
+
+    def __init__(self, generation: Generation, words: Words, done: Callable[[], None], wants_usage: bool) -> None:
+        super().__init__(generation, words, done)
+        self._wants_usage, self._begun = wants_usage, False
+
+    async def _answer(self, send: Send) -> None:
+        """What goes wrong before the first event is an answer of its own; later it is an event."""
+        try:
+            async for deltas in self._generation.deltas():
+                choices = [self._words.part(delta) for delta in deltas]
+                await self._begin(send)
+                await _send(send, b"".join(map(self._event, choices)))
+        except ApiError as error:
+            if not self._begun:
+                raise
+            await _send(send, _event(error.body) + b"data: [DONE]\n\n", more=False)
+            return
+        await self._begin(send)
+        last = self._words.chunk([], usage(self._generation), is_asked=True)
+        ending = _event(last) if self._wants_usage else b""
+        await _send(send, ending + b"data: [DONE]\n\n", more=False)
+
+    async def _begin(self, send: Send) -> None:
+        if not self._begun:
+            self._begun = True
+            await send(_start(EVENTS))
+            if first := list(self._words.first(self._generation.choices)):
+                await _send(send, b"".join(map(self._event, first)))
+
+    def _event(self, choice: dict[str, object]) -> bytes:
+        return _event(self._words.chunk([choice], is_asked=self._wants_usage))
+
+
+def _join(whole: Delta, more: Delta) -> None:
+    whole.text += more.text
+    whole.tokens.extend(more.tokens)
+    whole.prompt_logprobs += more.prompt_logprobs
+    whole.finish = more.finish
+
+
+def _event(value: object) -> bytes:
+    """As server-sent events are written.
+
+    >>> _event({"a": 1})
+    b'data: {"a":1}\\n\\n'
+    """
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def _start(headers: list[tuple[bytes, bytes]]) -> Message:
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+async def _send(send: Send, body: bytes, more: bool = True) -> None:
+    async with asyncio.timeout(STALL_S):
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _until_hung_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

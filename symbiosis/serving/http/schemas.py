@@ -1,0 +1,246 @@
+"""What clients may ask for, as OpenAI and vLLM name it, and what it means to the engine."""
+
+import json
+import re
+import secrets
+from typing import Any, TypeVar
+
+import msgspec
+
+from symbiosis.serving.http.failures import ApiError, wrong
+from symbiosis.serving.request import Sampling
+
+MOST_ENDS, MOST_BIASED = 128, 1024
+MOST_LOGPROBS, MOST_STOPS, MOST_COMPLETIONS, MOST_PROMPTS = 20, 16, 128, 2048
+BY_FORMAT = "Text by a JSON schema is asked for by response_format={'type': 'json_schema', ...}"
+BodyType = TypeVar("BodyType", bound="Body")
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(msgspec.Struct):
+    schema: dict[str, Any] | None = None
+    name: str | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    type: str
+    json_schema: JsonSchema | None = None
+
+
+class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Of both kinds of completions."""
+
+    model: str
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    n: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    # Read and ignored: nothing here depends on them.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else [each for each in self.stop or () if each]
+
+    @property
+    def completions(self) -> int:
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.stream)
+
+
+class CompletionBody(Body, kw_only=True):
+    """Of POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+    suffix: str | None = None
+
+
+class ChatBody(Body, kw_only=True):
+    """Of POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+
+def read(kind: type[BodyType], data: bytes) -> BodyType:
+    """A body of this kind; `ApiError` says what is wrong with it."""
+    try:
+        body = msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(error) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise wrong(f"the body is not JSON: {error}") from None
+    _check(body)
+    return body
+
+
+def _named(error: msgspec.ValidationError) -> ApiError:
+    """An error that names the field."""
+    text = str(error)
+    if found := re.search(r"unknown field `(.*?)`", text):
+        hint = f". {BY_FORMAT}" if found[1].startswith(("guided_", "structured_outputs")) else ""
+        return wrong(f"unrecognized request argument: {found[1][:100]}{hint}", found[1][:100])
+    if found := re.search(r"missing required field `(.*?)`", text):
+        return wrong(f"the argument {found[1]} is missing", found[1])
+    found = re.search(r"at `\$\.([\w.\[\]]+)`", text)
+    return wrong(f"wrong argument: {text}", found[1] if found else None)
+
+
+LIMITS: dict[str, tuple[float, float]] = {
+    "max_tokens": (0, 2**31),
+    "max_completion_tokens": (1, 2**31),
+    "min_tokens": (0, 2**31),
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "top_k": (-1, 2**31),
+    "min_p": (0, 1),
+    "repetition_penalty": (0.01, 100),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "seed": (-(2**63), 2**63 - 1),
+    "n": (1, MOST_COMPLETIONS),
+    "top_logprobs": (0, MOST_LOGPROBS),
+    "logprobs": (0, MOST_LOGPROBS),
+}
+
+
+def _check(body: Body) -> None:
+    for name, (least, most) in LIMITS.items():
+        value = getattr(body, name, None)
+        if value is not None and not isinstance(value, bool) and not least <= value <= most:
+            raise wrong(f"{name} must be from {least:g} to {most:g}, not {value}", name)
+    if body.top_p == 0:
+        raise wrong("top_p must be above 0", "top_p")
+    if len(body.stops) > MOST_STOPS:
+        raise wrong(f"at most {MOST_STOPS} stop strings", "stop")
+    if body.stream_options is not None and not body.stream:
+        raise wrong("stream_options go with stream=true", "stream_options")
+    if isinstance(body, CompletionBody):
+        _check_completion(body)
+    if isinstance(body, ChatBody):
+        _check_chat(body)
+
+
+def _check_completion(body: CompletionBody) -> None:
+    if body.best_of is not None and body.best_of != body.completions:
+        raise wrong("best_of is not supported beyond n: ask for n completions, and choose yourself", "best_of")
+    if body.suffix:
+        raise wrong("suffix is not supported: the model completes at the end only", "suffix")
+
+
+def _check_chat(body: ChatBody) -> None:
+    if body.tools:
+        raise wrong("tools are not supported: describe them in a message, and ask for JSON by response_format", "tools")
+    if body.top_logprobs is not None and not body.logprobs:
+        raise wrong("top_logprobs go with logprobs=true", "top_logprobs")
+    if not body.messages:
+        raise wrong("messages is empty", "messages")
+
+
+def sampling_of(body: Body, max_tokens: int, logprobs: int | None, vocabulary: int) -> Sampling:
+    """How the engine is to choose."""
+    ends = tuple(dict.fromkeys(body.stop_token_ids or ()))
+    if len(ends) > MOST_ENDS:
+        raise wrong(f"at most {MOST_ENDS} stop_token_ids", "stop_token_ids")
+    if len(body.logit_bias or ()) > MOST_BIASED:
+        raise wrong(f"at most {MOST_BIASED} tokens in logit_bias", "logit_bias")
+    for token in ends:
+        check_token(token, vocabulary, "stop_token_ids")
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min(body.min_tokens or 0, max_tokens),
+        temperature=_given(body.temperature, 1.0),
+        top_p=_given(body.top_p, 1.0),
+        top_k=max(_given(body.top_k, 0), 0),
+        min_p=_given(body.min_p, 0.0),
+        seed=body.seed if body.seed is not None else secrets.randbits(63),
+        stop_tokens=ends,
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=logprobs,
+        logit_bias=_bias(body.logit_bias or {}, vocabulary),
+        presence_penalty=_given(body.presence_penalty, 0.0),
+        frequency_penalty=_given(body.frequency_penalty, 0.0),
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        schema=_schema(body.response_format),
+    )
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _given(value: Number | None, default: Number) -> Number:
+    return default if value is None else value
+
+
+def check_token(token: int, vocabulary: int, param: str) -> None:
+    if not 0 <= token < vocabulary:
+        raise wrong(f"{param}: there is no token {token}; the model has tokens from 0 to {vocabulary - 1}", param)
+
+
+def _bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
+    found = {}
+    for name, value in given.items():
+        if not re.fullmatch(r"\d{1,9}", name):
+            raise wrong(f"logit_bias: its keys are tokens by number, not {name[:50]!r}", "logit_bias")
+        check_token(int(name), vocabulary, "logit_bias")
+        if not -100 <= value <= 100:
+            raise wrong(f"logit_bias must be from -100 to 100, not {value}", "logit_bias")
+        found[int(name)] = value
+    return found
+
+
+def _schema(wanted: ResponseFormat | None) -> str | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return '{"type":"object"}'
+    if wanted.type != "json_schema":
+        raise wrong(
+            f"response_format: its type is text, json_object or json_schema, not {wanted.type[:50]!r}",
+            "response_format",
+        )
+    if wanted.json_schema is None or wanted.json_schema.schema is None:
+        raise wrong("response_format: json_schema needs a schema", "response_format")
+    return json.dumps(wanted.json_schema.schema)

@@ -1,0 +1,88 @@
+"""A causal language model made ready to be served: what runs a step, whatever the model is."""
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.memory import free_memory
+from symbiosis.serving.arena import Arena, KvShape
+from symbiosis.serving.blocks import Blocks
+from symbiosis.serving.step import Sequence, Step
+
+SHARE = 0.25  # of the memory that is free, for keys, values and adapters
+
+
+class Served(ABC):
+    """Runs steps: `forward` says which token is how likely next. Nobody else may use its model.
+
+    `before` are told of each step, and of which of its rows the logits are kept, before it runs; `embed` may give a step's input rows
+    where they are not those of its tokens, and `remember` change the keys and values of a layer, [1, heads, rows, size], before they
+    are kept.
+    """
+
+    batches: bool  # whether a step may have segments of several sequences
+    whole_prompts: bool  # whether a prompt must be computed in one piece
+    keeps_rows: bool = False  # whether its last layer is given the rows only whose logits are kept
+
+    def __init__(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | None) -> None:
+        self.model, self.config = model, text_config(model)
+        self.before: list[Callable[[Step, Tensor], None]] = []
+        self.embed: Callable[[Step, Tensor], Tensor | None] = lambda step, ids: None
+        self.remember: Callable[[int, Tensor, Tensor], None] | None = None
+        self.device, self.dtype = place_of(model)
+        self.vocabulary: int = self.config.vocab_size
+        self.longest: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.ends = _ends(model)
+        self.arena = Arena(layers, _free_memory(self.device) if memory is None else memory, self.dtype, self.device)
+        self.blocks = Blocks(self.arena.pool, len(layers), shares=self.batches)
+
+    def forward(self, step: Step) -> Tensor:
+        """Logits of the last row of each segment that chooses a token: float32 [such segments, vocabulary]."""
+        rows = [segment.first + segment.rows - 1 for segment in step.segments if segment.chooses]
+        return self.logits(step, torch.tensor(rows, dtype=torch.long))
+
+    @abstractmethod
+    def logits(self, step: Step, rows: Tensor) -> Tensor:
+        """Of these rows of the step: float32 [rows, vocabulary]."""
+
+    def release(self, sequence: Sequence) -> None:
+        """What was computed of it is needed no more."""
+        self.blocks.release(sequence)
+
+    def inputs(self, step: Step) -> dict[str, Any]:
+        """What the model is called with."""
+        ids = torch.tensor([[token for segment in step.segments for token in segment.tokens]], device=self.device)
+        positions = torch.cat([torch.arange(segment.position, segment.end) for segment in step.segments])
+        embedded = self.embed(step, ids)
+        words = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
+        return {**words, "position_ids": positions.unsqueeze(0).to(self.device)}
+
+
+def text_config(model: nn.Module) -> Any:
+    return model.config.get_text_config()  # type: ignore[operator, union-attr]
+
+
+def place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
+    """Device and dtype of what the model holds itself."""
+    own = next(p for p in model.parameters() if p.device.type != "meta" and p.is_floating_point())
+    return own.device, own.dtype
+
+
+def _ends(model: nn.Module) -> frozenset[int]:
+    """The tokens that end a text."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        ends = getattr(config, "eos_token_id", None)
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else ends)
+    return frozenset()
+
+
+def _free_memory(device: torch.device) -> int:
+    """A share of what is free."""
+    if device.type == "cuda":
+        return int(SHARE * torch.cuda.mem_get_info(device)[0])
+    return int(SHARE * min(free_memory(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))

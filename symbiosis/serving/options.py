@@ -1,0 +1,55 @@
+"""What can be said about a server: the options of `symbiosis serve`."""
+
+import ipaddress
+from typing import Literal
+
+import msgspec
+
+from symbiosis.config import check_dtype
+from symbiosis.errors import ConfigError
+
+PORT = 8000
+
+
+class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The names are the long options of `symbiosis serve`.
+
+    >>> ServeOptions(model="demo").is_for_this_machine
+    True
+    """
+
+    model: str | None = None
+    executor: str | None = None  # None: one of its own
+    adapters: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    port: int = PORT
+    api_keys: str | None = None
+    max_batch: int = 64
+    adapters_in_batch: int | None = None
+    memory: int | None = None  # bytes
+    policy: Literal["fcfs", "abort", "vtc"] = "fcfs"
+    first_token_s: float = 6.0
+    prefill_tokens: int = 512
+    dtype: str | None = None
+    drain_s: float = 30.0
+    max_body_bytes: int = 16 << 20
+    max_adapter_bytes: int = 1 << 30
+    max_requests: int = 4096
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "adapters_in_batch", "memory", "first_token_s", "prefill_tokens", "drain_s",
+                     "max_body_bytes", "max_adapter_bytes", "max_requests"):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and not 0 < value < 2**62:
+                raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        check_dtype(self.dtype)
+
+    @property
+    def is_for_this_machine(self) -> bool:
+        """Whether only this machine can connect."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"

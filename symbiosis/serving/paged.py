@@ -1,0 +1,174 @@
+"""Models whose attention goes over pages: sequences are computed side by side. That this gives each the logits that it has alone is
+proved before anybody is served."""
+
+import inspect
+import logging
+from collections.abc import Collection
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.serving.arena import KvShape
+from symbiosis.serving.attention import NAME, Lookup, Tables, attending_by
+from symbiosis.serving.model import Served, place_of, text_config
+from symbiosis.serving.request import Request
+from symbiosis.serving.step import Segment, Sequence, Step
+
+logger = logging.getLogger("symbiosis")
+
+PROBE = (21, 9), 10  # the lengths of two sequences, and how much of the first is computed at first
+AS_GOOD_AS = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.float16: 5e-2,
+    torch.bfloat16: 1e-1,
+}  # of the largest logit
+
+
+class CannotBatch(Exception):
+    """Why sequences of this model must be computed one by one."""
+
+
+class Paged(Served):
+    """Raises `CannotBatch`, with the model as it was, where its attention cannot be replaced, or not proved.
+
+    Args:
+        model: Of transformers, wrapped or not.
+        memory: Bytes for keys, values and adapters. Default: a quarter of what is free.
+    """
+
+    batches, whole_prompts = True, False
+
+    def __init__(self, model: nn.Module, memory: int | None = None) -> None:
+        before = getattr(text_config(model), "_attn_implementation", None)
+        self._tables = Tables()
+        self.keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        references = _references(model)
+        try:
+            super().__init__(model, _layers(model), memory)
+            self._prove(references)
+        except BaseException as error:
+            with suppress(AttributeError, ValueError):
+                model.set_attn_implementation(before)  # type: ignore[operator]
+            if isinstance(error, (CannotBatch, SymbiosisError)) or not isinstance(error, Exception):
+                raise
+            raise CannotBatch(f"with another attention it raises {type(error).__name__} ({error})") from error
+        self.longest = min(self.longest, _same_positions(self.config))
+
+    @torch.inference_mode()
+    def logits(self, step: Step, rows: Tensor) -> Tensor:
+        for tell in self.before:
+            tell(step, rows)
+        words, rows = self.inputs(step), rows.to(self.device)
+        if self.keeps_rows:
+            words["logits_to_keep"] = rows
+        with attending_by(Lookup(self.arena, step, self._tables, self.remember).attend):
+            logits: Tensor = self.model(**words, use_cache=False).logits[0]
+        return (logits if self.keeps_rows else logits[rows]).float()
+
+    def _prove(self, references: list[Tensor]) -> None:
+        """Two sequences in pieces, side by side, have the logits that each has alone."""
+        (long, short), piece = PROBE
+        a, b = (Sequence(Request(id=0, prompt=tuple(of)), 0, of, None, 0.0) for of in probe_tokens(self.model))
+        for sequence in (a, b):
+            if not self.blocks.grow(sequence, len(sequence.tokens)):
+                raise ConfigError("there is not memory for two short sequences: give the server more")
+        first = Step((Segment(a, 0, piece, 0, True), Segment(b, piece, short - 1, 0, True)))
+        second = Step((Segment(b, 0, 1, short - 1, True), Segment(a, 1, long - piece, piece, True)))
+        of_a, of_b = references
+        for step, expected in (
+            (first, (of_a[piece - 1], of_b[short - 2])),
+            (second, (of_b[short - 1], of_a[long - 1])),
+        ):
+            for mine, alone in zip(self.forward(step), expected, strict=True):
+                if not agree(mine, alone, self.dtype):
+                    off = float((mine - alone).abs().max() / alone.abs().max())
+                    raise CannotBatch(f"its logits in a batch are off those it has alone by {off:.1e} of the largest")
+        for sequence in (a, b):
+            self.release(sequence)
+
+
+def _layers(model: nn.Module) -> tuple[KvShape, ...]:
+    """Put our attention in, and see what each layer remembers of a token."""
+    try:
+        model.set_attn_implementation(NAME)  # type: ignore[operator]
+    except (AttributeError, ValueError, ImportError) as error:
+        raise CannotBatch(f"it takes no other attention ({error})") from None
+    seen, windows = dict[int, KvShape](), dict[int, int | None]()
+
+    def look(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in seen:
+            raise CannotBatch(f"{type(module).__name__} does not tell which layer it is")
+        seen[layer] = KvShape(k.shape[1], k.shape[3], v.shape[3])
+        windows[layer] = options.get("sliding_window")
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    with attending_by(look) as attending:
+        logits_alone(model, probe_tokens(model)[0])
+    count = text_config(model).num_hidden_layers
+    if sorted(seen) != list(range(count)):
+        raise CannotBatch(f"{len(seen)} of its {count} layers attend by transformers' attention interface")
+    _check_windows(getattr(text_config(model), "layer_types", None) or (), windows, attending.windows)
+    return tuple(seen[layer] for layer in range(count))
+
+
+def _check_windows(kinds: Collection[str], windows: dict[int, int | None], meant: frozenset[int]) -> None:
+    """That each layer tells its window: the probe would not show one that is longer. `meant`: the masks that the model asked for, some of
+    them perhaps for kinds of layers that it does not have."""
+    for layer, kind in enumerate(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise CannotBatch(f"its layer {layer} has {kind}")
+        if kind == "sliding_attention" and windows[layer] is None:
+            raise CannotBatch(f"its layer {layer} does not tell its sliding window")
+    if not kinds and (unsaid := meant - set(windows.values())):
+        raise CannotBatch(f"it masks what lies {min(unsaid)} tokens back, and no layer tells that window")
+
+
+def _same_positions(config: Any) -> int:
+    """Up to how many tokens a token's position is encoded the same way whatever else is computed with it."""
+    told = getattr(config, "rope_parameters", None) or {}
+    kinds = [told, *(kind for kind in told.values() if isinstance(kind, dict))]
+    if all(kind.get("rope_type") != "longrope" for kind in kinds):
+        return 1 << 30
+    longest: int = told.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    logger.warning(
+        "texts have at most %d tokens: longer ones change how the positions of all others in a batch are encoded (longrope)",
+        longest,
+    )
+    return longest
+
+
+@torch.inference_mode()
+def logits_alone(model: nn.Module, tokens: list[int]) -> Tensor:
+    """Of all positions."""
+    ids = torch.tensor([tokens], device=place_of(model)[0])
+    return model(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
+
+
+def _references(model: nn.Module) -> list[Tensor]:
+    """What the model's own attention makes of the probes."""
+    try:
+        return [logits_alone(model, tokens) for tokens in probe_tokens(model)]
+    except SymbiosisError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be served, as it makes no logits of plain tokens: {error}"
+        ) from error
+
+
+def agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
+    """But for what rounds otherwise when it is computed in other company."""
+    return bool((logits - expected).abs().max() <= AS_GOOD_AS[dtype] * expected.abs().max())
+
+
+def probe_tokens(model: nn.Module) -> tuple[list[int], list[int]]:
+    generator, (lengths, _) = torch.Generator().manual_seed(0), PROBE
+    long, short = (torch.randint(text_config(model).vocab_size, (n,), generator=generator).tolist() for n in lengths)
+    return long, short

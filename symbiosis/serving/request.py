@@ -1,0 +1,76 @@
+"""What is asked of the server, and what it answers: plain data that crosses processes."""
+
+from enum import StrEnum
+
+import msgspec
+
+
+class Finish(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # an end-of-sequence token, a stop string, or the end of what a grammar allows
+    LENGTH = "length"
+    ABORTED = "aborted"  # it could no longer meet its deadline
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of a completion are chosen.
+
+    >>> Sampling(temperature=0.0).is_greedy
+    True
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop_tokens: tuple[int, ...] = ()  # besides the model's own ends
+    ignore_eos: bool = False
+    logprobs: int | None = None  # of so many other tokens, too
+    logit_bias: dict[int, float] = {}
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    schema: str | None = None  # JSON schema that the text must follow
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Completions of one prompt. `adapter` is a name; None is the base."""
+
+    id: int
+    prompt: tuple[int, ...]
+    sampling: Sampling = Sampling()
+    adapter: str | None = None
+    tenant: str = ""
+    completions: int = 1
+    prompt_logprobs: bool = False  # also of the prompt's tokens
+
+
+class Token(msgspec.Struct, frozen=True, array_like=True):
+    """One token that was chosen; with its log probability, and those of the most likely ones, if asked for."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step added to one completion of a request."""
+
+    request: int
+    completion: int = 0
+    tokens: tuple[Token, ...] = ()
+    finish: Finish | None = None
+    error: str | None = None  # with Finish.ERROR: what to do about it
+    prompt_tokens: int = 0  # with the first output of a request
+    cached_tokens: int = 0  # of the prompt, those whose keys and values were there already
+    prompt_logprobs: tuple[Token, ...] = ()

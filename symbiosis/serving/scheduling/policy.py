@@ -1,0 +1,177 @@
+"""Who runs next: pure functions over the waiting sequences. They know no clock; `now` is told.
+
+Every policy is an order in which sequences are tried, and `admit` tries them: those for which there is no room are passed by, but not
+for ever. Early abort follows S-LoRA (arXiv:2311.03285), fairness between tenants the virtual token counter (arXiv:2401.00588).
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Protocol, TypeVar
+
+LOOKAHEAD = 64  # sequences that are passed by, to find one that fits
+MOST_OVERTAKEN = 32  # times that one may be passed by; then nobody overtakes it any more
+INPUT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, to its tenant
+
+
+class Waits(Protocol):
+    """A sequence, as far as policies look at it."""
+
+    overtaken: int
+
+    @property
+    def arrived(self) -> float: ...
+    @property
+    def tenant(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def has_begun(self) -> bool: ...
+
+
+W = TypeVar("W", bound=Waits)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What runs, and how much more may."""
+
+    sequences: int
+    most_sequences: int
+    versions: frozenset[int] = frozenset()  # of adapters; the base is none
+    most_versions: int | None = None
+    tenants: Mapping[str, int] | None = None  # how many sequences of each run
+    most_of_tenant: int | None = None
+
+    @property
+    def is_full(self) -> bool:
+        return self.sequences >= self.most_sequences
+
+    def may_take(self, version: int, tenant: str) -> bool:
+        """Whether the limits allow one more, memory aside."""
+        if self.most_of_tenant is not None and (self.tenants or {}).get(tenant, 0) >= self.most_of_tenant:
+            return False
+        is_new = version != 0 and version not in self.versions
+        return not (is_new and self.most_versions is not None and len(self.versions) >= self.most_versions)
+
+    def having(self, version: int, tenant: str) -> "Batch":
+        tenants = {**(self.tenants or {}), tenant: (self.tenants or {}).get(tenant, 0) + 1}
+        versions = self.versions | {version} if version else self.versions
+        return Batch(
+            self.sequences + 1, self.most_sequences, versions, self.most_versions, tenants, self.most_of_tenant
+        )
+
+
+def admit(order: Iterable[W], batch: Batch, start: Callable[[W], bool]) -> list[W]:
+    """Those that join the batch. `start(sequence)` begins one if there is memory for it.
+
+    One that finds no room is passed by, at most `MOST_OVERTAKEN` times by others: then the batch drains until it fits. (A tenant's own
+    limit is the tenant's own affair: who is stopped by it stops nobody.)
+    """
+    joined: list[W] = []
+    passed: list[W] = []
+    for sequence in order:
+        if batch.is_full or len(passed) > LOOKAHEAD:
+            break
+        if batch.may_take(sequence.version, sequence.tenant) and start(sequence):
+            batch = batch.having(sequence.version, sequence.tenant)
+            joined.append(sequence)
+            for other in passed:
+                other.overtaken += 1
+            continue
+        if batch.may_take(0, sequence.tenant):
+            if sequence.overtaken >= MOST_OVERTAKEN:
+                break
+            passed.append(sequence)
+    return joined
+
+
+def by_fairness(waiting: Iterable[W], counters: Mapping[str, float]) -> Iterator[W]:
+    """The virtual token counter: always the tenant who has got least; of its sequences the first that came.
+
+    >>> from types import SimpleNamespace as S
+    >>> queue = [S(tenant="a", prompt_length=5, name=1), S(tenant="a", prompt_length=5, name=2), S(tenant="b", prompt_length=1, name=3)]
+    >>> [each.name for each in by_fairness(queue, {"a": 0.0, "b": 3.0})]
+    [1, 3, 2]
+    """
+    queues: dict[str, list[W]] = {}
+    for sequence in waiting:
+        queues.setdefault(sequence.tenant, []).append(sequence)
+    heap = [(counters.get(tenant, 0.0), number, iter(queue)) for number, (tenant, queue) in enumerate(queues.items())]
+    heapq.heapify(heap)
+    while heap:
+        counter, number, queue = heapq.heappop(heap)
+        for sequence in queue:
+            yield sequence
+            heapq.heappush(heap, (counter + INPUT_COST * sequence.prompt_length, number, queue))
+            break
+
+
+def lifted(counters: Mapping[str, float], tenant: str, active: Iterable[str]) -> float:
+    """The counter of a tenant who comes (back): nobody saves up by staying away.
+
+    >>> lifted({"a": 100.0, "b": 80.0, "c": 3.0}, "c", active=["a", "b"])
+    80.0
+    """
+    own = counters.get(tenant, 0.0)
+    return max(own, min((counters.get(other, 0.0) for other in active if other != tenant), default=own))
+
+
+def too_late(waiting: Iterable[W], now: float, first_token_s: float, takes_s: float) -> list[W]:
+    """Those that would get their first token after the deadline, even if they began now. What has begun is not aborted."""
+    return [s for s in waiting if not s.has_begun and now + takes_s > s.arrived + first_token_s]
+
+
+def by_deadline(waiting: Sequence[W], arrivals: float, begun: float) -> Iterable[W]:
+    """First come first served while the server keeps up; the newest first when more requests come a second than begin.
+
+    Then somebody misses the deadline in any case, and who serves the oldest first serves everybody just too late.
+    """
+    return reversed(waiting) if arrivals > begun else waiting
+
+
+def newest(running: Sequence[W]) -> W:
+    """Who gives up its memory when there is none left: the one that came last, so that the first always ends."""
+    position = count()
+    return max(running, key=lambda sequence: (sequence.arrived, next(position)))
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Events a second, the recent ones counting most.
+
+    >>> rate = Rate(over_s=10.0)
+    >>> for second in range(60):
+    ...     rate = rate.after(float(second), events=5)
+    >>> round(rate.at(60.0))
+    5
+    """
+
+    over_s: float
+    value: float = 0.0
+    since: float | None = None
+
+    def at(self, now: float) -> float:
+        return self.value if self.since is None else self.value * math.exp((self.since - now) / self.over_s)
+
+    def after(self, now: float, events: int = 1) -> "Rate":
+        return Rate(self.over_s, self.at(now) + events / self.over_s, now)
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A moving average; a new value counts a tenth.
+
+    >>> Mean().after(2.0).after(3.0)
+    Mean(value=2.1, is_known=True)
+    """
+
+    value: float = 0.0
+    is_known: bool = False
+
+    def after(self, value: float) -> "Mean":
+        return Mean(self.value + (value - self.value) / 10 if self.is_known else value, True)

@@ -1,0 +1,261 @@
+"""Continuous batching: which sequences join and leave, and what each computes in the next step. Plain Python; policies decide who.
+
+A sequence waits, runs, and is gone. It joins as soon as its adapter and its tokens find room; when there is none left for the next
+token of somebody, the newest one gives up its blocks and waits again. What it has said so far then belongs to its prompt.
+"""
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal, Protocol
+
+from symbiosis.serving.blocks import Blocks
+from symbiosis.serving.scheduling import policy
+from symbiosis.serving.step import Segment, Sequence, Step
+
+PREFETCHED = 4  # adapters of the queue that are brought before their turn
+Policy = Literal["fcfs", "abort", "vtc"]
+
+
+class Residency(Protocol):
+    """Which adapters are on the device, as far as a scheduler asks."""
+
+    def is_here(self, adapter: Any) -> bool: ...
+    def pages_of(self, adapter: Any) -> int: ...
+    def fetch(self, adapter: Any) -> bool: ...
+    def prefetch(self, adapters: Iterable[Any]) -> int: ...
+    def pin(self, adapter: Any) -> None: ...
+    def unpin(self, adapter: Any) -> None: ...
+    def make_room(self, pages: int) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What a step may hold, and who comes first."""
+
+    max_batch: int = 64  # sequences
+    adapters_in_batch: int | None = None
+    prefill_tokens: int = 512  # rows of prompts beside all decoding sequences
+    whole_prompts: bool = False  # each prompt in one piece
+    policy: Policy = "fcfs"
+    first_token_s: float = 6.0  # the deadline of `abort`
+    of_tenant: int | None = None  # sequences of one tenant that run together
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened so far."""
+
+    evictions: int = 0
+    asked: int = 0  # tokens of prompts
+    found: int = 0  # ... whose keys and values were there
+
+
+class Scheduler:
+    """Of one engine, whose thread alone calls it.
+
+    Args:
+        release: Is told of each sequence that leaves the batch; gives up its blocks.
+    """
+
+    def __init__(
+        self,
+        blocks: Blocks,
+        residency: Residency | None = None,
+        rules: Rules | None = None,
+        release: Callable[[Sequence], None] | None = None,
+    ) -> None:
+        self.rules, self.counts = rules or Rules(), Counts()
+        self.waiting: list[Sequence] = []  # both in the order of their coming
+        self.running: list[Sequence] = []
+        self._blocks, self._residency, self._release = blocks, residency, release or blocks.release
+        self._followers: dict[Sequence, list[Sequence]] = {}  # wait until the prompt that they share is computed
+        self._counters: dict[str, float] = {}  # of tenants
+        self._arrivals = self._begun = policy.Rate(self.rules.first_token_s)
+        self._takes = policy.Mean()  # seconds from joining to the first token
+        self._something_changed = False
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """The completions of one request. The first computes the prompt; the others then find it."""
+        first, *others = sequences
+        tenants = {each.tenant for each in (*self.waiting, *self.running)}
+        if first.tenant not in tenants:
+            self._counters[first.tenant] = policy.lifted(self._counters, first.tenant, tenants)
+        self._arrivals = self._arrivals.after(first.arrived)
+        self._wait(first)
+        if others:
+            self._followers[first] = others
+
+    def drop(self, request: int) -> None:
+        """Everything of a request, now."""
+        for sequence in [each for each in (*self.waiting, *self.running) if each.request.id == request]:
+            self.finish(sequence)
+
+    def finish(self, sequence: Sequence) -> None:
+        self._followers.pop(sequence, None)
+        if sequence in self.running:
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+            self._something_changed = True
+
+    def late(self, now: float) -> list[Sequence]:
+        """Those that wait and can no longer have their first token in time, where the policy gives those up."""
+        if self.rules.policy != "abort":
+            return []
+        return policy.too_late(self.waiting, now, self.rules.first_token_s, self._takes.value)
+
+    def next_step(self, now: float) -> Step | None:
+        """What to compute now; None if there is nothing."""
+        if self.waiting and self._something_changed:
+            self._something_changed = False
+            self._admit(now)
+            self._prefetch()
+        return self._compose()
+
+    def advance(self, step: Step, now: float) -> None:
+        """The step was computed. (Tokens that it chose are added after this.)"""
+        for segment in step.segments:
+            sequence = segment.sequence
+            sequence.computed = segment.end
+            self._blocks.keep(sequence)
+            if segment.chooses:
+                self._counters[sequence.tenant] += policy.OUTPUT_COST
+                if not sequence.has_begun:
+                    self._takes = self._takes.after(now - sequence.began)
+            if sequence.computed >= sequence.prompt_length:
+                for follower in self._followers.pop(sequence, ()):
+                    self._wait(follower)
+
+    def _wait(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_coming)
+        self._something_changed = True
+
+    def _admit(self, now: float) -> None:
+        rules = self.rules
+        versions = frozenset(each.version for each in self.running) - {0}
+        tenants = Counter(each.tenant for each in self.running)
+        batch = policy.Batch(
+            len(self.running), rules.max_batch, versions, rules.adapters_in_batch, tenants, rules.of_tenant
+        )
+        joined = set(policy.admit(self._order(now), batch, self._start))
+        self.waiting = [each for each in self.waiting if each not in joined]
+        for sequence in joined:
+            self._begin(sequence, now)
+
+    def _prefetch(self) -> None:
+        """Adapters of the queue are brought if there is room that nobody else wants; once, lest they come and go at every step."""
+        if self._residency is not None:
+            soon = [each.adapter for each in islice(self.waiting, PREFETCHED) if each.adapter]
+            self._residency.prefetch(soon)
+
+    def _order(self, now: float) -> Iterable[Sequence]:
+        waiting = list(self.waiting)
+        if self.rules.policy == "vtc":
+            return policy.by_fairness(waiting, self._counters)
+        if self.rules.policy == "abort":
+            return policy.by_deadline(waiting, self._arrivals.at(now), self._begun.at(now))
+        return waiting
+
+    def _begin(self, sequence: Sequence, now: float) -> None:
+        if not sequence.has_begun and not sequence.began:
+            self._counters[sequence.tenant] += policy.INPUT_COST * sequence.prompt_length
+            self._begun = self._begun.after(now)
+        if not sequence.began:
+            sequence.began, sequence.cached = now, sequence.computed
+            self.counts.asked += sequence.prompt_length
+            self.counts.found += sequence.computed
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Let it run, if there is room for its adapter, all its tokens, and a block more for each that runs already. An adapter is brought
+        only when there is room for the tokens, too."""
+        to_fetch = not self._is_here(sequence)
+        if not to_fetch:
+            self._pin(sequence)
+        if not sequence.request.prompt_logprobs:  # whose logits nobody has kept
+            self._blocks.find(sequence)
+        wanted = self._missing(sequence, len(sequence.tokens)) + len(self.running) * self._blocks.layers
+        if self._residency is not None and to_fetch:
+            wanted += self._residency.pages_of(sequence.adapter)
+        if not self._find_room(wanted) or (to_fetch and not self._fetch(sequence)):
+            self._give_up(sequence, is_pinned=not to_fetch)
+            return False
+        if not self._blocks.grow(sequence, len(sequence.tokens)):
+            self._give_up(sequence)
+            return False
+        insort(self.running, sequence, key=_coming)
+        return True
+
+    def _fetch(self, sequence: Sequence) -> bool:
+        if self._residency is None or not self._residency.fetch(sequence.adapter):
+            return False
+        self._pin(sequence)
+        return True
+
+    def _pin(self, sequence: Sequence) -> None:
+        if self._residency is not None and sequence.adapter is not None:
+            self._residency.pin(sequence.adapter)
+
+    def _compose(self) -> Step | None:
+        """One row of each that decodes, and pieces of prompts. The oldest is first to get room, the newest first to lose it."""
+        parts: list[tuple[Sequence, int]] = []
+        left = self.rules.prefill_tokens
+        for sequence in list(self.running):
+            missing = len(sequence.tokens) - sequence.computed
+            rows = missing if missing == 1 or (self.rules.whole_prompts and left > 0) else min(missing, max(0, left))
+            if rows and self._is_here(sequence) and self._has_room(sequence, sequence.computed + rows):
+                parts.append((sequence, rows))
+                left -= rows if missing > 1 else 0
+        return _step(sorted(parts, key=lambda part: part[0].version))
+
+    def _is_here(self, sequence: Sequence) -> bool:
+        if self._residency is None or sequence.adapter is None:
+            return True
+        return self._residency.is_here(sequence.adapter)
+
+    def _has_room(self, sequence: Sequence, upto: int) -> bool:
+        """Whether its first `upto` tokens find room; the newest are evicted for it. It may be itself the newest, or evicted already."""
+        while sequence in self.running:
+            if self._find_room(self._missing(sequence, upto)) and self._blocks.grow(sequence, upto):
+                return True
+            newest = policy.newest(self.running)
+            self._leave(newest)
+            self._wait(newest)
+            self.counts.evictions += 1
+        return False
+
+    def _missing(self, sequence: Sequence, upto: int) -> int:
+        return max(0, self._blocks.needed(upto) - len(sequence.blocks) * self._blocks.layers)
+
+    def _find_room(self, pages: int) -> bool:
+        """Whether `Blocks.grow` could get so many pages; adapters that nobody uses now are evicted for it."""
+        spare = self._blocks.spare()
+        if pages > spare and self._residency is not None:
+            self._residency.make_room(self._blocks.pool.free + pages - spare)
+        return pages <= self._blocks.spare()
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._give_up(sequence)
+        self._something_changed = True
+
+    def _give_up(self, sequence: Sequence, is_pinned: bool = True) -> None:
+        self._release(sequence)
+        if is_pinned and sequence.adapter is not None and self._residency is not None:
+            self._residency.unpin(sequence.adapter)
+
+
+def _coming(sequence: Sequence) -> tuple[float, int, int]:
+    return sequence.arrived, sequence.request.id, sequence.completion
+
+
+def _step(parts: list[tuple[Sequence, int]]) -> Step | None:
+    segments: list[Segment] = []
+    first = 0
+    for sequence, rows in parts:
+        chooses = sequence.computed + rows == len(sequence.tokens)
+        segments.append(Segment(sequence, first, rows, sequence.computed, chooses))
+        first += rows
+    return Step(tuple(segments)) if segments else None

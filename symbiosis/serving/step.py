@@ -1,0 +1,90 @@
+"""Sequences under way, and the step that runs some rows of some of them as one flat batch."""
+
+from dataclasses import dataclass, field
+
+from symbiosis.serving.adapter import Adapter
+from symbiosis.serving.request import Request
+
+BLOCK = 16  # tokens
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """The keys and values of 16 tokens, in one page for each layer."""
+
+    pages: tuple[int, ...]
+    users: int = 1  # sequences
+    key: bytes = b""  # by which it may be found, once it is full
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Sequence:
+    """One completion under way. Its tokens are the prompt's (behind the adapter's virtual ones), and those that were chosen since."""
+
+    request: Request
+    completion: int
+    tokens: list[int]
+    adapter: Adapter | None  # the version that was there when the request came; kept to the end
+    arrived: float
+    blocks: list[Block] = field(default_factory=list)
+    computed: int = 0  # of its tokens, those whose keys and values lie in the blocks
+    cached: int = 0  # of its prompt, those whose keys and values were there when it began
+    began: float = 0.0  # when it joined the batch
+    overtaken: int = 0  # by so many later ones, since there was no room for it
+
+    @property
+    def virtual(self) -> int:
+        """Tokens that the adapter puts in front of the prompt; what stands for them in `tokens` means nothing."""
+        return self.adapter.virtual if self.adapter else 0
+
+    @property
+    def version(self) -> int:
+        """Of its adapter; 0 is the base."""
+        return self.adapter.version if self.adapter else 0
+
+    @property
+    def prompt_length(self) -> int:
+        return self.virtual + len(self.request.prompt)
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether somebody has got, or is about to get, tokens of its request."""
+        return self.produced > 0 or self.completion > 0
+
+    @property
+    def produced(self) -> int:
+        return len(self.tokens) - self.prompt_length
+
+
+@dataclass(slots=True, frozen=True)
+class Segment:
+    """Rows of one sequence in a step: its tokens from `position` on."""
+
+    sequence: Sequence
+    first: int  # row of the step
+    rows: int
+    position: int
+    chooses: bool  # whether the last row's logits are wanted
+
+    @property
+    def end(self) -> int:
+        return self.position + self.rows
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.sequence.tokens[self.position : self.end]
+
+
+@dataclass(slots=True, frozen=True)
+class Step:
+    """What one forward pass computes: segments, one behind the other."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(segment.rows for segment in self.segments)

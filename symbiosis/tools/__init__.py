@@ -1,0 +1,1 @@
+"""The commands beside the executor: doctor, top, pads, audit, demo."""

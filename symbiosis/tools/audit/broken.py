@@ -1,0 +1,67 @@
+"""Logs of masks that are broken, each as one attack expects it, made of a log without masks: there the attack must succeed."""
+
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from symbiosis.client.privacy.noise import Noise, gaussian
+from symbiosis.tools.audit.operator_view import Entry, OperatorView
+
+LARGE, SMALL = 100.0, 0.4  # times a row's own root mean square
+
+
+def known_noise(view: OperatorView) -> OperatorView:
+    """That of `Noise`, whose effects this operator has computed."""
+    options, drawn = Noise(), dict[int, Tensor]()
+
+    def masked(entry: Entry) -> Tensor:
+        noise_PK = drawn.setdefault(entry.rows.shape[1], gaussian(options.pool, entry.rows.shape[1]))
+        return entry.rows + options.scale * _size(entry) * noise_PK[torch.randint(options.pool, (len(entry.rows),))]
+
+    broken = view.with_rows(masked)
+    broken.at_join = [replace(view.entries[0], rows=noise_PK) for noise_PK in drawn.values() for _ in range(2)]
+    return broken
+
+
+def both_at_one(view: OperatorView) -> OperatorView:
+    """Both halves of every call come to this operator."""
+    broken, halves = copy(view), list[Entry]()
+    for entry in view.entries:
+        r_TK = LARGE * _size(entry) * torch.randn_like(entry.rows)
+        halves += [replace(entry, rows=entry.rows + r_TK), replace(entry, rows=r_TK, seeded=True)]
+    broken.entries = halves
+    return broken
+
+
+def too_small(view: OperatorView) -> OperatorView:
+    """Fresh masks, smaller than what they should hide."""
+    return view.with_rows(lambda entry: entry.rows + SMALL * _size(entry) * torch.randn_like(entry.rows))
+
+
+def one_for_all(view: OperatorView) -> OperatorView:
+    """Rows of one width have one mask."""
+    drawn: dict[int, Tensor] = {}
+
+    def masked(entry: Entry) -> Tensor:
+        return entry.rows + drawn.setdefault(entry.rows.shape[1], LARGE * torch.randn_like(entry.rows[0]))
+
+    return view.with_rows(masked)
+
+
+def few(view: OperatorView) -> OperatorView:
+    """Masks are sums of a few that were drawn once."""
+    drawn: dict[int, Tensor] = {}
+
+    def masked(entry: Entry) -> Tensor:
+        width = entry.rows.shape[1]
+        pool_PK = drawn.setdefault(width, torch.randn(Noise().pool, width))
+        return entry.rows + LARGE * _size(entry) * (torch.randn(len(entry.rows), len(pool_PK)) @ pool_PK)
+
+    return view.with_rows(masked)
+
+
+def _size(entry: Entry) -> Tensor:
+    """Of each row."""
+    return entry.rows.square().mean(1, keepdim=True).sqrt()

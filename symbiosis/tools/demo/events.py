@@ -1,0 +1,33 @@
+"""How a client of the demo tells its parent what it does: a JSON object per line on stdout."""
+
+import json
+import os
+import sys
+from typing import Any
+
+from torch import nn
+
+from symbiosis.client.weights.remote_weight import RemoteWeight
+from symbiosis.executor.observe.figures import rss_bytes
+
+
+class Events:
+    """Takes stdout for the events; whatever else is printed goes to stderr."""
+
+    def __init__(self) -> None:
+        self._file = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+
+    def send(self, **fields: Any) -> None:
+        self._file.write(json.dumps({**fields, "rss_bytes": rss_bytes()}) + "\n")
+
+    def wait_for_start(self, **fields: Any) -> None:
+        """All that takes long is ready; the parent starts everybody at the same time, by closing their stdin."""
+        self.send(done=0, **fields)
+        sys.stdin.read()
+
+
+def base_bytes(model: nn.Module) -> int:
+    """The memory that tensors of the base model take in this process: of those that the executor does not serve."""
+    own = [p for name, p in model.named_parameters() if not isinstance(p, RemoteWeight) and not p.requires_grad]
+    return sum(parameter.nbytes for parameter in own)

@@ -1,0 +1,136 @@
+"""Executors and clients that the demo and the benchmarks start: listened to line by line, and ended with the block that started them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from symbiosis.errors import SymbiosisError
+
+EXECUTOR = "from symbiosis.cli import executor_main; executor_main()"
+START_S, STOP_S = 180.0, 10.0  # the longest waits for a process to start and to end
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}  # nothing is fetched from anywhere
+
+
+class ProcessError(SymbiosisError):
+    """A process failed, or took too long."""
+
+
+class Child:
+    """A process whose lines on stdout are read as they come. `state` holds the newest value of every field it sent."""
+
+    def __init__(self, name: str, arguments: list[str], folder: Path, threads: int = 1) -> None:
+        self.name, self.state, self.lines = name, dict[str, Any](), list[str]()
+        self._errors = folder / f"{name}.stderr"
+        environment = {**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
+        with self._errors.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment,
+                start_new_session=True,  # ctrl-C is for us: we end them
+            )  # fmt: skip
+        self.pid = self._process.pid
+        self._reader = threading.Thread(target=self._read, name=f"{name}-reader", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                self.state.update(json.loads(line))
+            else:
+                self.lines.append(line.rstrip())
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Of an executor: where it serves, as its first line says."""
+        return self.lines[0].rpartition(" at ")[2].split()
+
+    @property
+    def ready(self) -> bool:
+        """Whether it waits for its start, or has started."""
+        return "done" in self.state
+
+    def start(self) -> None:
+        """Let a client begin; once more does no harm."""
+        assert self._process.stdin
+        self._process.stdin.close()
+
+    def still_runs(self) -> bool:
+        """Whether it still runs; `ProcessError` with what it wrote to stderr if it failed."""
+        status = self._process.poll()
+        if status is None:
+            return True
+        self._reader.join(STOP_S)
+        if status:
+            how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise ProcessError(f"{self.name} {how}. It wrote:\n{self._errors.read_text(errors='replace').strip()}")
+        return False
+
+    def close(self) -> None:
+        """End it, gently at first."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(STOP_S)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe
+            pipe.close()
+
+
+@contextlib.contextmanager
+def whole() -> Iterator[None]:
+    """SIGTERM waits until this is over: a process that was started must be known, to be ended."""
+    came: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for number in came[:1]:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def executor(folder: Path, *arguments: str, threads: int = 1) -> Iterator[Child]:
+    """`symbiosis-executor ARGUMENT ...`, ready to be joined; what it logs goes to `folder`."""
+    child = None
+    try:
+        with whole():
+            child = Child("executor", ["-c", EXECUTOR, *arguments], folder, threads)
+        deadline = time.monotonic() + START_S
+        while not child.lines:
+            if not child.still_runs():
+                raise ProcessError("the executor ended at once, without a message")
+            if time.monotonic() > deadline:
+                raise ProcessError(f"the executor was not ready within {START_S:g} s")
+            time.sleep(0.05)
+        yield child
+    finally:
+        if child:
+            child.close()
+
+
+@contextlib.contextmanager
+def clients(arguments: dict[str, list[str]], folder: Path) -> Iterator[list[Child]]:
+    """Clients by name, all started at the same time."""
+    started: list[Child] = []
+    try:
+        for name, words in arguments.items():
+            with whole():
+                started.append(Child(name, words, folder))
+        yield started
+    finally:
+        for child in started:
+            child.close()

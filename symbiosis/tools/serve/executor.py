@@ -1,0 +1,13 @@
+"""What the server's own executor does before it starts."""
+
+import ctypes
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent() -> None:
+    """This process is told to end when the one that started it dies, however that comes."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,0 +1,119 @@
+"""What is wrong with a server's options is found before torch is imported; all is said at once."""
+
+import importlib.util
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from symbiosis.config import DTYPE_BITS
+from symbiosis.endpoints import is_within_process, parts_of
+from symbiosis.errors import ConfigError
+from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
+from symbiosis.executor.preflight import check_room
+from symbiosis.memory import free_memory
+from symbiosis.serving.options import ServeOptions
+
+PACKAGES = ("httptools", "starlette", "uvicorn")
+INSTALL = "`symbiosis serve` needs the packages of an extra: pip install 'symbiosis-llm[serve]'"
+DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
+
+
+def check(options: ServeOptions) -> socket.socket:
+    """The bound port; or `ConfigError`, with a line for each thing that is wrong."""
+    problems = [line for test in TESTS for line in _said(test, options)]
+    listener = None
+    try:
+        listener = bound(options)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems or listener is None:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return listener
+
+
+def _said(test: Callable[[ServeOptions], None], options: ServeOptions) -> Iterator[str]:
+    try:
+        test(options)
+    except ConfigError as error:
+        yield str(error)
+
+
+def check_packages(options: ServeOptions) -> None:
+    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"{INSTALL} (missing here: {', '.join(missing)})")
+
+
+def check_model(options: ServeOptions) -> None:
+    if options.model is None:
+        raise ConfigError(f"no model: symbiosis serve MODEL, or `model:` in a --config file. {MODEL}")
+    folder = located(options.model)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        raise ConfigError(f"there is no tokenizer in {folder}: the API needs one")
+    if options.executor is None and (files := weight_files(folder)):
+        for file in files:
+            check_whole(file)
+        needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), ())
+        check_room(options.model, needed, free_memory(), "this machine")
+
+
+def check_executor(options: ServeOptions) -> None:
+    if options.executor is None:
+        return
+    parts_of(options.executor)
+    if is_within_process(options.executor):
+        raise ConfigError(f"--executor {options.executor}: another process cannot reach it: write local:// or tcp://")
+    if options.dtype is not None:
+        raise ConfigError("--dtype is for the executor that this command starts: with --executor it is that one's")
+
+
+def check_adapters(options: ServeOptions) -> None:
+    """Each is a folder of adapters, or NAME=PATH of one."""
+    folders = [each for each in options.adapters if "=" not in each]
+    if len(folders) > 1:
+        raise ConfigError(
+            f"--adapters is one folder of adapters, or any number of NAME=PATH, and not {len(folders)} folders"
+        )
+    for each in folders:
+        if not Path(each).expanduser().is_dir():
+            raise ConfigError(f"--adapters {each}: there is no such folder")
+    for name, path in named(options):
+        if not name or not (path / "adapter_config.json").is_file():
+            raise ConfigError(f"--adapters {name}={path}: there is no adapter_config.json in that folder")
+
+
+def check_keys(options: ServeOptions) -> None:
+    if options.api_keys and not (problem := importlib.util.find_spec("starlette") is None):
+        from symbiosis.serving.http.keys import read_keys
+
+        assert not problem
+        read_keys(Path(options.api_keys))
+
+
+TESTS = (check_packages, check_model, check_executor, check_adapters, check_keys)
+
+
+def bound(options: ServeOptions) -> socket.socket:
+    """A socket that has the address and does not listen yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen at {options.host}:{options.port}: {error.strerror or error}") from None
+    return listener
+
+
+def folder_of(options: ServeOptions) -> Path | None:
+    """Where adapters are looked for by name."""
+    for each in options.adapters:
+        if "=" not in each:
+            return Path(each).expanduser().resolve()
+    return DEMO_ADAPTERS if options.model == "demo" and not options.adapters else None
+
+
+def named(options: ServeOptions) -> Iterator[tuple[str, Path]]:
+    for each in options.adapters:
+        name, separator, path = each.partition("=")
+        if separator:
+            yield name, Path(path).expanduser().resolve()

@@ -1,0 +1,172 @@
+"""The engine's process: it starts the other two, starts them again when they die, and drains when it is told to end."""
+
+import logging
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from symbiosis.config import runtime_dir
+from symbiosis.errors import SymbiosisError
+from symbiosis.executor.model.checkpoint import located
+from symbiosis.security.ownership import make_folder
+from symbiosis.serving.http.link.engine_side import Link
+from symbiosis.serving.http.link.messages import FrontOptions, Welcome
+from symbiosis.serving.options import ServeOptions
+from symbiosis.tools.serve.children import Child, executor_code, http_code
+from symbiosis.tools.serve.preflight import folder_of, named
+
+if TYPE_CHECKING:
+    from symbiosis.serving import Engine
+
+logger = logging.getLogger("symbiosis")
+
+LOOK_EVERY_S = 0.1
+START_S = 600.0
+OPEN = (
+    "anybody who can connect to %s may use this server, and load adapters: give --api-keys FILE, and encrypt what others can read "
+    "(a proxy with TLS)"
+)
+
+
+class Ending(Exception):
+    """SIGTERM or SIGINT came."""
+
+
+class Server:
+    """The processes of one `symbiosis serve`."""
+
+    def __init__(self, options: ServeOptions, listener: socket.socket) -> None:
+        self._options, self._listener = options, listener
+        self._executor, self._http = Child("the executor"), Child("the HTTP process")
+        self._told = threading.Event()  # to end
+        self._link: Link | None = None
+        self._ours: socket.socket | None = None
+
+    def run(self) -> None:
+        """Until SIGTERM or SIGINT; a second one does not wait for what is under way."""
+        with ExitStack() as stack:
+            stack.enter_context(self._signals())
+            stack.callback(self._http.stop, signal.SIGKILL)
+            stack.callback(self._executor.stop)
+            try:
+                endpoint = self._options.executor or self._start_executor(stack)
+                self._start_http()  # while the engine is made ready
+                engine = stack.enter_context(self._engine(endpoint))
+                self._welcome(engine)
+                self._say(endpoint)
+                while not self._told.wait(LOOK_EVERY_S):
+                    self._look(endpoint, engine)
+                self._drain()
+            except Ending:
+                logger.info("ended at once")
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        def told(number: int, _: object) -> None:
+            if self._told.is_set() or self._link is None:
+                raise Ending
+            self._told.set()
+
+        before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _start_executor(self, stack: ExitStack) -> str:
+        make_folder(runtime_dir())
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-", dir=runtime_dir()))
+        endpoint = f"local://{folder}/executor.sock"
+        self._executor.start(executor_code(str(self._options.model), endpoint, self._options.dtype))
+        return endpoint
+
+    def _start_http(self) -> None:
+        options = self._options
+        self._ours, theirs = socket.socketpair()
+        front = FrontOptions(
+            model=model_name(options), folder=str(located(str(options.model))), api_keys=options.api_keys,
+            adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
+            max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
+        )  # fmt: skip
+        with theirs:
+            code = http_code(self._listener, theirs, front)
+            self._http.start(code, (self._listener.fileno(), theirs.fileno()))
+
+    @contextmanager
+    def _engine(self, endpoint: str) -> Iterator["Engine"]:
+        """Ready, with the adapters that the options name."""
+        from symbiosis.serving import Engine
+
+        self._await_executor(endpoint)
+        options = self._options
+        with Engine(
+            endpoint, located(str(options.model)), adapters=folder_of(options), max_batch=options.max_batch,
+            adapters_in_batch=options.adapters_in_batch, memory=options.memory, policy=options.policy,
+            first_token_s=options.first_token_s, prefill_tokens=options.prefill_tokens, max_waiting=options.max_requests,
+        ) as engine:  # fmt: skip
+            for name, path in named(options):
+                engine.add(name, path)
+            yield engine
+
+    def _await_executor(self, endpoint: str) -> None:
+        """An executor of our own that cannot start has said why."""
+        path = Path(endpoint.removeprefix("local://"))
+        deadline = time.monotonic() + START_S
+        while self._options.executor is None and not path.is_socket():
+            if self._executor.is_dead:
+                raise SymbiosisError("the executor could not start, as it says above")
+            if time.monotonic() > deadline:
+                raise SymbiosisError(f"the executor was not ready within {START_S:g} s")
+            time.sleep(0.02)
+
+    def _welcome(self, engine: "Engine") -> None:
+        assert self._ours is not None
+        welcome = Welcome(model=model_name(self._options), longest=engine.longest, vocabulary=engine.vocabulary)
+        self._link = Link(engine, self._ours, welcome, load=Path)
+
+    def _say(self, endpoint: str) -> None:
+        host, port = self._listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        print(f"serving {model_name(self._options)} at {url}/v1, executor at {endpoint}", flush=True)
+        if not self._options.is_for_this_machine and self._options.api_keys is None:
+            logger.warning(OPEN, url)
+
+    def _look(self, endpoint: str, engine: "Engine") -> None:
+        """What has died is started again."""
+        if self._executor.is_dead:
+            logger.error("the executor died (status %d) and is started again; requests wait", self._executor.status)
+            self._executor.start(executor_code(str(self._options.model), endpoint, self._options.dtype))
+        if self._http.is_dead:
+            logger.error("the HTTP process died (status %d) and is started again", self._http.status)
+            assert self._link is not None
+            self._link.close()
+            self._start_http()
+            self._welcome(engine)
+
+    def _drain(self) -> None:
+        assert self._link is not None
+        logger.info(
+            "finishing what is under way, for at most %g s (another ctrl-C ends at once)", self._options.drain_s
+        )
+        self._link.drain()
+        if not self._http.wait(self._options.drain_s):
+            logger.warning("not all requests were finished within %g s", self._options.drain_s)
+        self._link.close()
+
+
+def model_name(options: ServeOptions) -> str:
+    """What clients ask for."""
+    return str(options.model)
+
+
+def serve(options: ServeOptions, listener: socket.socket) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    Server(options, listener).run()

@@ -1,0 +1,221 @@
+"""`symbiosis top`: what an executor is doing, as its own figures tell (executor/observe/figures.py), live or once."""
+
+import sys
+import time
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from symbiosis.endpoints import how_to_start_one, parts_of
+from symbiosis.errors import Code, ExecutorUnavailable, ProtocolError
+from symbiosis.executor.observe.snapshot import LayerFigures, Snapshot, mean_size
+from symbiosis.protocol import Op
+from symbiosis.text import shown
+from symbiosis.tools.doctor import socket_problem
+
+if TYPE_CHECKING:
+    from symbiosis.client.session import Session
+
+BUSIEST = 12
+MOST = 2.0**63  # of any figure
+LONGEST_NAME = 256  # characters
+BAR = 40
+
+
+def run(endpoint: str, once: bool, interval: float) -> None:
+    """Show the executor at `endpoint` until interrupted, or one plain view of the next `interval` seconds."""
+    parts_of(endpoint)
+    if problem := socket_problem(endpoint):
+        raise ExecutorUnavailable(f"no executor at {endpoint} ({problem}). {how_to_start_one(endpoint)}")
+    print(f"connecting to {shown(endpoint, LONGEST_NAME)} ...", file=sys.stderr, flush=True)
+    from symbiosis.client.session import Session  # torch comes with it
+
+    session = Session(endpoint, observer=True, patience=10.0)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    try:
+        views = watch(session, interval)
+        if once or not console.is_terminal:
+            for view in islice(views, 1 if once else None):
+                console.print(view)
+            return
+        with Live(next(views), console=console, screen=True, auto_refresh=False) as live:
+            for view in views:
+                live.update(view, refresh=True)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        session.close()
+
+
+def watch(session: "Session", interval: float) -> Iterator[Group]:
+    """A view for every `interval` seconds."""
+    before = snapshot(session)
+    while True:
+        time.sleep(interval)
+        now = snapshot(session)
+        yield render(before, now)
+        before = now
+
+
+def snapshot(session: "Session") -> Snapshot:
+    """The executor's figures at this moment."""
+    figures = session.call(Op.STATS, 0)
+    try:
+        told = msgspec.msgpack.decode(figures.numpy().data)
+        return msgspec.convert(_fit_to_show(told), Snapshot)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise ProtocolError(
+            Code.BAD_FRAME, f"{session.endpoint} does not send its figures in a form that this release knows: {error}"
+        ) from None
+
+
+def _fit_to_show(told: object) -> object:
+    """Names come from clients, and everything from an executor: neither may write on this terminal."""
+    if isinstance(told, str):
+        return shown(told, LONGEST_NAME)
+    if isinstance(told, list):
+        return [_fit_to_show(one) for one in told]
+    if isinstance(told, dict):
+        return {_fit_to_show(key): _fit_to_show(value) for key, value in told.items()}
+    if isinstance(told, int | float) and not 0 <= told < MOST:
+        raise ValueError(f"{told} is not a figure")
+    return told
+
+
+def render(before: Snapshot, now: Snapshot) -> Group:
+    """Everything on one screen; rates are over the time between the two."""
+    seconds = now.uptime_s - before.uptime_s
+    if seconds <= 0:  # restarted meanwhile
+        before, seconds = _nothing(now), now.uptime_s
+    return Group(
+        _head(before, now, seconds), _sessions(before, now, seconds), *_tenants(before, now, seconds),
+        _layers(before, now, seconds), _sizes(now),
+    )  # fmt: skip
+
+
+def _nothing(now: Snapshot) -> Snapshot:
+    return msgspec.structs.replace(now, uptime_s=0.0, bytes={}, batch_sizes={}, sessions=[], lines=[], tenants={})
+
+
+def _head(before: Snapshot, now: Snapshot, seconds: float) -> Text:
+    recent = {size: n - before.batch_sizes.get(size, 0) for size, n in now.batch_sizes.items()}
+    lines = [
+        f"executor at {' '.join(now.endpoints)}, policy {now.policy}, up {duration(now.uptime_s)}",
+        f"{(now.calls - before.calls) / seconds:.0f} calls/s   {(now.rows - before.rows) / seconds:.0f} rows/s   "
+        f"{max(0, now.direct_rows - before.direct_rows) / seconds:.0f} direct rows/s   "
+        f"mean batch {mean_size(recent):.2f} ({now.mean_batch:.2f} since the start)   queue {now.queue_depth}",
+        f"memory {size_of(now.rss_bytes)} (weights {size_of(now.weights_bytes)})   "
+        + "   ".join(
+            f"{name} {size_of((total - before.bytes.get(name, 0)) / seconds)}/s" for name, total in now.bytes.items()
+        ),
+    ]
+    if now.errors or now.dropped:
+        refused = ", ".join(f"{code} {count}" for code, count in sorted(now.errors.items()))
+        lines.append(f"refused: {refused or 'none'}   dropped sessions: {now.dropped}")
+    return Text("\n".join(lines) + "\n")
+
+
+def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
+    clients = [session for session in now.sessions if not session.observer]
+    observers = len(now.sessions) - len(clients)
+    table = _table(f"{len(clients)} sessions, {observers} observing", "no", "client", "way")
+    for name in ("calls/s", "rows/s", "direct rows/s", "calls", "received", "open", "silent", "joined"):
+        table.add_column(name, justify="right")
+    earlier = {session.number: session for session in before.sessions}
+    for session in sorted(clients, key=lambda s: -s.rows):
+        then = earlier.get(session.number)
+        calls, rows, direct = (
+            getattr(session, name) - (getattr(then, name) if then else 0) for name in ("calls", "rows", "direct_rows")
+        )
+        table.add_row(
+            str(session.number), Text(session.client), Text(session.transport),
+            f"{calls / seconds:.0f}", f"{rows / seconds:.0f}", f"{direct / seconds:.0f}", str(session.calls), size_of(session.bytes),
+            str(session.in_flight), f"{session.idle_s:.1f} s", duration(session.joined_s),
+        )  # fmt: skip
+    return table
+
+
+def _tenants(before: Snapshot, now: Snapshot, seconds: float) -> list[Table]:
+    """Who has had how much since the start, and of the executor's time lately; nothing where there are no keys."""
+    if not any(now.tenants):
+        return []
+    table = _table(f"{len(now.tenants)} tenants", "tenant")
+    for name in ("busy", "calls", "rows", "multiplications", "bytes", "seconds"):
+        table.add_column(name, justify="right")
+    for tenant, used in sorted(now.tenants.items(), key=lambda named: -named[1].seconds):
+        then = before.tenants[tenant].seconds if tenant in before.tenants else 0.0
+        table.add_row(
+            Text(tenant), f"{(used.seconds - then) / seconds:.1%}", str(used.calls), str(used.rows),
+            f"{used.multiplications:.3g}", size_of(used.bytes), f"{used.seconds:.1f}",
+        )  # fmt: skip
+    return [table]
+
+
+def _layers(before: Snapshot, now: Snapshot, seconds: float) -> Table:
+    """The layers by the time they took since `before`."""
+    table = _table("busiest layers", "layer", "op")
+    for name in ("busy", "calls/s", "rows", "batch", "us run", "us wait"):
+        table.add_column(name, justify="right")
+    earlier = {(line.layer, line.op): line for line in before.lines}
+    recent = [_since(earlier.get((line.layer, line.op)), line) for line in now.lines]
+    for line in sorted((line for line in recent if line.calls), key=lambda line: -line.compute_s)[:BUSIEST]:
+        table.add_row(
+            Text(line.layer or "-"), Text(line.op), f"{line.compute_s / seconds:.1%}", f"{line.calls / seconds:.0f}",
+            f"{line.rows / line.calls:.0f}", f"{line.calls / max(1, line.batches):.2f}",
+            f"{1e6 * line.compute_s / max(1, line.batches):.0f}", f"{1e6 * line.wait_s / line.calls:.0f}",
+        )  # fmt: skip
+    return table
+
+
+def _since(then: LayerFigures | None, now: LayerFigures) -> LayerFigures:
+    if then is None:
+        return now
+    return LayerFigures(
+        now.layer, now.op, now.calls - then.calls, now.rows - then.rows, now.batches - then.batches,
+        now.wait_s - then.wait_s, now.compute_s - then.compute_s,
+    )  # fmt: skip
+
+
+def _sizes(now: Snapshot) -> Table:
+    """How many calls ran as one product, since the start."""
+    table = _table("calls per product", "calls", "products", "")
+    most = max(now.batch_sizes.values(), default=1)
+    for size, count in sorted(now.batch_sizes.items()):
+        table.add_row(str(size), str(count), "█" * max(1, round(BAR * count / most)))
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def size_of(nbytes: float) -> str:
+    """Bytes for people.
+
+    >>> size_of(3 << 20)
+    '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> duration(3725)
+    '1:02:05'
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

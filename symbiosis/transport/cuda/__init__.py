@@ -1,0 +1,1 @@
+"""`local://` for programs on the executor's GPU or another of its host."""

@@ -1,0 +1,424 @@
+"""`local://` for clients on a GPU, the client's end: its stream makes the calls, its CPU only enqueues them.
+
+When the executor dies, our stream waits. The next executor answers what is unanswered (`link.py`): the stream goes on as if nothing
+had been, a captured graph in the midst of it, too. Only if no executor comes within the patience are the answers filled with NaN,
+the stream let go, and the next call raises.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code
+from symbiosis.protocol import ITEMSIZE, Call, Hello, Welcome
+from symbiosis.transport.cuda.driver import WRITE_32, DeviceMemory, MemOp, MemOps, copy, fill, shares_time, why_not
+from symbiosis.transport.cuda.link import Link
+from symbiosis.transport.cuda.step import RegisteredCall, Steps, doorbell
+from symbiosis.transport.cuda.words import (
+    BATCHED,
+    BELL,
+    CURRENT,
+    ENQUEUED,
+    ERROR,
+    ERROR_LENGTH,
+    ERROR_TEXT,
+    FIRST_SEGMENT,
+    LET_GO,
+    LONGEST_ERROR,
+    MOST_KEPT,
+    ROUND_REPLY,
+    ROUNDS_OVER,
+    SLEEPS,
+    VOID,
+    aligned,
+)
+from symbiosis.transport.tensors import Shapes, cut
+
+WORD = 8  # bytes: kernels copy no less
+
+logger = logging.getLogger("symbiosis")
+
+
+class CopiedTensor:
+    """Where rows or results of a prepared call lie, in the shape in which the model has them. The driver copies them: torch would
+    take twice as long to ask for it."""
+
+    __slots__ = "address", "nbytes", "tensor"
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.address, self.nbytes = tensor, tensor.data_ptr(), tensor.nbytes
+
+    def put(self, rows: Tensor, stream: int) -> None:
+        if type(rows) is Tensor and rows.is_contiguous():
+            copy(self.address, rows.data_ptr(), self.nbytes, stream)
+        else:
+            self.tensor.copy_(rows)
+
+    def take(self, stream: int) -> Tensor:
+        taken = torch.empty_like(self.tensor)
+        copy(taken.data_ptr(), self.address, self.nbytes, stream)
+        return taken
+
+
+class Shaped(NamedTuple):
+    """A prepared call whose rows have the shape in which the model has them. `make`: a kernel that makes all of it, if it is small."""
+
+    x: CopiedTensor
+    outs: list[CopiedTensor]
+    prepared: RegisteredCall
+    make: Callable[[int, list[int], int], None] | None
+
+
+class DeviceLine:
+    """The calls of one process's GPU to one executor. All of its streams may make them, one after another.
+
+    It is long because one lock and one memory bind all that it does: whoever makes, registers, gives up or forgets a call must know
+    which stream made the last one, and what captured graphs still use.
+    """
+
+    def __init__(self, address: str, hello: Callable[[], Hello], device: torch.device, patience: float) -> None:
+        """`hello`: what to join with; asked for whenever an executor is joined (again)."""
+        if reason := why_not(device):
+            raise CallError(Code.UNKNOWN_OP, reason)
+        self._address, self.device = address, device
+        self.kernel: Any = None  # the module `kernels.gpu.small_call`, where there is one
+        self.noted: list[Call] | None = None  # the calls that are made, if somebody wants to know
+        self.recorded = 0  # times that graphs, as they were captured, ring for the executor's CPU
+        self._link = Link(address, hello, device, patience, self._give_up)
+        self.steps = Steps(self._link, device, self._registered_apart)
+        self.words = self._link.words.words
+        self._newest = 0  # segment for calls that are registered
+        self._prepared: dict[Call, RegisteredCall] = {}
+        self._small: Any = None  # what makes small calls by that, once the executor has agreed
+        self._stay: set[int] = set()  # the numbers of calls that graphs make, or that the next executor is asked about
+        self._shaped: dict[tuple[Call, torch.Size], Shaped] = {}
+        self._void: CallError | None = None  # what was computed is
+        self._closed = False
+        self._calls = threading.Lock()
+        self._rescue = torch.cuda.Stream(device)
+        self._releaser = threading.Thread(target=self._release, name="symbiosis-release", daemon=True)
+        self._stream: int | None = None  # that made the last call; torch's default one is 0
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        try:
+            # CUDA loads what filling takes now; while a stream waits, it could not
+            fill(self._link.first.address, self._link.first.nbytes, 0, self._rescue.cuda_stream)
+            self._rescue.synchronize()
+            self._link.join()
+        except BaseException:
+            self._link.free()
+            raise
+
+    @property
+    def reconnects(self) -> int:
+        return self._link.reconnects
+
+    @property
+    def welcome(self) -> Welcome:
+        return self._link.welcome
+
+    # ------------------------------------------------------------------ calls
+
+    def call(self, call: Call, payload: tuple[Tensor, ...]) -> Tensor:
+        """Enqueue a call on the current stream; its reply, as of then."""
+        if torch._C._cuda_getDevice() != self._index:  # what the driver enqueues goes to the current device
+            with torch.cuda.device(self._index):
+                return self.call(call, payload)
+        with self._calls:
+            prepared = self._prepared.get(call) or self._prepare(call)
+            if self._link.failed or self._void or self.words[ERROR] or self.steps.dropped:
+                self._attend()
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            if stream != self._stream:
+                self._follow(stream)
+            alone = len(payload) == 1 and self.steps.current is not None
+            if alone and (outs := self._in_step(call, payload[0], (prepared.out.shape,), stream)):
+                return outs[0]
+            for target, tensor in zip(prepared.payload, payload, strict=True):
+                target.copy_(tensor)
+            self._ring(prepared, stream)
+            return prepared.out.clone()
+
+    def rows(self, call: Call, x: Tensor, shapes: Shapes) -> list[Tensor]:
+        """What each layer of `call` makes of the rows of `x`, in these shapes."""
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                return self.rows(call, x, shapes)
+        with self._calls:
+            shaped = self._shaped.get((call, x.shape)) or self._shape(call, x, shapes)
+            if self._link.failed or self._void or self.words[ERROR] or self.steps.dropped:
+                self._attend()
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
+            if stream != self._stream:
+                self._follow(stream)
+            if self.steps.current and (outs := self._in_step(call, x, shapes, stream)):
+                return outs
+            if shaped.make and _lies_well(x) and not torch._C._cuda_isCurrentStreamCapturing():
+                return self._make(shaped, shaped.make, x, stream)
+            shaped.x.put(x, stream)
+            self._ring(shaped.prepared, stream)
+            return [out.take(stream) for out in shaped.outs]
+
+    def _make(
+        self, shaped: Shaped, make: Callable[[int, list[int], int], None], x: Tensor, stream: int
+    ) -> list[Tensor]:
+        taken = [torch.empty_like(out.tensor) for out in shaped.outs]
+        self._note(shaped.prepared)
+        make(x.data_ptr(), [out.data_ptr() for out in taken], stream)
+        return taken
+
+    def _in_step(self, call: Call, x: Tensor, shapes: Shapes, stream: int) -> list[Tensor] | None:
+        """What becomes of a call of the step that is being captured."""
+        step = self.steps.current
+        if step is None or not torch._C._cuda_isCurrentStreamCapturing():
+            return None
+        outs = step.call(call, x, shapes, stream)
+        self.recorded += outs is not None and (step.round is None or step.made == 1)
+        return outs
+
+    def _ring(self, prepared: RegisteredCall, stream: int) -> None:
+        if torch._C._cuda_isCurrentStreamCapturing():
+            self.recorded += 1
+            self._stay.add(prepared.number)
+        else:
+            self._note(prepared)
+        prepared.ring.enqueue(stream)
+
+    def _note(self, prepared: RegisteredCall) -> None:
+        """It is made as it is, and not by a graph."""
+        self.announce(1)
+        if self.noted is not None:
+            self.noted.append(prepared.call)
+
+    def _shape(self, call: Call, x: Tensor, shapes: Shapes) -> Shaped:
+        prepared = self._prepared.get(call) or self._prepare(call)
+        place, outs = (
+            CopiedTensor(prepared.payload[0].view(x.shape)),
+            [CopiedTensor(out) for out in cut(prepared.out, shapes)],
+        )
+        make = None if self.kernel is None else self._by_kernel(prepared.number, place, outs)
+        shaped = self._shaped[call, x.shape] = Shaped(place, outs, prepared, make)
+        return shaped
+
+    def _by_kernel(
+        self, number: int, x: CopiedTensor, outs: list[CopiedTensor]
+    ) -> Callable[[int, list[int], int], None] | None:
+        """What makes the call of that number, if it is small. A kernel that waits must not keep the executor's from running: so all
+        of them have to be served by MPS."""
+        lies = self.kernel.Lies(number, (x.address, x.nbytes), [(out.address, out.nbytes) for out in outs])
+        if not self.kernel.takes(lies) or torch.cuda.is_current_stream_capturing():
+            return None
+        if self._small is None and (reason := self._why_not_by_kernels(number)):
+            logger.info("small calls are made by stream memory operations: %s", reason)
+            return None
+        return self._small.prepared(lies)  # type: ignore[no-any-return]
+
+    def _why_not_by_kernels(self, number: int) -> str | None:
+        """The executor may agree to another call; what this process lacks, it lacks for all."""
+        try:
+            if shares_time(self.device):
+                raise RuntimeError("MPS does not serve this process")
+            self._link.agrees([number])
+            first, words = self._link.first.address, self._link.words
+            mine = self.kernel.CallWords(words.at(BELL), first, first + ROUNDS_OVER, words.at(ERROR), VOID)
+            # If this process does not say that there will be no answer, because it stands still, the stream goes on at some time.
+            self._small = self.kernel.SmallCalls(mine, 2 * self._link.longest, self.device)
+        except CallError as error:
+            return error.message
+        except Exception as error:  # whatever Triton needs and does not find
+            self.kernel = None
+            return f"{type(error).__name__}: {error}"
+        self._stay.add(number)
+        return None
+
+    def announce(self, calls: int) -> None:
+        """Tell the executor's CPU that the stream is going to make so many calls."""
+        words = self.words
+        words[ENQUEUED] = (words[ENQUEUED] + calls) & 0xFFFFFFFF
+        if words[SLEEPS]:
+            os.eventfd_write(self._link.awake, 1)
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """In the block a graph that was announced is enqueued on the current stream, and no other call."""
+        with self._calls:
+            if self._link.failed or self._void or self.words[ERROR] or self.steps.dropped:
+                self._attend()
+            self._follow(torch._C._cuda_getCurrentRawStream(self._index))
+            yield
+
+    # ------------------------------------------------------------------ captured steps
+
+    def begin_step(self, calls: tuple[Call, ...], shares: bool, kernel: Any) -> None:
+        """A step that made these calls is about to be captured (`Steps.begin`)."""
+        with self._calls:
+            self._attend()
+            prepared = [self._prepared.get(call) or self._prepare(call) for call in calls]
+            step = self.steps.begin(prepared, shares, kernel)
+            if step:
+                self._stay.update(step.borrowed)
+
+    def owns(self, tensor: Tensor) -> bool:
+        """Whether it lies where replies do that are not of a step alone."""
+        address = tensor.data_ptr()
+        return any(0 <= address - memory.address < memory.nbytes for memory in self._ours())
+
+    def _ours(self) -> list[DeviceMemory]:
+        """The memory that no step holds."""
+        return [memory for memory in list(self._link.segments.values()) if memory.is_ours]
+
+    def _registered_apart(self, calls: Sequence[Call], sizes: list[int]) -> list[RegisteredCall]:
+        """Where nobody writes until a graph runs again: the kernel that calls copies the rows there."""
+        if sum(sizes) > self._link.segments[self._newest].nbytes:
+            self._grow(sum(sizes))
+        starts = itertools.accumulate(sizes[:-1], initial=0)
+        return [self._registered(call, start) for call, start in zip(calls, starts, strict=True)]
+
+    @property
+    def batched(self) -> int:
+        """The sum over all calls of how many ran together."""
+        return self.words[BATCHED]
+
+    def _follow(self, stream: int) -> None:
+        """All streams use the same memory: this one begins when the other's last call is over."""
+        if self._stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).wait_stream(self._last())
+        self._stream = stream
+
+    def _last(self) -> torch.cuda.Stream:
+        """The stream that made the last call."""
+        if not self._stream:
+            return torch.cuda.default_stream(self.device)
+        return torch.cuda.ExternalStream(self._stream, self.device)
+
+    def _attend(self) -> None:
+        """Raise what has happened, if something has; and give back what dropped steps held."""
+        if error := self._link.failed or self._void:
+            raise error
+        if self.words[ERROR]:
+            self._raise()
+        if self.steps.dropped and not torch.cuda.is_current_stream_capturing() and self._is_idle():
+            self.steps.give_back()
+
+    def _raise(self) -> None:
+        """What the executor said, or a kernel that nobody answered."""
+        if self.words[ERROR] == VOID:
+            self._void = CallError(
+                Code.RESOURCE,
+                "nobody answered a call in time, and what was computed since then is void: start over",
+            )
+            raise self._void
+        length = min(self.words[ERROR_LENGTH], LONGEST_ERROR)
+        text = bytes(self._link.words.memory[4 * ERROR_TEXT : 4 * ERROR_TEXT + length]).decode(errors="replace")
+        code, self.words[ERROR] = self.words[ERROR], 0
+        raise CallError.told(code, f"an earlier call failed, and what was computed from it is void: {text}")
+
+    # ------------------------------------------------------------------ what is agreed with the executor
+
+    def _prepare(self, call: Call) -> RegisteredCall:
+        if len(self._prepared) - len(self._stay) >= MOST_KEPT and not torch.cuda.is_current_stream_capturing():
+            self._forget()
+        if not self._newest:
+            self._grow(max(FIRST_SEGMENT, 4 * sum(map(aligned, call.parts))))
+        while True:
+            try:
+                prepared = self._prepared[call] = self._registered(call, 0)
+            except CallError as error:
+                needed = sum(map(aligned, call.parts)) + self._link.answers.nbytes(call)
+                if error.code is not Code.GROW or needed <= self._link.segments[self._newest].nbytes:
+                    raise
+                self._grow(2 * needed)
+            else:
+                return prepared
+
+    def _forget(self) -> None:
+        """All calls but those that stay: who makes others again and again, registers them again."""
+        if self._is_idle():
+            gone = {call: p for call, p in self._prepared.items() if p.number not in self._stay}
+            self._link.forget([prepared.number for prepared in gone.values()], [])
+            self._prepared = {call: prepared for call, prepared in self._prepared.items() if call not in gone}
+            self._shaped = {key: shaped for key, shaped in self._shaped.items() if key[0] not in gone}
+
+    def _registered(self, call: Call, start: int) -> RegisteredCall:
+        """The call, from now on made at `start` of the newest segment."""
+        number, shape = self._link.register(call, self._newest, start)
+        memory = self._link.segments[self._newest]
+        payload = [memory.tensor(start, call.payload_dtype, call.shape)]
+        if call.groups:
+            payload.append(memory.tensor(start + aligned(call.parts[0]), "int32", (call.groups,)))
+        out = memory.tensor(start + sum(map(aligned, call.parts)), call.dtype, shape)
+        assert prod(shape) * ITEMSIZE[call.dtype] == out.nbytes
+        return RegisteredCall(call, number, tuple(payload), out, MemOps(doorbell(self._link, number)))
+
+    def _grow(self, nbytes: int) -> None:
+        """One more segment, for the calls that are registered from now on; the others stay where they are."""
+        self._newest = self._link.share(DeviceMemory.create(nbytes, self.device))
+
+    # ------------------------------------------------------------------ the end
+
+    def _give_up(self) -> None:
+        """Let the stream go, with answers that nobody can mistake for results."""
+        with torch.cuda.device(self.device):
+            ours = [(memory.address, memory.nbytes) for memory in self._ours() if memory is not self._link.first]
+            try:
+                for address, nbytes in (*ours, *self.steps.places):
+                    fill(address, nbytes, 0xFF, self._rescue.cuda_stream)  # NaN in every float
+                self._rescue.synchronize()
+            finally:
+                self._releaser.start()
+
+    def _release(self) -> None:
+        with torch.cuda.device(self.device):
+            while not self._closed:
+                waited_for, first = self.words[BELL] or self.words[CURRENT], self._link.first.address
+                answers = [
+                    MemOp(WRITE_32, first, waited_for),
+                    MemOp(WRITE_32, first + ROUND_REPLY, LET_GO),
+                    MemOp(WRITE_32, first + ROUNDS_OVER, 1),
+                ]
+                MemOps(answers).enqueue(self._rescue.cuda_stream)
+                time.sleep(50e-6)
+
+    def close(self) -> None:
+        """Leave. Calls that are enqueued are still answered."""
+        if self._closed:
+            return
+        over = self._is_idle()
+        self._closed = True
+        if self.words[ERROR]:
+            logger.error("%s is left after a call that failed: what was computed from it is void", self._address)
+        over = self._link.close() and over
+        if self._releaser.is_alive() and self._releaser is not threading.current_thread():
+            self._releaser.join(1.0)
+            over = over and not self._releaser.is_alive()
+        if over and self._ends(self._rescue):
+            self._link.free()
+
+    def _is_idle(self) -> bool:
+        """Wait until all calls are answered; false if that takes too long."""
+        return self._stream is None or self._ends(self._last())
+
+    def _ends(self, stream: torch.cuda.Stream) -> bool:
+        """Wait for what is enqueued there, which may wait for replies; false if that takes too long."""
+        give_up = time.monotonic() + self._link.longest
+        try:
+            while not stream.query():
+                if time.monotonic() > give_up:
+                    return False
+                time.sleep(1e-3)
+        except RuntimeError:  # CUDA is broken
+            return False
+        return True
+
+
+def _lies_well(rows: Tensor) -> bool:
+    """Whether a kernel can copy them word by word."""
+    return type(rows) is Tensor and rows.is_contiguous() and not rows.data_ptr() % WORD

@@ -1,0 +1,309 @@
+"""What torch does not offer of the CUDA driver: memory that other processes can map, host words that a GPU reads and writes,
+and stream memory operations on them. Through ctypes, so that importing this touches no CUDA and needs no other package.
+
+Device memory is made by `cuMemCreate` and passed as a file descriptor, like the host's memfd: the allocation lives until the
+last process that maps it is gone, whoever made it.
+"""
+
+import ctypes
+import ctypes.util
+import mmap
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+HIGHEST = -5  # priority of a stream, or what the GPU has
+
+_POSIX_FD, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
+_PORTABLE_MAPPED = 3
+_CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD, _IS_SERVED_BY_MPS = 122, 103, 133
+_WAIT, _WRITE, _AT_LEAST, _EQUAL, _AS_IT_IS = 1, 2, 0, 1, 0
+WAIT_EQUAL, WAIT_AT_LEAST, WRITE_32 = (_WAIT, _EQUAL), (_WAIT, _AT_LEAST), (_WRITE, _AS_IT_IS)
+_NON_BLOCKING = 1
+_NO_CONTEXT = 201
+
+
+class CudaError(RuntimeError):
+    """The driver refused."""
+
+
+class _Location(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
+
+
+class _Allocation(ctypes.Structure):
+    """CUmemAllocationProp"""
+
+    _fields_ = [
+        ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location), ("meta", ctypes.c_void_p),
+        ("flags", ctypes.c_ubyte * 8),
+    ]  # fmt: skip
+
+
+class _Access(ctypes.Structure):
+    """CUmemAccessDesc"""
+
+    _fields_ = [("location", _Location), ("flags", ctypes.c_int)]
+
+
+class _MemOp(ctypes.Structure):
+    """CUstreamBatchMemOpParams, as far as waiting and writing use it."""
+
+    _fields_ = [
+        ("operation", ctypes.c_int), ("address", ctypes.c_uint64), ("value", ctypes.c_uint64), ("flags", ctypes.c_uint),
+        ("alias", ctypes.c_uint64), ("rest", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+class MemOp(NamedTuple):
+    """Wait until the 32-bit word at `address` is `value` (or not less), or write `value` there."""
+
+    kind: tuple[int, int]
+    address: int
+    value: int
+
+
+@cache
+def _driver() -> Any:
+    driver = ctypes.CDLL("libcuda.so.1")
+    # some calls are made of nothing else: so ctypes converts what is passed
+    driver.cuMemcpyAsync.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+    return driver
+
+
+def check(code: int, what: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise CudaError(f"{what}: {(name.value or b'error').decode()} ({code})")
+
+
+def why_not(device: torch.device) -> str | None:
+    """Why `device` cannot take part in calls that no CPU waits for; None if it can."""
+    try:
+        torch.cuda.init()
+        number = _device(device)
+        for attribute, what in (
+            (_CAN_USE_STREAM_MEM_OPS, "has no stream memory operations"),
+            (_CAN_SHARE_BY_FD, "cannot share memory by file descriptors"),
+        ):
+            if not _attribute(attribute, number):
+                return f"{device} {what}"
+    except (OSError, RuntimeError, AttributeError) as error:
+        return f"{device} cannot be used: {error}"
+    return None
+
+
+def shares_time(device: torch.device) -> bool:
+    """Whether this process takes turns with others on an initialised device: MPS does not serve it, as far as the driver tells."""
+    try:
+        return not _attribute(_IS_SERVED_BY_MPS, _device(device))
+    except CudaError:
+        return True
+
+
+def _attribute(attribute: int, device: int) -> int:
+    value = ctypes.c_int()
+    check(_driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, device), "cuDeviceGetAttribute")
+    return value.value
+
+
+def _device(device: torch.device) -> int:
+    """The driver's number of a device: torch's, since both honour CUDA_VISIBLE_DEVICES."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+# ---------------------------------------------------------------- device memory
+
+
+class DeviceMemory:
+    """An allocation of its own on one device, mapped for the use of another one (or the same)."""
+
+    def __init__(self, handle: int, nbytes: int, user: torch.device, address: int = 0) -> None:
+        """`address`: where somebody else has mapped it, who will also unmap it."""
+        self._handle, self.nbytes, self.user, self.is_ours = ctypes.c_uint64(handle), nbytes, user, not address
+        try:
+            self.address = address or self._map()
+        except CudaError:
+            _driver().cuMemRelease(self._handle)
+            raise
+
+    def _map(self) -> int:
+        user, nbytes, address = self.user, self.nbytes, ctypes.c_uint64()
+        check(_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_ulonglong(0)), "cuMemAddressReserve")  # fmt: skip
+        access = _Access(_Location(_ON_DEVICE, _device(user)), _READ_WRITE)
+        try:
+            check(_driver().cuMemMap(address, ctypes.c_size_t(nbytes), ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0)), "cuMemMap")  # fmt: skip
+            check(_driver().cuMemSetAccess(address, ctypes.c_size_t(nbytes), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")  # fmt: skip
+        except CudaError:
+            self._unmap(address.value)
+            raise
+        return address.value
+
+    def _unmap(self, address: int) -> None:
+        _driver().cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(self.nbytes))
+        _driver().cuMemAddressFree(ctypes.c_uint64(address), ctypes.c_size_t(self.nbytes))
+
+    @classmethod
+    def create(cls, nbytes: int, device: torch.device) -> "DeviceMemory":
+        properties = _Allocation(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, _device(device)))
+        size = ctypes.c_size_t()
+        check(_driver().cuMemGetAllocationGranularity(ctypes.byref(size), ctypes.byref(properties), 0), "cuMemGetAllocationGranularity")  # fmt: skip
+        nbytes = -(-nbytes // size.value) * size.value
+        handle = ctypes.c_uint64()
+        check(_driver().cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(properties), ctypes.c_ulonglong(0)), "cuMemCreate")  # fmt: skip
+        return cls(handle.value, nbytes, device)
+
+    @classmethod
+    def of_fd(cls, fd: int, nbytes: int, user: torch.device) -> "DeviceMemory":
+        """What another process made, for the use of our device."""
+        handle = ctypes.c_uint64()
+        check(_driver().cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_FD), "cuMemImportFromShareableHandle")  # fmt: skip
+        return cls(handle.value, nbytes, user)
+
+    @classmethod
+    def at(cls, address: int, nbytes: int, user: torch.device) -> "DeviceMemory":
+        """An allocation of this process that begins there, whoever made it; raises `CudaError` if it was not made so that others can
+        map it."""
+        handle = ctypes.c_uint64()
+        check(_driver().cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address)), "cuMemRetainAllocationHandle")  # fmt: skip
+        return cls(handle.value, nbytes, user, address)
+
+    def fd(self) -> int:
+        """A descriptor for others to map it by; the caller closes it."""
+        fd = ctypes.c_int(-1)
+        check(_driver().cuMemExportToShareableHandle(ctypes.byref(fd), self._handle, _POSIX_FD, ctypes.c_ulonglong(0)), "cuMemExportToShareableHandle")  # fmt: skip
+        return fd.value
+
+    def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor that lies at byte `start`."""
+        kind = TORCH_DTYPE[dtype]
+        nbytes = prod(shape) * kind.itemsize
+        if not nbytes:
+            return torch.empty(shape, dtype=kind, device=self.user)
+        assert start + nbytes <= self.nbytes
+        array = _Array(self, self.address + start, nbytes)
+        return torch.as_tensor(array, device=self.user).view(kind).view(shape)
+
+    def close(self) -> None:
+        """Nothing may use it any more."""
+        if self.address and self.is_ours:
+            self._unmap(self.address)
+        if self.address:
+            _driver().cuMemRelease(self._handle)
+            self.address = 0
+
+
+def allocation(address: int) -> tuple[int, int] | None:
+    """Where the device memory begins in which `address` lies, and how long it is."""
+    base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
+    found = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
+    return None if found else (base.value, nbytes.value)
+
+
+class _Array:
+    """Bytes at an address, as torch takes them over; keeps their owner alive."""
+
+    def __init__(self, owner: DeviceMemory, address: int, nbytes: int) -> None:
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3, "strides": None,
+        }  # fmt: skip
+
+
+# ---------------------------------------------------------------- host memory
+
+
+class PinnedMemory:
+    """Host memory that stays in its place and that GPUs know, by `address`: they copy from and to it without a CPU's help.
+
+    Until it is closed it stays mapped, whoever forgets it: else what is mapped there next would be taken for pinned already.
+    """
+
+    _mapped: ClassVar[dict[int, mmap.mmap]] = {}
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._host = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+        check(_driver().cuMemHostRegister_v2(self._host, ctypes.c_size_t(len(memory)), _PORTABLE_MAPPED), "cuMemHostRegister")  # fmt: skip
+        self._mapped[self._host.value or 0] = memory
+        address = ctypes.c_uint64()
+        check(_driver().cuMemHostGetDevicePointer_v2(ctypes.byref(address), self._host, 0), "cuMemHostGetDevicePointer")
+        self.address: int = address.value
+
+    def close(self) -> None:
+        """No stream may use it any more."""
+        if self.address:
+            self.address = 0
+            check(_driver().cuMemHostUnregister(self._host), "cuMemHostUnregister")
+            del self._mapped[self._host.value or 0]
+
+
+class WordPage:
+    """A page of host memory that processes and GPUs share: 32-bit words by index."""
+
+    nbytes = 4096
+
+    def __init__(self, fd: int) -> None:
+        self.memory = mmap.mmap(fd, self.nbytes)
+        self.words = memoryview(self.memory).cast("I")
+        self._pinned = PinnedMemory(self.memory)
+
+    def at(self, index: int) -> int:
+        """The address by which a GPU knows the word."""
+        return self._pinned.address + 4 * index
+
+    def close(self) -> None:
+        """No stream may use it any more."""
+        self._pinned.close()
+
+
+# ---------------------------------------------------------------- streams
+
+
+class MemOps:
+    """Stream memory operations that are enqueued together, again and again."""
+
+    def __init__(self, ops: Sequence[MemOp]) -> None:
+        self._ops = (_MemOp * len(ops))(
+            *(_MemOp(operation, address, value, flags) for (operation, flags), address, value in ops)
+        )
+        self._count = ctypes.c_uint(len(ops))
+        self._none = ctypes.c_uint(0)
+        self._enqueue = _driver().cuStreamBatchMemOp_v2
+
+    def enqueue(self, stream: int) -> None:
+        """Behind what is on `stream` (a `cudaStream_t`)."""
+        code = self._enqueue(ctypes.c_void_p(stream), self._count, self._ops, self._none)
+        if code:
+            check(code, "cuStreamBatchMemOp")
+
+
+def fill(address: int, nbytes: int, value: int, stream: int) -> None:
+    """Every byte there."""
+    check(_driver().cuMemsetD8Async(ctypes.c_uint64(address), ctypes.c_ubyte(value), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)), "cuMemsetD8Async")  # fmt: skip
+
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Between any two addresses of the unified address space."""
+    code = _driver().cuMemcpyAsync(target, source, nbytes, stream)
+    if code == _NO_CONTEXT:
+        torch.cuda.current_stream().query()  # which makes the device's context this thread's
+        code = _driver().cuMemcpyAsync(target, source, nbytes, stream)
+    if code:
+        check(code, "cuMemcpyAsync")
+
+
+def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.ExternalStream:
+    """One that nobody else gets, unlike torch's, which are 32 in all. It is never destroyed."""
+    stream = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # the device's context is this thread's
+        made = _driver().cuStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, priority)
+        check(made, "cuStreamCreateWithPriority")
+    return torch.cuda.ExternalStream(stream.value, device)

@@ -1,0 +1,290 @@
+"""`local://` for clients on a GPU, the client's end: what is agreed with the executor, whichever one that is.
+
+Words and memory are ours. When the executor dies, a thread joins the next one, and hands it the same memory and the same calls under
+the same numbers; so what is unanswered is answered by that one.
+"""
+
+import fcntl
+import itertools
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch
+from msgspec.structs import replace
+
+from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError, SymbiosisError
+from symbiosis.protocol import (
+    Bye,
+    Call,
+    Compose,
+    Composed,
+    Control,
+    Done,
+    Forget,
+    Hello,
+    Refusal,
+    Register,
+    Registered,
+    Reply,
+    Resume,
+    Segment,
+    call_body,
+    decode_from_executor,
+)
+from symbiosis.transport.accepted import Answers, accepted
+from symbiosis.transport.control import connected, received, send
+from symbiosis.transport.cuda.driver import CudaError, DeviceMemory, WordPage
+from symbiosis.transport.cuda.words import BEAT, FIRST_BYTES
+from symbiosis.transport.local.client import BELL, must_be, read_letter
+from symbiosis.transport.patience import Patience, unavailable
+
+logger = logging.getLogger("symbiosis")
+JOIN_S = 10.0  # an executor may take to let us in
+PAUSE_S = 0.05  # between two attempts to find an executor again
+FORGOTTEN_AT_ONCE = 512  # calls, in one message
+
+
+class Link:
+    """One process's agreement with an executor. `failed` is why there is none any more."""
+
+    def __init__(
+        self,
+        address: str,
+        hello: Callable[[], Hello],
+        device: torch.device,
+        patience: float,
+        on_failed: Callable[[], None],
+    ) -> None:
+        """`hello`: what to join with; asked for whenever an executor is joined (again). `on_failed` is called by another thread."""
+        self.first = DeviceMemory.create(FIRST_BYTES, device)
+        self._address, self._hello, self._patience, self._on_failed = address, hello, patience, on_failed
+        self._url = f"local://{address}"
+        self.reconnects, self.closed = 0, False
+        self.failed: SymbiosisError | None = None
+        self.longest = patience + JOIN_S  # seconds in which nobody answers, if this process lives
+        self.segments: dict[int, DeviceMemory] = {0: self.first}
+        self.places: dict[int, Register] = {}  # by the numbers of the calls
+        self.rounds: dict[int, Compose] = {}
+        self._agreed = Compose(0, ())  # what was asked for last
+        self._numbers, self._segment_numbers = itertools.count(1), itertools.count(1)
+        self._control = threading.RLock()
+        self.awake = os.eventfd(0)  # from the moment we join on the executor's own, which each join puts in its place
+        self._fd = os.memfd_create("symbiosis-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self._fd, WordPage.nbytes)
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        self.words = WordPage(self._fd)
+        self._watcher = threading.Thread(target=self._watch, name="symbiosis-line", daemon=True)
+
+    def join(self) -> None:
+        """For the first time; raises what keeps us out."""
+        self._socket = self._join(JOIN_S)
+        self._watcher.start()
+
+    # ------------------------------------------------------------------ what is agreed
+
+    def share(self, memory: DeviceMemory) -> int:
+        """The number of the segment that it becomes."""
+        number = next(self._segment_numbers)
+        with _descriptor(memory) as fd:
+            self._ask(Segment(number, memory.nbytes), fd)
+        self.segments[number] = memory
+        return number
+
+    def register(
+        self, call: Call, segment: int, start: int, results: Sequence[tuple[int, int]] = ()
+    ) -> tuple[int, tuple[int, ...]]:
+        """The number of the call, from now on made there, and the shape of its reply."""
+        register = Register(next(self._numbers), call_body(call), segment, start, tuple(results))
+        answer = self._ask(register)
+        assert isinstance(answer, Registered)
+        self.answers.check(call, Reply(0, Code.OK, call.dtype, answer.shape))
+        self.places[register.number] = register
+        return register.number, answer.shape
+
+    def agrees(self, numbers: Sequence[int]) -> Composed:
+        """What the executor says of these calls as a round; raises `CallError` if it does not agree."""
+        compose = Compose(0, tuple(numbers))
+        answer = self._ask(compose)
+        assert isinstance(answer, Composed)
+        self._agreed = compose
+        return answer
+
+    def new_round(self) -> int:
+        """The number of a round that is going to be composed."""
+        return next(self._numbers)
+
+    def compose(self, number: int, numbers: Sequence[int]) -> None:
+        """From now on that number begins these calls; raises `CallError` if the executor does not agree."""
+        compose = Compose(number, tuple(numbers))
+        self._ask(compose)
+        self.rounds[number] = replace(compose, again=True)
+
+    def forget(self, numbers: Sequence[int], segments: Sequence[int]) -> None:
+        """These calls and rounds are not made any more, and what was made is answered; of the memory we let go."""
+        for number in numbers:
+            self.places.pop(number, None)
+            self.rounds.pop(number, None)
+        calls = [
+            Forget(tuple(numbers[at : at + FORGOTTEN_AT_ONCE])) for at in range(0, len(numbers), FORGOTTEN_AT_ONCE)
+        ]
+        for message in (*calls, Forget((), tuple(segments))):
+            with suppress(CallError):  # of an executor that came after the one that knew them
+                self._ask(message)
+        for number in segments:
+            self.segments.pop(number).close()
+
+    def _ask(self, message: Control, fd: int | None = None) -> Control:
+        """The executor's answer; if it is gone, the next one's."""
+        give_up = time.monotonic() + self._patience
+        while True:
+            with self._control:
+                try:
+                    return _exchange(self._socket, message, fd)
+                except (OSError, ConnectionLost) as error:
+                    cause = error
+                    with suppress(OSError):  # what comes late must not be taken for the next answer: join anew
+                        self._socket.shutdown(socket.SHUT_RDWR)
+            if self.failed or self.closed or time.monotonic() > give_up:
+                raise self.failed or self._unavailable(cause)
+            time.sleep(PAUSE_S)  # the watcher looks for another one
+
+    def _join(self, timeout: float) -> socket.socket:
+        """A new connection on which all is agreed that was agreed before; what wakes the executor is its descriptor now."""
+        sock = connected(self._address, timeout)
+        try:
+            hello = self._hello()
+            send(sock, hello, [self._fd])
+            with received(sock, decode_from_executor, 2) as (message, fds):
+                _answer(message)
+                if len(fds) != 2:
+                    raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a join with {len(fds)} descriptors")
+                letter, awake = fds
+                must_be(BELL, awake)
+                self.welcome = accepted(read_letter(letter), self._url, hello)
+                os.dup2(awake, self.awake, inheritable=False)  # in one step: a call may be about to write there
+            self.answers = Answers(self.welcome)
+            for number, memory in list(self.segments.items()):
+                with _descriptor(memory) as fd:
+                    _exchange(sock, Segment(number, memory.nbytes), fd)
+            for register in list(self.places.values()):
+                _exchange(sock, register)
+            for compose in list(self.rounds.values()):
+                _exchange(sock, compose)
+            if self._agreed.calls and self.places.keys() >= set(self._agreed.calls):  # it is to know that kernels wait
+                with suppress(CallError):
+                    _exchange(sock, self._agreed)
+            _exchange(sock, Resume())
+            sock.settimeout(
+                max(timeout, self._patience)
+            )  # a slow executor is not a lost one: who hangs up makes it let us go
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    # ------------------------------------------------------------------ the executor's life
+
+    def _watch(self) -> None:
+        """Beat; and when the executor hangs up, find another one."""
+        watched = select.poll()
+        watched.register(self._socket.fileno(), select.POLLRDHUP)
+        while not self.closed:
+            self.words.words[BEAT] = (self.words.words[BEAT] + 1) & 0xFFFFFFFF
+            if watched.poll(self.welcome.heartbeat_s / 4 * 1000) and not self.closed:
+                watched.unregister(self._socket.fileno())
+                if not self._find_another():
+                    return
+                watched.register(self._socket.fileno(), select.POLLRDHUP)
+        self._socket.close()  # what was joined again, perhaps, just when we were to leave
+
+    def _find_another(self) -> bool:
+        waiting, found = Patience([self._url], self._patience, "patience=, $SYMBIOSIS_PATIENCE_S"), False
+        try:
+            with self._control:
+                self._socket.close()
+                found = self._joins_again(waiting)
+        finally:
+            waiting.end(self._url if found else None)
+        return found
+
+    def _joins_again(self, waiting: Patience) -> bool:
+        while not self.closed:
+            try:
+                self._socket = self._join(JOIN_S)
+                self.reconnects += 1
+                return True
+            except CallError as error:
+                if error.code not in (Code.DRAINING, Code.LIMIT):
+                    self._fail(error)
+                    return False
+                cause: Exception = error
+            except (OSError, ConnectionLost, CudaError) as error:
+                cause = error
+            if waiting.left < 0:
+                self._fail(self._unavailable(cause))
+                return False
+            time.sleep(PAUSE_S)
+        return False
+
+    def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
+        return unavailable([self._url], cause)
+
+    def _fail(self, error: SymbiosisError) -> None:
+        logger.error("what this program computes from now on is void: %s", error)
+        self.failed = error
+        self._on_failed()
+
+    def close(self) -> bool:
+        """Hang up. Whether nothing of ours runs any more that uses the memory."""
+        self.closed = True
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the watcher
+        over = _ends(self._watcher)
+        self._socket.close()
+        return over
+
+    def free(self) -> None:
+        """What nothing uses any more."""
+        for memory in self.segments.values():
+            memory.close()
+        self.words.close()
+        os.close(self._fd)
+        os.close(self.awake)
+
+
+def _ends(thread: threading.Thread) -> bool:
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(1.0)
+        return not thread.is_alive()
+    return True
+
+
+@contextmanager
+def _descriptor(memory: DeviceMemory) -> Iterator[int]:
+    fd = memory.fd()
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _exchange(sock: socket.socket, message: Control, fd: int | None = None) -> Control:
+    send(sock, message, [] if fd is None else [fd])
+    with received(sock, decode_from_executor) as (answer, _):
+        return _answer(answer)
+
+
+def _answer(answer: Control) -> Control:
+    if isinstance(answer, Bye):
+        raise ConnectionLost("the executor hung up")
+    if isinstance(answer, Refusal):
+        raise answer.error()
+    if not isinstance(answer, Done | Registered | Composed):
+        raise ProtocolError(Code.BAD_FRAME, f"an executor answers with a {type(answer).__name__}")
+    return answer

@@ -1,0 +1,418 @@
+"""`local://` for clients on a GPU, the executor's end: doorbells in host words, payload in device memory, no CPU that waits."""
+
+import fcntl
+import itertools
+import os
+import socket
+import struct
+from math import prod
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code, ProtocolError
+from symbiosis.protocol import (
+    ITEMSIZE,
+    Bye,
+    Call,
+    Compose,
+    Composed,
+    Control,
+    Done,
+    Forget,
+    Hello,
+    Register,
+    Registered,
+    Reply,
+    Resume,
+    Segment,
+    decode_from_client,
+    parse_call_body,
+)
+from symbiosis.security.ownership import peer_pid
+from symbiosis.transport import control
+from symbiosis.transport.base import PeerHome, Prepared, PreparedRound, RoundWords
+from symbiosis.transport.control import answer, received
+from symbiosis.transport.cuda.driver import WRITE_32, CudaError, DeviceMemory, MemOp, MemOps, WordPage, copy, why_not
+from symbiosis.transport.cuda.words import (
+    ANSWERED,
+    BATCHED,
+    BEAT,
+    BELL,
+    CURRENT,
+    ENQUEUED,
+    ERROR,
+    ERROR_LENGTH,
+    ERROR_TEXT,
+    FIRST_BYTES,
+    LET_GO,
+    LONGEST_ERROR,
+    MAX_CALLS,
+    MAX_SEGMENTS,
+    ROUND_BELL,
+    ROUND_REPLY,
+    ROUNDS_OVER,
+    ROW_ALIGNED,
+    SLEEPS,
+    VOID,
+    aligned,
+)
+
+
+class RemoteTensor(NamedTuple):
+    """Where a tensor lies in a client's memory; and that tensor, or if that is on another GPU, one of ours for it."""
+
+    address: int
+    tensor: Tensor
+
+
+class Remote:
+    """How a call's payload comes here from another GPU, and its results go back."""
+
+    def __init__(self, payload: list[RemoteTensor], results: list[RemoteTensor]) -> None:
+        self._payload, self._results = payload, results
+
+    def fetch(self, stream: int) -> None:
+        for address, tensor in self._payload:
+            copy(tensor.data_ptr(), address, tensor.nbytes, stream)
+
+    def deliver(self, stream: int) -> None:
+        for address, tensor in self._results:
+            copy(address, tensor.data_ptr(), tensor.nbytes, stream)
+
+
+class DevicePeer:
+    """The executor's end of one connection whose calls a GPU makes."""
+
+    transport, tenant = "cuda", None
+    unread = ()
+    nap = 1e-3  # a replayed graph rings without its CPU: then nobody would wake us
+
+    def __init__(self, listener: PeerHome, sock: socket.socket, hello: Hello, fds: list[int]) -> None:
+        self.session: Any = None
+        self.opened = monotonic()
+        self._listener, self._inbox, self._socket = listener, listener.inbox, sock
+        if len(fds) != 1:
+            raise CallError(Code.BAD_FRAME, "a client on a GPU passes one page of words")
+        reason = "an observer makes no calls" if hello.observer else why_not_by_gpu(sock, self._inbox.device)
+        if reason is not None:
+            raise CallError(Code.UNKNOWN_OP, f"this executor takes no calls of GPUs: {reason}")
+        check_words(fds[0])
+        self._elsewhere = hello.device != device_name(self._inbox.device)
+        self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._words = WordPage(fds[0])
+        except CudaError as error:
+            os.close(self._awake)
+            raise CallError(Code.RESOURCE, f"the executor cannot use the client's words: {error}") from None
+        self.words = self._words.words
+        self._segments: dict[int, DeviceMemory] = {}
+        self._calls: dict[int, Prepared] = {}
+        self._uses: dict[int, frozenset[int]] = {}  # of segments, by those numbers
+        self._remote: dict[int, Remote] = {}
+        self._replies: dict[int, MemOps] = {}
+        self._rounds: dict[int, PreparedRound] = {}  # those of them that are rounds
+        self._waits = False  # by kernels
+        self._looking = self._gone = False
+        self._beats = 0
+        try:
+            control.let_in(sock, Done(), self._inbox.joined(self, hello), [self._awake])
+        except BaseException:  # it is not let in, or has gone meanwhile
+            self._inbox.left(self)
+            os.close(self._awake)
+            self._words.close()
+            raise
+        listener.reactor.watch(self._awake, self.look, self, on_change=True)
+        listener.reactor.watch_bell(self)
+
+    @property
+    def address(self) -> str:
+        return f"pid {peer_pid(self._socket)}"
+
+    def control(self) -> None:
+        """The socket is readable: a control message, or the client is gone."""
+        said: Control | None = None
+        try:
+            with received(self._socket, decode_from_client) as (message, fds):
+                said = self._control(message, fds)
+            if said is None:
+                self._gone = isinstance(message, Bye)
+                self._listener.drop(self)
+        except BlockingIOError:
+            pass
+        except (CallError, CudaError, OSError) as error:
+            control.tell_refusal(self._socket, error)
+        if said is not None:
+            self._answer(said)
+
+    def _answer(self, message: Control) -> None:
+        try:
+            answer(self._socket, message)
+        except (CallError, OSError):  # it reads nothing, or is gone
+            self._listener.drop(self)
+
+    def _control(self, message: Control, fds: list[int]) -> Control | None:
+        if isinstance(message, Segment) and fds:
+            self._take_over(message, fds[0])
+            return Done()
+        if fds:
+            raise ProtocolError(Code.BAD_FRAME, f"a descriptor came with {type(message).__name__}, which takes none")
+        if isinstance(message, Register):
+            return Registered(self._register(message))
+        if isinstance(message, Compose) and self._segments:
+            return Composed(self._compose(message))
+        if isinstance(message, Forget):
+            self._forget(message)
+            return Done()
+        if isinstance(message, Resume) and self._segments:
+            self._resume()
+            return Done()
+        return None
+
+    def _take_over(self, message: Segment, fd: int) -> None:
+        check_segment(message, self._segments, self._inbox.device)
+        self._segments[message.number] = DeviceMemory.of_fd(fd, message.nbytes, self._inbox.device)
+
+    def _compose(self, message: Compose) -> bool:
+        """Whether its calls are large."""
+        if message.number:
+            self._check_number(message.number)
+        if not all(number in self._calls and number not in self._rounds for number in message.calls):
+            raise CallError(Code.BAD_FRAME, "a round is of calls that are registered")
+        if len(message.calls) > MAX_CALLS or self._segments[0].nbytes < FIRST_BYTES:
+            raise CallError(Code.BAD_FRAME, "there is no room for such a round")
+        first = self._segments[0]
+        bell, reply = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY))
+        words = RoundWords(bell, reply, self._words.at(ERROR))
+        calls = [self._calls[number] for number in message.calls]
+        composed = self._inbox.compose(self, message.number, calls, words, message.again)
+        self._waits = True
+        if message.number:
+            self._calls[message.number] = self._rounds[message.number] = composed
+            self._uses[message.number] = frozenset[int]().union(*(self._uses[number] for number in message.calls))
+            self._replies[message.number] = MemOps([MemOp(WRITE_32, first.address + ROUND_REPLY, LET_GO)])
+        return composed.large
+
+    def _check_number(self, number: int) -> None:
+        if not 0 < number < 1 << 31 or number in self._calls:
+            raise CallError(Code.BAD_FRAME, "each call has a number of its own, of 31 bits")
+        if len(self._calls) >= MAX_CALLS:
+            raise CallError(Code.LIMIT, f"a client registers at most {MAX_CALLS} calls: use fewer different shapes")
+
+    def _forget(self, message: Forget) -> None:
+        """The client has waited for their answers; what the stream does behind these may still use them."""
+        calls, segments = set(message.calls), set(message.segments)
+        used = frozenset[int]().union(*(self._uses[number] for number in self._uses.keys() - calls))
+        if not (segments <= self._segments.keys() - used - {0} and calls <= self._calls.keys()):
+            raise CallError(Code.BAD_FRAME, "only what is registered, and not used any more, can be forgotten")
+        self._inbox.forget(self, [self._calls[number] for number in calls])
+        for number in calls:
+            del self._calls[number], self._uses[number]
+            self._remote.pop(number, None)
+            self._replies.pop(number, None)
+            self._rounds.pop(number, None)
+        for number in segments:
+            self._segments.pop(number).close()
+
+    def _register(self, message: Register) -> tuple[int, ...]:
+        call = parse_call_body(message.call)
+        shape = self._inbox.shape(call)
+        self._check_number(message.number)
+        *starts, behind = itertools.accumulate(map(aligned, call.parts), initial=message.start)
+        places_of = message.results or ((message.segment, behind),)
+        shapes = self._inbox.results(call) if message.results else (shape,)
+        if len(places_of) != len(shapes):
+            raise CallError(Code.BAD_FRAME, "each result of a call has one place")
+        kinds = [(call.payload_dtype, call.shape), ("int32", (call.groups,))]
+        payload = [self._place(message.segment, start, *kind) for start, kind in zip(starts, kinds, strict=False)]
+        outs = [self._place(*place, call.dtype, part) for place, part in zip(places_of, shapes, strict=True)]
+        tensors, results = (tuple(place.tensor for place in places) for places in (payload, outs))
+        self._calls[message.number] = self._inbox.prepare(self, message.number, call, tensors, results)
+        if self._elsewhere:
+            self._remote[message.number] = Remote(payload, outs)
+        self._uses[message.number] = frozenset([message.segment, *(segment for segment, _ in places_of)])
+        return shape
+
+    def _place(self, segment: int, start: int, dtype: str, shape: tuple[int, ...]) -> RemoteTensor:
+        if segment not in self._segments or start < 0 or start % ROW_ALIGNED:
+            raise CallError(Code.BAD_FRAME, "there is no such place in the client's device memory")
+        memory = self._segments[segment]
+        if (end := start + prod(shape) * ITEMSIZE[dtype]) > memory.nbytes:
+            raise CallError(Code.GROW, str(end))
+        if self._elsewhere:
+            here = torch.empty(shape, dtype=getattr(torch, dtype), device=self._inbox.device)
+        else:
+            here = memory.tensor(start, dtype, shape)
+        return RemoteTensor(memory.address + start, here)
+
+    def _resume(self) -> None:
+        """Look at the bell from now on; a call that an executor before us did not answer has come again."""
+        number = self.words[CURRENT]
+        if number in self._calls and not self.words[BELL] and self._is_unanswered(number):
+            if self.words[CURRENT] == number:
+                self.words[BELL] = self.words[BELL] or number  # meanwhile it may have gone on, and rung
+            elif number in self._rounds:
+                self._rounds[number].is_behind(LET_GO)
+        self._looking = True
+
+    def _is_unanswered(self, number: int) -> bool:
+        if number in self._rounds:
+            return self._rounds[number].is_behind(self._word(ROUND_REPLY))
+        return self._word(0) != number
+
+    def _word(self, at: int) -> int:
+        """The one at this byte of the first segment."""
+        word = torch.empty(1, dtype=torch.int32, device=self._inbox.device)
+        copy(word.data_ptr(), self._segments[0].address + at, word.nbytes, self._inbox.stream)
+        return int(word.item())
+
+    def look(self) -> bool:
+        """Whether the bell rang and the call waits in a queue now; it may also have been answered at once."""
+        words = self.words
+        number = words[BELL]
+        if not number or not self._looking or self._listener.leaving:  # a successor finds the bell where it is
+            return False
+        words[CURRENT] = number
+        words[BELL] = 0
+        prepared = self._calls.get(number)
+        if prepared is None:
+            self._listener.drop(self)
+            return True
+        if self._elsewhere:
+            self._remote[number].fetch(self._inbox.stream)
+        return self._inbox.on_doorbell(prepared)
+
+    @property
+    def busy(self) -> bool:
+        """Whether the client has enqueued calls that have not yet come."""
+        ahead = (self.words[ENQUEUED] - self.words[ANSWERED]) & 0xFFFFFFFF
+        return 0 < ahead < 1 << 31
+
+    def sleeping(self, flag: bool) -> None:
+        self.words[SLEEPS] = flag
+
+    def out(self, call: Call, shape: tuple[int, ...]) -> None:
+        return None
+
+    def reply(self, reply: Reply, result: Tensor) -> None:
+        """Behind the product on its stream. After a refusal the client's stream goes on, too, and its CPU is told."""
+        self.count(reply.batch)
+        if reply.code is not Code.OK:
+            self._refuse(reply, result)
+        self.enqueue_reply()
+
+    def enqueue_reply(self) -> None:
+        """What the stream does when the product is there."""
+        remote = self._remote.get(self.words[CURRENT])
+        if remote is not None:
+            remote.deliver(self._inbox.stream)
+        self._ring()
+
+    @property
+    def here(self) -> bool:
+        """Whether the client's memory is on the executor's own GPU."""
+        return not self._elsewhere
+
+    def answer(self, number: int) -> tuple[int, int]:
+        """The word that tells the client of the answer to a call, and what it must become."""
+        return self._segments[0].address, number
+
+    def _ring(self) -> None:
+        number = self.words[CURRENT]
+        reply = self._replies.get(number)
+        if reply is None:
+            reply = MemOps([MemOp(WRITE_32, self._segments[0].address, number)])
+            if number in self._calls:  # the client may have written anything there
+                self._replies[number] = reply
+        reply.enqueue(torch._C._cuda_getCurrentRawStream(self._inbox.device.index))
+
+    def count(self, batch: int, calls: int = 1) -> None:
+        """What rang last is answered: so many calls, each in a batch of so many."""
+        words = self.words
+        if words[ANSWERED] != words[ENQUEUED]:  # else a graph made it of which nobody told us
+            words[ANSWERED] = (words[ANSWERED] + 1) & 0xFFFFFFFF
+        words[BATCHED] = (words[BATCHED] + batch * calls) & 0xFFFFFFFF
+
+    def _refuse(self, reply: Reply, text: Tensor) -> None:
+        """What lies where the result would be is NaN, in every float: nobody is to mistake it for one."""
+        prepared = self._calls.get(self.words[CURRENT])
+        for result in prepared.results if prepared else ():
+            result.view(torch.uint8).fill_(0xFF)
+        raw = bytes(text.cpu().numpy())[:LONGEST_ERROR]
+        self._words.memory[4 * ERROR_TEXT : 4 * ERROR_TEXT + len(raw)] = raw
+        self.words[ERROR_LENGTH] = len(raw)
+        self.words[ERROR] = int(reply.code)
+
+    def beat_seen(self) -> bool:
+        beats = self.words[BEAT]
+        moved, self._beats = beats != self._beats, beats
+        return moved
+
+    def close(self) -> None:
+        self._listener.drop(self)
+
+    def release(self) -> None:
+        """What we launched for this client is short and waits for nobody, or is stopped: let it end, then let its memory go."""
+        reactor = self._listener.reactor
+        reactor.forget_bell(self)
+        reactor.forget(self._socket.fileno())
+        reactor.forget(self._awake)
+        self._socket.close()
+        os.close(self._awake)
+        self._inbox.drain_gpu(self, self._free)
+
+    def _free(self) -> None:
+        if self._gone and self._looking and self._waits:
+            # its process ends when its stream does, and that may wait for us
+            self.words[ERROR] = VOID
+            first = self._segments[0].address
+            let_go = MemOp(WRITE_32, first + ROUND_REPLY, LET_GO), MemOp(WRITE_32, first + ROUNDS_OVER, 1)
+            MemOps(let_go).enqueue(self._inbox.stream)
+            self._word(ROUNDS_OVER)
+        self._calls.clear()
+        self._remote.clear()
+        for memory in self._segments.values():
+            memory.close()
+        self._words.close()
+        self.words = memoryview(bytearray(WordPage.nbytes)).cast("I")  # nobody's, for who comes late
+        del self._words  # and its descriptor, whoever knows us still
+
+
+def why_not_by_gpu(sock: socket.socket, device: torch.device) -> str | None:
+    """Why the GPU of the program at the other end cannot make calls; None if it can."""
+    if device.type != "cuda":
+        return "it computes on the CPU"
+    pid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+    if pid == os.getpid():  # CUDA may load a kernel only when all that its context has queued is over
+        return "it lives in the client's own process, where neither may wait for the other"
+    return why_not(device)
+
+
+def check_words(fd: int) -> None:
+    """`CallError` if the page could be taken from under whoever reads it."""
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        sealed = False
+    if not sealed or os.fstat(fd).st_size < WordPage.nbytes:
+        raise CallError(Code.BAD_FRAME, "a client on a GPU passes one page of words, sealed against shrinking")
+
+
+def check_segment(message: Segment, segments: dict[int, DeviceMemory], device: torch.device) -> None:
+    """`CallError` if a client cannot share this beside those `segments`. Physical memory is the client's: there is no more than that."""
+    if message.nbytes <= 0:
+        raise CallError(Code.BAD_FRAME, f"a segment has more than {message.nbytes} bytes")
+    limit = torch.cuda.get_device_properties(device).total_memory
+    if message.nbytes + sum(memory.nbytes for memory in segments.values()) > limit:
+        raise CallError(Code.TOO_LARGE, f"a session shares at most {limit} bytes of device memory")
+    if message.number in segments or bool(message.number) is not bool(segments):
+        raise CallError(Code.BAD_FRAME, "segments have different numbers, and the first one is 0")
+    if len(segments) >= MAX_SEGMENTS:
+        raise CallError(Code.LIMIT, f"a client shares at most {MAX_SEGMENTS} pieces of device memory")
+
+
+def device_name(device: torch.device) -> str:
+    """A name of the GPU that is the same in every process that sees it."""
+    return str(torch.cuda.get_device_properties(device).uuid)

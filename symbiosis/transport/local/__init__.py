@@ -1,0 +1,1 @@
+"""`local://`: a Unix socket and shared memory, for programs of one host."""

@@ -1,0 +1,240 @@
+"""`local://PATH`, the client's end."""
+
+import os
+import select
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from math import inf
+from pathlib import Path
+from time import monotonic
+from typing import TypeVar
+
+from torch import Tensor
+
+from symbiosis.errors import Code, ConnectionLost, ProtocolError
+from symbiosis.protocol import (
+    CALL_SIZE,
+    LONGEST_TEXT,
+    MAX_WELCOME,
+    REPLY_SIZE,
+    Bye,
+    Call,
+    Control,
+    FromExecutor,
+    Grow,
+    Grown,
+    Hello,
+    Refusal,
+    Reply,
+    Share,
+    Shared,
+    decode_from_executor,
+    decode_reply,
+    encode_call,
+)
+from symbiosis.transport.accepted import Answers, accepted
+from symbiosis.transport.control import connected, received, send
+from symbiosis.transport.local import shared_page, shared_weights
+from symbiosis.transport.local.segment import (
+    CALL_AT,
+    CALL_BELL_AT,
+    CLIENT_SLEEPS_AT,
+    EXECUTOR_SLEEPS_AT,
+    PAYLOAD_AT,
+    REPLY_AT,
+    REPLY_BELL_AT,
+    WORD,
+    Slab,
+    reply_at,
+    ring,
+)
+from symbiosis.transport.local.shared_page import SharedPage
+from symbiosis.transport.reactor import CAN_SPIN, fence, spin
+from symbiosis.transport.tensors import CPU, Shapes
+
+Answer = TypeVar("Answer", bound=Control)
+LARGEST_FIRST = 1 << 30  # bytes of the segment that a session begins with
+LONG_S = 0.5e-3  # to wait for a reply: ten times what waking up takes
+MOST_LONG = 1 << 14  # calls that are known
+BELL, EAR = "eventfd", "eventpoll"  # to wake the executor, and to be woken by it
+NAP_S = 0.5  # a sleeping client looks again after this time, whatever happened to the bell
+
+
+class LocalConnection:
+    """Joined by the socket, calls through the segment; asleep when looking found no answer."""
+
+    device, look_s = CPU, inf
+    page: SharedPage | None = None  # once the served weights are mapped
+
+    def __init__(self, address: str, hello: Hello, timeout: float) -> None:
+        self._url = f"local://{address}"
+        self._beats = 0
+        self._long: set[Call] = set()  # those that were last answered after so long that looking is a waste
+        try:
+            self._socket = connected(address, timeout)
+        except OSError as error:
+            raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
+        try:
+            self._join(hello)
+        except OSError as error:
+            self._socket.close()
+            raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
+        except BaseException:
+            self._socket.close()
+            raise
+        self._epoll = select.epoll()
+        self._epoll.register(self._ear, select.EPOLLIN | select.EPOLLET)
+        self._epoll.register(self._socket.fileno(), select.EPOLLIN)
+        self.beat()
+
+    def _join(self, hello: Hello) -> None:
+        with self._asked(hello, Grown, 4) as (first, fds):
+            letter, slab, *bells = fds
+            self.welcome = accepted(read_letter(letter), self._url, hello)
+            self._answers = Answers(self.welcome)
+            must_be(BELL, bells[0])
+            must_be(EAR, bells[1])
+            self._slab = segment(slab, first.nbytes, PAYLOAD_AT + LONGEST_TEXT, LARGEST_FIRST)
+            self._call_bell, self._ear = bells
+            fds[:] = [letter]
+
+    @contextmanager
+    def _asked(self, message: Control, kind: type[Answer], *descriptors: int) -> Iterator[tuple[Answer, list[int]]]:
+        """The executor's answer, and so many descriptors (one of these numbers), which are closed after the block as those of
+        `received`."""
+        send(self._socket, message)
+        with received(self._socket, decode_from_executor, max(descriptors)) as (answer, fds):
+            if isinstance(answer, Refusal):
+                raise answer.error()
+            if isinstance(answer, Bye):
+                raise ConnectionLost(f"the executor at {self._url} closed the connection")
+            if not isinstance(answer, kind) or len(fds) not in descriptors:
+                raise ProtocolError(
+                    Code.BAD_FRAME, f"{self._url} answers a {type(message).__name__} with a {type(answer).__name__}"
+                )
+            yield answer, fds
+
+    def call(
+        self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
+    ) -> tuple[Reply, list[Tensor]]:
+        slab, start = self._slab, reply_at(call)
+        if start + LONGEST_TEXT > slab.nbytes:
+            slab = self._grow(2 * start)
+        if payload:
+            slab.tensor(PAYLOAD_AT, call.payload_dtype, payload[0].shape).copy_(payload[0])
+            if call.groups:
+                slab.tensor(PAYLOAD_AT + call.nbytes - 4 * call.groups, "int32", (call.groups,)).copy_(payload[1])
+        slab.memory[CALL_AT : CALL_AT + CALL_SIZE] = encode_call(call, seq)
+        ring(slab.memory, CALL_BELL_AT, seq)
+        fence()
+        if slab.memory[EXECUTOR_SLEEPS_AT]:
+            with suppress(BlockingIOError):  # it is full: the executor is awake, or does not want to be
+                os.eventfd_write(self._call_bell, 1)
+        reply = self._await(seq, call, timeout)
+        self._answers.check(call, reply)
+        if reply.code is Code.GROW and start + self._answers.nbytes(call) > slab.nbytes:
+            self._grow(start + self._answers.nbytes(call))
+            return self.call(seq, call, payload, timeout, shapes)
+        results = []
+        for shape in shapes if shapes and reply.code is Code.OK else (reply.shape,):
+            part = slab.tensor(start, reply.dtype, shape)
+            results.append(part.clone())
+            start += part.nbytes
+        return reply, results
+
+    def _await(self, seq: int, call: Call, timeout: float) -> Reply:
+        """Looking is for calls that are answered soon: for others it takes a core from those who could use it."""
+        memory, number = self._slab.memory, WORD.pack(seq)
+
+        def answered() -> bool:
+            return memory[REPLY_BELL_AT : REPLY_BELL_AT + WORD.size] == number
+
+        begun = monotonic()
+        if call in self._long or not CAN_SPIN or not spin(answered):
+            self._sleep(answered, timeout)
+        if monotonic() - begun < LONG_S:
+            self._long.discard(call)
+        elif len(self._long) < MOST_LONG:
+            self._long.add(call)
+        return decode_reply(memory[REPLY_AT : REPLY_AT + REPLY_SIZE])
+
+    def _sleep(self, answered: Callable[[], bool], timeout: float) -> None:
+        memory, deadline = self._slab.memory, monotonic() + timeout
+        WORD.pack_into(memory, CLIENT_SLEEPS_AT, 1)
+        fence()
+        while not answered():
+            left = deadline - monotonic()
+            if left <= 0:
+                raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
+            events = self._epoll.poll(min(left, NAP_S))
+            if any(fd != self._ear for fd, _ in events) and not answered():
+                raise ConnectionLost(f"the executor at {self._url} hung up")
+        WORD.pack_into(memory, CLIENT_SLEEPS_AT, 0)
+
+    def _grow(self, nbytes: int) -> Slab:
+        try:
+            with self._asked(Grow(nbytes), Grown, 1) as (grown, fds):
+                slab = segment(fds[0], grown.nbytes, nbytes, 2 * nbytes)
+                fds.clear()
+        except OSError as error:
+            raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
+        self._slab.close()
+        self._slab = slab
+        return slab
+
+    def shared(self, served: bool = False) -> dict[int, Tensor]:
+        try:
+            with self._asked(Share(served), Shared, *((0, 2) if served else (1,))) as (_, fds):
+                if not fds:
+                    return {}
+                weights = shared_weights.taken(self.welcome.manifest, fds[0], served)
+                if served:
+                    slab = Slab(fds.pop(), shared_page.NBYTES)
+                    self.page = SharedPage(slab)
+                return weights
+        except OSError as error:
+            raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
+
+    @property
+    def is_lost(self) -> bool:
+        watched = select.poll()
+        watched.register(self._socket, select.POLLIN)  # it says nothing that it was not asked
+        return bool(watched.poll(0))
+
+    def beat(self) -> None:
+        self._beats += 1
+        WORD.pack_into(self._slab.memory, 0, self._beats)
+
+    def close(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._epoll.close()
+            self._socket.close()
+            self._slab.close()
+            if self.page is not None:
+                self.page.close()
+            os.close(self._call_bell)
+            os.close(self._ear)
+
+
+def read_letter(fd: int) -> FromExecutor:
+    """The executor's welcome, which comes as a file: that may be larger than a message on a socket."""
+    told = os.fstat(fd)
+    if not stat.S_ISREG(told.st_mode) or told.st_size > MAX_WELCOME:
+        raise ProtocolError(Code.BAD_FRAME, f"an executor's welcome is a file of at most {MAX_WELCOME} bytes")
+    return decode_from_executor(os.pread(fd, told.st_size, 0))
+
+
+def segment(fd: int, nbytes: int, least: int, most: int) -> Slab:
+    """What an executor shares, if it is as large as was asked for, and not much larger."""
+    if not least <= nbytes <= most:
+        raise ProtocolError(Code.BAD_FRAME, f"an executor shares {nbytes} bytes where {least} were asked for")
+    return Slab(fd, nbytes)
+
+
+def must_be(kind: str, fd: int) -> None:
+    """Nothing else, whose reader or writer could be made to wait."""
+    if str(Path(f"/proc/self/fd/{fd}").readlink()) != f"anon_inode:[{kind}]":
+        raise ProtocolError(Code.BAD_FRAME, f"what an executor hands over to wake or be woken by is an {kind}")
+    if kind == BELL:
+        os.set_blocking(fd, False)

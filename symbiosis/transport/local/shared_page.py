@@ -1,0 +1,52 @@
+"""A page that the executor shares with one client which multiplies by mapped weights itself: advice one way, figures the other.
+
+0      how many other sessions decode now (255: or more)            written by the executor, once in a while
+1      1 while others' tokens wait in the executor's queue, before which training is to give way
+64     not 0 once the client has multiplied few rows directly       set by the client, cleared by the executor
+128    products made directly, their rows, their multiplications    written by the client with its heartbeat
+"""
+
+import struct
+
+from symbiosis.transport.base import Advice, Direct
+from symbiosis.transport.local.segment import Slab
+
+NBYTES = 4096
+OTHERS_AT, RATIONED_AT, DECODED_AT, FIGURES_AT = 0, 1, 64, 128
+FIGURES = struct.Struct("<3Q")
+
+
+class SharedPage:
+    """Either side's view of it."""
+
+    def __init__(self, slab: Slab) -> None:
+        self.slab = slab
+        self._memory = slab.memory
+
+    @property
+    def others(self) -> int:
+        return self._memory[OTHERS_AT]
+
+    @property
+    def rationed(self) -> bool:
+        return self._memory[RATIONED_AT] != 0
+
+    def advise(self, advice: Advice) -> None:
+        self._memory[OTHERS_AT] = min(advice.others, 255)
+        self._memory[RATIONED_AT] = advice.rationed
+
+    def decoded(self) -> None:
+        self._memory[DECODED_AT] = 1
+
+    def report(self, calls: int, rows: int, multiplications: int) -> None:
+        FIGURES.pack_into(self._memory, FIGURES_AT, calls, rows, multiplications)
+
+    def read(self) -> Direct:
+        """What the client has done by now."""
+        decoded = self._memory[DECODED_AT] != 0
+        self._memory[DECODED_AT] = 0
+        calls, rows, multiplications = FIGURES.unpack_from(self._memory, FIGURES_AT)
+        return Direct(calls, rows, multiplications, decoded)
+
+    def close(self) -> None:
+        self.slab.close()

@@ -1,0 +1,1 @@
+"""`tcp://`: ZeroMQ, for any host."""

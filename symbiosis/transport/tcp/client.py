@@ -1,0 +1,217 @@
+"""`tcp://HOST:PORT`, the client's end.
+
+The socket is replaced, not reused, when the connection breaks: ZeroMQ would reconnect by itself but never resend what
+was lost, so the session reconnects and resends instead.
+"""
+
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+import torch
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import recv_monitor_message
+
+from symbiosis.errors import CallError, Code, ConnectionLost, HandshakeFailed, ProtocolError
+from symbiosis.protocol import (
+    MAGIC_REPLY,
+    MAX_WELCOME,
+    Beat,
+    Bye,
+    Call,
+    Hello,
+    Refusal,
+    Reply,
+    decode_from_executor,
+    decode_reply,
+    encode_call,
+    encode_control,
+)
+from symbiosis.transport.accepted import Answers, MoreRoom, accepted
+from symbiosis.transport.tcp.curve import Address
+from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, harden
+from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
+
+REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
+BEAT_S, LOOK_S = 1.0, 0.1  # during a call: between two signs of life, and between two looks at how much has come
+IDLE_LOOK_S = 0.25  # between two looks while nothing is waited for
+MAX_REFUSAL = 8 << 10  # bytes
+MOST_FRAMES = 2  # of a message
+# Bytes that ZeroMQ's own messages and keys take at most, and what it adds to each frame.
+SPARE, OF_A_FRAME = 64 << 10, 64
+
+
+class TcpConnection:
+    """The client's DEALER socket, with a monitor that tells when the other side is gone."""
+
+    device, page, is_lost, look_s = CPU, None, False, IDLE_LOOK_S
+
+    def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False, room: int = -1) -> None:
+        """`for_gpu`: results go there. `room`: bytes of the largest message, if there is to be a limit."""
+        self._for_gpu, self._room = for_gpu, room
+        self._beat_at = 0.0
+        self._broken = False  # while nobody waited for an answer
+        self._wire: Wire | None = None
+        self._received = 0  # bytes of what we took, or somewhat more
+        place = Address.parse(address)
+        self._url, self._has_keys = f"tcp://{place.where}", place.own is not None
+        self._join(place, hello, timeout)
+        self._answers = Answers(self.welcome)
+        self.host = str(self._wire.other_end[0]) if self._wire else ""  # the address of whoever answered
+
+    def _join(self, place: Address, hello: Hello, timeout: float) -> None:
+        """By the first of the executor's keys that it has: while it exchanges them, there are several."""
+        deadline = monotonic() + timeout
+        for server in place.servers[:-1]:
+            with suppress(HandshakeFailed):
+                self._join_by(place, server, hello, deadline, timeout)
+                return
+        self._join_by(place, place.servers[-1] if place.servers else "", hello, deadline, timeout)
+
+    def _join_by(self, place: Address, server: str, hello: Hello, deadline: float, timeout: float) -> None:
+        self._wire, self._received = None, 0
+        self._socket: Any = zmq.Context.instance().socket(zmq.DEALER)
+        place.unlock(self._socket, server)
+        harden(self._socket)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, self._room + SPARE if self._room >= 0 else -1)
+        self._monitor: Any = self._socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | REFUSED_KEYS | BROKEN_HANDSHAKE
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        try:
+            self._socket.connect(self._url)
+            with suppress(zmq.Again):  # refused before we could say anything: the monitor tells
+                self._socket.send(encode_control(hello), zmq.NOBLOCK)
+            head, *rest = self._receive(deadline, timeout, MAX_WELCOME)
+            if rest or len(head) > MAX_WELCOME:
+                raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a join with more than a welcome")
+            self.welcome = accepted(decode_from_executor(head.buffer), self._url, hello)
+            self._wire = Wire.below(head)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
+        except BaseException:  # also ctrl-C: without a reader of the monitor, ZeroMQ's thread would wait for ever
+            self.close()
+            raise
+
+    def call(
+        self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
+    ) -> tuple[Reply, list[Tensor]]:
+        expected = self._answers.nbytes(call)
+        if 0 <= self._room < expected:
+            raise MoreRoom(expected)
+        frames = [encode_call(call, seq), *map(bytes_of, reversed(payload))]  # the rows last: see `wire`
+        deadline = monotonic() + timeout
+        if self._broken:
+            raise ConnectionLost(f"the connection to {self._url} broke")
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
+        except zmq.Again:  # the signs of life that nobody took fill the queue
+            raise ConnectionLost(f"{self._url} takes no more messages: its executor hangs") from None
+        while True:
+            head, *rest = self._receive(deadline, timeout, expected)
+            if head.buffer[:4] != MAGIC_REPLY:
+                refusal = decode_from_executor(head.buffer) if len(head) <= MAX_REFUSAL else None
+                if not isinstance(refusal, Refusal):
+                    raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a call with a {type(refusal).__name__}")
+                if refusal.code == Code.NOT_JOINED:
+                    raise ConnectionLost(f"the executor at {self._url} was restarted")
+                raise refusal.error()
+            reply = decode_reply(head.bytes)
+            if reply.seq == seq:
+                self._answers.check(call, reply)
+                sizes = [len(frame) for frame in rest]
+                if sizes != ([reply.nbytes] if reply.nbytes else []):
+                    raise ProtocolError(Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {sizes}")
+                if not rest:
+                    return reply, [torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])]
+                result = copied(rest[0].buffer, reply.dtype, reply.shape, self._for_gpu)
+                return reply, cut(result, shapes if reply.code is Code.OK else ())
+
+    def _receive(self, deadline: float, timeout: float, most: int) -> list[zmq.Frame]:
+        """The next message, of not much more than `most` bytes."""
+        beat_at = monotonic() + BEAT_S
+        while monotonic() < deadline:
+            ready = dict(self._poller.poll(int(1e3 * max(0.0, min(LOOK_S, deadline - monotonic())))))
+            if self._socket in ready:
+                return self._message()
+            if self._monitor in ready:
+                self._attend(recv_monitor_message(self._monitor))
+            if self._wire and self._wire.received() > self._received + most + SPARE:
+                raise ProtocolError(Code.BAD_FRAME, f"{self._url} sends more than the {most} bytes that were asked for")
+            if monotonic() > beat_at:
+                self._say_that_we_live()
+                beat_at += BEAT_S
+        raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
+
+    def _message(self) -> list[zmq.Frame]:
+        """What has come, if it is no more than a reply is made of: a header and rows."""
+        frames = [self._socket.recv(copy=False)]
+        while frames[-1].more:
+            if len(frames) == MOST_FRAMES:
+                raise ProtocolError(Code.BAD_FRAME, f"{self._url} sends a message of more than {MOST_FRAMES} frames")
+            frames.append(self._socket.recv(copy=False))
+        self._received += sum(len(frame) + OF_A_FRAME for frame in frames)
+        return frames
+
+    def _attend(self, told: dict[str, Any]) -> None:
+        """The monitor tells of the connection: that it is there, or why it is not."""
+        event = told["event"]
+        if event == zmq.EVENT_CONNECTED:
+            self._wire = Wire.of(told["value"])
+            return
+        keys = f"{self._url}?server=EXECUTOR.pub&key=MINE.key"
+        if self._has_keys and told["value"] == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH:
+            raise CallError(
+                Code.NOT_ALLOWED,
+                f"the executor at {self._url} has no keys, and this endpoint names some: leave out ?server=...&key=... if rows may go there "
+                "unencrypted, else its operator must start it with --key and --tenants",
+            )
+        if event & REFUSED_KEYS:
+            raise CallError(
+                Code.NOT_ALLOWED,
+                f"the executor at {self._url} did not let this client in: its operator must have your .pub file among the tenants, and "
+                f"the endpoint must read {keys} with the right files",
+            )
+        if event & BROKEN_HANDSHAKE:
+            asked = (
+                "it keeps keys that it does not know waiting, or server= names another executor's .pub file"
+                if self._has_keys
+                else f"the endpoint must read {keys}"
+            )
+            raise HandshakeFailed(f"the executor at {self._url} broke off the handshake: it is ending, or {asked}")
+        raise ConnectionLost(f"no executor at {self._url}: the connection broke")
+
+    def shared(self, served: bool = False) -> dict[int, Tensor]:
+        return {}
+
+    def beat(self) -> None:
+        """Between calls nobody else reads what the monitor tells, again and again while the executor is away; and when no more has
+        room, ZeroMQ's thread waits for ever."""
+        with suppress(zmq.ZMQError):  # when a process ends, ZeroMQ closes what is open
+            while self._monitor.poll(0):
+                self._broken |= recv_monitor_message(self._monitor)["event"] != zmq.EVENT_CONNECTED
+        came = self._wire.received() if self._wire else 0
+        if came > self._received + SPARE:  # nobody asked for anything
+            self._broken = True
+            self.close()
+        self._received = came
+        if (now := monotonic()) >= self._beat_at:
+            self._beat_at = now + self.welcome.heartbeat_s / 5  # it is called four times in that time, or more often
+            self._say_that_we_live()
+
+    def _say_that_we_live(self) -> None:
+        with suppress(zmq.ZMQError):
+            self._socket.send(encode_control(Beat()), zmq.NOBLOCK)
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            with suppress(zmq.ZMQError):
+                self._socket.send(encode_control(Bye()), zmq.NOBLOCK)
+            self._socket.disable_monitor()
+            self._monitor.close()
+            self._socket.close(linger=200)

@@ -1,0 +1,240 @@
+"""`tcp://` among strangers: every connection is encrypted, and comes from a tenant whose key the executor knows.
+
+ZeroMQ's CURVE encrypts, and proves that the client holds the secret half of its key. Whether that key may come in is asked
+of us (ZAP, RFC 27); the answer goes with every message as its `User-Id`, so nobody can speak for another tenant.
+"""
+
+import ipaddress
+import logging
+from collections import defaultdict, deque
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from time import monotonic, time
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs
+
+import zmq
+from zmq.utils import z85
+
+from symbiosis.endpoints import is_loopback, open_to_others
+from symbiosis.errors import ConfigError
+from symbiosis.security.allowance import Allowance
+from symbiosis.security.keys import Keyring, Pair, read_pair, read_publics
+from symbiosis.transport.base import JOIN_S, ServerPort
+from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.tcp.inotify import FolderWatch
+
+ZAP = "inproc://zeromq.zap.01"
+IO_THREADS = 4  # of ZeroMQ: whoever shares one waits while it encrypts a large message as a whole
+AT_ONCE = 16  # questions that are answered between two turns of the loop
+FIRST_BAR_S, LONGEST_BAR_S = 1.0, 60.0  # for a tenant that had to be hung up on; twice as long each time
+FORGIVEN_S = 300.0
+MORE_THAN_JOIN = 64  # connections of a tenant that may be in without a session, besides as many as it may have sessions
+COMES_PER_S = 8.0  # connections of a tenant in the long run; at once, twice as many as may be in without a session
+STRANGERS_AT_ONCE, STRANGERS_PER_S = 64, 4.0  # of an address that are told that they are none of the tenants
+HELD_S = 3.0  # a handshake that was not answered for so long has ended
+MOST_HELD = 1024
+AT_A_GLANCE = 64  # files of tenants that are looked at again at a time, where nothing tells that they have changed
+LOOK_SHARE = 0.02  # of the time, for reading the list of tenants where nothing tells that it has changed
+logger = logging.getLogger("symbiosis")
+
+
+class Door:
+    """The executor's side: its own key, the tenants, and the ZeroMQ context in which they are asked for."""
+
+    def __init__(self, keyring: Keyring, reactor: Reactor, inbox: ServerPort) -> None:
+        self.context: Any = zmq.Context(IO_THREADS)
+        self._own, self.tenants = keyring
+        self._reactor, self._inbox = reactor, inbox
+        self._barred: dict[str, tuple[float, float]] = {}  # until when, and for how long
+        self._most = inbox.limits.max_tenant_sessions + MORE_THAN_JOIN
+        self._let_in = defaultdict[str, deque[float]](deque)  # when a tenant's connections came that have not joined
+        self._held: list[tuple[float, list[bytes]]] = []  # questions of who has to wait, and when they were asked
+        self._strangers = Allowance(STRANGERS_AT_ONCE, STRANGERS_PER_S)
+        self._comes = Allowance(2 * self._most, COMES_PER_S)
+        self._asked: Any = self.context.socket(zmq.ROUTER)
+        self._asked.linger = 0
+        self._asked.bind(ZAP)
+        self._fd = int(self._asked.getsockopt(zmq.FD))
+        reactor.watch(self._fd, self._answer)
+        self._folder = FolderWatch()
+        self._next_look = 0.0
+        self._look()
+
+    @classmethod
+    def at(cls, address: str, reactor: Reactor, inbox: ServerPort) -> "Door | None":
+        """What guards an address; none where the machine itself is the guard."""
+        if inbox.keyring is not None:
+            return cls(inbox.keyring, reactor, inbox)
+        if not is_loopback(address):
+            raise ConfigError(open_to_others(address))
+        return None
+
+    def guard(self, socket: Any) -> None:
+        """From now on `socket` is entered through this door only."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = (half.encode() for half in self._own)
+        socket.zap_domain = b"symbiosis"
+
+    def tenant_of(self, frame: zmq.Frame) -> str | None:
+        """Whose message this is; None if that tenant was struck off the list."""
+        return self._name_of(str(frame.get("User-Id")))
+
+    def _name_of(self, public: str) -> str | None:
+        """By what the folder of tenants says at this moment."""
+        if self._folder.tells:
+            names = self._folder.changed()
+            if names is None:
+                self._look()
+            else:
+                self.tenants.look_at(names)
+        return self.tenants.name_of(public)
+
+    def _look(self) -> None:
+        """Read the whole list of tenants anew."""
+        self._folder.changed()
+        self._folder.follow(self.tenants.folder)
+        if self.tenants.look():
+            self._tell()
+
+    def _glance(self) -> None:
+        """Read a part of the list, if it changed: nobody shall wait for that, however many tenants there are."""
+        begun = monotonic()
+        if self._folder.tells or self._folder.follow(self.tenants.folder):
+            self._look()
+        elif self.tenants.glance(AT_A_GLANCE):
+            self._tell()
+        now = monotonic()
+        self._next_look = now + (now - begun) / LOOK_SHARE
+
+    def _tell(self) -> None:
+        logger.info("%d tenants may come in", len(self.tenants))
+        for problem in self.tenants.problems:
+            logger.warning("%s", problem)
+
+    def _answer(self) -> None:
+        """What was asked so far: the descriptor tells of changes only."""
+        with suppress(zmq.Again):
+            for _ in range(AT_ONCE):
+                self._decide(monotonic(), self._asked.recv_multipart(zmq.NOBLOCK))
+            self._reactor.call_soon(self._answer)
+
+    def _decide(self, asked: float, question: list[bytes]) -> None:
+        """Let in who is known; but who is barred, or has many connections that do not join, waits at the door."""
+        address, *_, mechanism, key = question[5:9]
+        public = z85.encode(key).decode() if mechanism == b"CURVE" and len(key) == 32 else ""
+        tenant = self._name_of(public)
+        if tenant is None:
+            self._refuse(public, address.decode(), question)
+        elif not self._must_wait(tenant):
+            self._let_in[tenant].append(monotonic())
+            self._say(question, b"200", b"OK", public.encode())
+        elif len(self._held) < MOST_HELD:
+            self._held.append((asked, question))
+
+    def _refuse(self, public: str, address: str, question: list[bytes]) -> None:
+        """Tell a stranger so; but not one address very often: who waits in vain, until ZeroMQ gives the handshake up, comes again
+        later."""
+        tenant = self.tenants.expired.get(public, "")
+        self._inbox.kept_out("EXPIRED_KEY" if tenant else "UNKNOWN_KEY", address, tenant)
+        if self._strangers.takes(network_of(address), monotonic()):
+            self._say(question, b"400", b"unknown key", b"")
+
+    def _say(self, question: list[bytes], *verdict: bytes) -> None:
+        self._asked.send_multipart([*question[:4], *verdict, b""])
+
+    def _must_wait(self, tenant: str) -> bool:
+        now, let_in = monotonic(), self._let_in[tenant]
+        while let_in and now > let_in[0] + JOIN_S:  # the listener has ended those
+            let_in.popleft()
+        barred = self._barred.get(tenant, (0.0, 0.0))[0] > now or len(let_in) >= self._most
+        return barred or not self._comes.takes(tenant, now)
+
+    def joined(self, tenant: str) -> None:
+        """One of the tenant's connections has a session now."""
+        if self._let_in[tenant]:
+            self._let_in[tenant].popleft()
+
+    def tick(self) -> None:
+        """Look at the list of tenants, and decide again about those who wait at the door, if they still do."""
+        now = monotonic()
+        if now >= self._next_look:
+            self._glance()
+        self._strangers.forget(now)
+        self._comes.forget(now)
+        held, self._held = self._held, []
+        for asked, question in held:
+            if now < asked + HELD_S:
+                self._decide(asked, question)
+        if held:
+            self._answer()  # sending may have taken the sign that more is asked
+
+    def bar(self, tenant: str) -> None:
+        """Let no new connection of the tenant in for a while."""
+        now = monotonic()
+        until, seconds = self._barred.get(tenant, (0.0, 0.0))
+        if now > until:
+            seconds = min(2 * seconds, LONGEST_BAR_S) if 0.0 < until > now - FORGIVEN_S else FIRST_BAR_S
+            self._barred[tenant] = now + seconds, seconds
+            logger.warning("tenant %s ignores refusals: it gets no new connections for %g s", tenant, seconds)
+
+    def close(self) -> None:
+        self._reactor.forget(self._fd)
+        self._folder.close()
+        self._asked.close()
+        Thread(target=self.context.term, daemon=True).start()  # which waits for the last replies to go out
+
+
+def network_of(address: str) -> str:
+    """Whose an address is, as far as it tells: of IPv6, many are one host's.
+
+    >>> network_of("192.0.2.7"), network_of("2001:db8::7")
+    ('192.0.2.7', '2001:db8::/64')
+    """
+    if ":" not in address or address.startswith("::ffff:"):
+        return address
+    return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
+
+
+class Address(NamedTuple):
+    """What a client's endpoint says: where, and with which keys."""
+
+    where: str
+    servers: tuple[str, ...] = ()  # keys of which the executor has one
+    own: Pair | None = None
+    nccl: bool = True  # whether rows of a GPU may go by NCCL, which does not encrypt them
+
+    @classmethod
+    def parse(cls, address: str) -> "Address":
+        """`HOST:PORT`, or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`, of whose `.pub` files there may be several; with `nccl=yes` or `no`."""
+        where, _, query = address.partition("?")
+        given = {name: values[-1] for name, values in parse_qs(query).items()}
+        said = bool(given) or not query
+        nccl = given.pop("nccl", "no" if given else "yes")
+        if not said or sorted(given) not in ([], ["key", "server"]) or nccl not in ("yes", "no"):
+            raise ConfigError(
+                f"tcp://{address}: with keys an endpoint reads tcp://HOST:PORT?server=EXECUTOR.pub&key=MINE.key, and &nccl=yes if rows "
+                "on a GPU may go by NCCL, unencrypted"
+            )
+        if not given:
+            return cls(where, nccl=nccl == "yes")
+        servers = _valid_keys([Path(name).expanduser() for name in given["server"].split(",")])
+        return cls(where, servers, read_pair(Path(given["key"]).expanduser()), nccl == "yes")
+
+    def unlock(self, socket: Any, server: str = "") -> None:
+        """Let `socket` prove who we are, and accept nobody but the executor with that key; the first, if none is given."""
+        if self.own and self.servers:
+            socket.curve_serverkey = (server or self.servers[0]).encode()
+            socket.curve_publickey, socket.curve_secretkey = (half.encode() for half in self.own)
+
+
+def _valid_keys(files: list[Path]) -> tuple[str, ...]:
+    """An executor's, of all its `.pub` files that have not expired."""
+    found = [read_publics(file) for file in files]
+    keys = tuple(dict.fromkeys(key for public in found if public.expires > time() for key in public.keys))
+    if not keys:
+        raise ConfigError(
+            f"the executor's keys in {', '.join(map(str, files))} have expired: ask its operator for new ones"
+        )
+    return keys

@@ -1,0 +1,89 @@
+"""The rest of a message that has too many frames: thrown away in pieces, since ZeroMQ hands out nothing else before its end.
+
+A frame takes about half a microsecond in Python, and a quarter of that in C (`discard.c`), which is compiled when the first such
+message comes. Where there is no C compiler, Python does it.
+"""
+
+import ctypes
+import subprocess
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from threading import Thread
+from time import perf_counter
+from typing import Any
+
+import zmq
+
+from symbiosis.kernels import compile_c
+
+PIECE_S = 2e-3  # of the loop's time; then it is others' turn
+BY_PYTHON, BY_C = 256, 4096  # frames between two looks at the clock
+SOURCE = Path(__file__).with_suffix(".c")
+Frames = Callable[[int], bool]  # throws so many away, and says whether more follow
+
+
+class Discard:
+    """What a socket has received of messages that nobody wants.
+
+    >>> with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
+    ...     _ = theirs.connect(f"tcp://127.0.0.1:{ours.bind_to_random_port('tcp://127.0.0.1')}")
+    ...     theirs.send_multipart([b""] * 1000)
+    ...     theirs.send(b"another")
+    ...     discard, _ = Discard(ours), ours.recv()
+    ...     discard.begin()
+    ...     while discard.going:
+    ...         discard.some()
+    ...     ours.recv()
+    b'another'
+    """
+
+    def __init__(self, socket: Any) -> None:
+        self._socket = socket
+        self.going = False  # in the midst of such a message
+
+    def begin(self) -> None:
+        """The rest of the message whose first frames were received last is not wanted."""
+        self.going = True
+        _compile_meanwhile()
+
+    def some(self) -> None:
+        """Throw a piece of it away."""
+        frames, most = (_in_c(_libraries[0], self._socket), BY_C) if _libraries else (self._in_python, BY_PYTHON)
+        end = perf_counter() + PIECE_S
+        while self.going and perf_counter() < end:
+            self.going = frames(most)
+
+    def _in_python(self, most: int) -> bool:
+        return all(self._socket.recv(zmq.NOBLOCK, copy=False).more for _ in range(most))
+
+
+def _in_c(library: ctypes.CDLL, socket: Any) -> Frames:
+    return lambda most: bool(library.discard(ctypes.c_void_p(socket.underlying), most, *_zeromq()))
+
+
+_libraries: list[ctypes.CDLL] = []  # one, when it is compiled
+
+
+@lru_cache
+def _compile_meanwhile() -> None:
+    Thread(target=_compile, name="symbiosis-compile", daemon=True).start()
+
+
+def _compile() -> None:
+    try:
+        _zeromq()
+        with compile_c.compiled(SOURCE, "-O2") as library:
+            _libraries.append(ctypes.CDLL(library))
+    except (OSError, AttributeError, ImportError, subprocess.SubprocessError):
+        pass  # no compiler, or another pyzmq than that of CPython: Python goes on
+
+
+@lru_cache
+def _zeromq() -> tuple[ctypes.c_void_p, ...]:
+    """The functions of the very ZeroMQ that pyzmq uses."""
+    from zmq.backend.cython import _zmq
+
+    library = ctypes.CDLL(_zmq.__file__)
+    names = ("zmq_msg_init", "zmq_msg_recv", "zmq_msg_more", "zmq_msg_close")
+    return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in names)

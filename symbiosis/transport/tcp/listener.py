@@ -1,0 +1,346 @@
+"""`tcp://HOST:PORT`: anything, anywhere, over ZeroMQ. A header frame and raw tensor frames; never pickle. The executor's end."""
+
+from collections import Counter
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+import zmq
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
+from symbiosis.protocol import (
+    MAGIC_CALL,
+    MAX_CONTROL,
+    Beat,
+    Bye,
+    Call,
+    Hello,
+    Refusal,
+    decode_from_client,
+    encode_control,
+    parse_call_body,
+    split_call,
+)
+from symbiosis.transport.base import ServerPort, refuse
+from symbiosis.transport.nccl.peer import NcclPeer
+from symbiosis.transport.reactor import Reactor
+from symbiosis.transport.tcp.curve import Door
+from symbiosis.transport.tcp.intake import MOST_FRAMES, Frames, Intake
+from symbiosis.transport.tcp.lookout import Lookout
+from symbiosis.transport.tcp.peer import NO_MEMORY, TcpPeer
+from symbiosis.transport.tcp.sockets import Wire, harden
+from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
+from symbiosis.transport.tensors import tensor_of_frame
+
+AT_ONCE = 64  # messages taken in, or read, between two products
+OF_ONE = 8  # ... of one tenant, while others call
+REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
+FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
+STRANGERS = b""  # in place of an identity: all who have not joined, where no keys tell them apart
+
+
+class TcpListener:
+    """The executor's ROUTER socket."""
+
+    def __init__(self, address: str, reactor: Reactor, inbox: ServerPort) -> None:
+        self.reactor, self.inbox = reactor, inbox
+        self._peers: dict[bytes, TcpPeer] = {}
+        self._by_nccl: tuple[NcclPeer, ...] = ()
+        self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
+        self._gone: dict[bytes, float] = {}  # connections that were hung up on, and when to forget them
+        self._waiting = WaitingRoom()
+        # who was heard since the last tick, and before
+        self._active: tuple[set[str | bytes], set[str | bytes]] = set(), set()
+        self._due = False  # whether `_drain` will run by itself
+        self._drained = -1  # in which turn of the loop it left the rest for the next
+        self._door = Door.at(address, reactor, inbox)
+        self._socket = self._bound(address)
+        self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, self._too_much)
+        self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._lookout = Lookout(self, int(self.url.rpartition(":")[2]))
+        self._fd = int(self._socket.getsockopt(zmq.FD))
+        reactor.watch(self._fd, self._drain)
+
+    def _bound(self, address: str) -> Any:
+        """A socket at which this executor can be reached."""
+        context = self._door.context if self._door else zmq.Context.instance()
+        bound: Any = context.socket(zmq.ROUTER)
+        if self._door:
+            self._door.guard(bound)
+        harden(bound)
+        bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        bound.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+        bound.setsockopt(zmq.MAXMSGSIZE, self.inbox.limits.max_call_bytes + 4096)
+        try:
+            bound.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            bound.close()
+            if self._door:
+                self._door.close()
+            raise ConfigError(f"cannot listen at tcp://{address}: {error}") from None
+        return bound
+
+    def _drain(self) -> None:
+        """The descriptor tells of changes only, so take all there is; by turns, or a flood would stop the products."""
+        intake, turns, heard = self._intake, self._intake.turns, Counter[str | bytes]()
+        room = AT_ONCE if self._drained != self.reactor.turns else 0
+        if room:
+            intake.unblock()
+            self._let_in()
+        for _ in range(room):
+            if self._socket.closed:
+                return
+            room -= intake.take_in(room)
+            if not turns.waiting and room and not intake.blocked:
+                return
+            if not turns.waiting or self._products_first(heard):
+                break
+            heard[turns.next] += 1
+            self._active[0].add(turns.next)
+            self._handle(turns.take())
+        self._drained = self.reactor.turns
+        self._drain_soon()
+
+    def _products_first(self, heard: Counter[str | bytes]) -> bool:
+        """Nobody's call waits until many of another's have been read: neither one that has just been read (then there is no more
+        of somebody who was heard), nor one that was read before."""
+        turns = self._intake.turns
+        many = heard[turns.next] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
+        return many or turns.waiting < heard.keys()
+
+    def _whose(self, frames: Frames) -> str | bytes:
+        """Whose turn it takes to read a message: a tenant's, or where keys tell of none a connection's. Without keys all that have
+        not joined have one."""
+        identity = frames[0].bytes
+        peer = self._peers.get(identity)
+        if peer is not None:
+            return peer.tenant or identity
+        return (self._door.tenant_of(frames[-1]) or identity) if self._door else STRANGERS
+
+    def _drain_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self.reactor.call_soon(self._drain_now)
+
+    def _drain_now(self) -> None:
+        self._due = False
+        self._drain()
+
+    def _too_much(self, frames: Frames) -> None:
+        self._handle(frames, room=False)
+
+    def _handle(self, frames: Frames, room: bool = True) -> None:
+        """Whatever goes wrong ends that connection, and nothing else."""
+        try:
+            self._read(frames, room)
+        except Exception as error:
+            identity = frames[0].bytes
+            peer = self._peers.get(identity) or TcpPeer(self, identity)
+            peer.wire = peer.wire or self.reactor.attempt(None, self._wire_below, frames[-1])
+            self.reactor.failed(peer, error)
+
+    def _read(self, frames: Frames, room: bool) -> None:
+        name, *frames = frames
+        identity = name.bytes
+        chosen = identity[:1] != b"\0"  # by the client: it could be another's
+        if not frames or chosen or identity in self._gone:
+            return
+        peer, tenant = self._peers.get(identity), None
+        if peer is not None:
+            peer.heard = True
+        elif not room and self._intake.turns.holds(identity):  # what is read at once would overtake what waits
+            self.hang_up(TcpPeer(self, identity, wire=self._wire_below(frames[0])))
+            return
+        try:
+            tenant = self._admitted(peer, frames[0])
+            if len(frames) >= MOST_FRAMES:
+                raise ProtocolError(Code.BAD_FRAME, f"a message of {MOST_FRAMES} frames or more is not one of ours")
+            if frames[0].buffer[:4] == MAGIC_CALL:
+                self._call(peer, frames, room)
+            else:
+                self._control(peer, identity, frames, tenant)
+        except CallError as error:
+            stranger = peer or TcpPeer(self, identity, tenant)
+            stranger.wire = stranger.wire or self._wire_below(frames[0])
+            self._refuse(stranger, error, 1 if len(frames) < MOST_FRAMES else REFUSALS + 1)
+
+    def _refuse(self, stranger: TcpPeer, error: CallError, weight: int = 1) -> None:
+        self.send(stranger, [encode_control(Refusal.of(error))])  # first: it tells who is gone
+        self.too_many(stranger, weight)
+
+    def _admitted(self, peer: TcpPeer | None, frame: zmq.Frame) -> str | None:
+        """The tenant who sent this; none where there are no tenants."""
+        tenant = self._door.tenant_of(frame) if self._door else None
+        if (self._door and tenant is None) or (peer is not None and peer.tenant != tenant):
+            if peer is not None:
+                self.drop(peer, "struck off")
+            raise CallError(Code.NOT_ALLOWED, "this executor does not serve the owner of this key any more")
+        return tenant
+
+    def _control(self, peer: TcpPeer | None, identity: bytes, frames: Frames, tenant: str | None) -> None:
+        if len(frames) != 1:
+            raise ProtocolError(Code.BAD_FRAME, f"a control message has 1 frame, not {len(frames)}")
+        if len(frames[0]) > MAX_CONTROL:  # before it is taken apart
+            raise ProtocolError(Code.TOO_LARGE, f"a control message has {MAX_CONTROL} bytes at most")
+        message = decode_from_client(frames[0].buffer)
+        if isinstance(message, Hello) and peer is None:
+            self._knocks(identity, tenant, frames[0], message)
+        elif peer is not None and isinstance(message, Beat):
+            self.inbox.heard(peer)
+        elif peer is not None and isinstance(message, Bye):
+            self.hang_up(peer, "left")
+        elif isinstance(message, Bye):
+            if knock := self._waiting.leaves(identity):
+                self.hang_up(TcpPeer(self, identity, wire=knock.wire))
+        elif not (isinstance(message, Beat) and identity in self._waiting):
+            raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
+
+    # ------------------------------------------------------------------ who comes and goes
+
+    def _knocks(self, identity: bytes, tenant: str | None, frame: zmq.Frame, hello: Hello) -> None:
+        """Somebody asks to join. Whom a key has let in has waited at the door."""
+        if self._door:
+            self._join(Knock(identity, tenant, frame, hello, self._wire_below(frame)))
+        elif self._waiting.put(knock := Knock(identity, tenant, frame, hello, Wire.below(frame))):
+            self._let_in()
+        else:
+            self.hang_up(TcpPeer(self, identity, wire=knock.wire))
+
+    def _let_in(self) -> None:
+        while knock := self._waiting.next(monotonic()):
+            self.reactor.attempt(None, self._join_or_refuse, knock)
+
+    def _join_or_refuse(self, knock: Knock) -> None:
+        self._socket.getsockopt(zmq.EVENTS)  # of who is gone ZeroMQ notices it here, and `send` says so
+        try:
+            self._join(knock)
+        except CallError as error:
+            self._refuse(TcpPeer(self, knock.identity, wire=knock.wire), error)
+
+    def _join(self, knock: Knock) -> None:
+        if knock.hello.device is None:
+            peer = TcpPeer(self, knock.identity, knock.tenant, knock.wire)
+            welcome = self.inbox.joined(peer, knock.hello)
+        else:
+            key = str(knock.frame.get("User-Id")) if self._door else ""
+            peer = by_nccl = NcclPeer(self, knock.identity, knock.tenant, knock.wire, knock.hello, key)
+            self._by_nccl += (by_nccl,)
+            welcome = by_nccl.welcome
+        self._peers[knock.identity] = peer
+        if self._door and knock.tenant:
+            self._door.joined(knock.tenant)
+        self.send(peer, [encode_control(welcome)])
+
+    def _wire_below(self, frame: zmq.Frame) -> Wire | None:
+        """What a message seems to have come by. Of who is gone it may be another's wire: ZeroMQ notices it here, and the next
+        `send` says so."""
+        wire = Wire.below(frame)
+        self._socket.getsockopt(zmq.EVENTS)
+        return wire
+
+    def _call(self, peer: TcpPeer | None, frames: Frames, room: bool) -> None:
+        if peer is None:
+            raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
+        seq, body = split_call(frames[0].bytes)
+        try:
+            call = parse_call_body(body)
+            if not room:
+                self.inbox.turns_away(peer, seq, call)
+                return
+            _check_sizes(call, frames[1:])
+            payload = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
+        except CallError as error:
+            refuse(peer, seq, error)
+        else:
+            if payload is not None:
+                self.inbox.arrived(peer, seq, call, payload)
+
+    def _payload(self, call: Call, frames: Frames) -> tuple[Tensor, ...]:
+        """The rows, which come last, and where groups of them end."""
+        kinds = zip(
+            reversed(frames), ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False
+        )
+        for_gpu = self.inbox.device.type == "cuda"
+        try:
+            return tuple(tensor_of_frame(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
+        except CallError:  # a shape that no memory could hold
+            raise
+        except (RuntimeError, MemoryError):
+            raise CallError(Code.RESOURCE, NO_MEMORY) from None
+
+    def send(self, peer: TcpPeer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
+        if self._socket.closed:
+            return None
+        tracker = None
+        try:
+            tracker = self._socket.send_multipart([peer.identity, *frames], zmq.NOBLOCK, copy=copy, track=not copy)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EHOSTUNREACH:  # gone: its descriptor may be another's by now
+                peer.wire = None
+                self.drop(peer)
+            else:  # it does not read: it may join again
+                self.hang_up(peer)
+        if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            self._drain_soon()
+        return tracker
+
+    def too_many(self, peer: TcpPeer, weight: int = 1) -> bool:
+        """Who goes on with what is refused costs others time: hang up, and do not let the tenant come back at once."""
+        self._refusals[peer.tenant or peer.identity] += weight
+        if self._refusals[peer.tenant or peer.identity] <= REFUSALS:
+            return False
+        self.hang_up(peer)
+        if self._door and peer.tenant:
+            self._door.bar(peer.tenant)
+        return True
+
+    def drop(self, peer: TcpPeer, why: str = "lost") -> None:
+        if self._peers.pop(peer.identity, None):
+            self._by_nccl = tuple(other for other in self._by_nccl if other is not peer)
+            try:
+                self.inbox.left(peer, why)
+            finally:
+                peer.release()
+
+    def hang_up(self, peer: TcpPeer, why: str = "hung up on") -> None:
+        """End the connection; what was sent by it and to it is forgotten."""
+        self._gone[peer.identity] = monotonic() + FORGET_S
+        self._waiting.leaves(peer.identity)
+        try:
+            self.drop(peer, why)
+        finally:
+            if peer.wire:
+                peer.wire.hang_up()
+
+    def tick(self) -> None:
+        now = monotonic()
+        self._refusals.clear()
+        self._active = set(), self._active[0]
+        self._gone = {identity: end for identity, end in self._gone.items() if end > now}
+        if self._door:
+            self._door.tick()
+            for peer in self._by_nccl:  # whose calls do not come through it
+                if self._door.tenants.name_of(peer.key) != peer.tenant:
+                    self.hang_up(peer, "struck off")
+        self._lookout.look(list(self._peers.values()))
+        self._let_in()
+        self._drain()
+
+    def stop_accepting(self) -> None:
+        with suppress(zmq.ZMQError):  # a second time: it is not bound any more
+            self._socket.unbind(self.url)
+
+    def close(self) -> None:
+        self.reactor.forget(self._fd)
+        for peer in list(self._peers.values()):
+            self.drop(peer)
+        self._socket.close(linger=2000)  # the last replies still go out
+        if self._door:
+            self._door.close()
+
+
+def _check_sizes(call: Call, frames: Frames) -> None:
+    sizes = tuple(map(len, frames))
+    if sizes != call.parts[::-1]:
+        raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts[::-1]} bytes, {sizes[:3]} came")

@@ -1,0 +1,71 @@
+"""Messages that have come and are not read yet, by whom they came from: each in turn, however much one has sent."""
+
+from collections import Counter, deque
+from collections.abc import Hashable, Set
+from typing import Generic, TypeVar
+
+Tenant = TypeVar("Tenant", bound=Hashable)
+Message = TypeVar("Message")
+
+
+MOST_OF_ONE = 1024  # messages of a tenant, over however many connections
+
+
+class Turns(Generic[Tenant, Message]):
+    """A queue for each tenant, with at most so many messages of one connection, and bytes of all, but for a single message.
+
+    >>> turns = Turns[str, int](most=8, most_bytes=1 << 20)
+    >>> for tenant, message in (("a", 1), ("a", 2), ("a", 3), ("b", 4)):
+    ...     assert turns.put(tenant, b"a connection", message, nbytes=100)
+    >>> [turns.take() for _ in range(4)]
+    [1, 4, 2, 3]
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most, self._most_bytes = most, most_bytes
+        self._queues: dict[Tenant, deque[tuple[bytes, Message, int]]] = {}  # in the order of their turns; none is empty
+        self._kept = Counter[bytes]()  # messages of each connection
+        self._nbytes = Counter[Tenant]()
+
+    def __len__(self) -> int:
+        return self._kept.total()
+
+    @property
+    def waiting(self) -> Set[Tenant]:
+        """Of whom there are messages."""
+        return self._queues.keys()
+
+    @property
+    def next(self) -> Tenant:
+        """Whose turn it is: who has had none for longest."""
+        return next(iter(self._queues))
+
+    def holds(self, connection: bytes) -> bool:
+        """Whether messages of it wait."""
+        return connection in self._kept
+
+    def put(self, tenant: Tenant, connection: bytes, message: Message, nbytes: int) -> bool:
+        """Whether there was room for it. If not, others must not wait until there is."""
+        waiting = self._nbytes[tenant]
+        too_many = self._kept[connection] >= self._most or len(self._queues.get(tenant, ())) >= MOST_OF_ONE
+        if too_many or (waiting and waiting + nbytes > self._most_bytes):
+            return False
+        self._queues.setdefault(tenant, deque()).append((connection, message, nbytes))
+        self._nbytes[tenant] += nbytes
+        self._kept[connection] += 1
+        return True
+
+    def take(self) -> Message:
+        """The oldest message of the tenant whose turn it is. Then it is the others' turn."""
+        tenant = self.next
+        queue = self._queues.pop(tenant)
+        connection, message, nbytes = queue.popleft()
+        if queue:
+            self._queues[tenant] = queue
+        self._nbytes[tenant] -= nbytes
+        if not queue:
+            del self._nbytes[tenant]
+        self._kept[connection] -= 1
+        if not self._kept[connection]:
+            del self._kept[connection]
+        return message

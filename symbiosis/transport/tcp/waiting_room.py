@@ -1,0 +1,60 @@
+"""Who asks to join where no keys tell who that is: so many at once, and so many a second; the others wait."""
+
+from dataclasses import dataclass
+
+import zmq
+
+from symbiosis.protocol import Hello
+from symbiosis.security.allowance import Allowance
+from symbiosis.transport.tcp.sockets import Wire
+
+AT_ONCE, PER_S = 256, 100.0  # as many programs as may have sessions; and what takes a few hundredths of the loop's time
+MOST_WAITING, LOOKS = 1024, 16  # connections; and how many at once are looked at, whether they are still there
+EVERYBODY = ""  # without keys, all belong to users of this host
+
+
+@dataclass(slots=True)
+class Knock:
+    """A connection that asks to join."""
+
+    identity: bytes
+    tenant: str | None
+    frame: zmq.Frame
+    hello: Hello
+    wire: Wire | None
+
+
+class WaitingRoom:
+    """Whose connection ends while it waits makes room, and costs nothing of what the others may have."""
+
+    def __init__(self) -> None:
+        self._allowance = Allowance(AT_ONCE, PER_S)
+        self._waiting: dict[bytes, Knock] = {}
+
+    def __contains__(self, identity: bytes) -> bool:
+        return identity in self._waiting
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, knock: Knock) -> bool:
+        """Whether there is room."""
+        if knock.wire is None or len(self._waiting) >= MOST_WAITING:
+            return False
+        self._waiting[knock.identity] = knock
+        return True
+
+    def leaves(self, identity: bytes) -> Knock | None:
+        """One that does not want to join any more, if it was here."""
+        return self._waiting.pop(identity, None)
+
+    def next(self, now: float) -> Knock | None:
+        """Who may join now."""
+        for _ in range(LOOKS):
+            if not self._waiting or not self._allowance.has_some(EVERYBODY, now):
+                break
+            knock = self._waiting.pop(next(iter(self._waiting)))
+            if knock.wire is not None and knock.wire.received():
+                self._allowance.takes(EVERYBODY, now)
+                return knock
+        return None

@@ -1,0 +1,43 @@
+"""What CONTRIBUTING.md sends its readers to is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "CONTRIBUTING.md").read_text()
+PATHS = sorted(set(re.findall(r"(?<![\w/.])((?:symbiosis|tests|scripts|docs)/[\w./-]*|[A-Z]+\.md)", TEXT)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_files_of_a_folder_that_was_named_before_exist() -> None:
+    for paragraph in TEXT.split("\n\n"):
+        folders = [ROOT / folder for folder in re.findall(r"`([\w/]+/)`", paragraph)]
+        for name in re.findall(r"`(\w+\.py)`", paragraph):
+            assert any((folder / name).exists() for folder in folders), name
+
+
+def test_every_tier_is_told_of() -> None:
+    tiers = {folder.name for folder in (ROOT / "tests").iterdir() if (folder / "__init__.py").exists()}
+    assert set(re.findall(r"^\| `tests/(\w+)/`", TEXT, re.MULTILINE)) == tiers
+
+
+def test_make_targets_exist() -> None:
+    named = {target for line in re.findall(r"\bmake ((?:[a-z-]+ ?)+)", TEXT) for target in line.split()}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert named & targets >= {"setup", "check", "test", "test-fast", "test-gpu", "test-soak"}
+    assert {target for target in named if "test" in target} <= targets
+
+
+def test_names_are_where_it_says() -> None:
+    """The tables, types and functions."""
+    words = set(re.findall(r"`([A-Za-z_]+)`", TEXT)) - {"alone", "unit", "inproc"}
+    code = "\n".join(path.read_text() for folder in ("symbiosis", "tests") for path in (ROOT / folder).rglob("*.py"))
+    assert words and not [
+        word for word in words if not re.search(rf"\b(class|def) {word}\b|^{word}\b", code, re.MULTILINE)
+    ]

@@ -1,0 +1,60 @@
+"""The pages lead where they say, hold every public name, and become a site where mkdocs is installed (make docs)."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import symbiosis
+
+ROOT = Path(__file__).parents[2]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((ROOT / "deploy").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+FENCES = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and mkdocs make them."""
+    headings = re.findall(r"^#+ (.*)$", FENCES.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", FENCES.sub("", page.read_text())):
+        if not link.startswith("https://"):
+            file, _, anchor = link.partition("#")
+            target = (page.parent / file).resolve() if file else page
+            assert target.exists(), link
+            assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_on_the_site_and_every_public_name_in_the_reference() -> None:
+    nav = re.findall(r"[\w./-]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    assert {ROOT / "docs" / name for name in nav} >= {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
+    shown = set(re.findall(r"^::: symbiosis\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    assert shown == set(symbiosis.__all__) - {"SymbiosisError"} | {"errors"}
+    assert set(symbiosis.__all__) <= set(dir(symbiosis))
+
+
+def test_what_the_site_is_made_with_can_be_installed() -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    assert config["strict"] and all((ROOT / hook).is_file() for hook in config["hooks"])
+
+
+def test_the_site_is_built(tmp_path: Path) -> None:
+    for name in ("mkdocs", "material", "mkdocstrings_handlers"):
+        pytest.importorskip(name)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    reference = (tmp_path / "api.html").read_text()
+    assert "SymbiosisError" in reference and all(
+        f'id="symbiosis.{name}"' in reference for name in ("wrap", "from_executor", "Executor", "Split")
+    )

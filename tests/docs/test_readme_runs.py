@@ -1,0 +1,68 @@
+"""The README's programs run as they stand, one after the other, against executors with the keys and files that they name."""
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, TrainerCallback
+
+import symbiosis
+from symbiosis.executor.model.load import DEMO_MODEL, load_model
+from symbiosis.security import keys
+from symbiosis.tools import make_pads
+from tests.docs.test_readme import PROGRAMS
+
+Dataset = pytest.importorskip("datasets").Dataset
+TOKENS = 64
+
+
+@pytest.fixture
+def scope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What the README leaves to its reader: a folder with keys and pads, a checkpoint, a tokenizer, data; and two executors."""
+    monkeypatch.chdir(tmp_path)
+    keys.generate("executor", tmp_path)
+    keys.generate("alice", tmp_path / "tenants")
+    (tmp_path / "tenants/alice.key").rename(tmp_path / "alice.key")
+    own = {"key": "executor.key", "tenants": "tenants", "integers": [8]}
+    north = {"listen": [f"local://{tmp_path}/x.sock", "tcp://127.0.0.1:0"], "operator": "north", **own}
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    text = "The return value is a string. It is an error to do that."
+    ids = [tokenizer(text[start : start + 24])["input_ids"] for start in range(8)]
+    with ExitStack() as stack:
+        one = stack.enter_context(symbiosis.Executor("demo", **north))
+        other = stack.enter_context(symbiosis.Executor("demo", operator="south", integers=[8]))
+        monkeypatch.setenv("SYMBIOSIS_ENDPOINT", one.endpoint)
+        yield {
+            "symbiosis": symbiosis, "checkpoint": DEMO_MODEL, "tokenizer": tokenizer, "tcp": one.endpoints[1].partition("://")[2],
+            "data": Dataset.from_list([{"input_ids": row, "labels": row} for row in ids]),
+            "endpoint": one.endpoint, "other_endpoint": other.endpoint,
+        }  # fmt: skip
+
+
+def test_programs_run_one_after_the_other(scope: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    fine_tune, trl, generate, serving, _ = PROGRAMS
+    trl = re.sub(r"tcp://[\d.]+:\d+", f"tcp://{scope['tcp']}", trl)
+    assert "Trainer(" in fine_tune and "SFTTrainer(" in trl and "generate(" in generate
+    assert "openai.OpenAI(" in serving  # which tests/process/test_serve_api.py runs
+    for program in (fine_tune, trl, generate):
+        exec(compile(program, "README.md", "exec"), scope)
+    assert isinstance(scope["trainer"].callback_handler.callbacks[0], TrainerCallback)
+    assert Path("adapter/adapter_model.safetensors").is_file()
+    printed = capsys.readouterr().out
+    assert "The return value is" in printed and "Stats(calls=" in printed
+
+
+def test_each_way_to_hide_or_prove_runs(scope: dict[str, Any]) -> None:
+    (program,) = [program for program in PROGRAMS if "privacy=" in program]
+    make_pads.make("demo", TOKENS, Path("alice.pads"))
+    statements = program.strip().splitlines()
+    assert len(statements) == 3
+    unsplit, ids = load_model("demo"), scope["tokenizer"]("The return value is", return_tensors="pt").input_ids
+    for statement in statements:
+        scope["model"] = load_model("demo")
+        exec(compile(statement, "README.md", "exec"), scope)
+        difference = (scope["model"](input_ids=ids).logits - unsplit(input_ids=ids).logits).abs().max()
+        assert difference < (1e-3 if "verify" in statement else 0.5), statement

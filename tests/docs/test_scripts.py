@@ -1,0 +1,346 @@
+"""The scripts' reports: suites run to the end on a tiny model, bars are computed from what was measured, the last line is JSON.
+
+Processes are threads here (how the scripts' processes start is tested with one suite); what is measured so says nothing.
+"""
+
+import importlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from symbiosis.errors import ConfigError
+from symbiosis.tools import demo_data
+from symbiosis.tools.reporting import Report
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports one by its name."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    return importlib.import_module
+
+
+def last_line(text: str, name: str) -> Any:
+    """What it reports for programs."""
+    line = json.loads(text.splitlines()[-1])
+    assert line.keys() == {"script", "figures", "bars", "versions"} and line["script"] == name
+    assert all(bar.keys() == {"name", "value", "bar", "holds"} for bar in line["bars"])
+    assert all(line["figures"][bar["name"]] == bar["value"] for bar in line["bars"])
+    return line
+
+
+class Worker:
+    """As that of scripts/_processes.py, but a thread."""
+
+    def __init__(self, kind: Callable[..., Any]) -> None:
+        self._kind, self._pool, self._last = kind, ThreadPoolExecutor(1), Future[Any]()
+        self._thing: Any = None
+
+    def begin(self, *args: Any) -> None:
+        self._thing = self._pool.submit(self._kind, *args).result(60)
+        self._last.set_result(None)
+
+    def send(self, method: str, *args: Any) -> None:
+        self._last = self._pool.submit(getattr(self._thing, method), *args)
+
+    def result(self, timeout: float = 60.0) -> Any:
+        return self._last.result(timeout)
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.send(method, *args)
+        return self.result()
+
+    def hang_up(self) -> None:
+        self._pool.shutdown()
+
+    def end(self) -> None:
+        self.hang_up()
+        if executor := getattr(self._thing, "_executor", None):
+            executor.close()
+
+
+@contextmanager
+def workers(kind: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> Iterator[list[Worker]]:
+    with idle_workers(kind, len(arguments)) as started:
+        for worker, args in zip(started, arguments, strict=True):
+            worker.begin(*args)
+        yield started
+
+
+@contextmanager
+def idle_workers(kind: Callable[..., Any], count: int) -> Iterator[list[Worker]]:
+    started = [Worker(kind) for _ in range(count)]
+    try:
+        yield started
+    finally:
+        for worker in started:
+            worker.end()
+
+
+CALLS = {f"call_{way}_{rows}_eager_us" for way in ("no_executor", "local", "tcp") for rows in (1, 1024)}
+POLICIES = {
+    f"{p}_{what}" for p in ("immediate", "lockstep", "opportunistic") for what in ("tokens_per_s", "ms_per_token")
+}
+WANTED = {
+    "call": CALLS,
+    "decode": {*(f"decode_eager_ms_{side}" for side in ("split", "unsplit")), "decode_eager_over_eager"},
+    "cost": {f"cost_{count}_decode_eager_{what}" for count in (1, 2) for what in ("us", "busy")},
+    "fit": {"decode_fit_split", "decode_fit_unsplit_tokens_per_s", "decode_fit_ratio"},
+    "many": {f"decode_{count}_tokens_per_s_{side}" for count in (1, 2) for side in ("split", "unsplit")},
+    "policies": {*POLICIES, "policies_throughput_ratio", "policies_latency_ratio"},
+}
+
+
+@pytest.mark.parametrize("suite", WANTED)
+def test_a_suite_of_the_gpu_benchmark(
+    suite: str, script: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_gpu")
+    monkeypatch.setattr(bench, "workers", workers)
+    monkeypatch.setattr(bench, "idle_workers", idle_workers)
+    monkeypatch.setattr(bench, "prepare", lambda threads: None)  # settings of processes
+    monkeypatch.setattr(sys, "argv", ["bench_gpu.py", suite, "--tiny", "--programs", "2", "--jobs", "decode"])
+    assert bench.main() == 0
+    figures = last_line(capsys.readouterr().out, "bench_gpu")["figures"]
+    assert figures.keys() >= WANTED[suite]
+    assert all(math.isfinite(figures[name]) and figures[name] > 0 for name in WANTED[suite])
+
+
+@pytest.mark.timeout(300)
+def test_a_suite_in_processes_of_its_own() -> None:
+    command = [sys.executable, str(SCRIPTS / "bench_gpu.py"), "integers", "--tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    figures = last_line(done.stdout, "bench_gpu")["figures"]
+    assert sum(name.startswith("integers_") for name in figures) == 8
+
+
+def test_the_training_of_the_demo_model(
+    script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    training, text = script("train_demo_model"), demo_data.base_text()[:20_000]
+    monkeypatch.setattr(demo_data, "base_text", lambda: text)
+    monkeypatch.setattr(demo_data, "python_text", lambda: text)
+    monkeypatch.setattr(sys, "argv", ["train_demo_model.py", "--steps", "1", "--out", str(tmp_path)])
+    assert training.main() == 0
+    figures = last_line(capsys.readouterr().out, "train_demo_model")["figures"]
+    assert figures["steps"] == 1 and 1.0 < figures["loss"] < 10.0 and figures["text"].startswith("The statement ")
+    assert (tmp_path / "model.safetensors").stat().st_size > figures["parameters"]
+
+
+# ---------------------------------------------------------------- what the bars are made of
+
+
+def holding(report: Any, capsys: pytest.CaptureFixture[str]) -> dict[str, tuple[float, bool]]:
+    """The bars as they are printed; the exit status is what they say."""
+    status = report.finish()
+    bars = last_line(capsys.readouterr().out, report.script)["bars"]
+    assert status == (0 if all(bar["holds"] for bar in bars) else 1)
+    return {bar["name"]: (round(bar["value"], 6), bar["holds"]) for bar in bars}
+
+
+@pytest.mark.parametrize(("local", "holds"), [(40.0, True), (50.0, False)])
+def test_bars_of_calls(local: float, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of rounds that are compared each within itself: the machine's speed between them does not count."""
+    bench = script("bench_call")
+    p50 = {"bare": 20.0, "local": local, "tcp": 4 * local, "inproc": 1.0}
+    rounds = {
+        cell: [bench.Round(p50[cell.transport] + drift, 0.0, 0.0, 0.0) for drift in (0.0, 100.0, 0.0)]
+        for cell in bench.CELLS
+    }
+    assert holding(bench.report(rounds), capsys) == {
+        "local_8KB_over_bare_us": (local - 20.0, holds),
+        "tcp_over_local_8KB": (4.0, True),
+    }
+
+
+@pytest.mark.parametrize(("mine", "holds"), [(12.0, True), (9.0, False)])
+def test_bars_of_batching(mine: float, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """The policy is held against the better of the two others."""
+    bench = script("bench_batching")
+    speeds = {"immediate": 5.0, "lockstep": 10.0, "opportunistic": mine}
+    rounds = {policy: [bench.Round(speed, 1 / speed, 0.0, 0.0, 1.0)] * 2 for policy, speed in speeds.items()}
+    found = holding(bench.report(rounds, SimpleNamespace(threads=1, executor_threads=1), 7), capsys)
+    assert found == {
+        "opportunistic_throughput_ratio": (mine / 10, holds),
+        "opportunistic_latency_ratio": (round(10 / mine, 6), holds),
+    }
+
+
+@pytest.mark.parametrize(("p99", "kept", "holds"), [(5.0, 4.0, True), (5.1, 4.0, False), (5.0, 4.1, False)])
+def test_bars_of_isolation(
+    p99: float, kept: float, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_isolation")
+    rounds = {situation: [bench.Round(2.0, 1.0, 6.0, p99, 9.0, 3)] * 3 for situation in bench.SITUATIONS}
+    found = holding(bench.report(rounds, kept), capsys)
+    assert found["flood_p50_over_alone"] == (3.0, True) and found["crowd_p99_over_alone"] == (p99, p99 <= 5.0)
+    assert found["frozen_replies_kept"] == (kept, kept <= 4.0)
+    assert all(held for _, held in found.values()) == holds
+
+
+@pytest.mark.parametrize(("loss_difference", "decode"), [(0.0, 3.0), (1e-3, 2.0)])
+@pytest.mark.parametrize("called", [True, False])
+def test_bars_of_steps(
+    called: bool,
+    loss_difference: float,
+    decode: float,
+    script: Callable,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bench = script("bench_step")
+    alone = bench.Alone(loss_difference=loss_difference)
+    for what in ("train", "decode"):
+        for side, seconds in (("split", [1.1, 2.2]), ("unsplit", [1.0, 2.0])):
+            alone.seconds[what, side], alone.cpu[what, side] = seconds, seconds
+    unsplit = bench.Crowd(10.0, 2.0, 4_000, 0, 0)
+    split = bench.Crowd(9.0, decode, 1_000 + 30, 400 + 70, 100)  # three copies of 1,000 bytes fewer, a process more
+    setting = bench.Setting(tmp_path, 1, 2, 2048, called, 1, 1.0, 1, 1.0, 1.0)
+    found = holding(bench.report(setting, alone, {"split": [split], "unsplit": [unsplit]}, 250), capsys)
+    assert found == {
+        "loss_difference": (loss_difference, loss_difference == 0.0),
+        "train_step_ratio": (1.1, called),
+        "decode_step_ratio": (1.1, called),
+        "four_memory_over_ideal": (round(1500 / 1100, 6), False),
+        "four_decode_ratio": (decode / 2, decode >= 3.0),
+        "four_train_ratio": (0.9, called),
+    }
+
+
+@pytest.mark.parametrize("kind", ["bit", "read", "SILENT", "ERROR"])
+def test_bars_of_peft_methods(kind: str, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """A silent difference, or an error that is not ours, is a failure; a method that says why it cannot is none."""
+    bench = script("compat_peft")
+    outcomes = [bench.Outcome(bench.CASES[0], order, kind, "") for order in bench.ORDERS]
+    found = holding(bench.report(outcomes, {}, False), capsys)
+    assert found["silent"][1] == (kind != "SILENT") and found["errors_not_ours"][1] == (kind != "ERROR")
+
+
+@pytest.mark.parametrize(
+    ("kind", "holds"), [("equal", True), ("refused", False), ("unclear", False), ("silent", False)]
+)
+def test_bars_of_suites(kind: str, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of ten tests one is refused with reads, or fails; models with nothing to serve prove nothing."""
+    suites = script("compat_suites")
+    kinds = ["equal"] * 9 + [kind, "nothing to serve"]
+    results = [{"test": "x", "wrapped": {"kind": "equal"}, "reads": {"kind": kind}} for kind in kinds]
+    found = holding(suites.report([*results, {"test": "y", "not_here": "skipped"}]), capsys)
+    assert found["tried"] == (10, True) and all(held for _, held in found.values()) == holds
+    assert found["share_refused_with_reads"] == ((0.1, False) if kind == "refused" else (0, True))
+    assert not holding(suites.report([]), capsys)["tried"][1]
+
+
+@pytest.mark.timeout(300)
+def test_pefts_own_tests_on_split_models(script: Callable) -> None:
+    suites = script("compat_suites")
+    try:
+        suites.suite(fetch=False)
+    except ConfigError as error:
+        pytest.skip(f"the source of PEFT is not here: {error}")
+    command = [sys.executable, str(SCRIPTS / "compat_suites.py"), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert last_line(done.stdout, "compat_suites")["figures"]["tried"] >= 10
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_bars_of_architectures(equal: bool, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    bench, reporting = script("compat_models"), script("symbiosis.tools.reporting")
+    report = reporting.Report("compat_models")
+    outcome = bench.Outcome("llama", equal={"forward": True, "step": equal}, covered=1.0)
+    bench.summarise("causal", [outcome], report)
+    found = holding(report, capsys)
+    assert found["causal_forward_equal"] == (1, True) and found["causal_step_equal"] == (int(equal), equal)
+    assert found["causal_mostly_served"] == (1, True)
+
+
+# ---------------------------------------------------------------- plots
+
+HIGH, LOW, LEVEL, FAR = (
+    ("slow", 3.0, "<=", 2.0),
+    ("fast", 1.0, "<=", 2.0),
+    ("none", 0.0, "<=", 0.0),
+    ("far", 50.0, ">=", 2.0),
+)
+
+
+def drawn(file: Path) -> list[tuple[str, float, str]]:
+    """Names, lengths and colours of the rows of a plot, and its texts."""
+    root = ElementTree.parse(file).getroot()
+    rects = [(float(r.get("width", 0)), r.get("fill", "")) for r in root.findall("{*}rect") if r.get("x")]
+    names = [text.text or "" for text in root.findall("{*}text") if text.get("text-anchor") == "end"]
+    return [(name, *rect) for name, rect in zip(names, rects, strict=True)]
+
+
+def test_a_report_is_plotted(
+    script: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plot, made = script("plot_benchmarks"), Report("bench_<x>")
+    for name, value, relation, bar in (HIGH, LOW, LEVEL, FAR):
+        made.bar(name, value, relation, bar)  # type: ignore[arg-type]
+    times, nothing = Report("bench"), Report("bench")
+    times.figure("a_call_us", 10.0)
+    times.figure("b_call_us", 1000.0)
+    for name, report in (("bars", made), ("times", times), ("nothing", nothing)):
+        report.finish(table=False)
+        (tmp_path / f"{name}.json").write_text(capsys.readouterr().out)
+    monkeypatch.setattr(sys, "argv", ["plot_benchmarks.py", *map(str, sorted(tmp_path.glob("*.json")))])
+    assert plot.main() == 0
+    figures = last_line(capsys.readouterr().out, "plot_benchmarks")["figures"]
+    assert figures == {"bars.json": 4, "times.json": 2, "nothing.json": 0}
+    width = float(plot.WIDTH)
+    assert drawn(tmp_path / "bars.svg") == [
+        ("slow", 0.75 * width, plot.FAILS),
+        ("fast", 0.25 * width, plot.HOLDS),
+        ("none", 0.0, plot.HOLDS),
+        ("far", width, plot.HOLDS),
+    ]
+    text = (tmp_path / "bars.svg").read_text()
+    assert "3 (≤ 2)" in text and "1 (≤ 2)" in text and "0 (= 0)" in text and "50 (≥ 2)" in text
+    assert [length for _, length, _ in drawn(tmp_path / "times.svg")] == [round(width / 3, 1), width]
+    assert not (tmp_path / "nothing.svg").exists()
+
+
+def test_the_plots_are_those_of_the_results(script: Callable) -> None:
+    plot = script("plot_benchmarks")
+    results = sorted(plot.RESULTS.glob("*.json"))
+    for file in results:
+        chart = plot.chart_of(file.stem, json.loads(file.read_text()))
+        assert file.with_suffix(".svg").read_text() == plot.svg(chart), "run scripts/plot_benchmarks.py"
+        assert f"({file.stem}.svg)" in (plot.RESULTS / "README.md").read_text()
+    assert len(results) >= 12
+
+
+def test_bars_of_exact_serving(script: Callable) -> None:
+    """A token that differs is found, and so is a log probability that is off."""
+    exact = script("serve_exact")
+    mine = [[exact.Token(1, -1.0), exact.Token(2, -2.0)], [exact.Token(3, -1.0)]]
+    assert exact.compare(mine, [list(each) for each in mine]) == ([], 0.0)
+    wrong, off = exact.compare(mine, [[exact.Token(1, -1.25), exact.Token(9, -7.0)], [exact.Token(3, -1.0)]])
+    assert (wrong, off) == ([0], 0.25)
+    wrong, _ = exact.compare(mine, [mine[0][:1], mine[1]])
+    assert wrong == [0]
+
+
+def test_the_server_beside_peft(
+    script: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny model, where the times say nothing; the answers are the same."""
+    bench = script("bench_serve")
+    monkeypatch.setattr(bench, "prepare", lambda threads: None)
+    bench.main(["--cpu", "--quick", "--hidden", "128", "--layers", "1", "--threads", "1"])
+    found = last_line(capsys.readouterr().out, "bench_serve")["figures"]
+    assert found["different_requests"] == 0 and found["server_tokens_per_s"] > 0

@@ -1,0 +1,286 @@
+"""A slice of scripts/compat_peft.py, one method for each thing that methods want of a weight; and DoRA and W + delta up close."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, PeftType, get_peft_model
+from peft.helpers import DoraCaching
+from torch import Tensor, nn
+
+import symbiosis
+from scripts.compat_peft import CASES, ORDERS, batch, build, perturb, run_case, unsplit
+from symbiosis.client.weights.remote_weight import RemoteWeight
+from symbiosis.client.weights.sum import RemoteSum
+from symbiosis.errors import WeightRead, WeightWrite
+
+EXPECTED = {  # outcome of W>P, of P>W
+    "LoRA": ("bit", "bit"),
+    "AdaLoRA": ("bit", "bit"),
+    "LoRA, bias all": ("bit", "bit"),
+    "LoRA, init MiCA": ("read", "bit"),
+    "LoRA, init PiSSA": ("read", "refused"),
+    "LoRA, init PiSSA, its layers kept": ("bit", "bit"),
+    "DoRA, trained biases": ("close", "close"),
+    "GPT-2: DoRA, dropout": ("close", "close"),
+    "SHiRA": ("close", "close"),
+    "Super-Tuning": ("read", "close"),
+    "LoRA, attention and experts": ("close", "close"),
+    "HRA": ("close", "close"),
+    "GLoRA": ("read", "read"),
+    "OSF": ("read", "bit"),
+    "LoRA, modules_to_save of a served layer": ("read", "bit"),
+}
+BY_NAME = {case.name: case for case in CASES}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, dict[str, Tensor]]:
+    return {name: unsplit(BY_NAME[name]) for name in EXPECTED}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", EXPECTED)
+def test_method(name: str, order: str, references: dict[str, dict[str, Tensor]]) -> None:
+    outcome = run_case(BY_NAME[name], order, references[name])
+    assert outcome.kind == EXPECTED[name][ORDERS.index(order)], outcome.detail
+
+
+def test_every_peft_method_has_a_case() -> None:
+    covered = {PeftType.ADAMSS}  # whose configuration needs scikit-learn to be made
+    for case in CASES:
+        with suppress(ImportError):
+            covered.add(case.config().peft_type)
+    assert covered == set(PeftType) and any(case.name == "AdaMSS" for case in CASES)
+
+
+# ---------------------------------------------------------------- DoRA
+
+
+def dora(model: nn.Module, **options: object) -> nn.Module:
+    torch.manual_seed(3)
+    conv = {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}
+    options = (conv if hasattr(model, "transformer") else {"target_modules": "all-linear"}) | options
+    model = get_peft_model(model, LoraConfig(r=4, use_dora=True, **options))
+    perturb(model)
+    return model
+
+
+def step(model: nn.Module, autocast: bool = False) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output = model(**batch())
+    output.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"logits": output.logits.detach(), **gradients}
+
+
+def distance(got: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
+    """The relative error over all tensors together."""
+    assert got.keys() == truth.keys()
+    wrong = sum((got[name].double() - truth[name]).square().sum() for name in truth)
+    return float(torch.sqrt(wrong / sum(value.square().sum() for value in truth.values())))
+
+
+@pytest.mark.parametrize("name", ["biased llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"), [(torch.bfloat16, False), (torch.float16, False), (torch.float32, True)]
+)
+def test_dora_rounds_no_worse_than_unsplit(name: str, dtype: torch.dtype, autocast: bool) -> None:
+    """Against the same adapter in float64: split and unsplit round at other places, but as often."""
+    base = build(name).to(dtype)
+    plain = dora(copy.deepcopy(base))
+    exact = copy.deepcopy(plain).double()
+    with symbiosis.Executor(copy.deepcopy(base)) as executor:
+        split = dora(symbiosis.wrap(base, executor.endpoint))
+        truth = step(exact)
+        assert distance(step(split, autocast), truth) < 2 * distance(step(plain, autocast), truth)
+
+
+def test_dora_asks_once_for_the_norms_and_peft_caches_the_rest() -> None:
+    base = build("llama")
+    with symbiosis.Executor(copy.deepcopy(base)) as executor, torch.no_grad(), DoraCaching():
+        split = dora(symbiosis.wrap(base, executor.endpoint)).eval()
+        first = split(**batch()).logits
+        calls = dict(symbiosis.stats(split).by_op)
+        assert torch.equal(split(**batch()).logits, first)
+    assert calls["NORMS"] == 14
+    assert symbiosis.stats(split).by_op["FORWARD"] - calls["FORWARD"] == 8  # the groups of two layers
+
+
+def test_dora_norms_are_those_of_the_weights_it_is_wrapped_for() -> None:
+    """Unwrapped, changed and wrapped again, a model has other norms."""
+    model = dora(build("llama"))
+    first, second = build("llama"), build("llama")
+    with torch.no_grad():
+        for layer in second.model.layers:
+            layer.mlp.up_proj.weight.mul_(3)
+    for served in (first, second):
+        with torch.no_grad():
+            for mine, theirs in zip(model.base_model.model.model.layers, served.model.layers, strict=True):
+                mine.mlp.up_proj.base_layer.weight.copy_(theirs.mlp.up_proj.weight)
+            expected = model(**batch()).logits
+            with symbiosis.Executor(served, allow_read=True) as executor:
+                symbiosis.wrap(model, executor.endpoint)
+                torch.testing.assert_close(model(**batch()).logits, expected, rtol=1e-5, atol=1e-5)
+                symbiosis.unwrap(model)
+
+
+def test_dora_compiled() -> None:
+    base = build("biased llama")
+    with symbiosis.Executor(copy.deepcopy(base)) as executor:
+        split = dora(symbiosis.wrap(base, executor.endpoint), target_modules=["q_proj", "o_proj"]).eval()
+        expected = split(**batch()).logits  # also makes the norms known, which the compiler must not take for constants
+        compiled = torch.compile(split, backend="eager")(**batch()).logits
+    torch.testing.assert_close(compiled, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dora_merged() -> None:
+    base = build("gpt2")
+    with symbiosis.Executor(copy.deepcopy(base), allow_read=True) as executor:
+        split = dora(symbiosis.wrap(copy.deepcopy(base), executor.endpoint)).merge_and_unload()
+        expected = dora(base).merge_and_unload()
+        with torch.no_grad():
+            torch.testing.assert_close(split(**batch()).logits, expected(**batch()).logits, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------- W + delta
+
+
+@pytest.fixture(params=[False, True], ids=["no reads", "reads"])
+def weight(request: pytest.FixtureRequest) -> Iterator[tuple[RemoteWeight, Tensor]]:
+    """A remote weight, and what it is."""
+    model = build("llama")
+    with symbiosis.Executor(copy.deepcopy(model), allow_read=request.param) as executor:
+        split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint)
+        yield split.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight.detach()
+
+
+Product = Callable[[Tensor, Tensor], Tensor]
+SUMS: dict[str, Product] = {
+    "add": lambda w, d: w + d,
+    "reversed": lambda w, d: d + w,
+    "alpha": lambda w, d: torch.add(w, d, alpha=0.5),
+    "clone": lambda w, d: w.clone().add_(d),
+    "twice": lambda w, d: (w + d) + 2 * d,
+    "transposed delta": lambda w, d: w + d.t().contiguous().t(),
+    "transposed": lambda w, d: (w.t() + d.t()).t(),
+    "view before add_": lambda w, d: _view_then_add(w, d),
+    "delta changed later": lambda w, d: _add_then_change(w, d),
+    "scatter": lambda w, d: w.reshape(-1).scatter_add(0, torch.arange(64), d.reshape(-1)[:64]).reshape_as(w),
+    "wider dtype": lambda w, d: (w + d.double()).float(),
+}
+
+
+def _view_then_add(w: Tensor, delta: Tensor) -> Tensor:
+    changed = w.clone()
+    view = changed.t()
+    changed += delta
+    return view.t()
+
+
+def _add_then_change(w: Tensor, delta: Tensor) -> Tensor:
+    delta = delta.clone()
+    total = w + delta
+    delta.zero_()
+    return total
+
+
+PRODUCTS: dict[str, Product] = {
+    "linear": lambda x, w: F.linear(x, w),
+    "linear with bias": lambda x, w: F.linear(x, w, torch.ones(96)),
+    "matmul": lambda x, w: x @ w.t(),
+    "left": lambda x, w: w @ x[0].t(),
+    "addmm": lambda x, w: torch.addmm(torch.ones(96), x[0], w.t(), beta=2.0, alpha=0.5),
+    "addmm_": lambda x, w: torch.ones(5, 96).addmm_(x[0], w.t(), beta=2.0, alpha=0.5),
+    "rows": lambda x, w: x @ w[10:20].t(),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.keys())
+@pytest.mark.parametrize("total", SUMS.values(), ids=SUMS.keys())
+def test_products_with_sums(total: Product, product: Product, weight: tuple[RemoteWeight, Tensor]) -> None:
+    remote, local = weight
+    generator = torch.Generator().manual_seed(1)
+    x, delta = torch.randn(2, 5, 64, generator=generator), torch.randn(96, 64, generator=generator)
+    with torch.no_grad():
+        added = total(remote, delta)
+        assert isinstance(added, RemoteSum)
+        got, expected = product(x, added), product(x, total(local, delta))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_through_a_sum(weight: tuple[RemoteWeight, Tensor]) -> None:
+    grads = []
+    for w in weight:
+        x, delta = torch.ones(3, 64, requires_grad=True), torch.full((96, 64), 0.1, requires_grad=True)
+        F.linear(x, w + delta).square().sum().backward()
+        grads.append((x.grad, delta.grad))
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "clone": lambda w: w.clone().mul_(2),
+    "sum": lambda w: (w + torch.ones(96, 64)).clamp_(-1, 1),
+    "foreach": lambda w: torch._foreach_mul_([w.clone()], 2.0),
+    "out": lambda w: torch.mm(w, torch.ones(64, 64), out=w + torch.ones(96, 64)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_sum_is_not_changed_in_place_by_halves(
+    change: Callable[[Tensor], Tensor], weight: tuple[RemoteWeight, Tensor]
+) -> None:
+    with torch.no_grad(), pytest.raises(WeightWrite, match="in place"):
+        change(weight[0])
+
+
+def test_a_sum_can_take_the_weights_place(weight: tuple[RemoteWeight, Tensor]) -> None:
+    remote, local = weight
+    with torch.no_grad():
+        if not remote.handle.session.welcome.allow_read:
+            with pytest.raises(WeightWrite, match="allow-read"):
+                remote.data = remote + torch.ones(96, 64)
+            return
+        remote.data = remote + torch.ones(96, 64)
+        reads = remote.handle.session.stats.by_op["READ"]
+        assert torch.equal(F.linear(torch.eye(64), remote), F.linear(torch.eye(64), local + 1))
+        assert remote.handle.session.stats.by_op["READ"] == reads
+
+
+def test_a_conversion_is_a_copy(weight: tuple[RemoteWeight, Tensor]) -> None:
+    remote, local = weight
+    with torch.no_grad():
+        if not remote.handle.session.welcome.allow_read:
+            with pytest.raises(WeightWrite, match="up_proj"):
+                remote.double().mul_(2)
+            with pytest.raises(WeightRead, match="up_proj"):
+                remote.square()
+            return
+        twice = remote.double()
+        twice.mul_(2)
+        assert torch.equal(twice.value(), local.double() * 2)
+        assert torch.equal(remote.value(), local)
+
+
+def test_layouts_survive_a_read(weight: tuple[RemoteWeight, Tensor]) -> None:
+    remote, local = weight
+    if not remote.handle.session.welcome.allow_read:
+        return
+    for view in (
+        lambda w: w.t(),
+        lambda w: w[3],
+        lambda w: w.t()[:, 2:9],
+        lambda w: w.view(8, 12, 64).permute(2, 0, 1),
+    ):
+        got = view(remote.detach()).value()
+        assert torch.equal(got, view(local))
+        order = sorted(range(got.dim()), key=lambda dim: -got.stride(dim))
+        assert order == sorted(range(got.dim()), key=lambda dim: -view(local).stride(dim))
+    blocks = remote.detach().view(12, 8, 8, 8).permute(2, 0, 1, 3)
+    assert torch.equal(blocks.value(), local.view(12, 8, 8, 8).permute(2, 0, 1, 3))

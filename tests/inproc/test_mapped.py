@@ -1,0 +1,471 @@
+"""Clients that map the executor's weights: the same bits whether a product is called or made directly, for layers and whole models."""
+
+import copy
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from prometheus_client import CollectorRegistry
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+import symbiosis
+from symbiosis.client.direct import rule
+from symbiosis.client.session import Session
+from symbiosis.errors import CallError
+from symbiosis.executor.account import MOST_COUNTED
+from symbiosis.executor.observe.prometheus import PrometheusCollector
+from symbiosis.executor.scheduling import advice
+from symbiosis.protocol import Op, Priority, View
+from symbiosis.transport.base import Direct
+from symbiosis.transport.local import listener, peer
+from tests.conftest import MODELS, tiny_gpt2, tiny_llama, tiny_mixtral
+from tests.inproc.test_equality import gradients
+from tests.processes import layer_number, save_tiny_llama, until
+
+pytestmark = pytest.mark.usefixtures("memory_is_filled_with_nan")
+Share = Callable[..., symbiosis.Executor]
+
+
+@pytest.fixture
+def share(serve: Callable[..., symbiosis.Executor], tmp_path: Path) -> Share:
+    def start(model: nn.Module, **options: Any) -> symbiosis.Executor:
+        return serve(model, listen=[f"local://{tmp_path}/executor.sock"], **{"share_weights": True, **options})
+
+    return start
+
+
+def joined(endpoint: str) -> Session:
+    """Who maps what that executor shares."""
+    session = Session(endpoint, share=True)
+    assert session.manifest and session.mapped
+    return session
+
+
+def advise(session: Session, others: int = 0, rationed: bool = False) -> None:
+    """As if the executor did, for as long as this session lives."""
+    page = SimpleNamespace(others=others, rationed=rationed, decoded=lambda: None, report=lambda *figures: None)
+    assert session.mapped
+    session.mapped._page = page
+
+
+def session_of(model: nn.Module) -> Session:
+    return next(symbiosis.client.weights.remote_weight.remote_weights(model)).handle.session  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("way", ["direct", "called", "unshared"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_the_unsplit_one_either_way(
+    name: str, way: str, share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    model = MODELS[name]()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=way != "unshared")
+    if way == "called":
+        advise(session_of(split), others=1, rationed=True)
+    with torch.no_grad():
+        assert torch.equal(split(ids).logits, model(ids).logits)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(split.generate(ids, **options), model.generate(ids, **options))
+    if name != "mixtral":
+        loss, expected = gradients(model, ids)
+        split_loss, got = gradients(split, ids)
+        assert split_loss == loss and got.keys() == expected.keys()
+        assert all(torch.equal(got[parameter], expected[parameter]) for parameter in expected)
+    figures = symbiosis.stats(split)
+    assert (figures.calls > 0, figures.direct > 0) == {
+        "direct": (False, True),
+        "called": (True, True),  # what many rows without gradients make is direct
+        "unshared": (True, False),
+    }[way]
+
+
+@pytest.mark.parametrize("way", ["direct", "called", "unshared"])
+def test_a_checkpoint_is_the_unsplit_model_row_by_row(
+    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a file tensors begin anywhere, and so they do in memory: products of one row would round otherwise elsewhere."""
+    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    checkpoint = str(save_tiny_llama(tmp_path))
+    unsplit = AutoModelForCausalLM.from_pretrained(checkpoint)
+    x = torch.randn(1, 64)
+    with symbiosis.Executor(checkpoint, listen=f"local://{tmp_path}/x.sock") as executor:
+        split = symbiosis.from_executor(executor.endpoint, share=way != "unshared")
+        if way == "called":
+            advise(session_of(split), others=1, rationed=True)
+        for name in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj", "lm_head"):
+            assert torch.equal(split.get_submodule(name)(x), unsplit.get_submodule(name)(x)), name
+        figures = symbiosis.stats(split)
+        assert (figures.calls, figures.direct) == ((0, 2) if way == "direct" else (2, 0))
+
+
+ROWS: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.randn(5, 3, 64).transpose(0, 1),
+    "every second": lambda: torch.randn(3, 5, 128)[..., ::2],
+    "part of a wider one": lambda: torch.randn(3, 5, 100)[..., 20:84],
+    "expanded": lambda: torch.randn(1, 5, 64).expand(3, 5, 64),
+    "in other order": lambda: torch.randn(64, 3, 5).permute(1, 2, 0),
+    "one row": lambda: torch.randn(64, 1, 1).permute(2, 1, 0),
+}
+
+
+@pytest.mark.parametrize("way", ["direct", "called", "unshared"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_may_lie_in_memory_as_they_like(bias: bool, rows: str, way: str, share: Share) -> None:
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.Linear(64, 96, bias=bias)]).requires_grad_(False)
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=way != "unshared")
+    if way == "called":
+        advise(session_of(split), rationed=True)
+    given = ROWS[rows]()
+    found = []
+    for one in (model, split.train()):
+        x = given.detach().requires_grad_()
+        y = one[0](x)
+        y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape[::-1]).permute(2, 1, 0))
+        found.append((y.detach(), x.grad))
+    assert all(map(torch.equal, *found))
+    figures = symbiosis.stats(split)
+    assert (figures.calls, figures.direct) == ((0, 2) if way == "direct" else (2, 0))
+
+
+def test_threads_share_what_is_mapped(share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of what they do is called, over connections of their own where they would wait for each other."""
+    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr("symbiosis.client.session.TURN_S", 0.0)
+    model = tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model, policy="immediate").endpoint)
+    advise(session_of(split), others=1)
+    texts = [
+        torch.cat([ids, ids], -1)[:1, : 4 + 3 * number] for number in range(6)
+    ]  # 4 to 19 rows: some many, some few
+    expected = [model(text).logits for text in texts]
+    wrong: list[int] = []
+
+    def run(first: int) -> None:
+        for number in range(30):
+            at = (first + number) % len(texts)
+            with torch.no_grad():
+                if not torch.equal(split(texts[at]).logits, expected[at]):
+                    wrong.append(at)
+
+    threads = [threading.Thread(target=run, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    figures = symbiosis.stats(split)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+    assert figures.calls > 0 and figures.direct > 0
+
+
+def test_a_replica_is_mapped_in_place_of_the_one_that_ends(
+    serve: Callable[..., symbiosis.Executor], ids: Tensor, tmp_path: Path
+) -> None:
+    model = tiny_llama()
+    urls = [f"local://{tmp_path}/{number}.sock" for number in range(2)]
+    first, second = (serve(model, listen=[url], share_weights=True, heartbeat_s=1) for url in urls)
+    split = symbiosis.wrap(copy.deepcopy(model), urls)
+    session = session_of(split)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(split(ids).logits, expected) and session.endpoint == urls[0]
+        first.close()
+        assert torch.equal(split(ids).logits, expected)
+        until(lambda: session.endpoint == urls[1] and session._connection is not None, "joining the other one")
+        assert torch.equal(split(ids).logits, expected)
+    assert symbiosis.stats(split).calls == 0 and session.stats.reconnects == 1
+    until(lambda: sum(s.direct.rows for s in second.server.sessions.values()) > 0, "figures told to the other one")
+
+
+CALLS: list[tuple[Callable[[], nn.Module], str, Op, tuple[int, ...], dict[str, Any]]] = [
+    (tiny_llama, "model.layers.0.mlp.up_proj", Op.FORWARD, (5, 64), {}),
+    (tiny_llama, "model.layers.0.mlp.up_proj", Op.FORWARD, (5, 64), {"dtype": torch.bfloat16}),
+    (tiny_llama, "model.layers.0.mlp.up_proj", Op.FORWARD, (0, 64), {}),
+    (tiny_llama, "model.layers.0.mlp.up_proj", Op.DGRAD, (5, 96), {}),
+    (tiny_llama, "model.layers.0.mlp.up_proj", Op.PRODUCT, (5, 64), {"view": View((64, 10), (1, 64), 128)}),
+    (tiny_llama, "model.layers.0.mlp.up_proj", Op.PRODUCT, (2, 5, 64), {"view": View((2, 64, 10), (640, 1, 64), 0)}),
+    (tiny_llama, "model.layers.0.mlp.up_proj", Op.LEFT, (64, 3), {"view": View((10, 64), (64, 1), 0)}),
+    (tiny_gpt2, "transformer.h.0.mlp.c_fc", Op.FORWARD, (5, 64), {"bias": True}),
+    (tiny_gpt2, "transformer.h.0.mlp.c_fc", Op.FORWARD, (5, 64), {"bias": True, "dtype": torch.float64}),
+    (tiny_gpt2, "transformer.h.0.mlp.c_fc", Op.DGRAD, (5, 256), {}),
+    (tiny_mixtral, "model.layers.0.mlp.experts.gate_up_proj", Op.GROUPED, (6, 64),
+     {"view": View((4, 64, 96), (6144, 1, 64), 0), "ends": torch.tensor([2, 2, 5, 5], dtype=torch.int32)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "layer", "op", "shape", "words"), CALLS, ids=lambda value: getattr(value, "name", ""))
+def test_a_layer_makes_the_same_either_way(
+    make: Callable[[], nn.Module], layer: str, op: Op, shape: tuple[int, ...], words: dict[str, Any], share: Share
+) -> None:
+    endpoint = share(make()).endpoint
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(words.get("dtype", torch.float32))
+    called, direct = Session(endpoint), joined(endpoint)
+    number = layer_number(called, layer)
+    expected, got = (session.call(op, number, x, **words) for session in (called, direct))
+    assert torch.equal(expected, got) and expected.dtype is got.dtype
+    assert called.stats.calls == 1 and direct.stats.calls == 0
+    assert direct.mapped and (direct.mapped.calls, direct.mapped.rows) == (1, x.numel() // x.shape[-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lookups_norms_and_reads_are_the_same(dtype: torch.dtype, share: Share) -> None:
+    model = tiny_llama()
+    endpoint = share(model, serve=["*"], allow_read=True).endpoint
+    called, direct = Session(endpoint), joined(endpoint)
+    embedding, layer = (layer_number(called, name) for name in ("model.embed_tokens", "model.layers.0.mlp.up_proj"))
+    for op, number, x, words in (
+        (Op.LOOKUP, embedding, torch.tensor([5, 0, 99, 5]), {}),
+        (Op.NORMS, layer, None, {}),
+        (Op.READ, layer, None, {}),
+        (Op.READ, layer, None, {"view": View((3, 4), (64, 2), 7)}),
+    ):
+        expected, got = (session.call(op, number, x, dtype=dtype, **words) for session in (called, direct))  # type: ignore[arg-type]
+        assert torch.equal(expected, got) and expected.dtype is got.dtype
+        got.zero_()  # a copy
+    assert direct.stats.calls == 0
+
+
+def test_advice_that_changes_in_the_midst_of_a_step_changes_no_bit(
+    share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    model = tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
+    session, asked = session_of(split), []
+    advise(session, others=1)
+
+    class Fickle:
+        """Every third time nobody waits."""
+
+        others = 0
+
+        @property
+        def rationed(self) -> bool:
+            asked.append(len(asked) % 3 > 0)
+            return asked[-1]
+
+        def report(self, *figures: int) -> None: ...
+
+    assert session.mapped
+    session.mapped._page = Fickle()
+    expected, got = gradients(model, ids), gradients(split, ids)
+    assert expected[0] == got[0] and all(torch.equal(got[1][name], value) for name, value in expected[1].items())
+    figures = symbiosis.stats(split)
+    assert figures.calls > 5 and figures.direct > 5
+
+
+def test_what_is_shared_is_read_without_allow_read_and_merged_and_unwrapped(share: Share, ids: Tensor) -> None:
+    model = tiny_llama()
+    endpoint = share(model).endpoint
+    plain = get_peft_model(copy.deepcopy(model), LoraConfig(r=4, init_lora_weights=False, target_modules="all-linear"))
+    split = get_peft_model(symbiosis.from_executor(endpoint), LoraConfig(r=4, target_modules="all-linear"))
+    split.load_state_dict({n: p for n, p in plain.state_dict().items() if "lora" in n}, strict=False)
+    with torch.no_grad():
+        assert torch.equal(split.merge_and_unload()(ids).logits, plain.merge_and_unload()(ids).logits)
+    again = symbiosis.unwrap(symbiosis.wrap(copy.deepcopy(model), endpoint))
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    again.model.layers[0].mlp.up_proj.weight.data.zero_()  # its own
+
+
+def test_a_weight_that_is_mapped_cannot_be_written(share: Share) -> None:
+    model = symbiosis.from_executor(share(tiny_llama()).endpoint)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    other = symbiosis.from_executor(session_of(model).endpoint).model.layers[0].mlp.up_proj.weight
+    before = other.value()
+    with torch.no_grad():
+        weight.add_(1)  # a private copy, as where the provider allows reads
+    assert torch.equal(other.value(), before) and not torch.equal(weight.value(), before)
+
+
+@pytest.mark.parametrize("how", ["verify", "noise", "share=False", "the provider", "another user"])
+def test_who_says_no_maps_nothing(
+    how: str, share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {}
+    words: dict[str, Any] = {"verify": {"verify": True}, "noise": {"privacy": "noise"}, "share=False": {"share": False}}
+    if how == "the provider":
+        options["share_weights"] = False
+    if how == "another user":
+        monkeypatch.setattr(listener, "is_trusted", lambda uid: True)
+        monkeypatch.setattr(listener, "peer_uid", lambda sock: 12345)
+        monkeypatch.setattr(peer, "peer_uid", lambda sock: 12345)
+    model = tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model, **options).endpoint, **words.get(how, {}))
+    session = session_of(split)
+    with torch.no_grad():
+        split(ids)
+    assert session.mapped is None and symbiosis.stats(split).calls > 0
+    assert not session.may_read
+
+
+def test_rates_and_sharing_exclude_each_other() -> None:
+    with pytest.raises(symbiosis.errors.ConfigError, match="no rate limit can slow them down"):
+        symbiosis.config.Options(share_weights=True, max_tenant_rows_per_s=5)
+    with pytest.raises(symbiosis.errors.ConfigError, match="host's memory"):
+        symbiosis.config.Options(share_weights=True, device="cuda")
+
+
+SHARING: list[tuple[bool, dict[str, Any]]] = [
+    (True, {}),
+    (True, {"listen": ("tcp://127.0.0.1:0", "local:///a")}),
+    (False, {"listen": ("tcp://127.0.0.1:0",)}),
+    (False, {"listen": ("tcp://127.0.0.1:0",), "share_weights": True}),
+    (False, {"share_weights": False}),
+    (False, {"device": "cuda"}),
+    (False, {"max_tenant_rows_per_s": 5}),
+    (False, {"max_tenant_bytes_per_s": 5}),
+]
+
+
+@pytest.mark.parametrize(("shares", "options"), SHARING, ids=str)
+def test_weights_are_shared_unless_something_that_was_said_excludes_it(shares: bool, options: dict[str, Any]) -> None:
+    assert symbiosis.config.Options(**{"listen": ("local:///a",), **options}).shares_weights is shares
+
+
+@pytest.mark.parametrize("options", [{}, {"share_weights": True}, {"share_weights": False}], ids=str)
+def test_an_embedded_executor_shares_what_it_has_loaded(options: dict[str, Any], tmp_path: Path) -> None:
+    """A model that is handed over keeps its own weights: there would be two copies."""
+    said = options.get("share_weights")
+    for model, shares in (("demo", said is not False), (tiny_llama(), said is True)):
+        with symbiosis.Executor(model, listen=f"local://{tmp_path}/x.sock", **options) as executor:
+            assert (executor.server.store.file is not None) is shares
+
+
+def test_there_is_one_copy_of_what_is_served(share: Share) -> None:
+    """The executor multiplies by the very memory that its clients map."""
+    store = share(tiny_llama()).server.store
+    served = {number for number, layer in enumerate(store.manifest) if layer.kind != "client"}
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "symbiosis-weights" in line]
+    ranges = [tuple(int(at, 16) for at in fields[0].split("-")) for fields in maps]
+    assert all(fields[1] == "r--p" for fields in maps)
+    for number in served:
+        at = store.weights[number].data_ptr()
+        assert any(begin <= at < end for begin, end in ranges)
+
+
+def test_those_who_decode_are_told_of_each_other_and_counted(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    monkeypatch.setattr(advice, "LASTS_S", 3600.0)
+    executor = share(tiny_llama(), heartbeat_s=2)
+    first, second = (joined(executor.endpoint) for _ in range(2))
+    number = layer_number(first, "model.layers.0.mlp.up_proj")
+    x = torch.randn(1, 64)
+    expected = first.call(Op.FORWARD, number, x)
+    assert first.mapped and second.mapped and first.stats.calls == 0
+    torch.testing.assert_close(second.call(Op.FORWARD, number, x), expected, rtol=0, atol=0)
+    until(lambda: first.mapped._page.others == 1 and second.mapped._page.others == 1, "advice")
+    assert torch.equal(first.call(Op.FORWARD, number, x, priority=Priority.DECODE), expected)
+    assert first.stats.calls == 1, "few rows are called when somebody else decodes"
+    third = joined(executor.endpoint)
+    until(lambda: third.mapped._page.rationed, "rationing")  # first's tokens come by calls now
+    rows = torch.randn(300, 64)
+    third.call(Op.FORWARD, number, rows)
+    assert third.mapped and third.mapped.rows == 300, "many rows are direct"
+    third.call(Op.FORWARD, number, rows, priority=Priority.TRAIN)
+    assert third.stats.calls == 1, "training gives way"
+    until(lambda: executor.server.sessions.usage[""].direct_rows == 1 + 1 + 300, "figures")
+    assert executor.server.sessions.usage[""].rows == 1 + 300, "what was called counts apart"
+    assert sorted(s.direct.rows for s in executor.server.sessions.values()) == [1, 1, 300]
+    second.close()
+    until(lambda: len(executor.server.sessions) == 2)
+    assert executor.server.sessions.usage[""].direct_rows == 302, "what a client did last is counted when it leaves"
+    registry = CollectorRegistry()
+    registry.register(PrometheusCollector(executor.server.snapshot))
+    for name, value in (("rows", 301), ("direct_rows", 302), ("direct_multiplications", 302 * 64 * 96)):
+        assert registry.get_sample_value(f"symbiosis_tenant_{name}_total", {"tenant": ""}) == value
+
+
+def test_values_that_the_executor_refuses_are_refused(share: Share) -> None:
+    lookups = share(tiny_llama(), serve=["*"]).endpoint
+    called, direct = Session(lookups), joined(lookups)
+    embedding = layer_number(called, "model.embed_tokens")
+    for ids in ([5, -1, 7], [5, 100]):
+        for session in (called, direct):
+            with pytest.raises(CallError, match="ids must lie between 0 and 99"):
+                session.call(Op.LOOKUP, embedding, torch.tensor(ids), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("ends", [[2, 1, 5, 5], [0, 0, 0, 7], [-1, 2, 5, 5]])
+def test_ends_of_groups_that_the_executor_refuses_are_refused(ends: list[int], share: Share) -> None:
+    endpoint = share(tiny_mixtral()).endpoint
+    called, direct = Session(endpoint), joined(endpoint)
+    number = layer_number(called, "model.layers.0.mlp.experts.gate_up_proj")
+    words: dict[str, Any] = {"view": View((4, 64, 96), (6144, 1, 64), 0), "ends": torch.tensor(ends, dtype=torch.int32)}
+    for session in (called, direct):
+        with pytest.raises(CallError, match="group ends"):
+            session.call(Op.GROUPED, number, torch.randn(6, 64), **words)
+
+
+@pytest.mark.parametrize("observer", [False, True])
+def test_nobody_is_taken_to_decode_who_multiplies_nothing(observer: bool, share: Share) -> None:
+    executor = share(tiny_llama())
+    idle = Session(executor.endpoint, share=False, observer=observer, priority=Priority.DECODE)
+    idle.call(Op.ECHO, 0, torch.randn(4), dtype=torch.float32)
+    assert not executor.server.dispatch._advisor._decoded
+
+
+def test_figures_that_cannot_be_are_not_counted(share: Share) -> None:
+    executor = share(tiny_llama(), heartbeat_s=2)
+    session = joined(executor.endpoint)
+    assert session.mapped
+    (record,) = executor.server.sessions.values()
+    for wrong in (Direct(1, 2**63, 1, False), Direct(2**64 - 1, 1, 1, False), Direct(1, 1, 2**63, False)):
+        record.count_direct(wrong)
+    assert record.direct == Direct(0, 0, 0, False) and executor.server.sessions.usage[""].direct_rows == 0
+    record.count_direct(Direct(3, 7, 9, True))
+    record.count_direct(Direct(1, 2, 3, True))  # fewer than before
+    usage = executor.server.sessions.usage[""]
+    assert record.direct.rows == 7 == usage.direct_rows and usage.rows == 0
+    usage.direct_rows = MOST_COUNTED
+    record.count_direct(Direct(4, 8, 10, True))
+    assert usage.direct_rows == MOST_COUNTED, "a counter neither grows without end nor goes back"
+
+
+def test_compiled_layers_are_counted_too(share: Share, ids: Tensor) -> None:
+    model = tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
+    compiled = torch.compile(split.model.layers[0].mlp, backend="eager", fullgraph=True)
+    x = torch.randn(2, 9, 64)
+    assert torch.equal(compiled(x), model.model.layers[0].mlp(x))
+    figures = symbiosis.stats(split)
+    assert (figures.calls, figures.direct, figures.direct_rows) == (0, 3, 3 * 18)
+
+
+def test_who_goes_on_with_another_models_weights_is_told(share: Share, caplog: pytest.LogCaptureFixture) -> None:
+    first = share(tiny_llama(), heartbeat_s=1)
+    session = joined(first.endpoint)
+    number, x = layer_number(session, "model.layers.0.mlp.up_proj"), torch.randn(3, 64)
+    expected = session.call(Op.FORWARD, number, x)
+    first.close()
+    other = tiny_llama()
+    other.model.layers[0].mlp.up_proj.weight.data += 1.0
+    share(other, heartbeat_s=1)
+    until(lambda: "refuses this client, which goes on" in caplog.text, "a warning")
+    assert torch.equal(session.call(Op.FORWARD, number, x), expected)
+    assert caplog.text.count("refuses this client") == 1
+
+
+def test_the_memory_goes_with_the_last_who_uses_it(share: Share) -> None:
+    endpoint = share(tiny_llama()).endpoint
+    before = Path("/proc/self/maps").read_text().count("symbiosis-weights")
+    session = joined(endpoint)
+    number = layer_number(session, "model.layers.0.mlp.up_proj")
+    x = torch.randn(3, 64, requires_grad=True)
+    assert session.mapped
+    weight = session.mapped.weight_for_local_product(number, torch.float32, x, False)
+    assert weight is not None
+    y = torch.nn.functional.linear(x, weight)
+    del weight
+    session.close()
+    del session
+    y.sum().backward()  # whose graph keeps it
+    assert x.grad is not None and x.grad.isfinite().all()
+    del y
+    assert Path("/proc/self/maps").read_text().count("symbiosis-weights") == before

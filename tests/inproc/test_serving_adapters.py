@@ -1,0 +1,180 @@
+"""Adapters of many kinds in one batch: each sequence has the logits that its adapter gives it under PEFT alone."""
+
+from copy import deepcopy
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, TaskType
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from symbiosis.serving.adapters.library import Library
+from symbiosis.serving.adapters.residency import Residency
+from symbiosis.serving.adapters.sites import Sites
+from symbiosis.serving.alone import make_ready
+from symbiosis.serving.model import Served
+from tests.adapters import Configure, Made, off, run, saved, sequence_of
+
+TINY = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.1,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TWO = ["q_proj", "v_proj"]
+MEMORY = 1 << 24
+AS_ALONE = 1e-5  # sums in another order
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # PEFT's, of kinds that it would rather not see
+
+
+def llama(**changes: object) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**TINY, "intermediate_size": 112, "num_key_value_heads": 2, **changes})
+    return with_biases(LlamaForCausalLM(config).eval())
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return with_biases(GPT2LMHeadModel(GPT2Config(**TINY)).eval())
+
+
+def with_biases(model: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    return model
+
+
+def lora(**options: object) -> Configure:
+    return lambda: LoraConfig(**{"task_type": TaskType.CAUSAL_LM, "r": 4, "target_modules": ALL, **options})
+
+
+def of(kind: type[peft.PeftConfig], **options: object) -> Configure:
+    return lambda: kind(**{"task_type": TaskType.CAUSAL_LM, **options})
+
+
+FUSED: dict[str, Configure] = {
+    "rank 1": lora(r=1),
+    "rank 3": lora(r=3, lora_alpha=7),
+    "rank 64": lora(r=64),
+    "rsLoRA": lora(r=8, use_rslora=True),
+    "patterns": lora(rank_pattern={"q_proj": 2}, alpha_pattern={"layers.0.self_attn.v_proj": 3}),
+    "all-linear": lora(target_modules="all-linear"),
+    "lm_head": lora(target_modules=["lm_head", "q_proj"]),
+    "trained bias": lora(lora_bias=True),
+    "DoRA": lora(r=5, use_dora=True),
+    "VeRA": of(peft.VeraConfig, r=16, target_modules=["q_proj", "down_proj"]),
+    "IA3": of(peft.IA3Config, target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+BY_PEFT: dict[str, Configure] = {
+    "AdaLoRA": of(peft.AdaLoraConfig, init_r=6, target_r=4, total_step=100, target_modules=TWO),
+    "LoHa": of(peft.LoHaConfig, r=4, target_modules=TWO),
+    "LoKr": of(peft.LoKrConfig, r=4, target_modules=TWO),
+    "OFT": of(peft.OFTConfig, oft_block_size=8, r=0, target_modules=TWO),
+    "BOFT": of(peft.BOFTConfig, boft_block_size=4, target_modules=TWO),
+    "HRA": of(peft.HRAConfig, r=4, target_modules=TWO),
+    "FourierFT": of(peft.FourierFTConfig, n_frequency=50, target_modules=TWO),
+    "RandLoRA": of(peft.RandLoraConfig, r=8, target_modules=TWO),
+    "RoAd": of(peft.RoadConfig, group_size=16, target_modules=TWO),
+    "C3A": of(peft.C3AConfig, block_size=16, target_modules=TWO),
+    "MiSS": of(peft.MissConfig, r=8, target_modules=TWO),
+    "VB-LoRA": of(peft.VBLoRAConfig, r=4, num_vectors=8, vector_length=16, target_modules=TWO),
+    "SHiRA": of(peft.ShiraConfig, r=2, random_seed=3, target_modules=TWO),
+    "DeLoRA": of(peft.DeloraConfig, r=4, target_modules=TWO),
+    "LN tuning": of(peft.LNTuningConfig, target_modules=["input_layernorm", "norm"]),
+    "saved module": lora(target_modules=TWO, modules_to_save=["lm_head"]),
+    "embedding": lora(target_modules=["embed_tokens"]),
+    "tokens": of(peft.TrainableTokensConfig, token_indices=[5, 6]),
+    "parameters": lora(target_modules=[], target_parameters=["q_proj.weight"]),
+}
+VIRTUAL: dict[str, Configure] = {
+    "prompt tuning": of(peft.PromptTuningConfig, num_virtual_tokens=5),
+    "p-tuning": of(peft.PromptEncoderConfig, num_virtual_tokens=4, encoder_hidden_size=32),
+    "prefix tuning": of(peft.PrefixTuningConfig, num_virtual_tokens=18),
+}
+
+
+class Serving:
+    """A served model with its adapters, and the same model by itself."""
+
+    def __init__(self, model: nn.Module, memory: int = MEMORY) -> None:
+        self.base = deepcopy(model)
+        self.served: Served = make_ready(model, memory)
+        self.library = Library(self.served)
+        self.residency = Residency(self.served.arena)
+        self.sites = Sites(self.served, self.residency)
+
+    def together(self, made: dict[str, Made]) -> dict[str, float]:
+        """How far the logits of each are off those that it has alone: after a prompt, and after one token more."""
+        sequences, alone = [], []
+        for number, (name, (folder, model)) in enumerate(made.items()):
+            adapter = self.library.add(f"a{number}", folder)
+            assert self.residency.fetch(adapter), name
+            tokens = prompt(number)
+            sequences.append(sequence_of(tokens, adapter))
+            alone.append(logits(model, tokens))
+            assert off(alone[-1][-1], logits(self.base, tokens)[-1]) > 1e-3, f"{name} changes nothing"
+        middle, names = len(made) // 2, [*made]
+        names.insert(middle, "no adapter")
+        sequences.insert(middle, sequence_of(prompt(99)))
+        alone.insert(middle, logits(self.base, prompt(99)))
+        before = run(self.served, [(s, len(s.tokens) - 1) for s in sequences])
+        last = run(self.served, [(s, 1) for s in reversed(sequences)]).flip(0)
+        return {name: max(off(before[i], alone[i][-2]), off(last[i], alone[i][-1])) for i, name in enumerate(names)}
+
+
+def prompt(number: int) -> list[int]:
+    generator = torch.Generator().manual_seed(number)
+    tokens: list[int] = torch.randint(3, 90, (4 + number % 5,), generator=generator).tolist()
+    return [5, *tokens]  # one that some kinds train
+
+
+@torch.no_grad()
+def logits(model: nn.Module, tokens: list[int]) -> Tensor:
+    found: Tensor = model(input_ids=torch.tensor([tokens])).logits[0]
+    return found
+
+
+def check(model: nn.Module, kinds: dict[str, Configure], folder: Path) -> None:
+    made = {name: saved(model, kind(), folder / str(i), seed=i) for i, (name, kind) in enumerate(kinds.items())}
+    found = Serving(model).together(made)
+    assert {name: error for name, error in found.items() if not error < AS_ALONE} == {}
+
+
+def test_kinds_that_are_computed_together(tmp_path: Path) -> None:
+    check(llama(), FUSED, tmp_path)
+
+
+def test_kinds_that_peft_computes(tmp_path: Path) -> None:
+    check(llama(), BY_PEFT | {"LoRA": FUSED["rank 3"]}, tmp_path)
+
+
+def test_virtual_tokens(tmp_path: Path) -> None:
+    check(llama(), VIRTUAL | {"LoRA": FUSED["rank 3"]}, tmp_path)
+
+
+def test_biases(tmp_path: Path) -> None:
+    kinds = {
+        "trained biases": lora(bias="all", target_modules=TWO),
+        "of its layers": lora(bias="lora_only", target_modules=TWO),
+        "DoRA": lora(use_dora=True),
+        "DoRA, trained": lora(use_dora=True, bias="lora_only", target_modules=TWO),
+        "IA3": FUSED["IA3"],
+    }
+    check(llama(attention_bias=True, mlp_bias=True), kinds, tmp_path)
+
+
+def test_transposed_weights(tmp_path: Path) -> None:
+    layers = ["c_attn", "c_proj", "c_fc"]
+    kinds = {
+        "LoRA": lora(target_modules=layers, fan_in_fan_out=True),
+        "DoRA": lora(target_modules=layers, fan_in_fan_out=True, use_dora=True),
+        "IA3": of(peft.IA3Config, target_modules=["c_attn", "c_fc"], feedforward_modules=["c_fc"], fan_in_fan_out=True),
+        "biases": lora(target_modules=["c_attn"], fan_in_fan_out=True, bias="all"),
+        "norms": of(peft.LNTuningConfig, target_modules=["ln_1", "ln_f"]),
+        "prefix": VIRTUAL["prefix tuning"],
+    }
+    check(gpt2(), kinds, tmp_path)

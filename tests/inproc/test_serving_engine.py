@@ -1,0 +1,448 @@
+"""The engine answers as transformers' generate() does, whatever else it does at the time."""
+
+import asyncio
+import random
+import threading
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
+
+import symbiosis
+from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
+from symbiosis.serving import Engine
+from symbiosis.serving.engine.reader import GenerationFailed
+from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
+
+DEMO = Path(symbiosis.__file__).parent / "demo_model"
+PROMPTS = [
+    b"Once upon a time",
+    b"def main():",
+    b"x",
+    b"The quick brown fox jumps over the lazy dog. " * 4,
+    b"import os\n",
+]
+
+
+def demo() -> Any:
+    return AutoModelForCausalLM.from_pretrained(DEMO).eval()
+
+
+@cache
+def reference() -> Any:
+    return demo()
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@cache
+def expected(prompt: bytes, most: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Tokens and their log probabilities by `generate()`."""
+    ids = torch.tensor([list(prompt)])
+    made = reference().generate(
+        ids, max_new_tokens=most, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+    tokens = made.sequences[0, ids.shape[1] :]
+    logprobs = torch.stack([each[0] for each in made.logits]).log_softmax(-1).gather(1, tokens.unsqueeze(1))
+    return tuple(tokens.tolist()), tuple(logprobs.squeeze(1).tolist())
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine(demo(), tokenizer(), memory=1 << 24) as engine:
+        yield engine
+        engine.close(drain=False)
+
+
+class Ask:
+    """A request, and what comes back."""
+
+    def __init__(
+        self, engine: Engine, id: int, prompt: bytes, adapter: str | None = None, completions: int = 1, **how: Any
+    ):
+        self.outputs: SimpleQueue[Output] = SimpleQueue()
+        self.request = Request(
+            id=id, prompt=tuple(prompt), adapter=adapter, completions=completions, sampling=Sampling(**how)
+        )
+        engine.submit(self.request, self.outputs.put)
+
+    def all(self) -> list[list[Output]]:
+        """By completion, up to the end of each."""
+        found: list[list[Output]] = [[] for _ in range(self.request.completions)]
+        while not all(of and of[-1].finish for of in found):
+            output = self.outputs.get(timeout=60)
+            found[output.completion].append(output)
+        return found
+
+    def tokens(self, completion: int = 0) -> tuple[int, ...]:
+        return tuple(token.id for output in self.all()[completion] for token in output.tokens)
+
+
+def greedy(engine: Engine, prompt: bytes, most: int = 30, **more: Any) -> tuple[int, ...]:
+    return engine.generate(list(prompt), max_tokens=most, temperature=0.0, **more).tokens
+
+
+def wait_until_idle(engine: Engine) -> None:
+    done = threading.Event()
+    engine._loop.ask(done.set)
+    assert done.wait(60)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_tokens": 5}, {"max_batch": 2}, {"policy": "vtc"}, {"memory": 5 * 16 * 16 * 4 * 4 * 30}],
+    ids=["all together", "prompts in pieces", "two together", "by tenant", "evicted"],
+)
+def test_greedy_tokens_and_log_probabilities_are_those_of_generate(options: dict[str, Any]) -> None:
+    with Engine(demo(), **{"memory": 1 << 24, **options}) as engine:
+        asked = [
+            Ask(engine, number, prompt, max_tokens=50, temperature=0.0, logprobs=2)
+            for number, prompt in enumerate(PROMPTS * 2)
+        ]
+        for number, one in enumerate(asked):
+            tokens, logprobs = expected(PROMPTS[number % len(PROMPTS)], 50)
+            (outputs,) = one.all()
+            assert [token.id for output in outputs for token in output.tokens] == list(tokens)
+            got = [token for output in outputs for token in output.tokens]
+            assert [token.logprob for token in got] == pytest.approx(logprobs, abs=1e-4)
+            assert all(token.top[0][1] == pytest.approx(token.logprob) for token in got)
+        figures = engine.figures()
+        assert "memory" not in options or figures.evictions > 0
+    assert figures.generated_tokens == sum(len(expected(p, 50)[0]) for p in PROMPTS) * 2
+
+
+def test_a_seeded_request_says_the_same_whatever_else_runs(engine: Engine) -> None:
+    how = {"max_tokens": 40, "temperature": 0.9, "top_p": 0.95, "seed": 7}
+    alone = Ask(engine, 0, PROMPTS[0], **how).tokens()
+    others = [Ask(engine, 10 + n, PROMPTS[n % 5], max_tokens=60) for n in range(6)]
+    again = Ask(engine, 1, PROMPTS[0], **how)
+    other_seed = Ask(engine, 2, PROMPTS[0], **{**how, "seed": 8})
+    assert again.tokens() == alone != other_seed.tokens()
+    assert all(other.all() for other in others)
+
+
+def test_random_arrivals_with_little_memory_change_nothing() -> None:
+    """Seeded requests that come while others run, are evicted, and share prefixes, against the same one after another."""
+    chance = random.Random(3)
+    how = [
+        {"max_tokens": chance.randint(1, 40), "temperature": chance.choice([0.0, 1.0]), "seed": n} for n in range(14)
+    ]
+    prompts = [chance.choice(PROMPTS)[: chance.randint(1, 90)] for _ in how]
+    with Engine(demo(), memory=1 << 24) as engine:
+        one_by_one = [engine.generate(list(p), **h).tokens for p, h in zip(prompts, how, strict=True)]  # type: ignore[arg-type]
+    with Engine(demo(), memory=5 * 16 * 16 * 4 * 4 * 20, prefill_tokens=16) as engine:
+        asked = []
+        for number, (prompt, h) in enumerate(zip(prompts, how, strict=True)):
+            asked.append(Ask(engine, number, prompt, **h))
+            if chance.random() < 0.5:
+                engine.generate([1], max_tokens=chance.randint(1, 8))  # so that they come at any step of each other
+        assert [one.tokens() for one in asked] == one_by_one
+        assert engine.figures().evictions > 0
+
+
+def test_completions_of_one_prompt_share_it_and_differ(engine: Engine) -> None:
+    prompt = PROMPTS[3]
+    one = Ask(engine, 0, prompt, completions=3, max_tokens=20, seed=4)
+    outputs = one.all()
+    texts = [[token.id for output in of for token in output.tokens] for of in outputs]
+    assert len({tuple(text) for text in texts}) == 3
+    assert outputs[0][0].prompt_tokens == len(prompt)
+    assert engine.figures().prefix_hits >= 2 * (len(prompt) // 16) * 16
+    again = Ask(engine, 1, prompt, completions=3, max_tokens=20, seed=4).all()
+    assert [[t.id for o in of for t in o.tokens] for of in again] == texts
+
+
+def test_prefixes_are_found_again(engine: Engine) -> None:
+    first, second = (engine.generate(list(PROMPTS[3]), max_tokens=5, temperature=0.0) for _ in range(2))
+    assert first.tokens == second.tokens == expected(PROMPTS[3], 5)[0]
+    assert first.cached_tokens == 0 and second.cached_tokens == (len(PROMPTS[3]) - 1) // 16 * 16
+    assert second.prompt_tokens == len(PROMPTS[3])
+
+
+def test_text_ends_before_a_stop_string(engine: Engine) -> None:
+    whole = engine.generate("Once upon a time", max_tokens=40, temperature=0.0)
+    assert whole.text == tokenizer().decode(whole.tokens) and whole.finish == Finish.LENGTH
+    stop = whole.text[10:13]
+    cut = engine.generate("Once upon a time", max_tokens=40, temperature=0.0, stop=stop)
+    assert cut.text == whole.text[: whole.text.find(stop)] and cut.finish == Finish.STOP
+
+
+def test_ends_of_text(engine: Engine) -> None:
+    tokens = expected(PROMPTS[0], 30)[0]
+    assert greedy(engine, PROMPTS[0], stop_tokens=(tokens[4],)) == tokens[: tokens.index(tokens[4]) + 1]
+    end = next(iter(engine._served.ends))
+    pushed = {"logit_bias": {end: 100.0}}
+    assert greedy(engine, PROMPTS[0], **pushed) == (end,)
+    assert greedy(engine, PROMPTS[0], 5, **pushed, ignore_eos=True) == (end,) * 5
+    assert greedy(engine, PROMPTS[0], 9, **pushed, min_tokens=4)[4:] == (end,)
+
+
+def test_repetition_penalty_is_that_of_generate(engine: Engine) -> None:
+    ids = torch.tensor([list(PROMPTS[0])])
+    made = reference().generate(ids, max_new_tokens=30, do_sample=False, repetition_penalty=1.4)
+    assert greedy(engine, PROMPTS[0], repetition_penalty=1.4) == tuple(made[0, ids.shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("prefill", [512, 7])
+def test_log_probabilities_of_the_prompt(prefill: int) -> None:
+    with Engine(demo(), memory=1 << 24, prefill_tokens=prefill) as engine:
+        other = Ask(engine, 7, PROMPTS[1], max_tokens=30, temperature=0.0)
+        got: SimpleQueue[Output] = SimpleQueue()
+        prompt = tuple(PROMPTS[3])
+        sampling = Sampling(max_tokens=0, logprobs=3)
+        engine.submit(Request(id=1, prompt=prompt, sampling=sampling, prompt_logprobs=True), got.put)
+        output = got.get(timeout=60)
+        assert other.tokens() == expected(PROMPTS[1], 30)[0]
+    with torch.no_grad():
+        logprobs = reference()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert output.finish == Finish.LENGTH and not output.tokens
+    assert [token.id for token in output.prompt_logprobs] == list(prompt)
+    assert output.prompt_logprobs[0] == Token(prompt[0])
+    for place, token in enumerate(output.prompt_logprobs[1:], 1):
+        assert token.logprob == pytest.approx(logprobs[place - 1, token.id].item(), abs=1e-4)
+        assert len(token.top) == 3
+
+
+def test_cancelling_frees_all_pages_within_a_step(engine: Engine) -> None:
+    asked = [Ask(engine, n, PROMPTS[3], completions=2, max_tokens=300, ignore_eos=True) for n in range(4)]
+    for one in asked:
+        one.outputs.get(timeout=60)
+        engine.cancel(one.request.id)
+    wait_until_idle(engine)
+    figures = engine.figures()
+    assert figures.running == figures.waiting == 0
+    assert figures.pages_free + figures.pages_cached == figures.pages
+    assert all(of[-1].finish == Finish.CANCELLED for one in asked for of in one.all())
+
+
+def test_a_stream_that_is_left_is_cancelled(engine: Engine) -> None:
+    async def some() -> list[str]:
+        parts = engine.stream("Once upon a time", max_tokens=400, temperature=0.0, ignore_eos=True)
+        found = []
+        async for part in parts:
+            found.append(part.text)
+            if len(found) == 5:
+                break
+        await parts.aclose()  # type: ignore[attr-defined]
+        return found
+
+    assert "".join(asyncio.run(some())) == tokenizer().decode(expected(PROMPTS[0], 30)[0][:5])
+    wait_until_idle(engine)
+    assert engine.figures().finished == {"cancelled": 1}
+
+
+def test_a_stream_gives_the_whole_text(engine: Engine) -> None:
+    async def whole() -> str:
+        return "".join([part.text async for part in engine.stream("Once upon a time", max_tokens=30, temperature=0.0)])
+
+    assert asyncio.run(whole()) == tokenizer().decode(expected(PROMPTS[0], 30)[0])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [258]}, "numbered from 0 to 257"),
+        ({"prompt": [-1]}, "token -1"),
+        ({"prompt": [1] * 600}, "the model takes 512"),
+        ({"max_tokens": 600}, "the model takes 512"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2.0}, "min_p"),
+        ({"logprobs": 1000}, "logprobs"),
+        ({"presence_penalty": 3.0}, "presence_penalty"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"logit_bias": {999: 1.0}}, "logit_bias"),
+        ({"logit_bias": {1: float("inf")}}, "logit_bias"),
+        ({"stop_tokens": (999,)}, "stop_tokens"),
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"adapter": "nobody"}, "nobody"),
+        ({"warmth": 1.0}, "warmth"),
+    ],
+)
+def test_bad_input_is_refused_by_name(engine: Engine, wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises((ConfigError, UnknownAdapter), match=says):
+        engine.generate(wrong.pop("prompt", [1, 2]), **wrong)
+    assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
+
+
+def test_a_text_that_is_larger_than_the_memory_is_refused() -> None:
+    with (
+        Engine(demo(), memory=5 * 16 * 16 * 4 * 4 * 20) as engine,
+        pytest.raises(ConfigError, match="give the server more memory"),
+    ):
+        engine.generate([1] * 400)
+
+
+@pytest.mark.parametrize("option", ["max_batch", "adapters_in_batch", "prefill_tokens", "first_token_s", "of_tenant"])
+def test_options_must_be_positive(option: str) -> None:
+    with pytest.raises(ConfigError, match=option):
+        Engine(demo(), **{option: 0})
+    with pytest.raises(ConfigError, match="policy"):
+        Engine(demo(), policy="whim")  # type: ignore[arg-type]
+
+
+def test_more_requests_than_the_queue_holds_are_refused() -> None:
+    with Engine(demo(), memory=1 << 24, max_waiting=2) as engine:
+        first = [Ask(engine, n, PROMPTS[0], max_tokens=400, ignore_eos=True) for n in range(2)]
+        for one in first:
+            one.outputs.get(timeout=60)
+        with pytest.raises(ConfigError, match="try again later"):
+            Ask(engine, 2, PROMPTS[0])
+        engine.close(drain=False)
+
+
+class Fails(nn.Module):
+    """A layer that fails on one token's rows, as a defect in one request's adapter would."""
+
+    def __init__(self, inner: nn.Module, error: Exception, poison: int) -> None:
+        super().__init__()
+        self.inner, self.error, self.poison, self.armed = inner, error, poison, False
+
+    @property
+    def weight(self) -> Any:
+        return self.inner.weight
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        if self.armed and (ids == self.poison).any():
+            raise self.error
+        return self.inner(ids)
+
+
+def failing(error: Exception) -> tuple[Any, Fails]:
+    model = demo()
+    layer = model.model.embed_tokens = Fails(model.model.embed_tokens, error, poison=1)
+    return model, layer
+
+
+def test_one_requests_error_ends_no_other() -> None:
+    model, layer = failing(RuntimeError("a defect"))
+    with Engine(model, memory=1 << 24) as engine:
+        layer.armed = True
+        good = [Ask(engine, n, PROMPTS[n], max_tokens=30, temperature=0.0) for n in range(3)]
+        bad = Ask(engine, 9, b"\x01\x01", completions=2)
+        ends = [of[-1] for of in bad.all()]
+        assert [(end.finish, "a defect" in str(end.error)) for end in ends] == [(Finish.ERROR, True)] * 2
+        assert [one.tokens() for one in good] == [expected(PROMPTS[n], 30)[0] for n in range(3)]
+        with pytest.raises(GenerationFailed, match="a defect"):
+            engine.generate([1])
+
+
+def test_an_executor_that_stays_away_ends_requests_and_not_the_engine() -> None:
+    model, layer = failing(ExecutorUnavailable("no executor at tcp://x"))
+    with Engine(model, memory=1 << 24) as engine:
+        layer.armed = True
+        with pytest.raises(GenerationFailed, match="no executor at"):
+            engine.generate([1])
+        layer.armed = False  # it is back
+        assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
+
+
+def test_who_fails_to_take_an_output_is_dropped_alone(engine: Engine) -> None:
+    def fail(output: Output) -> None:
+        raise ValueError("their defect")
+
+    engine.submit(Request(id=1, prompt=(1, 2), sampling=Sampling(max_tokens=400)), fail)
+    assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
+    wait_until_idle(engine)
+    assert engine.figures().running == 0
+
+
+def test_closing_finishes_what_runs_or_cancels_it() -> None:
+    engine = Engine(demo(), memory=1 << 24)
+    asked = [Ask(engine, n, PROMPTS[0], max_tokens=30, temperature=0.0) for n in range(3)]
+    engine.close()
+    assert all(one.tokens() == expected(PROMPTS[0], 30)[0] for one in asked)
+    with pytest.raises(ConfigError, match="closed"):
+        engine.generate([1])
+    engine.close()
+    other = Engine(demo(), memory=1 << 24)
+    one = Ask(other, 0, PROMPTS[0], max_tokens=400, ignore_eos=True)
+    other.close(drain=False)
+    assert one.all()[0][-1].finish == Finish.CANCELLED
+
+
+def test_tokens_come_from_an_executor() -> None:
+    with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, DEMO, memory=1 << 24) as engine:
+        assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
+
+
+def test_a_model_without_a_tokenizer_takes_tokens_only() -> None:
+    with Engine(demo(), memory=1 << 24) as engine:
+        assert engine.generate([1, 2]).text == ""
+        for wrong in ({"prompt": "text"}, {"prompt": [1], "stop": "x"}):
+            with pytest.raises(ConfigError, match="tokenizer"):
+                engine.generate(**wrong)  # type: ignore[arg-type]
+
+
+def test_models_that_cannot_be_batched_are_served_one_by_one() -> None:
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts = [[5, 6, 7], [9] * 20, [3]]
+    wanted = [
+        model.generate(torch.tensor([p]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0, len(p) :].tolist()
+        for p in prompts
+    ]
+    with Engine(model, memory=1 << 22, prefill_tokens=4) as engine:
+        asked = [
+            Ask(engine, n, bytes(p), max_tokens=12, temperature=0.0, stop_tokens=()) for n, p in enumerate(prompts)
+        ]
+        assert [list(one.tokens()) for one in asked] == wanted
+
+
+ADAPTERS = {"python": "LORA", "shout": "LORA", "whisper": "IA3"}
+
+
+@cache
+def adapted(name: str, prompt: bytes, most: int) -> tuple[int, ...]:
+    """By PEFT alone."""
+    model = peft.PeftModel.from_pretrained(demo(), DEMO / "adapters" / name).eval()
+    ids = torch.tensor([list(prompt)])
+    return tuple(model.generate(input_ids=ids, max_new_tokens=most, do_sample=False)[0, ids.shape[1] :].tolist())
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 5 * 16 * 16 * 4 * 4 * 40, "adapters_in_batch": 2}])
+def test_each_request_is_answered_by_its_adapter(options: dict[str, Any]) -> None:
+    with Engine(demo(), adapters=DEMO / "adapters", **{"memory": 1 << 24, **options}) as engine:
+        assert engine.adapter_names() == sorted(ADAPTERS)
+        asked = []
+        for number, prompt in enumerate(PROMPTS[:3]):
+            for place, name in enumerate([*ADAPTERS, None]):
+                asked.append(
+                    (prompt, name, Ask(engine, 10 * number + place, prompt, name, max_tokens=25, temperature=0.0))
+                )
+        for prompt, name, one in asked:
+            assert one.tokens() == (adapted(name, prompt, 25) if name else expected(prompt, 25)[0]), name
+        assert {each.name: each.kind for each in engine.adapters()} == ADAPTERS
+        figures = engine.figures()
+        assert figures.adapters == 3 and figures.adapter_fetches >= 3
+
+
+def test_a_new_version_is_never_answered_by_what_the_old_one_left(engine: Engine) -> None:
+    prompt = PROMPTS[3]
+    for name in ("python", "whisper", "shout"):
+        engine.add("mine", DEMO / "adapters" / name)
+        for _ in range(2):
+            assert greedy(engine, prompt, adapter="mine") == adapted(name, prompt, 30)
+    under_way = Ask(engine, 1, prompt, "mine", max_tokens=30, temperature=0.0)
+    engine.remove("mine")
+    assert under_way.tokens() == adapted("shout", prompt, 30)
+    with pytest.raises(UnknownAdapter, match="mine"):
+        engine.generate(list(prompt), adapter="mine")
+    assert greedy(engine, prompt) == expected(prompt, 30)[0]

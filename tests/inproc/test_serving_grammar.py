@@ -1,0 +1,66 @@
+"""Text by a JSON schema: it follows the schema whatever the model would say, beside others that are free."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import symbiosis
+from symbiosis.errors import ConfigError
+from symbiosis.serving import Engine
+
+DEMO = Path(symbiosis.__file__).parent / "demo_model"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "ok": {"type": "boolean"},
+        "kind": {"enum": ["red", "green"]},
+        "many": {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 4},
+    },
+    "required": ["name", "ok", "kind", "many"],
+    "additionalProperties": False,
+}
+
+
+def engine(tokenizer: bool = True, **options: Any) -> Engine:
+    model = AutoModelForCausalLM.from_pretrained(DEMO).eval()
+    return Engine(model, AutoTokenizer.from_pretrained(DEMO) if tokenizer else None, memory=1 << 24, **options)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_text_follows_the_schema(temperature: float) -> None:
+    pytest.importorskip("llguidance")
+    with engine() as one:
+        free = one.generate("Once upon a time", max_tokens=30, temperature=0.0)
+        for seed in range(4):
+            how: dict[str, Any] = {"schema": json.dumps(SCHEMA), "temperature": temperature, "seed": seed}
+            answer = one.generate("Once upon a time", max_tokens=200, **how)
+            said = json.loads(answer.text)
+            assert answer.finish == "stop" and list(said) == ["name", "ok", "kind", "many"]
+            assert isinstance(said["ok"], bool) and said["kind"] in ("red", "green") and len(said["name"]) <= 12
+            assert 2 <= len(said["many"]) <= 4 and set(said["many"]) <= {1, 2}
+            assert one.generate("Once upon a time", max_tokens=200, **how).tokens == answer.tokens
+        assert one.generate("Once upon a time", max_tokens=30, temperature=0.0).tokens == free.tokens
+
+
+@pytest.mark.parametrize("schema", ["{", '{"type": "nothing"}', '{"type": "string", "pattern": "("}'])
+def test_a_wrong_schema_is_refused(schema: str) -> None:
+    pytest.importorskip("llguidance")
+    with engine() as one, pytest.raises(ConfigError, match="schema"):
+        one.generate("x", schema=schema)
+
+
+def test_without_a_tokenizer_there_is_no_schema() -> None:
+    pytest.importorskip("llguidance")
+    with engine(tokenizer=False) as one, pytest.raises(ConfigError, match="tokenizer"):
+        one.generate([1], schema="{}")
+
+
+def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with engine() as one, pytest.raises(ConfigError, match=r"pip install 'symbiosis-llm\[structured\]'"):
+        one.generate("x", schema="{}")

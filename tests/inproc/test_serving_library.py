@@ -1,0 +1,350 @@
+"""Adapters are refused when they are loaded, with what is wrong; versions do not change; folders are looked into when asked."""
+
+import json
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, TaskType
+from safetensors.torch import load, load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import symbiosis
+from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
+from symbiosis.serving.adapters.library import Library
+from symbiosis.serving.adapters.residency import Residency
+from symbiosis.serving.adapters.sites import Sites
+from symbiosis.serving.alone import make_ready
+from symbiosis.serving.model import Served
+from tests.adapters import off, run, saved, sequence_of
+
+MEMORY = 1 << 22
+PROMPT = [5, 6, 7, 8, 9]
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=112, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        initializer_range=0.1, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def lora(**options: Any) -> LoraConfig:
+    return LoraConfig(**{"task_type": TaskType.CAUSAL_LM, "r": 4, "target_modules": ["q_proj", "v_proj"], **options})
+
+
+@pytest.fixture(scope="module")
+def served() -> Served:
+    return make_ready(llama(), MEMORY)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(llama(), lora(), tmp_path_factory.mktemp("good") / "a")[0]
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(good, tmp_path / "adapters" / "mine"))
+
+
+def tensors(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        found = load_file(folder / "adapter_model.safetensors")
+        found = {name: tensor.clone() for name, tensor in found.items()}
+        change(found)
+        save_file(found, folder / "adapter_model.safetensors")
+
+    return damage
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return damage
+
+
+def cut_off(folder: Path) -> None:
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+
+
+def linked(folder: Path) -> None:
+    elsewhere = folder.parent.parent / "elsewhere"
+    (folder / "adapter_model.safetensors").rename(elsewhere)
+    (folder / "adapter_model.safetensors").symlink_to(elsewhere)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj."
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "has no adapter_model.safetensors"),
+    "no configuration": (lambda f: (f / "adapter_config.json").unlink(), "has no adapter_config.json"),
+    "a pickle": (pickled, "a pickle, which could run anything: save it again"),
+    "cut off": (cut_off, "cut off"),
+    "not JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "is not JSON"),
+    "of something else": (lambda f: (f / "adapter_config.json").write_text("[1]"), "has no peft_type"),
+    "of an unknown kind": (config(peft_type="MAGIC"), "PEFT does not take it"),
+    "linked": (linked, "a link to a file outside of its folder"),
+    "not a number": (tensors(lambda t: t[Q + "lora_A.weight"].fill_(torch.nan)), "infinite or not numbers"),
+    "half": (tensors(lambda t: t.pop(Q + "lora_A.weight")), "only one of lora_A and lora_B"),
+    "a layer lost": (
+        tensors(lambda t: [t.pop(Q + f"lora_{which}.weight") for which in "AB"]),
+        "no weights for model.layers.0.self_attn.q_proj",
+    ),
+    "another base's size": (
+        tensors(lambda t: t.update({Q + "lora_A.weight": torch.ones(4, 65)})),
+        "4 x 65, and this base needs 4 x 64",
+    ),
+    "another base's layers": (
+        tensors(lambda t: t.update({Q.replace("layers.0", "layers.7") + "lora_A.weight": torch.ones(4, 64)})),
+        "model.layers.7.self_attn.q_proj, which LlamaForCausalLM does not have",
+    ),
+    "unknown targets": (config(target_modules=["q_proj", "v_proj", "query"]), "target module query is nowhere"),
+    "another rank than it says": (config(r=5), "are of rank 4, and its adapter_config.json says 5: correct r"),
+    "a base that it changes": (config(init_lora_weights="pissa"), "path_initial_model_for_weight_conversion"),
+    "tokens that switch it on": (config(alora_invocation_tokens=[5]), "from certain tokens of a prompt on"),
+    "other layers": (config(layer_replication=[[0, 2], [1, 2]]), "changes the model's layers"),
+    "a mixture": (config(peft_type="XLORA"), "cannot be served together with others: it weighs several adapters"),
+    "a foreign tensor": (
+        tensors(lambda t: t.update({Q + "lora_C.weight": torch.ones(1)})), "nothing of this base's",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_wrong_is_said_when_it_is_loaded(name: str, served: Served, folder: Path) -> None:
+    damage, message = DAMAGES[name]
+    damage(folder)
+    library = Library(served)
+    with pytest.raises(AdapterError, match=message) as refusal:
+        library.add("mine", folder)
+    assert str(refusal.value).startswith("adapter 'mine': ") and "\n" not in str(refusal.value)
+    with pytest.raises(UnknownAdapter):
+        library.get("mine")
+
+
+def test_ranks_above_the_limit(served: Served, good: Path) -> None:
+    with pytest.raises(AdapterError, match="rank is 4 .*, and this server takes 3 at most"):
+        Library(served, max_rank=3).add("mine", good)
+
+
+def test_more_than_the_memory_holds(tmp_path: Path) -> None:
+    small, (large, _) = make_ready(llama(), 24 << 10), saved(llama(), lora(r=64), tmp_path)
+    with pytest.raises(AdapterError, match=r"pages of \d+ bytes, more than half .* give the server more memory"):
+        Library(small).add("mine", large)
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".hidden", "../mine", "a/b/c", "a b", "a\x1b[2J", "x" * 200, "/etc", "a/../b", "ä"]
+)
+def test_names_with_odd_characters(name: str, served: Served, good: Path, folder: Path) -> None:
+    with pytest.raises(AdapterError, match="cannot be named") as refusal:
+        Library(served).add(name, good)
+    assert str(refusal.value).isprintable()
+    with pytest.raises(UnknownAdapter):
+        Library(served, folder.parent).get(name)
+
+
+def test_a_name_that_leads_out_of_the_folder(served: Served, good: Path, folder: Path) -> None:
+    (folder.parent / "out").symlink_to(good)
+    library = Library(served, folder.parent)
+    assert library.names() == ["mine"]
+    with pytest.raises(UnknownAdapter, match="there are mine"):
+        library.get("out")
+
+
+def test_another_load_of_a_name_is_another_version(served: Served, good: Path) -> None:
+    library = Library(served)
+    replaced = []
+    library.on_replaced = replaced.append
+    first = library.add("mine", good)
+    second = library.add("mine", good)
+    assert first.version != second.version and library.get("mine") is second and replaced == [first]
+    library.remove("mine")
+    assert library.names() == [] and replaced == [first, second]
+    with pytest.raises(UnknownAdapter, match="there are none"):
+        library.remove("mine")
+
+
+def test_a_folder_is_looked_into_when_asked(served: Served, good: Path, folder: Path) -> None:
+    library = Library(served, folder.parent)
+    assert library.names() == ["mine"] and library.loaded() == []
+    first = library.get("mine")
+    assert library.get("mine") is first and library.loaded() == [first]
+    shutil.copytree(good, folder.parent / "later")
+    assert library.get("later").name == "later" and library.names() == ["later", "mine"]
+    state = (folder / "adapter_config.json").stat()
+    os.utime(folder / "adapter_config.json", ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    assert library.get("mine").version != first.version
+    shutil.rmtree(folder)
+    with pytest.raises(UnknownAdapter, match="there are later"):
+        library.get("mine")
+
+
+def test_one_that_was_removed_comes_back_when_its_folder_changes(served: Served, folder: Path) -> None:
+    library = Library(served, folder.parent)
+    library.remove("mine")
+    assert library.names() == []
+    with pytest.raises(UnknownAdapter):
+        library.get("mine")
+    config(lora_alpha=9)(folder)
+    assert library.get("mine").name == "mine" and library.names() == ["mine"]
+
+
+def test_asking_for_one_of_thousands_scans_no_folder(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = Library(served, folder.parent)
+    monkeypatch.setattr(os, "scandir", lambda *_: pytest.fail("the folder was scanned"))
+    library.get("mine")
+    library.get("mine")
+
+
+def test_the_model_looks_as_before(served: Served, good: Path) -> None:
+    model = llama()
+    names, structure = list(model.state_dict()), str(model)
+    made = make_ready(model, MEMORY)
+    library, sites = Library(made), None
+    residency = Residency(made.arena)
+    sites = Sites(made, residency)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    adapter = library.add("mine", good)
+    assert residency.fetch(adapter)
+    sites.add(adapter)
+    run(made, [(sequence_of(PROMPT, adapter), 5)])
+    assert (list(model.state_dict()), str(model)) == (names, structure)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    hooked = [name for name, module in model.named_modules() if module._forward_hooks or module._forward_pre_hooks]
+    assert hooked == [f"model.layers.{i}.self_attn.{which}_proj" for i in (0, 1) for which in "qv"]
+
+
+KINDS: dict[str, Callable[[], peft.PeftConfig]] = {
+    "LoRA": lora,
+    "DoRA": lambda: lora(use_dora=True),
+    "IA3": lambda: peft.IA3Config(task_type=TaskType.CAUSAL_LM, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "OFT": lambda: peft.OFTConfig(task_type=TaskType.CAUSAL_LM, oft_block_size=8, target_modules=["q_proj"]),
+    "saved module": lambda: lora(modules_to_save=["lm_head"]),
+}  # fmt: skip
+
+
+def test_a_base_that_an_executor_holds(tmp_path: Path) -> None:
+    base = llama()
+    made = {name: saved(base, kind(), tmp_path / name) for name, kind in KINDS.items()}
+    with symbiosis.Executor(deepcopy(base)) as executor:
+        served = make_ready(symbiosis.from_executor(executor.endpoint), MEMORY)
+        library, residency = Library(served), Residency(served.arena)
+        Sites(served, residency)
+        adapters = {name: library.add(name.replace(" ", "-"), folder) for name, (folder, _) in made.items()}
+        assert all(residency.fetch(adapter) for adapter in adapters.values())
+        logits = run(served, [(sequence_of(PROMPT, adapter), 5) for adapter in adapters.values()])
+    with torch.no_grad():
+        for mine, (name, (_, model)) in zip(logits, made.items(), strict=True):
+            assert off(mine, model(input_ids=torch.tensor([PROMPT])).logits[0, -1]) < 1e-5, name
+
+
+# ---------------------------------------------------------------- published by a program that trains
+
+
+def test_publish_copies_the_adapter_as_it_is_now(served: Served) -> None:
+    library = Library(served)
+    model = peft.get_peft_model(llama(), lora())
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    versions = []
+    for value in (1.0, 2.0):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.fill_(value)
+        symbiosis.publish(model, "mine", library)
+        versions.append(library.get("mine"))
+    downs = [next(iter(version.parts.values())).down for version in versions]
+    assert [float(down.mean()) for down in downs if down is not None] == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_published_is_what_would_be_saved(name: str, served: Served, tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model = peft.get_peft_model(llama(), KINDS[name]())
+    library = Library(served)
+    symbiosis.publish(model, "mine", library)
+    model.save_pretrained(tmp_path)
+    mine, theirs = library.get("mine"), library.add("saved", tmp_path)
+    assert (mine.kind, mine.rank, mine.bytes) == (theirs.kind, theirs.rank, theirs.bytes)
+    for layer, part in mine.parts.items():
+        assert all(torch.equal(a, b) for a, b in zip(part.tensors, theirs.parts[layer].tensors, strict=True))
+
+
+class Server(BaseHTTPRequestHandler):
+    """Takes adapters, and keeps what came."""
+
+    came: list[tuple[str, str | None, bytes]]
+    answer: int
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.came.append((self.path, self.headers["Authorization"], body))
+        self.send_response(self.answer)
+        self.end_headers()
+        self.wfile.write(json.dumps({"error": {"message": "the memory is full"}}).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[Server]]]:
+    class Own(Server):
+        came, answer = [], 200
+
+    http = HTTPServer(("127.0.0.1", 0), Own)
+    thread = threading.Thread(target=http.serve_forever, args=(0.01,))
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}", Own
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def test_publish_to_a_url(server: tuple[str, type[Server]], served: Served) -> None:
+    url, there = server
+    model = peft.get_peft_model(llama(), lora())
+    symbiosis.publish(model, "team/mine", url, key="secret")
+    ((path, authorization, body),) = there.came
+    assert (path, authorization) == ("/v1/adapters/team%2Fmine", "Bearer secret")
+    (length,) = struct.unpack("<Q", body[:8])
+    told = json.loads(json.loads(body[8 : 8 + length])["__metadata__"]["adapter_config"])
+    assert (told["peft_type"], told["r"], told["target_modules"]) == ("LORA", 4, ["q_proj", "v_proj"])
+    assert load(body).keys() == peft.get_peft_model_state_dict(model).keys()
+    there.answer = 507
+    with pytest.raises(AdapterError, match="does not take the adapter 'mine': the memory is full"):
+        symbiosis.publish(model, "mine", url)
+
+
+def test_publish_refuses(served: Served) -> None:
+    model = peft.get_peft_model(llama(), lora())
+    with pytest.raises(AdapterError, match=r"LlamaForCausalLM has no adapter: publish takes what peft.get_peft_model"):
+        symbiosis.publish(llama(), "mine", Library(served))
+    with pytest.raises(AdapterError, match="it has default"):
+        symbiosis.publish(model, "mine", Library(served), adapter="other")
+    with pytest.raises(AdapterError, match="cannot be named"):
+        symbiosis.publish(model, "../mine", Library(served))
+    with pytest.raises(ConfigError, match="not the URL of a server"):
+        symbiosis.publish(model, "mine", "localhost:8000")

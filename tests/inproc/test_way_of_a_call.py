@@ -1,0 +1,70 @@
+"""The way of one call, as docs/architecture.md tells it: each step is a function that a call enters, in this order."""
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+from torch import nn
+
+import symbiosis
+from tests.conftest import tiny_llama
+
+MOST = 116  # functions of ours in all: a new one on the way of every call costs each of them
+ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
+STEP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", re.MULTILINE)
+
+
+class Recorder:
+    """The functions of ours that any thread enters, while it is on."""
+
+    def __init__(self) -> None:
+        self.on, self.entered = False, list[tuple[str, str]]()
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        code = frame.f_code
+        if self.on and event == "call" and "/symbiosis/" in code.co_filename:
+            self.entered.append((code.co_filename.rpartition("/symbiosis/")[2], code.co_qualname))
+
+    def one_call(self, layer: nn.Module, x: torch.Tensor) -> list[tuple[str, str]]:
+        """Each function once, in the order in which a call first enters them."""
+        self.entered.clear()
+        self.on = True
+        layer(x)
+        self.on = False
+        return list(dict.fromkeys(self.entered))
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    recorder = Recorder()
+    threading.setprofile(recorder)
+    sys.setprofile(recorder)
+    yield recorder
+    sys.setprofile(None)
+    threading.setprofile(None)
+
+
+@pytest.mark.alone
+@torch.no_grad()
+def test_a_call_goes_the_way_that_is_told(recorder: Recorder, tmp_path: Path) -> None:
+    steps = STEP.findall(ARCHITECTURE.read_text().partition("## The way of one call")[2].partition("\n## ")[0])
+    assert len(steps) == 18
+    with symbiosis.Executor(tiny_llama(), listen=f"local://{tmp_path}/socket") as executor:
+        model = symbiosis.wrap(tiny_llama(), executor.endpoint)
+        layer, x = model.model.layers[0].mlp.up_proj, torch.randn(1, 64)
+        for _ in range(50):  # headers, plans and groups are known from then on
+            layer(x)
+            time.sleep(1e-3)
+        shortest = recorder.one_call(layer, x)
+        for _ in range(300):  # a busy machine makes some longer
+            shortest = min(shortest, recorder.one_call(layer, x), key=len)
+            if len(shortest) <= MOST:
+                break
+    assert [step for step in shortest if step in steps] == steps
+    assert len(shortest) <= MOST, "\n".join(map(" ".join, shortest))

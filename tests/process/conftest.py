@@ -1,0 +1,36 @@
+"""Fixtures of tests that start processes, or look at what executors see."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import symbiosis
+from symbiosis.tools.make_pads import make
+from tests.private import TOKENS
+
+
+@pytest.fixture
+def two(serve: Callable) -> Callable[[nn.Module], tuple[symbiosis.Executor, symbiosis.Executor]]:
+    """Executors of two operators."""
+
+    def start(model: nn.Module, **options: Any) -> tuple[symbiosis.Executor, symbiosis.Executor]:
+        options = {"integers": [8, 16], **options}
+        return serve(model, operator="one", **options), serve(model, operator="two", **options)
+
+    return start
+
+
+@pytest.fixture
+def pads(tmp_path: Path) -> Callable[..., Path]:
+    """A file of pads for a model, with gradients."""
+
+    def build(model: nn.Module, tokens: int = TOKENS, bits: int = 8, name: str = "x.pads") -> Path:
+        if not (tmp_path / "model").exists():
+            model.save_pretrained(tmp_path / "model")  # type: ignore[operator]
+        make(str(tmp_path / "model"), tokens, tmp_path / name, bits, training=True)
+        return tmp_path / name
+
+    return build

@@ -1,0 +1,169 @@
+"""`symbiosis demo`: it runs, its verdict is earned, and it leaves nothing behind."""
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoTokenizer
+
+from symbiosis.client.session import Session
+from symbiosis.executor.model.load import DEMO_MODEL, load_model
+from symbiosis.tools.demo.compare import Comparison, Result, compute, hold_against, same_bits
+from symbiosis.tools.demo.run import Outcome, report
+from symbiosis.tools.demo.tasks import BATCH, HELD_OUT, LENGTH, TASKS, examples
+from symbiosis.tools.processes import Child, ProcessError, clients, executor
+from symbiosis.tools.top import snapshot
+from tests.processes import Program, killed_at_the_end, run, until
+
+STEPS, TOKENS = 10, 24
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As the demo's processes have: threads decide how a product rounds."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("one_thread")
+def test_demo(tmp_path: Path) -> None:
+    result = run("demo", "--steps", str(STEPS), "--tokens", str(TOKENS), "--keep", str(tmp_path), seconds=280)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert "identical: yes" in lines
+    words = " ".join(result.stdout.split())
+    assert "alone now, and with plain transformers" in words
+    assert "unless the executor is started with --batch-invariant" in words
+    assert "\x1b" not in result.stdout
+    report = json.loads(lines[-1])
+    figures = report["figures"]
+    assert report["script"] == "demo" and all(bar["holds"] for bar in report["bars"])
+    compared = {(c["model"], c["what"]): c for c in figures["comparisons"]}
+    assert compared.keys() == {("base", "logits"), ("base", "tokens")} | {
+        (adapter, what) for adapter in TASKS for what in ("logits", "tokens", "gradients")
+    }
+    assert all(c["identical"] and c["difference"] == 0 and c["values"] > 100 for c in compared.values())
+    assert figures["clients"].keys() == {*TASKS, "text"}
+    for adapter in TASKS:
+        client = figures["clients"][adapter]
+        assert client["done"] == STEPS and client["held_out_after"] < client["held_out_before"]
+    assert figures["clients"]["text"]["done"] == TOKENS
+    assert figures["executor"]["calls"] == sum(client["calls"] for client in figures["clients"].values())
+    assert all(
+        client["base_bytes"] < figures["executor"]["weights_bytes"] / 10 for client in figures["clients"].values()
+    )
+    assert len(set(figures["texts"].values())) == 3
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)  # what it kept is what it showed
+    kept = PeftModel.from_pretrained(load_model("demo"), str(tmp_path / "lora"), is_trainable=True)
+    assert compute(kept, tokenizer).text == figures["texts"]["lora"]
+
+
+@pytest.mark.timeout(200)
+def test_sigterm_ends_all_its_processes() -> None:
+    with killed_at_the_end() as processes:
+        processes.append(Program("demo", "--steps", "1000"))
+        demo = psutil.Process(processes[0].pid)
+        until(lambda: len(demo.children()) == 4, "a start of all", 100)
+        children = demo.children()
+        processes[0].signal(signal.SIGTERM)
+        assert processes[0].wait() == 143
+        assert not any(child.is_running() for child in children)
+
+
+def test_a_client_that_fails_is_shown(tmp_path: Path) -> None:
+    failing = ["-c", "import sys; print('{\"done\": 1}'); sys.exit('the reason')"]
+    with (
+        clients({"failing": failing}, tmp_path) as (child,),
+        pytest.raises(ProcessError, match="status 1.*\n.*the reason"),
+    ):
+        while child.still_runs():
+            time.sleep(0.01)
+    assert child.ready
+
+
+def test_a_client_that_is_killed_is_shown(tmp_path: Path) -> None:
+    killed = {"killed": ["-c", "import os; os.kill(os.getpid(), 9)"]}
+    with clients(killed, tmp_path) as (child,), pytest.raises(ProcessError, match="killed was killed by SIGKILL"):
+        while child.still_runs():
+            time.sleep(0.01)
+
+
+def test_an_executor_that_does_not_start_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "occupied").write_text("no socket")
+    with (
+        pytest.raises(ProcessError, match="exists and is not a socket"),
+        executor(tmp_path, "demo", "--listen", f"local://{tmp_path}/occupied"),
+    ):
+        pass
+
+
+def test_a_child_waits_for_its_start(tmp_path: Path) -> None:
+    waiting = "from symbiosis.tools.demo.events import Events; e = Events(); e.wait_for_start(step=1); print('x'); e.send(step=2)"
+    child = Child("waiting", ["-c", waiting], tmp_path)
+    try:
+        while child.still_runs() and not child.ready:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        assert child.state["step"] == 1
+        child.start()
+        while child.still_runs():
+            time.sleep(0.01)
+        assert child.state["step"] == 2 and child.state["rss_bytes"] > 1 << 20
+        assert not child.lines and (tmp_path / "waiting.stderr").read_text().endswith("x\n")
+    finally:
+        child.close()
+
+
+def test_one_bit_is_a_difference() -> None:
+    expected = Result({"logits": [torch.ones(4)], "gradients": [torch.zeros(2), torch.ones(3)]}, "")
+    changed = torch.ones(3)
+    changed.view(torch.int32)[1] += 1
+    got = Result({"logits": [torch.ones(4)], "gradients": [torch.zeros(2), changed]}, "")
+    logits, gradients = hold_against("model", expected, got)
+    assert (logits.identical, logits.values, logits.difference) == (True, 4, 0.0)
+    assert (gradients.identical, gradients.values) == (False, 5)
+    assert 0 < gradients.difference < 1e-6
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert not same_bits(torch.zeros(2), torch.zeros(3))
+    assert same_bits(torch.tensor([torch.nan]), torch.tensor([torch.nan]))
+
+
+@pytest.mark.parametrize(
+    ("identical", "after", "status"), [(True, 0.9, 0), (False, 0.9, 1), (True, 1.1, 1), (True, 1.0, 1)]
+)
+def test_the_exit_status_is_the_verdict(
+    identical: bool, after: float, status: int, capsys: pytest.CaptureFixture[str], llama: nn.Module, serve: Callable
+) -> None:
+    session = Session(serve(llama).endpoint, observer=True)
+    client = {"held_out_before": 1.0, "held_out_after": after}
+    comparison = Comparison("lora", "logits", 5, identical, 0.0 if identical else 1e-7)
+    outcome = Outcome(dict.fromkeys(TASKS, client), snapshot(session), [comparison], {})
+    session.close()
+    assert report(outcome, 1.0).finish() == status
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last["figures"]["identical"] == float(identical)
+    assert all(bar["holds"] for bar in last["bars"]) == (status == 0)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_held_out_text_is_held_out(name: str) -> None:
+    train, held_out = examples(TASKS[name], AutoTokenizer.from_pretrained(DEMO_MODEL), 200 * BATCH)
+    assert len(train) == 200 * BATCH and len(held_out) == HELD_OUT
+    assert {len(example["input_ids"]) for example in (*train, *held_out)} == {LENGTH}
+    seen = {bytes(example["input_ids"]) for example in train}
+    assert not any(bytes(example["input_ids"]) in seen for example in held_out)
+
+
+def test_help_tells_the_options() -> None:
+    result = run("demo", "--help", COLUMNS="120")
+    assert all(option in result.stdout for option in ("--steps", "--tokens", "--keep"))

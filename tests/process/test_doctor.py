@@ -1,0 +1,175 @@
+"""`symbiosis doctor`: finds what is broken, says how to mend it, and exits with 1 only then."""
+
+import os
+import re
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from symbiosis import mps
+from symbiosis.tools import doctor
+from tests.processes import run
+
+DOCTOR = [sys.executable, "-c", "from symbiosis.cli import main; main()", "doctor"]
+
+
+def diagnose(*arguments: str, **environment: str) -> tuple[int, dict[str, str]]:
+    """Exit status and the lines by the name of their check."""
+    return diagnosis(run("doctor", *arguments, **environment))
+
+
+def diagnosis(result: subprocess.CompletedProcess) -> tuple[int, dict[str, str]]:
+    assert "Traceback" not in result.stderr, result.stderr
+    lines = dict(
+        re.match(r"(?:ok|warn|FAIL) +(.*?)  ", line).group(1, 0)[:1] + (line,) for line in result.stdout.splitlines()
+    )  # type: ignore[union-attr]
+    return result.returncode, lines
+
+
+def test_a_healthy_executor(llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
+    executor = serve(llama, listen=[f"local://{tmp_path}/executor.sock"])
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*DOCTOR, executor.endpoint], capture_output=True, text=True, timeout=100, env=one_thread)
+    status, lines = diagnosis(done)
+    assert status == 0
+    assert "serves LlamaForCausalLM, 14 layers" in lines["executor"]
+    assert float(re.search(r"([\d.]+) us", lines["round trip"]).group(1)) > 0  # type: ignore[union-attr]
+    assert lines["threads"].startswith("ok")
+    assert "torch 2" in lines["versions"]
+    assert not executor.server.sessions or executor.server.ledger.dropped == 0
+
+
+def test_no_executor_is_a_warning_unless_one_was_named(tmp_path: Path) -> None:
+    status, lines = diagnose(XDG_RUNTIME_DIR=str(tmp_path))
+    assert (status, lines["executor"][:4]) == (0, "warn")
+    endpoint = f"local://{tmp_path}/none.sock"
+    for status, lines in (diagnose(endpoint), diagnose(SYMBIOSIS_ENDPOINT=endpoint)):
+        assert (status, lines["executor"][:4]) == (1, "FAIL")
+        assert f"symbiosis-executor MODEL --listen {endpoint}" in lines["executor"]
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://127.0.0.1:1", "nonsense"])
+def test_an_endpoint_that_does_not_work(endpoint: str) -> None:
+    status, lines = diagnose(endpoint)
+    assert (status, lines["executor"][:4]) == (1, "FAIL")
+
+
+def test_a_socket_that_a_dead_executor_left(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dead:
+        dead.bind(f"{tmp_path}/executor.sock")
+    status, lines = diagnose(f"local://{tmp_path}/executor.sock")
+    assert (status, lines["executor"][:4]) == (1, "FAIL")
+    assert "Connection refused" in lines["executor"]
+
+
+def test_a_file_that_is_no_socket(tmp_path: Path) -> None:
+    (tmp_path / "executor.sock").write_text("")
+    status, lines = diagnose(f"local://{tmp_path}/executor.sock")
+    assert status == 1 and "is not a socket" in lines["executor"]
+
+
+def test_few_file_descriptors() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limits[1]))
+    try:
+        check = doctor.check_descriptors()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert check.state == "warn" and "9 clients" in check.text and "ulimit -n" in check.remedy
+    assert doctor.check_descriptors().state == ("ok" if limits[0] >= 128 else "warn")
+
+
+def test_too_little_memory_for_segments() -> None:
+    """A process that may not map or write files of 4 MiB cannot use local://."""
+    code = (
+        "import resource, signal; from symbiosis.tools import doctor; signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); print(doctor.check_shared_memory())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert result.stdout.startswith("FAIL  shared memory"), result.stdout + result.stderr
+    assert doctor.check_shared_memory().state != "FAIL"
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Puts a command of the NVIDIA driver first on the PATH: a machine without a GPU has none."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def add(name: str, script: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+
+    return add
+
+
+def test_gpus_are_those_that_the_driver_lists(driver: Callable) -> None:
+    driver("nvidia-smi", 'echo "NVIDIA H200, 143771 MiB"')
+    assert "NVIDIA H200, 143771 MiB" in doctor.check_gpus().text
+    driver("nvidia-smi", "echo 'NVIDIA-SMI has failed' >&2; exit 9")
+    assert doctor.check_gpus().state == "FAIL"
+
+
+def test_a_cuda_build_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("torch.version.cuda", None)
+    assert doctor.check_gpus().state == "ok"
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    check = doctor.check_gpus()
+    assert check.state == "warn" and "is a CUDA build" in check.text
+    assert f"pip install --extra-index-url {doctor.CPU_INDEX} torch==2." in check.remedy and check.remedy.endswith(
+        "+cpu"
+    )
+
+
+def test_mps(driver: Callable, fake_mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver("nvidia-smi", "")
+    check = doctor.check_mps()
+    assert check.state == "warn" and f"none with pipes in {fake_mps}" in check.text and "--mps" in check.remedy
+    with mps.running():
+        monkeypatch.delenv(mps.PIPES)
+        assert (doctor.check_mps().state, doctor.check_mps().text) == ("ok", f"running, pipes in {fake_mps}")
+        monkeypatch.setenv("FAKE_MPS", "hang")
+        monkeypatch.setattr(mps, "ANSWER_S", 0.3)
+        assert doctor.check_mps().state == "FAIL" and "does not answer" in doctor.check_mps().text
+        monkeypatch.delenv("FAKE_MPS")
+        monkeypatch.setattr(mps, "ANSWER_S", 5.0)
+
+
+def test_mps_where_cuda_does_not_look(driver: Callable, fake_mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver("nvidia-smi", "")
+    fake_mps.write_text("not a directory, so that our own is taken")
+    with mps.running() as pipes:
+        monkeypatch.delenv(mps.PIPES)
+        assert doctor.check_mps().state == "warn" and f"{mps.PIPES}={pipes}" in doctor.check_mps().remedy
+
+
+def test_mps_that_is_not_needed_or_not_installed(
+    driver: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv(mps.PIPES, str(tmp_path / "pipes"))
+    assert "not needed" in doctor.check_mps().text
+    driver("nvidia-smi", "")
+    assert doctor.check_mps().text == "not installed" and "nvidia-compute-utils" in doctor.check_mps().remedy
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; from symbiosis import cli\n"
+        "for app, words in ((cli.app, ['demo']), (cli.app, ['doctor']), (cli.app, ['top']), (cli.app, ['bench']), (cli.executor_app, [])):\n"
+        "    app([*words, '--help'], standalone_mode=False)\n"
+        "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+def test_bench_hands_its_arguments_on() -> None:
+    bench = [sys.executable, "-c", "from symbiosis.cli import main; main()", "bench", "call", "--help"]
+    result = subprocess.run(bench, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0 and "bench_call.py" in result.stdout

@@ -1,0 +1,225 @@
+"""Many small things over `tcp://` without keys: no message and nobody who joins keeps the executor's loop, or fills its log."""
+
+import json
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zmq
+from torch import nn
+
+from symbiosis.client.session import Session
+from symbiosis.errors import ProtocolError
+from symbiosis.executor.observe import join_log
+from symbiosis.protocol import LONGEST_BEAT_S, MAX_WELCOME, Bye, Hello, Limits, Op, encode_control
+from symbiosis.security.allowance import Allowance
+from symbiosis.transport.tcp import discard, lookout, waiting_room
+from symbiosis.transport.tcp.sockets import Wire
+from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
+from tests.conftest import tiny_llama
+from tests.fault.test_hostile_executor import welcome_of
+from tests.processes import WAIT_S, Bystander, until
+from tests.realm import Raw, echoes
+from tests.zmtp import Stream, answering
+
+FRAMES = 1_000_000  # two megabytes
+
+
+@pytest.fixture
+def house(serve: Callable, tmp_path: Path) -> Any:
+    return serve(tiny_llama(), listen="tcp://127.0.0.1:0", policy="immediate", audit_log=str(tmp_path / "audit"))
+
+
+@pytest.fixture(params=["in C", "in Python"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How frames are thrown away."""
+    if request.param == "in C":
+        discard._compile()
+        if not discard._libraries:
+            pytest.skip("no C compiler here")
+    else:
+        monkeypatch.setattr(discard, "_compile_meanwhile", lambda: None)
+        monkeypatch.setattr(discard, "_libraries", [])
+    return str(request.param)
+
+
+# ---------------------------------------------------------------- messages of very many frames
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_message_of_very_many_frames_leaves_the_loop_to_others(
+    joined: bool, way: str, house: Any, llama: nn.Module
+) -> None:
+    """The loop turns at least once in some thousands of frames, and each turn does what else there is to do."""
+    (listener,), reactor = house.server.listeners, house.server.reactor
+    with Bystander(house.endpoint, llama) as innocent:
+        stream = Stream(house.endpoint)
+        if joined:
+            stream.join()
+        seen, some = list[int](), discard.Discard.some
+
+        def counted(self: Any) -> None:
+            seen.append(reactor.turns)
+            some(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                lookout, "FIRST_BYTES", 4 * FRAMES
+            )  # else its look may end it before ZeroMQ has taken all of it in
+            patch.setattr(discard.Discard, "some", counted)
+            stream.send_empty_frames(FRAMES)
+            until(lambda: seen and not listener._intake.blocked, "the end of the message")
+        assert len(set(seen)) == len(seen) >= FRAMES / 100_000
+        assert stream.was_hung_up_on
+        innocent.goes_on()
+        stream.close()
+
+
+def test_a_message_of_a_few_frames_too_many_ends_its_connection(house: Any) -> None:
+    """... and what others send is found behind it."""
+    raw = Raw(house.endpoint)
+    raw.socket.send_multipart([b"x"] * (discard.BY_PYTHON + 100))
+    until(lambda: raw.was_hung_up_on, "the end of the connection")
+    session = Session(house.endpoint)
+    assert echoes(session)
+    session.close()
+    raw.close()
+
+
+def test_goodbyes_of_nobody_are_not_answered(house: Any) -> None:
+    stream = Stream(house.endpoint).say(*[Bye()] * (Limits().max_in_flight // 2), Hello(client="late"))
+    until(lambda: len(house.server.sessions) == 1, "a join behind them")
+    assert not stream.was_hung_up_on
+    stream.close()
+
+
+def test_who_says_more_than_can_wait_before_it_joins_is_hung_up_on(house: Any) -> None:
+    """What is said first is read first: a goodbye that waits must not end a join that came behind it."""
+    with suppress(ConnectionError):
+        stream = Stream(house.endpoint).say(*[Bye()] * 100_000, Hello(client="late"))
+        until(lambda: stream.was_hung_up_on, "the end of the connection")
+        stream.close()
+    assert not house.server.sessions
+
+
+@pytest.mark.parametrize("end", [b"\x00\x00", b""], ids=["whole", "never ends"])
+def test_a_client_reads_few_frames_of_an_executors_message(end: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, receive = list[int](), zmq.Socket.recv
+
+    def counted(self: Any, *words: Any, **options: Any) -> Any:
+        frame = receive(self, *words, **options)
+        if self.type == zmq.DEALER:  # neither what monitors tell nor what an executor reads
+            read.append(1)
+        return frame
+
+    monkeypatch.setattr(zmq.Socket, "recv", counted)
+    with answering(b"\x01\x00" * FRAMES + end) as url, pytest.raises((ProtocolError, ConnectionError)):
+        _ = Session(url, timeout=2.0, patience=2.0).welcome
+    assert len(read) < 100
+
+
+@pytest.mark.parametrize("when", ["before the welcome", "while the client is idle", "instead of a reply"])
+def test_a_client_holds_little_of_a_message_that_never_ends(when: str) -> None:
+    """Whatever sign of life the executor asks for: each of its frames takes two bytes on the way, and 64 in memory."""
+    welcome = encode_control(welcome_of(tiny_llama(), heartbeat_s=LONGEST_BEAT_S))
+    first, sent = struct.pack(">BQ", 2, len(welcome)) + welcome, list[int]()
+    with answering(b"" if "welcome" in when else first, b"\x01\x00" * (32 << 10), sent) as url:
+        session = Session(url, timeout=WAIT_S, patience=0.0)
+        if "idle" in when:
+            assert session.welcome
+            until(lambda: session._connection._socket.closed, "the end of the connection")
+        else:
+            with pytest.raises((ProtocolError, ConnectionError)):
+                session.call(Op.ECHO, 0, torch.ones(2, 8))
+    in_kernel = 16 << 20  # what both sides' buffers take
+    assert sum(sent) < in_kernel + 2 * MAX_WELCOME
+
+
+# ---------------------------------------------------------------- joins without keys
+
+
+def test_who_joins_and_leaves_again_and_again_takes_turns(house: Any, llama: nn.Module) -> None:
+    """Whom the executor lets in is bounded; who waits and goes is forgotten, and who waits and stays gets in."""
+    server, (listener,) = house.server, house.server.listeners
+    joins, joined = list[float](), server.dispatch.joined
+    server.dispatch.joined = lambda *told: joins.append(time.monotonic()) or joined(*told)
+    with Bystander(house.endpoint, llama) as innocent:
+        listener._waiting._allowance = Allowance(10, 5.0)
+        begun, before = time.monotonic(), len(joins)
+        streams = [Stream(house.endpoint).say(Hello(client="eve"), Bye()) for _ in range(100)]
+        until(lambda: all(stream.was_hung_up_on for stream in streams), "the end of them all")
+        assert len(joins) - before <= 10 + 5.0 * (time.monotonic() - begun) + 1
+        assert not len(listener._waiting)
+        innocent.goes_on()
+        new = Session(house.endpoint)
+        assert echoes(new)
+        new.close()
+    for stream in streams:
+        stream.close()
+
+
+def test_programs_that_join_at_once_all_get_in(house: Any) -> None:
+    """More of them than may join at once."""
+    (listener,) = house.server.listeners
+    listener._waiting._allowance = Allowance(16, 40.0)
+    streams = [Stream(house.endpoint).say(Hello(client="one of many")) for _ in range(48)]
+    until(lambda: len(house.server.sessions) == 48, "the last of them")
+    for stream in streams:
+        stream.close()
+
+
+def test_who_waits_in_vain_costs_the_others_nothing(house: Any) -> None:
+    room, now = WaitingRoom(), time.monotonic()
+    room._allowance = Allowance(1, 1.0)
+    streams = [Stream(house.endpoint) for _ in range(3)]
+    (listener,) = house.server.listeners
+    wires = list(Wire.all_at(listener._lookout._port))
+    assert len(wires) == 3
+    for number, wire in enumerate(wires):
+        assert room.put(Knock(b"%d" % number, None, zmq.Frame(), Hello(), wire))
+    assert not room.put(Knock(b"gone", None, zmq.Frame(), Hello(), None))
+    gone = next(stream for stream in streams if stream.socket.getsockname() == wires[0].other_end)
+    gone.close()
+    until(lambda: not wires[0].received(), "the end of a connection")
+    assert [knock.identity for _ in range(2) if (knock := room.next(now))] == [b"1"]
+    assert b"2" in room and room.next(now + 1.0)
+    assert room.next(now + 9.0) is None and not len(room)
+
+
+def test_the_waiting_room_is_bounded(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting_room, "MOST_WAITING", 5)
+    (listener,) = house.server.listeners
+    listener._waiting._allowance = Allowance(1, 1e-3)
+    streams = [Stream(house.endpoint).say(Hello()) for _ in range(20)]
+    until(
+        lambda: sum(stream.was_hung_up_on for stream in streams) == 20 - 5 - 1,
+        "the end of those for whom there is no room",
+    )
+    assert len(listener._waiting) == 5
+    for stream in streams:
+        stream.close()
+
+
+def test_who_joins_and_leaves_again_and_again_fills_no_log(house: Any, tmp_path: Path) -> None:
+    written = house.server.register
+    written._sessions = Allowance(20, 1.0)
+    begun = time.monotonic()
+    for _ in range(60):
+        stream = Stream(house.endpoint).join()
+        stream.say(Bye())
+        until(lambda stream=stream: stream.was_hung_up_on, "the end of a session")
+        stream.close()
+    most = 20 + (time.monotonic() - begun) + 1
+    lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    joined, left = ([line["session"] for line in lines if line["event"] == event] for event in ("joined", "left"))
+    assert joined == left and 20 <= len(joined) <= most
+    written._sessions = Allowance(20, 1.0)
+    Stream(house.endpoint).join().close()
+    last = json.loads((tmp_path / "audit").read_text().splitlines()[-1])
+    assert last.get("untold", 0) + sum(line.get("untold", 0) for line in lines) == 60 - len(joined)
+    assert join_log.SESSIONS_AT_ONCE >= 256  # as many as may be there

@@ -1,0 +1,61 @@
+"""What a fresh interpreter loads and sees when it imports `symbiosis` or runs a command."""
+
+import subprocess
+import sys
+
+import pytest
+
+import symbiosis
+
+HEAVY = ("torch", "transformers", "peft", "numpy", "zmq", "accelerate", "starlette", "uvicorn")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Which of the heavy packages a fresh interpreter has loaded after `code`."""
+    report = f"import sys; print('loaded', *(name for name in {HEAVY} if name in sys.modules))"
+    ending = f"\nfinally:\n    {report}"
+    indented = "try:\n" + "".join(f"    {line}\n" for line in code.splitlines()) + "except SystemExit:\n    pass"
+    done = subprocess.run([sys.executable, "-c", indented + ending], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.splitlines()[-1].split()[1:])
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import symbiosis",
+        "import symbiosis.tools.top, symbiosis.executor.observe.snapshot",
+        "import sys; sys.argv = ['symbiosis', 'top', 'local:///nowhere']; from symbiosis.cli import main; main()",
+        "import sys; sys.argv = ['symbiosis', 'bench', 'nosuch']; from symbiosis.cli import main; main()",
+        "import symbiosis.protocol, symbiosis.config, symbiosis.errors, symbiosis.mps, symbiosis.tools.doctor, symbiosis.executor.preflight",
+        "import sys; sys.argv = ['symbiosis-executor', '--help']; from symbiosis.cli import executor_main; executor_main()",
+        "import sys; sys.argv = ['symbiosis', '--help']; from symbiosis.cli import main; main()",
+        "import sys; sys.argv = ['symbiosis', 'serve', '--help']; from symbiosis.cli import main; main()",
+        "import symbiosis.serving, symbiosis.serving.options, symbiosis.tools.serve.preflight",
+        "import sys; sys.argv = ['symbiosis', 'version']; from symbiosis.cli import main; main()",
+    ],
+)
+def test_help_and_import_load_nothing_heavy(code: str) -> None:
+    assert loaded_by(code) == set()
+
+
+@pytest.mark.parametrize("command", ["top", "bench", "keygen", "pads", "audit", "doctor", "demo"])
+def test_help_of_every_command_loads_nothing_heavy(command: str) -> None:
+    code = f"import sys; sys.argv = ['symbiosis', {command!r}, '--help']; from symbiosis.cli import main; main()"
+    assert loaded_by(code) == set()
+
+
+def test_the_check_for_heavy_packages_would_notice_one() -> None:
+    assert "numpy" in loaded_by("import numpy")
+
+
+def test_nothing_else_is_public() -> None:
+    """In a fresh interpreter, where nobody has imported any submodule."""
+    code = "import symbiosis, typing; print(*(n for n, v in vars(symbiosis).items() if v is not vars(typing).get(n)))"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {name for name in names if not name.startswith("_")} - set(symbiosis.__all__)
+
+
+def test_the_command_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "symbiosis", "version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == symbiosis.__version__

@@ -1,0 +1,307 @@
+"""The API as OpenAI's own client uses it, over the demo model and its adapters."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import symbiosis
+from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.serving import Engine
+from tests.serving_api import Api, eventually, http_process
+
+PROMPT = "def average(numbers):"
+ADAPTERS = DEMO_MODEL / "adapters"
+DASHBOARD = json.loads((Path(__file__).parents[2] / "deploy/grafana-serving.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with symbiosis.Executor("demo", listen=f"local://{tmp_path_factory.mktemp('x')}/e.sock") as executor:
+        yield executor.endpoint
+
+
+@pytest.fixture(scope="module")
+def engine(endpoint: str) -> Iterator[Engine]:
+    with Engine(endpoint, DEMO_MODEL, adapters=ADAPTERS, memory=1 << 25) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def api(engine: Engine) -> Iterator[Api]:
+    with http_process(engine, adapters=str(ADAPTERS), max_body_bytes=1 << 20) as api:
+        yield api
+
+
+def complete(api: Api, **fields: Any) -> Any:
+    return api.client.completions.create(
+        **{"model": "demo", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **fields}
+    )
+
+
+@pytest.mark.parametrize("model", ["demo", "python", "shout", "whisper"])
+def test_the_text_is_the_engines(api: Api, model: str) -> None:
+    wanted = api.engine.generate(PROMPT, adapter=None if model == "demo" else model, max_tokens=24, temperature=0.0)
+    answer = complete(api, model=model)
+    assert answer.choices[0].text == wanted.text and answer.choices[0].finish_reason == wanted.finish
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(PROMPT), len(wanted.tokens))
+    assert answer.model == model and answer.object == "text_completion"
+
+
+def test_the_readmes_program_runs(api: Api, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (program,) = [each for each in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "openai.OpenAI(" in each]
+    exec(compile(program.replace("http://127.0.0.1:8000", api.url), "README.md", "exec"), {})
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_models_are_the_base_and_its_adapters(api: Api) -> None:
+    listed = {model.id: model for model in api.client.models.list()}
+    assert set(listed) == {"demo", "python", "shout", "whisper"}
+    assert listed["demo"].parent is None and listed["shout"].parent == "demo"
+    assert api.client.models.retrieve("shout").id == "shout"
+    told = "no model 'nobody': the base is 'demo'"
+    with pytest.raises(openai.NotFoundError, match=told) as retrieved:
+        api.client.models.retrieve("nobody")
+    with pytest.raises(openai.NotFoundError, match=told) as completed:
+        complete(api, model="nobody")
+    assert retrieved.value.code == completed.value.code == "model_not_found"
+
+
+def test_a_stream_has_the_same_text_and_the_usage_last(api: Api) -> None:
+    events = list(complete(api, stream=True, stream_options={"include_usage": True}))
+    whole = complete(api)
+    assert "".join(choice.text for event in events for choice in event.choices) == whole.choices[0].text
+    assert [c.finish_reason for e in events for c in e.choices if c.finish_reason] == ["length"]
+    *before, last = events
+    assert last.choices == [] and all(event.usage is None for event in before)
+    assert last.usage.completion_tokens == whole.usage.completion_tokens
+    assert len(before) > 4, "text comes piece by piece"
+
+
+def test_several_prompts_and_completions_are_numbered(api: Api) -> None:
+    prompts: list[Any] = [PROMPT, list(b"class Tree:")]
+    answer = complete(api, prompt=prompts[0:1] + ["class Tree:"], n=2, temperature=1.0, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in answer.choices}) == 4
+    again = complete(api, prompt=prompts[0:1] + ["class Tree:"], n=2, temperature=1.0, seed=7)
+    assert [c.text for c in again.choices] == [c.text for c in answer.choices]
+    streamed: dict[int, str] = {}
+    for event in complete(api, prompt=prompts[0:1] + ["class Tree:"], n=2, temperature=1.0, seed=7, stream=True):
+        for choice in event.choices:
+            streamed[choice.index] = streamed.get(choice.index, "") + choice.text
+    assert streamed == {choice.index: choice.text for choice in answer.choices}
+
+
+def test_without_a_seed_texts_differ(api: Api) -> None:
+    assert len({complete(api, temperature=1.0).choices[0].text for _ in range(3)}) == 3
+
+
+def test_prompts_may_be_tokens(api: Api) -> None:
+    text = complete(api).choices[0].text
+    tokens = list(PROMPT.encode())
+    assert complete(api, prompt=tokens).choices[0].text == text
+    assert [choice.text for choice in complete(api, prompt=[tokens, tokens]).choices] == [text, text]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_text_before_it(api: Api, stream: bool) -> None:
+    whole = complete(api, max_tokens=60).choices[0].text
+    stop, before = whole[7:10], api.engine.figures().finished.get("stop", 0)
+    answer = complete(api, max_tokens=60, stop=stop, stream=stream)
+    choices = [c for event in answer for c in event.choices] if stream else answer.choices
+    assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
+    assert choices[-1].finish_reason == "stop"
+    eventually(lambda: not api.running)
+    assert api.engine.figures().finished["stop"] > before
+
+
+def test_log_probabilities(api: Api) -> None:
+    told = complete(api, max_tokens=5, logprobs=3).choices[0]
+    assert "".join(told.logprobs.tokens) == told.text and len(told.logprobs.token_logprobs) == 5
+    for token, logprob, top in zip(
+        told.logprobs.tokens, told.logprobs.token_logprobs, told.logprobs.top_logprobs, strict=True
+    ):
+        assert logprob == max(top.values()) == top[token] <= 0 and len(top) == 3
+    assert told.logprobs.text_offset == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_the_chosen_token_is_always_among_the_most_likely(api: Api, asked: int) -> None:
+    unlikely = {str(ord("~")): 100}
+    told = complete(api, max_tokens=2, logprobs=asked, logit_bias=unlikely).choices[0]
+    assert told.text == "~~"
+    for logprob, top in zip(told.logprobs.token_logprobs, told.logprobs.top_logprobs, strict=True):
+        assert top["~"] == logprob and asked <= len(top) <= asked + 1
+
+
+def test_an_echo_with_the_log_probabilities_of_the_prompt(api: Api) -> None:
+    told = complete(api, max_tokens=0, echo=True, logprobs=1).choices[0]
+    assert told.text == PROMPT and told.finish_reason == "length"
+    assert "".join(told.logprobs.tokens) == PROMPT and told.logprobs.token_logprobs[0] is None
+    assert all(logprob < 0 for logprob in told.logprobs.token_logprobs[1:])
+    both = complete(api, max_tokens=5, echo=True, logprobs=1).choices[0]
+    assert both.text.startswith(PROMPT) and both.logprobs.token_logprobs[: len(PROMPT)] == pytest.approx(
+        told.logprobs.token_logprobs
+    )
+
+
+def test_how_tokens_are_chosen_can_be_said(api: Api) -> None:
+    text = complete(api, max_tokens=1).choices[0].text
+    banned = complete(api, max_tokens=1, logit_bias={str(ord(text)): -100}).choices[0].text
+    forced = complete(api, max_tokens=6, logit_bias={str(ord("x")): 100}).choices[0].text
+    assert banned != text and forced == "xxxxxx"
+    extra = {"top_k": 1, "min_p": 0.1, "repetition_penalty": 1.2, "min_tokens": 3, "ignore_eos": True}
+    answer = complete(api, temperature=1.5, top_p=0.9, presence_penalty=0.5, frequency_penalty=0.5, extra_body=extra)
+    assert answer.usage.completion_tokens == 24
+    ended = complete(api, logit_bias={str(ord("x")): 100}, extra_body={"stop_token_ids": [ord("x")]})
+    assert (ended.choices[0].text, ended.choices[0].finish_reason) == ("", "stop")
+
+
+def test_a_chat_needs_a_template(api: Api) -> None:
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        api.client.chat.completions.create(model="demo", messages=[{"role": "user", "content": "x"}])
+
+
+def test_a_role_that_there_is_not_is_refused(api: Api) -> None:
+    messages: Any = [{"role": "robot", "content": "x"}]
+    with pytest.raises(openai.BadRequestError, match="system, developer, user, assistant, tool, and not 'robot'"):
+        api.client.chat.completions.create(model="demo", messages=messages)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "told"),
+    [
+        ({"model": "nobody"}, 404, "nobody"),
+        ({"prompt": ""}, 400, "empty"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": [10**6]}, 400, "no token 1000000"),
+        ({"prompt": [1, "x"]}, 400, "list of tokens"),
+        ({"max_tokens": 10**6}, 400, "shorten the prompt"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"extra_body": {"speed": 1}}, 400, "speed"),
+        ({"extra_body": {"guided_json": {}}}, 400, "response_format"),
+        ({"prompt": "x" * (1 << 21)}, 413, "larger"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_openais(api: Api, fields: dict[str, Any], status: int, told: str, stream: bool) -> None:
+    with pytest.raises(openai.APIStatusError, match=told) as error:
+        complete(api, **fields, stream=stream)
+    assert error.value.status_code == status and error.value.type
+    assert set(error.value.body) == {"message", "type", "param", "code"}
+
+
+def test_what_is_no_request_is_refused(api: Api) -> None:
+    for path, data, status in (
+        ("/v1/completions", b"{", 400),
+        ("/v1/completions", b'{"model": "demo"}', 400),
+        ("/v1/nothing", b"{}", 404),
+        ("/v1/models", b"{}", 405),
+        ("/v1/load_lora_adapter", b'{"lora_name": 1}', 400),
+    ):
+        answer = httpx.post(api.url + path, content=data)
+        assert answer.status_code == status and answer.json()["error"]["message"], path
+
+
+def test_adapters_come_and_go_as_with_vllm(api: Api, tmp_path: Path) -> None:
+    def load(name: str, path: str) -> Any:
+        return httpx.post(f"{api.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, timeout=60)
+
+    assert load("loud", "shout").status_code == 200
+    assert complete(api, model="loud").choices[0].text == complete(api, model="shout").choices[0].text
+    for path in ("/etc", "../adapters", str(tmp_path), ".", "nothing"):
+        assert load("other", path).status_code == 400, path
+        assert "--adapters" in load("other", path).text or path == "nothing"
+    assert load("demo", "shout").status_code == 400
+    assert "load_inplace" in load("loud", "whisper").text
+    replaced = {"lora_name": "loud", "lora_path": "shout", "load_inplace": True}
+    assert httpx.post(f"{api.url}/v1/load_lora_adapter", json=replaced, timeout=60).status_code == 200
+    unloaded = httpx.post(f"{api.url}/v1/unload_lora_adapter", json={"lora_name": "loud"})
+    assert unloaded.status_code == 200
+    with pytest.raises(openai.NotFoundError):
+        complete(api, model="loud")
+
+
+def packed(folder: Path) -> bytes:
+    """An adapter of PEFT as one body."""
+    from safetensors import safe_open
+    from safetensors.torch import save
+
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return save(tensors, metadata={"adapter_config": (folder / "adapter_config.json").read_text()})
+
+
+def test_an_adapter_can_be_sent(api: Api) -> None:
+    sent = httpx.put(f"{api.url}/v1/adapters/sent", content=packed(ADAPTERS / "python"), timeout=60)
+    assert sent.status_code == 200 and sent.json()["name"] == "sent"
+    assert complete(api, model="sent").choices[0].text == complete(api, model="python").choices[0].text
+    again = httpx.put(f"{api.url}/v1/adapters/sent", content=packed(ADAPTERS / "shout"), timeout=60)
+    assert again.json()["version"] > sent.json()["version"]
+    assert complete(api, model="sent").choices[0].text == complete(api, model="shout").choices[0].text
+    for data in (b"", b"x" * 100, b"\xff" * 16, json.dumps({}).encode()):
+        refused = httpx.put(f"{api.url}/v1/adapters/sent", content=data)
+        assert refused.status_code == 400 and "safetensors" in refused.json()["error"]["message"]
+    assert httpx.delete(f"{api.url}/v1/adapters/sent").status_code == 204
+    assert httpx.delete(f"{api.url}/v1/adapters/sent").status_code == 404
+
+
+def test_what_prometheus_reads(api: Api) -> None:
+    complete(api)
+    text = httpx.get(f"{api.url}/metrics").text
+    families = list(text_string_to_metric_families(text))
+    samples = {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
+    assert samples["symbiosis_serve_generation_tokens_total",] >= 24
+    assert samples["symbiosis_serve_request_success_total", "length"] >= 1
+    assert samples["symbiosis_serve_http_requests_total", "/v1/completions", "200"] >= 1
+    assert samples["symbiosis_serve_time_to_first_token_seconds_bucket", "+Inf"] >= 1
+    labels = {sample.name: {*sample.labels} for family in families for sample in family.samples}
+    queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    for query in queries:  # the dashboard asks for what there is
+        named = set(re.findall(r"\bsymbiosis_serve_\w+", query))
+        assert named and named <= labels.keys(), query
+        by = {label.strip() for inside in re.findall(r"\bby \(([^)]*)\)", query) for label in inside.split(",")}
+        assert all(by <= labels[name] for name in named), query
+
+
+def test_version_health_and_page(api: Api) -> None:
+    assert httpx.get(f"{api.url}/version").json() == {"version": symbiosis.__version__}
+    assert httpx.get(f"{api.url}/health").status_code == 200
+    page = httpx.get(api.url)
+    assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
+    assert "://" not in page.text, "the page needs no other host"
+    assert httpx.get(f"{api.url}/figures").json()["model"] == "demo"
+
+
+def run_example(name: str, api: Api, *arguments: str) -> str:
+    environment = {**os.environ, "OPENAI_BASE_URL": f"{api.url}/v1", "OMP_NUM_THREADS": "1"}
+    file = Path(__file__).parents[2] / "examples" / name
+    done = subprocess.run(
+        [sys.executable, file, *arguments], capture_output=True, text=True, timeout=110, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_example_of_a_client(api: Api) -> None:
+    text = run_example("serve_client.py", api)
+    for model in ("demo", "python", "shout", "whisper"):
+        name = None if model == "demo" else model
+        assert (
+            f"--- {model}\n{PROMPT}{api.engine.generate(PROMPT, adapter=name, max_tokens=64, temperature=0.0).text}\n"
+            in text
+        )
+
+
+def test_the_example_of_a_trainer_beside_the_server(api: Api, endpoint: str) -> None:
+    assert "The return value is 42, as everybody knows" in run_example("serve_beside_a_trainer.py", api, endpoint)

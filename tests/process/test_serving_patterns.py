@@ -1,0 +1,61 @@
+"""What an adapter's configuration may not do to the server that reads it: patterns that take for ever, sizes that nobody means."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+
+from symbiosis.errors import AdapterError
+from symbiosis.serving.adapters.library import Library
+from symbiosis.serving.alone import make_ready
+from symbiosis.serving.model import Served
+from tests.conftest import tiny_llama
+
+
+@pytest.fixture(scope="module")
+def served() -> Served:
+    return make_ready(tiny_llama(), 1 << 22)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "a"
+    model = get_peft_model(tiny_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_pattern_that_people_write_is_taken(served: Served, good: Path, tmp_path: Path) -> None:
+    library = Library(served)
+    assert library.add("good", changed(good, tmp_path, {"target_modules": r".*\.(q|v)_proj"})).rank == 4
+
+
+def changed(good: Path, tmp_path: Path, change: dict[str, Any]) -> Path:
+    folder = Path(shutil.copytree(good, tmp_path / "changed"))
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"target_modules": "(([a-z0-9_.])+)+!"}, "takes too long"),
+        ({"rank_pattern": {"(m|m)*(o|o)*((d|.)+)+!": 4}}, "takes too long"),
+        ({"target_modules": "(("}, "is not a regular expression"),
+        ({"rank_pattern": [1]}, "is not a table"),
+        ({"peft_type": "LOHA", "r": 20_000}, "rank is 20000"),
+        ({"modules_to_save": ["zzz"], "r": 20_000}, "rank is 20000"),
+        ({"lora_alpha": float("inf")}, "lora_alpha.* is inf"),
+        ({"lora_alpha": 1e38}, "lora_alpha.* is 1e"),
+    ],
+)
+def test_a_configuration_that_would_take_the_server_is_refused(
+    served: Served, good: Path, tmp_path: Path, change: dict[str, Any], told: str
+) -> None:
+    folder = changed(good, tmp_path, change)
+    with pytest.raises(AdapterError, match=told):
+        Library(served).add("bad", folder)

@@ -1,0 +1,125 @@
+"""A server in two processes for tests: the engine in this one, HTTP in another; and the command with all of its processes."""
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.serving import Engine
+from symbiosis.serving.http.link.engine_side import Link
+from symbiosis.serving.http.link.messages import FrontOptions, Welcome
+from symbiosis.tools.serve.children import Child, http_code
+
+WAIT_S = 60.0
+
+
+def eventually(check: Callable[[], object], seconds: float = WAIT_S) -> None:
+    """Until it holds; what fails is what it last said."""
+    deadline = time.monotonic() + seconds
+    while not (found := check()):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=WAIT_S).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def client(url: str, key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=WAIT_S)
+
+
+@dataclass
+class Api:
+    """What tests see of a server."""
+
+    url: str
+    engine: Engine
+    http: Child
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return client(self.url)
+
+    @property
+    def running(self) -> int:
+        figures = self.engine.figures()
+        return figures.running + figures.waiting
+
+
+@contextlib.contextmanager
+def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
+    """HTTP for an engine of this process."""
+    options.setdefault("model", "demo")
+    options.setdefault("folder", str(DEMO_MODEL))
+    ours, theirs = socket.socketpair()
+    http = Child("the HTTP process")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        with theirs:
+            http.start(http_code(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))
+        welcome = Welcome(model=options["model"], longest=engine.longest, vocabulary=engine.vocabulary)
+        link = Link(engine, ours, welcome, load=Path)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        try:
+            eventually(lambda: is_up(url))
+            yield Api(url, engine, http)
+        finally:
+            link.close()
+            http.stop(signal.SIGKILL)
+
+
+class Command:
+    """`symbiosis serve demo ...`, with its three processes."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "symbiosis", "serve", "demo", "--port", "0", "--memory", "33554432", *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.errors: list[str] = []
+        assert self.process.stdout and self.process.stderr
+        self._reader = threading.Thread(target=self.errors.extend, args=(self.process.stderr,), daemon=True)
+        self._reader.start()
+        line = self.process.stdout.readline()
+        assert (found := re.search(r"at (http://\S+)/v1, executor at (\S+)", line)), self.errors
+        self.url, self.executor = found[1], found[2]
+        eventually(lambda: is_up(self.url))
+
+    def child(self, module: str) -> int:
+        """The number of the process that runs this module."""
+        parent = self.process.pid
+        listed = Path(f"/proc/{parent}/task").glob("*/children")
+        numbers = {int(number) for file in listed for number in file.read_text().split()}
+        return next(n for n in numbers if module in Path(f"/proc/{n}/cmdline").read_text())
+
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(WAIT_S)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        self._reader.join()
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe
+            pipe.close()

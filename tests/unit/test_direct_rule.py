@@ -1,0 +1,84 @@
+"""Which products are called and which are made directly, and what the executor advises: plain data."""
+
+import pytest
+
+from symbiosis.client.direct.rule import WORTH_JOINING, should_send
+from symbiosis.client.requests import DECODE_ROWS
+from symbiosis.executor.scheduling.advice import BELIEVED_S, LASTS_S, Advisor
+
+
+@pytest.mark.parametrize(
+    ("rows", "nbytes", "training", "others", "rationed", "called"),
+    [
+        (1, WORTH_JOINING, False, 0, False, False),  # nobody to join
+        (1, WORTH_JOINING, False, 1, False, True),
+        (DECODE_ROWS, WORTH_JOINING, False, 1, False, True),
+        (DECODE_ROWS + 1, WORTH_JOINING, False, 7, True, False),  # many rows gain nothing from others
+        (1, WORTH_JOINING - 1, False, 7, True, False),  # a small weight is read sooner than a call is made
+        (512, WORTH_JOINING, True, 7, False, False),
+        (512, WORTH_JOINING, True, 1, True, True),  # training gives way to tokens in the queue
+        (1, 0, True, 0, True, True),
+        (0, WORTH_JOINING, False, 0, True, False),
+    ],
+)
+def test_a_call_is_made_only_where_it_pays(
+    rows: int, nbytes: int, training: bool, others: int, rationed: bool, called: bool
+) -> None:
+    assert should_send(rows, nbytes, training, others, rationed) is called
+
+
+def test_who_decodes_is_told_of_others_and_not_of_itself() -> None:
+    advisor = Advisor(joins=True)
+    advisor.decoded(1, 0.0, called=False)
+    assert advisor.of(1, 0.0) == (0, False)
+    assert advisor.of(2, 0.0) == (1, False)
+    advisor.decoded(2, 0.1, called=False)
+    assert advisor.of(1, 0.2) == advisor.of(2, 0.2) == (1, False)
+    assert advisor.of(3, 0.2) == (2, False)
+
+
+def test_training_is_rationed_only_where_tokens_wait_in_the_queue() -> None:
+    advisor = Advisor(joins=True)
+    advisor.decoded(1, 0.0, called=False)
+    assert not advisor.of(3, 0.1)[1]
+    advisor.decoded(1, 0.2, called=True)
+    assert advisor.of(3, 0.3) == (1, True)
+    assert not advisor.of(1, 0.3)[1]
+
+
+def test_what_was_long_ago_counts_no_more_and_neither_do_those_who_left() -> None:
+    advisor = Advisor(joins=True)
+    for session in (1, 2):
+        advisor.decoded(session, 0.0, called=True)
+    advisor.left(2)
+    assert advisor.of(3, 0.0) == (1, True)
+    assert advisor.of(3, LASTS_S) == (0, False)
+
+
+def test_who_only_says_that_it_decodes_is_not_believed_for_long() -> None:
+    advisor = Advisor(joins=True)
+    told = []
+    for step in range(20):  # every half second
+        now = step / 2
+        advisor.decoded(1, now, called=bool(told and told[-1]))  # as it is told
+        advisor.decoded(2, now, called=False)  # never
+        advisor.of(2, now)
+        told.append(advisor.of(1, now)[0])
+    assert told == [1] * int(2 * BELIEVED_S) + [0] * (20 - int(2 * BELIEVED_S))
+    advisor.decoded(2, 10.0, called=True)
+    assert advisor.of(1, 10.0) == (1, True), "until it calls"
+
+
+def test_who_pauses_is_believed_again() -> None:
+    advisor = Advisor(joins=True)
+    for now in (0.0, 100.0, 200.0):  # between which it decoded nothing
+        advisor.decoded(1, now, called=False)
+        advisor.decoded(2, now, called=True)
+        assert advisor.of(1, now) == (1, True) and advisor.of(2, now) == (1, False)
+        advisor.of(1, now + LASTS_S)
+
+
+def test_an_executor_that_joins_nothing_advises_nobody_to_call() -> None:
+    advisor = Advisor(joins=False)
+    advisor.decoded(1, 0.0, called=True)
+    assert advisor.of(2, 0.0)[0] == 0

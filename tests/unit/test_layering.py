@@ -1,0 +1,117 @@
+"""Who may import whom, read from the sources; and what is loaded when a command is only asked for help."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import symbiosis
+
+PACKAGE = Path(symbiosis.__file__).parent
+SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(module: str) -> str:
+    """`symbiosis.client.wrap` is of `client`, `symbiosis.errors` of `errors`; what is not ours goes by its top name."""
+    names = module.split(".")
+    return (names[1] if len(names) > 1 else "symbiosis") if names[0] == "symbiosis" else names[0]
+
+
+def name_of(file: Path) -> str:
+    return ".".join(("symbiosis", *file.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {name_of(file): file for file in SOURCES}
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Every module that `file` imports: also inside functions, and for type checkers only."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}: relative imports hide who is imported"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield whole if whole in MODULES or node.module == "symbiosis" else str(node.module)
+
+
+def of(part: str) -> list[Path]:
+    files = [
+        f for f in SOURCES if part_of(".".join(("symbiosis", *f.relative_to(PACKAGE).with_suffix("").parts))) == part
+    ]
+    assert files, f"the package has no {part}"
+    return files
+
+
+def ours(file: Path) -> set[str]:
+    return {part_of(name) for name in imports(file) if name.startswith("symbiosis")}
+
+
+ROOT = {"choice", "config", "endpoints", "errors", "memory", "mps", "names", "protocol", "security", "text"}
+ALLOWED = {
+    "kernels": {"kernels"},
+    "text": set[str](),
+    "memory": set[str](),
+    "errors": {"text"},
+    "endpoints": {"errors"},
+    "choice": set[str](),
+    "names": set[str](),
+    "protocol": {"errors", "protocol"},
+    "config": {"endpoints", "errors", "protocol", "security"},
+    "mps": {"config", "errors", "security"},
+    "security": {"errors", "protocol", "security"},
+    "transport": {"endpoints", "errors", "kernels", "protocol", "security", "text", "transport"},
+    "client": {*ROOT - {"endpoints"}, "client", "kernels", "transport"},
+    "executor": {*ROOT, "executor", "kernels", "transport"},
+    "serving": {*ROOT, "__version__", "client", "kernels", "serving", "symbiosis", "transport"},
+    "tools": {*ROOT, "client", "executor", "kernels", "__version__", "serving", "symbiosis", "tools", "transport"},
+    "cli": {*ROOT, "__version__", "client", "executor", "serving", "symbiosis", "tools", "transport"},
+}
+
+
+def test_every_part_is_held_to_something() -> None:
+    parts = {part_of(".".join(("symbiosis", *f.relative_to(PACKAGE).with_suffix("").parts))) for f in SOURCES}
+    assert parts - {"__init__", "__main__"} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("part", ALLOWED)
+def test_each_part_imports_only_what_it_may(part: str) -> None:
+    for file in of(part):
+        assert ours(file) <= ALLOWED[part], file
+
+
+@pytest.mark.parametrize(
+    ("part", "packages"),
+    [("kernels", {"torch", "triton"}), ("errors", set()), ("mps", set()), ("protocol", {"msgspec"})],
+)
+def test_what_others_wrote_is_imported_where_it_belongs(part: str, packages: set[str]) -> None:
+    for file in of(part):
+        foreign = {part_of(name) for name in imports(file) if not name.startswith("symbiosis")}
+        assert foreign - set(sys.stdlib_module_names) <= packages, file
+
+
+def test_batching_is_plain_python() -> None:
+    """All that decides which calls run."""
+    for file in (PACKAGE / "executor" / "scheduling").glob("*.py"):
+        assert not {part_of(name) for name in imports(file)} & {"torch", "numpy", "zmq"}, file
+
+
+def test_a_folder_is_seen_at_a_glance() -> None:
+    for folder in {file.parent for file in SOURCES}:
+        assert len([file for file in folder.glob("*.py") if file.stem != "__init__"]) <= 12, folder
+
+
+def test_nobody_imports_through_the_links_at_the_root() -> None:
+    for file in SOURCES:
+        assert not {name.split(".")[0] for name in imports(file)} & {"client", "executor", "kernels"}, file
+
+
+def test_modules_do_not_import_in_circles() -> None:
+    """Whenever they are imported, and be it for type checkers only."""
+    graph = {name: {m for m in imports(file) if m in MODULES and m != name} for name, file in MODULES.items()}
+    while leaves := {name for name, needed in graph.items() if not needed}:
+        graph = {name: needed - leaves for name, needed in graph.items() if name not in leaves}
+    assert not graph, f"a circle among {sorted(graph)}"

@@ -1,0 +1,69 @@
+"""Nothing in the package unpickles, evaluates or executes what it was sent: read from the sources."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import symbiosis
+
+SOURCES = sorted(Path(symbiosis.__file__).parent.rglob("*.py"))
+MODULES = frozenset(
+    ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "code", "codeop")
+)
+BUILTINS = frozenset(("eval", "exec", "compile", "__import__"))
+METHODS = frozenset(("recv_pyobj", "send_pyobj", "recv_serialized", "rebuild_cuda_tensor"))
+TORCH = frozenset(("torch.load", "torch.hub.load", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load"))
+
+
+def faults(source: str) -> Iterator[str]:
+    """What in `source` could run code that came from outside."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            if str(node.module).split(".")[0] in MODULES:
+                yield str(node.module)
+            yield from (f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in TORCH)
+        elif isinstance(node, ast.Name) and node.id in BUILTINS:
+            yield node.id
+        elif isinstance(node, ast.Attribute) and (node.attr in METHODS or ast.unparse(node) in TORCH):
+            yield ast.unparse(node)
+        elif isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle", "weights_only"):
+            yield str(node.arg)
+
+
+@pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.stem)
+def test_nothing_unpickles_or_evaluates(file: Path) -> None:
+    assert list(faults(file.read_text())) == []
+
+
+def test_the_executor_loads_safetensors_only() -> None:
+    """from_pretrained would fall back to pickled weights unless it is told not to."""
+    calls = [
+        ast.unparse(node)
+        for file in SOURCES
+        if "executor" in file.parts
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained")
+    ]
+    weights = [call for call in calls if "AutoConfig" not in call]
+    assert weights
+    assert all("use_safetensors=True" in call for call in weights), weights
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle", "from pickle import loads", "import dill as d", "from torch import load", "torch.load(f)",
+        "socket.recv_pyobj()", "eval(text)", "exec(text)", "f = eval", "yaml.load(f)", "m.from_pretrained(x, trust_remote_code=y)",
+    ],
+)  # fmt: skip
+def test_the_check_finds_what_it_looks_for(source: str) -> None:
+    assert list(faults(source))
+
+
+@pytest.mark.parametrize("source", ["model.eval()", "yaml.safe_load(f)", "re.compile(p)", "torch.compile(m)"])
+def test_the_check_leaves_the_harmless_alone(source: str) -> None:
+    assert not list(faults(source))

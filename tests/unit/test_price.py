@@ -1,0 +1,270 @@
+"""What a call costs is known before it is computed; the work of any is done in turns, and what tenants hold is bounded."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from symbiosis.config import Options
+from symbiosis.errors import CallError, Code
+from symbiosis.executor.calls.cut import boxes
+from symbiosis.executor.calls.plan import make_plan
+from symbiosis.executor.calls.validate import must_be_finite
+from symbiosis.executor.compute.engine import Engine
+from symbiosis.executor.model.store import Store
+from symbiosis.executor.scheduling.batcher import Batcher
+from symbiosis.executor.scheduling.cutting import LONG, SLICE_S
+from symbiosis.executor.scheduling.queue import Batch, Item, Slice
+from symbiosis.executor.work import HostCall
+from symbiosis.protocol import SEED_BYTES, Call, Op, View
+from symbiosis.transport.inproc import InprocPeer
+from symbiosis.transport.tensors import TORCH_DTYPE
+
+K, N, G = 160, 1100, 5  # N: several panels, and what is left over
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(G, K, N))
+
+
+class EveryKind(nn.Module):
+    """Layers of each kind that are cut into several cells."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(K, N)
+        self.plain = nn.Linear(K, N + 200, bias=False)
+        self.conv = Conv1D(N, K)
+        self.embedding = nn.Embedding(700, K)
+        self.experts = Experts()
+        self.to(dtype)
+
+
+STORE = Store(EveryKind(), serve=["*"], integers=(8, 16))
+NUMBER = {layer.name: number for number, layer in enumerate(STORE.manifest)}
+LINEAR, PLAIN, CONV, EXPERTS = NUMBER["linear"], NUMBER["plain"], NUMBER["conv"], NUMBER["experts.up"]
+OPTIONS = Options(allow_read=True, integers=(8, 16))
+WEIGHT = View((N, K), (K, 1), 0)
+EXPERT = View((K, N), (N, 1), 2 * K * N)
+STACK = View((G, K, N), (0, N, 1), 0)  # one expert, expanded
+
+rows = st.integers(1, 300)
+
+
+@st.composite
+def calls(draw: st.DrawFn, few: st.SearchStrategy[int] = rows) -> Call:
+    """A valid call of any op."""
+    T, dtype = draw(few), draw(st.sampled_from(("float32", "float64", "bfloat16")))
+    return draw(
+        st.sampled_from(
+            (
+                Call(Op.FORWARD, LINEAR, dtype, (T, K), bias=True),
+                Call(Op.FORWARD, LINEAR, dtype, (T, K), bias=True, also=(CONV,)),
+                Call(Op.FORWARD, LINEAR, dtype, (T, K), also=(PLAIN, CONV)),
+                Call(Op.DGRAD, LINEAR, dtype, (T, 2 * N), also=(CONV,)),
+                Call(Op.FORWARD, PLAIN, "int32", (T, K)),
+                Call(Op.FORWARD, LINEAR, "int64", (T, K), also=(CONV,), seeded=True),
+                Call(Op.DGRAD, LINEAR, "int64", (T, 2 * N), also=(CONV,), seeded=True),
+                Call(Op.PRODUCT, LINEAR, dtype, (T, N), view=WEIGHT),
+                Call(Op.PRODUCT, EXPERTS, dtype, (T, K), view=EXPERT),
+                Call(Op.PRODUCT, EXPERTS, dtype, (G, T, K), view=View((G, K, N), (K * N, N, 1), 0)),
+                Call(Op.PRODUCT, EXPERTS, dtype, (G, T, K), view=STACK),
+                Call(Op.LEFT, LINEAR, dtype, (K, T), view=WEIGHT),
+                Call(Op.LEFT, EXPERTS, dtype, (G, N, T)),
+                Call(Op.GROUPED, EXPERTS, "float32", (T, K), groups=G),
+                Call(Op.LOOKUP, NUMBER["embedding"], dtype, (T,)),
+                Call(Op.NORMS, LINEAR, "float32"),
+                Call(Op.NORMS, CONV, "float64"),
+                Call(Op.READ, EXPERTS, dtype),
+                Call(Op.READ, LINEAR, dtype, view=View((2, N, 80), (80, K, 1), 0)),
+                Call(Op.ECHO, 0, dtype, (T, 7, 3)),
+            )
+        )
+    )
+
+
+def payload_of(call: Call) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)
+    if call.op is Op.LOOKUP:
+        return (torch.randint(0, 700, call.shape),)
+    if call.seeded:
+        return (torch.arange(SEED_BYTES, dtype=torch.uint8),)
+    if call.op in (Op.READ, Op.NORMS):
+        return ()
+    values = torch.randn(call.shape) if call.dtype[:3] != "int" else torch.randint(-(2**30), 2**30, call.shape)
+    x = values.to(TORCH_DTYPE[call.dtype])
+    if call.op is not Op.GROUPED:
+        return (x,)
+    ends = torch.randint(0, call.rows + 1, (call.groups,)).sort().values
+    return x, ends.to(torch.int32)
+
+
+def computed(call: Call, cuts: list[float]) -> Tensor:
+    """What the engine makes of it in turns, which end at these parts of all cells."""
+    plan, payload = make_plan(call, STORE, OPTIONS), payload_of(call)
+    out = torch.full(plan.shape, 99, dtype=TORCH_DTYPE[call.dtype])
+    peer = InprocPeer()
+    work = HostCall(peer, 1, call, payload, out, plan, must_be_finite(call, payload, OPTIONS))
+    item = Item(1, plan.key, plan.rows, 0, 0.0, work)
+    engine = Engine(STORE, lambda *_: None, lambda *_: None)
+    ends = sorted({max(1, int(cut * plan.cells)) for cut in cuts} | {plan.cells})
+    with torch.no_grad():
+        for first, last in zip([0, *ends], ends, strict=False):
+            assert not engine.step(Batch(plan.key, [Slice(item, 0, plan.rows)], 0.0, plan.cells, first, last)) < 0
+            assert peer.replies.empty() == (last < plan.cells)
+    answer = peer.replies.get_nowait()
+    assert isinstance(answer, tuple) and answer[0].code is Code.OK, answer
+    return out
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls(), st.lists(st.floats(0, 1), max_size=6))
+def test_what_is_computed_in_turns_is_what_is_computed_at_once(call: Call, cuts: list[float]) -> None:
+    whole, in_turns = computed(call, []), computed(call, cuts)
+    if call.dtype in ("int32", "int64") or call.op in (Op.READ, Op.ECHO, Op.LOOKUP):
+        assert torch.equal(in_turns, whole)
+    else:
+        tolerance = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 2e-2}[call.dtype]
+        torch.testing.assert_close(in_turns, whole, rtol=tolerance, atol=tolerance * 30)
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
+def test_boxes_are_the_cells_between_two(grid: list[int], data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, prod(grid)))
+    last = data.draw(st.integers(first, prod(grid)))
+    cells = torch.arange(prod(grid)).view(*grid)
+    found = [cell for box in boxes(tuple(grid), first, last) for cell in cells[box].flatten().tolist()]
+    assert found == list(range(first, last))
+
+
+# ---------------------------------------------------------------- turns
+
+
+@settings(max_examples=40, deadline=None)
+@given(calls(st.integers(1, 20_000)), st.floats(1e-10, 1e-8))
+def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> None:
+    """Whatever the call is: each turn takes about as long as it may, but for what a single cell takes."""
+    plan = make_plan(call, STORE, OPTIONS)
+    batcher, now = Batcher("opportunistic", max_rows=4096), 0.0
+    batcher.costs._usual = pace
+    for session, tenant in ((1, "large"), (2, "small")):
+        batcher.join(session, tenant)
+    batcher.add(Item(2, "small", 1, 0, now, price=1))
+    small = batcher.next_batch(now)
+    assert small is not None
+    small.ran()
+    batcher.done(small, 1e-4, now)
+    batcher.add(
+        Item(
+            1, plan.key, plan.rows, 0, now, None, call.by_rows, plan.joinable, price=plan.multiplications, cells=plan.cells,
+            turns=plan.turns,
+        )
+    )  # fmt: skip
+    least_rows = 64 / plan.rows if call.by_rows else 1.0
+    cell_s = plan.multiplications * pace * min(1.0, least_rows) / plan.cells
+    done = 0.0
+    while batch := batcher.next_batch(now):
+        share = (batch.last - batch.first) / batch.cells
+        seconds = batch.price * pace * share
+        assert seconds <= 2 * LONG * SLICE_S + 2 * cell_s
+        now += seconds
+        done += batch.price * share
+        if batch.ends:
+            batch.ran()
+        batcher.done(batch, seconds, now)
+        batcher.add(Item(2, "small", 1, 0, now, price=1))
+        between = batcher.next_batch(now)
+        assert between is not None and between.key == "small", "its turn comes after each of the other's"
+        between.ran()
+        batcher.done(between, 1e-4, now)
+    assert done == pytest.approx(plan.multiplications) and batcher.idle
+
+
+def test_what_a_session_that_left_had_begun_is_not_computed_further() -> None:
+    batcher = Batcher("immediate")
+    batcher.join(1)
+    batcher.add(Item(1, "read", 1, 0, 0.0, None, False, False, price=100, cells=10, turns=5))
+    batch = batcher.next_batch(0.0)
+    assert batch is not None and (batch.first, batch.last, batch.ends) == (0, 2, False)
+    batcher.done(batch, 1.0, 1.0)
+    assert len(batcher) == 1
+    batcher.leave(1)
+    assert batcher.idle and batcher.next_batch(2.0) is None
+    batcher.done(batch, 1.0, 3.0)
+    assert batcher.idle, "nor if it was computed just then"
+
+
+def test_sessions_without_keys_do_not_wait_for_large_calls_of_others_either() -> None:
+    batcher, now = Batcher("opportunistic", max_rows=4096), 0.0
+    for session in (1, 2):
+        batcher.join(session)
+    sizes = []
+    for _ in range(4):
+        batcher.add(Item(2, "small", 1, 0, now, price=1000))
+        batcher.add(Item(1, "large", 100_000, 0, now, price=100_000 << 14))
+        for _ in range(4):
+            batch = batcher.next_batch(now)
+            assert batch is not None
+            seconds = 1e-4 if batch.key == "small" else batch.rows * 10e-6
+            now += seconds
+            batch.ran()
+            batcher.done(batch, seconds, now)
+            sizes += [batch.rows] if batch.key == "large" else []
+    assert set(sizes[1:]) <= {200, 64} | set(range(64, 401)), "2 ms at 10 us a row"
+
+
+def test_a_tenant_that_says_its_calls_are_urgent_has_no_more_turns_than_others() -> None:
+    batcher, now = Batcher("immediate"), 0.0
+    batcher.join(1, "urgent")
+    batcher.join(2, "modest")
+    turns = []
+    for _ in range(200):
+        waiting = {item.session for queue in batcher._queues.values() for item in queue}
+        for session, priority in ((1, 0), (2, 2)):
+            if session not in waiting:
+                batcher.add(Item(session, session, 1, priority, now))
+        batch = batcher.next_batch(now)
+        assert batch is not None
+        turns.append(batch.key)
+        now += 5e-3
+        batch.ran()
+        batcher.done(batch, 5e-3, now)
+    assert turns.count(2) >= 80
+
+
+# ---------------------------------------------------------------- the price
+
+
+def test_views_of_which_elements_come_more_than_once_are_no_larger_than_the_tensor() -> None:
+    """A call of some bytes would be multiplied by a matrix of any size."""
+    for call in (
+        Call(Op.PRODUCT, LINEAR, "float32", (1, 10_000), view=View((10_000, 10_000), (0, 1), 0)),
+        Call(Op.PRODUCT, LINEAR, "float32", (1, 10_000), view=View((10_000, 100), (1, 1), 0)),
+        Call(Op.LEFT, LINEAR, "float32", (1, 1), view=View((200_000, 1), (0, 1), 0)),
+        Call(Op.GROUPED, EXPERTS, "float32", (8, 160), groups=60, view=View((60, 160, 160), (1, 0, 1), 0)),
+    ):
+        with pytest.raises(CallError, match="more than once") as refused:
+            make_plan(call, STORE, OPTIONS)
+        assert refused.value.code is Code.BAD_VIEW
+    assert make_plan(Call(Op.PRODUCT, EXPERTS, "float32", (G, 2, K), view=STACK), STORE, OPTIONS).shape == (G, 2, N)
+    expanded = Call(Op.PRODUCT, LINEAR, "float32", (1, 8), view=View((8, N), (1, 0), 0))
+    assert (
+        make_plan(expanded, STORE, OPTIONS).multiplications >= 2 * 8 * N
+    )  # the product, and a copy of what it is with
+
+
+def test_a_call_has_as_many_multiplications_as_it_may() -> None:
+    call = Call(Op.FORWARD, LINEAR, "float32", (100, K))
+    price = make_plan(call, STORE, OPTIONS).multiplications
+    assert price == 100 * (K * N + K + N)
+    make_plan(call, STORE, Options(max_call_multiplications=price))
+    with pytest.raises(CallError, match="--max-call-multiplications") as refused:
+        make_plan(call, STORE, Options(max_call_multiplications=price - 1))
+    assert refused.value.code is Code.TOO_LARGE

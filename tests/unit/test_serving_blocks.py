@@ -1,0 +1,137 @@
+"""Pages and blocks: none is lost, none is given twice, and a prefix is found by those alone who may have it."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from symbiosis.serving.adapter import Adapter
+from symbiosis.serving.blocks import Blocks
+from symbiosis.serving.pool import NoRoom, Pool
+from symbiosis.serving.request import Request
+from symbiosis.serving.step import BLOCK, Sequence
+
+LAYERS = 2
+ADAPTERS = [None, *(Adapter(name=name, kind="LORA", bytes=0, version=version) for version, name in enumerate("ab", 1))]
+
+
+def sequence(tokens: list[int], adapter: Adapter | None = None, tenant: str = "") -> Sequence:
+    return Sequence(Request(id=1, prompt=tuple(tokens), tenant=tenant), 0, list(tokens), adapter, 0.0)
+
+
+def computed(blocks: Blocks, one: Sequence) -> Sequence:
+    """As after its prefill."""
+    blocks.find(one)
+    assert blocks.grow(one, len(one.tokens))
+    one.computed = len(one.tokens)
+    blocks.keep(one)
+    return one
+
+
+def test_a_pool_gives_what_it_has() -> None:
+    pool = Pool(4)
+    pages = pool.take(3)
+    with pytest.raises(NoRoom):
+        pool.take(2)
+    assert pool.free == 1
+    pool.give_back(pages)
+    assert sorted(pool.take(4)) == [0, 1, 2, 3]
+    pool.give_back([0])
+    with pytest.raises(AssertionError):
+        pool.give_back([0])
+
+
+def test_a_prefix_is_shared_and_one_token_is_left_to_compute() -> None:
+    blocks = Blocks(Pool(100), LAYERS)
+    first = computed(blocks, sequence(list(range(40))))
+    second = sequence([*range(32), 7, 7, 7])
+    assert blocks.find(second) == 32 and second.blocks == first.blocks[:2]
+    third = sequence(list(range(32)))
+    assert blocks.find(third) == 16
+    assert blocks.find(sequence([9, *range(1, 40)])) == 0
+
+
+def test_versions_share_nothing() -> None:
+    blocks = Blocks(Pool(100), LAYERS)
+    computed(blocks, sequence(list(range(40)), ADAPTERS[1]))
+    for adapter, found in zip(ADAPTERS, (0, 32, 0), strict=True):
+        assert blocks.find(sequence(list(range(40)), adapter)) == found
+    blocks.forget(1)
+    assert blocks.find(sequence(list(range(40)), ADAPTERS[1])) == 0
+
+
+def test_what_is_unused_stays_until_its_room_is_needed() -> None:
+    blocks = Blocks(Pool(4 * LAYERS), LAYERS)
+    blocks.release(computed(blocks, sequence([1] * 32)))
+    assert blocks.pool.free == 2 * LAYERS and blocks.spare() == 4 * LAYERS
+    other = sequence([2] * 48)
+    assert blocks.grow(other, 48) and blocks.pool.free == 0
+    again = sequence([1] * 33)
+    assert blocks.find(again) == BLOCK, "the end of a prefix is dropped before its beginning"
+    blocks.release(again)
+    assert not blocks.grow(other, 6 * BLOCK) and len(other.blocks) == 3
+    assert blocks.find(sequence([1] * 33)) == BLOCK, "what did not fit dropped nothing"
+
+
+def test_two_that_compute_the_same_at_once_keep_one_of_them() -> None:
+    blocks = Blocks(Pool(20), LAYERS)
+    one, two = sequence([3] * 20), sequence([3] * 20)
+    for each in (one, two):
+        assert blocks.find(each) == 0 and blocks.grow(each, 20)
+    for each in (one, two):
+        each.computed = 20
+        blocks.keep(each)
+    blocks.release(one)
+    blocks.release(two)
+    assert blocks.pool.free == 20 - LAYERS and blocks.spare() == 20
+
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["come", "grow", "go", "forget"]), st.integers(0, 5), st.integers(1, 70), st.integers(0, 2)
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=150)
+@given(ACTIONS, st.integers(1, 40))
+def test_no_page_is_lost_or_given_twice(actions: list[tuple[str, int, int, int]], pages: int) -> None:
+    blocks = Blocks(Pool(pages), LAYERS)
+    under_way: list[Sequence] = []
+    for what, which, tokens, adapter in actions:
+        if what == "come":
+            one = sequence([which % 2] * tokens, ADAPTERS[adapter])
+            blocks.find(one)
+            if blocks.grow(one, tokens):
+                one.computed = tokens
+                blocks.keep(one)
+                under_way.append(one)
+            else:
+                blocks.release(one)
+        elif what == "forget":
+            blocks.forget(adapter)
+        elif under_way:
+            one = under_way[which % len(under_way)]
+            if what == "go":
+                under_way.remove(one)
+                blocks.release(one)
+            elif blocks.grow(one, len(one.tokens) + tokens):
+                one.tokens.extend([which] * tokens)
+                one.computed = len(one.tokens)
+                blocks.keep(one)
+        held = {id(block): block for one in under_way for block in one.blocks}
+        pages_held = [page for block in held.values() for page in block.pages]
+        assert len(pages_held) == len(set(pages_held))
+        assert blocks.spare() + len(pages_held) == pages
+        for one in under_way:
+            assert len(one.blocks) * BLOCK >= one.computed
+    for one in under_way:
+        blocks.release(one)
+    assert blocks.spare() == pages and blocks.make_room(pages - pages % LAYERS)
+
+
+def test_tenants_share_nothing() -> None:
+    blocks = Blocks(Pool(100), LAYERS)
+    computed(blocks, sequence(list(range(40)), tenant="alice"))
+    assert blocks.find(sequence(list(range(40)), tenant="bob")) == blocks.find(sequence(list(range(40)))) == 0
+    assert blocks.find(sequence(list(range(40)), tenant="alice")) == 32

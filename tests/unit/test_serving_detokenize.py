@@ -1,0 +1,133 @@
+"""Text as it comes, token by token, is the text of all tokens; stop strings cut it."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import symbiosis
+from symbiosis.errors import ConfigError
+from symbiosis.serving.engine.detokenize import Text, chat_tokens, prompt_tokens
+
+DEMO = Path(symbiosis.__file__).parent / "demo_model"
+
+
+@cache
+def bytes_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@cache
+def sentence_pieces() -> Any:
+    """Llama 2's kind: pieces with a mark for the space before them, and bytes for what has no piece."""
+    words = ["▁", "▁the", "▁end", "ing", "é", "▁é", ".", "a"]
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+
+
+def streamed(tokenizer: Any, tokens: list[int], **options: Any) -> tuple[str, list[str], bool]:
+    text = Text(tokenizer, **options)
+    parts = [text.add([token]) for token in tokens]
+    return "".join(parts) + text.end(), parts, text.stopped
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(max_size=30))
+def test_bytes_become_the_text_that_they_were(said: str) -> None:
+    tokenizer = bytes_tokenizer()
+    if "�" not in said:
+        whole, parts, _ = streamed(tokenizer, list(said.encode()))
+        assert whole == said
+        assert "�" not in "".join(parts)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(258, 265), max_size=12), st.text(alphabet="é€😀", max_size=3), st.integers(0, 12))
+def test_pieces_with_spaces_and_bytes_become_the_same_text(pieces: list[int], strange: str, where: int) -> None:
+    tokens = pieces[:where] + [2 + byte for byte in strange.encode()] + pieces[where:]
+    whole, parts, _ = streamed(sentence_pieces(), tokens)
+    assert whole == sentence_pieces().decode(tokens, clean_up_tokenization_spaces=False)
+    assert "�" not in "".join(parts)
+
+
+def test_what_never_becomes_a_character_is_not_held_back_for_ever() -> None:
+    for tokenizer, byte in ((bytes_tokenizer(), 0xFF), (sentence_pieces(), 2 + 0xFF)):
+        whole, parts, _ = streamed(tokenizer, [byte] * 20)
+        assert len("".join(parts)) >= 16 and len(whole) == 20
+        after, _, _ = streamed(tokenizer, [byte] * 5 + ([97] if tokenizer is bytes_tokenizer() else [265]))
+        assert after == "�" * 5 + "a"
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "expected"),
+    [
+        ("one two three", ("two",), "one "),
+        ("one two three", ("three", "two"), "one "),
+        ("one two three", ("four",), "one two three"),
+        ("aaab", ("ab",), "aa"),
+        ("abab", ("abc",), "abab"),
+        ("x\n\ny", ("\n\n",), "x"),
+        ("naïve café", ("é",), "naïve caf"),
+        ("stop", ("stop",), ""),
+        ("text", ("",), "text"),
+    ],
+)
+def test_text_is_cut_before_the_first_stop_string(said: str, stop: tuple[str, ...], expected: str) -> None:
+    whole, parts, stopped = streamed(bytes_tokenizer(), list(said.encode()), stop=stop)
+    assert whole == expected
+    assert stopped == (expected != said)
+    text = Text(bytes_tokenizer(), stop)
+    assert text.add(said.encode()) + text.end() == expected  # the same, all at once
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_are_found_wherever_tokens_end(said: str, stop: list[str]) -> None:
+    places = [place for place in (said.find(each) for each in stop) if place >= 0]
+    whole, _, stopped = streamed(bytes_tokenizer(), list(said.encode()), stop=stop)
+    assert stopped == bool(places)
+    if not places:
+        assert whole == said
+    else:  # the first to be complete wins
+        end = min(said.find(each) + len(each) for each in stop if each in said)
+        assert whole == said[: min(said[:end].find(each) for each in stop if each in said[:end])]
+
+
+def test_stop_strings_within_the_least_length_do_not_count() -> None:
+    assert streamed(bytes_tokenizer(), list(b"ab ab ab"), stop=("ab",), min_tokens=3)[0] == "ab "
+
+
+def test_special_tokens_are_shown_only_if_asked_for() -> None:
+    tokens = [*b"hi", bytes_tokenizer().eos_token_id]
+    assert streamed(bytes_tokenizer(), tokens)[0] == "hi"
+    assert streamed(bytes_tokenizer(), tokens, special=True)[0] == "hi<|end|>"
+
+
+def test_prompts() -> None:
+    assert prompt_tokens(bytes_tokenizer(), "hi") == (104, 105)
+    assert prompt_tokens(None, [1, 2]) == (1, 2)
+    with pytest.raises(ConfigError, match="tokenizer"):
+        prompt_tokens(None, "hi")
+
+
+def test_chats_go_by_the_template() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        chat_tokens(tokenizer, [{"role": "user", "content": "hi"}])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    assert bytes(chat_tokens(tokenizer, [{"role": "user", "content": "hi"}])) == b"user: hi\nassistant: "
+    tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
+    with pytest.raises(ConfigError, match="no system messages"):
+        chat_tokens(tokenizer, [{"role": "system", "content": "hi"}])

@@ -1,0 +1,126 @@
+"""API keys: who they let in, how much at a time, and what a wrong file says."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from symbiosis.errors import ConfigError
+from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.keys import Keys, Tenant, read_keys
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refused(status: int) -> pytest.RaisesExc[ApiError]:
+    return pytest.RaisesExc(ApiError, check=lambda error: error.status == status)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("# name key\nanna  sk-anna-1234 requests=2 tokens_per_s=100\n\nbert sk-bert-1234\n")
+    return path
+
+
+def test_a_key_is_its_tenants(file: Path) -> None:
+    keys = Keys(file)
+    assert keys.are_needed and keys.tenant("Bearer sk-anna-1234").name == "anna"
+    assert keys.tenant("bearer  sk-bert-1234 ").name == "bert"
+
+
+@pytest.mark.parametrize(
+    "given", [None, "", "sk-anna-1234", "Basic sk-anna-1234", "Bearer", "Bearer sk-anna-123", "Bearer é"]
+)
+def test_others_are_not_let_in(file: Path, given: str | None) -> None:
+    with refused(401):
+        Keys(file).tenant(given)
+
+
+def test_without_a_file_everybody_is_one_tenant() -> None:
+    keys = Keys(None)
+    assert not keys.are_needed and keys.tenant(None) is keys.tenant("Bearer anything")
+
+
+def test_a_tenant_has_so_many_requests_under_way() -> None:
+    tenant = Tenant("anna", requests=2)
+    tenant.admit(2, now=0.0)
+    with refused(429):
+        tenant.admit(1, now=0.0)
+    tenant.leave(1)
+    tenant.admit(1, now=0.0)
+
+
+def test_a_tenant_that_has_spent_its_tokens_waits_until_they_have_grown_again() -> None:
+    tenant = Tenant("anna", tokens_per_s=100)
+    tenant.admit(1, now=0.0)
+    tenant.spend(250)
+    with refused(429) as error:
+        tenant.admit(1, now=1.0)
+    assert error.value.retry_s == pytest.approx(1.5)
+    tenant.admit(1, now=2.5)
+    tenant.spend(150)
+    tenant.admit(1, now=1000.0)  # no more than a second's worth is kept
+    assert tenant.owed == -100.0
+
+
+def test_a_changed_file_is_read_again_and_what_is_under_way_is_not_forgotten(file: Path) -> None:
+    clock = Clock()
+    keys = Keys(file, clock)
+    anna = keys.tenant("Bearer sk-anna-1234")
+    anna.admit(2, now=0.0)
+    file.write_text("anna sk-anna-5678 requests=3\n")
+    os.utime(file, ns=(1, 1))
+    clock.now = 2.0
+    assert keys.tenant("Bearer sk-anna-5678") is anna and (anna.under_way, anna.requests) == (2, 3)
+    for old in ("sk-anna-1234", "sk-bert-1234"):
+        with refused(401):
+            keys.tenant(f"Bearer {old}")
+
+
+def test_a_file_that_became_wrong_changes_nothing(file: Path) -> None:
+    clock = Clock()
+    keys = Keys(file, clock)
+    file.write_text("anna short\n")
+    clock.now = 2.0
+    assert keys.tenant("Bearer sk-anna-1234").name == "anna"
+    file.unlink()
+    clock.now = 4.0
+    assert keys.tenant("Bearer sk-bert-1234").name == "bert"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("", "no API keys"),
+        ("anna", "line 1"),
+        ("anna secret7", "at least 8"),
+        ("anna secret-of-anna speed=7", "NAME KEY"),
+        ("anna secret-of-anna requests=-1", "NAME KEY"),
+        ("anna secret-of-anna\nanna another-secret", "line 2"),
+        ("anna secret-of-anna\nbert secret-of-anna", "line 2"),
+    ],
+)
+def test_what_is_wrong_is_said_by_line_and_without_a_key(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told) as error:
+        read_keys(file)
+    assert "secret" not in str(error.value)
+
+
+def test_only_administrators_change_adapters(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("alice secret-of-alice admin\nbob secret-of-bob requests=4\n")
+    keys = Keys(file)
+    keys.administrator("Bearer secret-of-alice")
+    with pytest.raises(ApiError, match="may not change adapters") as refused:
+        keys.administrator("Bearer secret-of-bob")
+    assert refused.value.status == 403
+    Keys(None).administrator(None)

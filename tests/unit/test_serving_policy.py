@@ -1,0 +1,182 @@
+"""Who runs next: nobody starves, limits hold, tenants get alike, and deadlines decide who is dropped."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from symbiosis.serving.scheduling import policy
+from symbiosis.serving.scheduling.policy import Batch
+
+
+@dataclass(eq=False)
+class Waiting:
+    arrived: float
+    version: int = 0
+    tenant: str = ""
+    prompt_length: int = 1
+    pages: int = 1
+    has_begun: bool = False
+    overtaken: int = 0
+    steps: int = 1
+
+
+WAITING = st.builds(
+    Waiting,
+    arrived=st.just(0.0),
+    version=st.integers(0, 5),
+    tenant=st.sampled_from("abc"),
+    prompt_length=st.integers(1, 50),
+    pages=st.integers(1, 10),
+    steps=st.integers(1, 4),
+)
+
+
+def run(queue: list[Waiting], stream: list[Waiting], kind: str, most_versions: int, of_tenant: int | None) -> int:
+    """Steps until all of `queue` have ended, while one of `stream` comes in each step; all have 10 pages together."""
+    running: list[Waiting] = []
+    waiting, wanted = list(queue), set(queue)
+    counters: Counter[str] = Counter()
+    for step in range(10_000):
+        if not wanted:
+            return step
+        if stream:
+            waiting.append(stream[step % len(stream)].__class__(**vars(stream[step % len(stream)])))
+
+        def start(each: Waiting) -> bool:
+            if sum(r.pages for r in running) + each.pages > 10:
+                return False
+            running.append(each)
+            counters[each.tenant] += each.prompt_length
+            return True
+
+        versions = frozenset(r.version for r in running) - {0}
+        batch = Batch(len(running), 4, versions, most_versions, Counter(r.tenant for r in running), of_tenant)
+        order = policy.by_fairness(waiting, counters) if kind == "vtc" else iter(waiting)
+        joined = policy.admit(order, batch, start)
+        waiting = [each for each in waiting if each not in joined]
+        assert len(running) <= 4
+        assert len({r.version for r in running} - {0}) <= most_versions
+        assert of_tenant is None or all(n <= of_tenant for n in Counter(r.tenant for r in running).values())
+        for each in list(running):
+            each.steps -= 1
+            if each.steps == 0:
+                running.remove(each)
+                wanted.discard(each)
+    raise AssertionError("somebody starves")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(WAITING, min_size=1, max_size=8),
+    st.lists(WAITING, max_size=3),
+    st.sampled_from(["fcfs", "vtc"]),
+    st.integers(1, 3),
+    st.sampled_from([None, 1, 2]),
+)
+def test_nobody_starves(
+    queue: list[Waiting], stream: list[Waiting], kind: str, most_versions: int, of_tenant: int | None
+) -> None:
+    copies = [Waiting(**vars(each)) for each in queue]
+    if kind == "vtc":
+        stream = []  # a tenant who asks for more than the server has waits for its own requests only
+    run(copies, stream, kind, most_versions, of_tenant)
+
+
+def test_a_rare_adapter_is_passed_by_only_so_often() -> None:
+    rare = Waiting(0.0, version=9)
+    batch = Batch(1, 1000, frozenset({1}), most_versions=1)
+    crowd = [Waiting(1.0, version=1) for _ in range(2 * policy.MOST_OVERTAKEN)]
+    joined = policy.admit([rare, *crowd], batch, lambda each: True)
+    assert len(joined) == 2 * policy.MOST_OVERTAKEN and rare.overtaken == len(joined)
+    assert policy.admit([rare, *crowd], batch, lambda each: True) == []
+    assert policy.admit([rare, *crowd], Batch(0, 1000, most_versions=1), lambda each: True) == [rare]
+
+
+def test_what_fits_goes_before_what_does_not() -> None:
+    large, small = Waiting(0.0, pages=9), Waiting(1.0, pages=1)
+    assert policy.admit([large, small], Batch(0, 8), lambda each: each.pages < 5) == [small]
+    assert (large.overtaken, small.overtaken) == (1, 0)
+
+
+def test_a_tenants_limit_holds_up_only_the_tenant() -> None:
+    mine = [Waiting(0.0, tenant="a") for _ in range(200)]
+    other = Waiting(1.0, tenant="b")
+    joined = policy.admit([*mine, other], Batch(0, 8, most_of_tenant=2), lambda each: True)
+    assert joined == [*mine[:2], other]
+    assert not any(each.overtaken for each in mine)
+
+
+@settings(deadline=None)
+@given(st.lists(WAITING, max_size=30), st.dictionaries(st.sampled_from("abc"), st.floats(0, 100)))
+def test_fair_order_is_a_permutation_that_keeps_each_tenants_own(
+    waiting: list[Waiting], counters: dict[str, float]
+) -> None:
+    order = list(policy.by_fairness(waiting, counters))
+    assert sorted(map(id, order)) == sorted(map(id, waiting))
+    for tenant in "abc":
+        assert [w for w in order if w.tenant == tenant] == [w for w in waiting if w.tenant == tenant]
+
+
+def test_tenants_get_the_same_whoever_asks_for_more() -> None:
+    """Two tenants, one with ten times the requests; the counters stay within one request of each other while both wait."""
+    waiting = [Waiting(0.0, tenant="a", prompt_length=3) for _ in range(100)]
+    waiting += [Waiting(0.0, tenant="b", prompt_length=7) for _ in range(10)]
+    got: Counter[str] = Counter()
+    for each in policy.by_fairness(waiting, {}):
+        if got["b"] == 70:
+            break
+        got[each.tenant] += each.prompt_length
+        assert abs(got["a"] - got["b"]) <= 7
+
+
+def test_nobody_saves_up_by_staying_away() -> None:
+    assert policy.lifted({"a": 50.0}, "new", ["a"]) == 50.0
+    assert policy.lifted({"a": 50.0, "b": 70.0}, "b", ["a", "b"]) == 70.0
+    assert policy.lifted({}, "first", []) == 0.0
+
+
+def test_only_what_has_not_begun_and_cannot_be_in_time_is_aborted() -> None:
+    early, late, begun = Waiting(0.0), Waiting(5.0), Waiting(0.0, has_begun=True)
+    waiting = [early, begun, late]
+    assert policy.too_late(waiting, now=6.0, first_token_s=6.0, takes_s=0.5) == [early]
+    assert policy.too_late(waiting, now=6.0, first_token_s=6.0, takes_s=0.0) == []
+
+
+def test_abort_keeps_more_of_its_promises_than_first_come_first_served() -> None:
+    """Two requests come for each that can be served."""
+
+    def in_time(abort: bool) -> int:
+        waiting: list[Waiting] = []
+        kept = 0
+        for now in range(200):
+            waiting += [Waiting(float(now)), Waiting(float(now))]
+            if abort:
+                late = policy.too_late(waiting, float(now), 6.0, 1.0)
+                waiting = [each for each in waiting if each not in late]
+            order = list(policy.by_deadline(waiting, 2.0, 1.0)) if abort else waiting
+            served = order[0]
+            waiting.remove(served)
+            kept += now + 1.0 - served.arrived <= 6.0
+        return kept
+
+    assert in_time(abort=True) == 200
+    assert in_time(abort=False) < 20
+
+
+def test_the_newest_is_evicted_so_that_the_first_ends() -> None:
+    running = [Waiting(3.0), Waiting(1.0), Waiting(3.0), Waiting(2.0)]
+    assert policy.newest(running) is running[2]
+    while len(running) > 1:
+        running.remove(policy.newest(running))
+    assert running[0].arrived == 1.0
+
+
+def test_a_rate_follows_what_happens() -> None:
+    rate = policy.Rate(5.0)
+    assert rate.at(0.0) == 0.0
+    for tenth in range(600):
+        rate = rate.after(tenth / 10)
+    assert 9.5 < rate.at(60.0) < 10.5
+    assert rate.at(100.0) < 0.1

@@ -1,0 +1,292 @@
+"""Continuous batching on plain data: whatever comes, goes and is evicted, everybody ends, and no page is lost."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from symbiosis.serving.adapter import Adapter
+from symbiosis.serving.blocks import Blocks
+from symbiosis.serving.pool import NoRoom, Pool
+from symbiosis.serving.request import Request, Sampling
+from symbiosis.serving.scheduling.scheduler import Rules, Scheduler
+from symbiosis.serving.step import BLOCK, Sequence, Step
+
+LAYERS = 2
+
+
+class Here:
+    """Adapters of one page or more in the same pool."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool, self.pages, self.pins = pool, dict[Adapter, list[int]](), dict[Adapter, int]()
+        self.fetched = 0
+
+    def is_here(self, adapter: Adapter) -> bool:
+        return adapter in self.pages
+
+    def pages_of(self, adapter: Adapter) -> int:
+        return adapter.bytes
+
+    def fetch(self, adapter: Adapter) -> bool:
+        if adapter not in self.pages:
+            self.fetched += 1
+            if not self.make_room(adapter.bytes):
+                return False
+            self.pages[adapter], self.pins[adapter] = self.pool.take(adapter.bytes), 0
+        return True
+
+    def prefetch(self, adapters: Iterable[Adapter]) -> int:
+        for adapter in adapters:
+            try:
+                if adapter not in self.pages:
+                    self.pages[adapter], self.pins[adapter] = self.pool.take(adapter.bytes), 0
+            except NoRoom:
+                break
+        return 0
+
+    def pin(self, adapter: Adapter) -> None:
+        self.pins[adapter] += 1
+
+    def unpin(self, adapter: Adapter) -> None:
+        self.pins[adapter] -= 1
+        assert self.pins[adapter] >= 0
+
+    def make_room(self, pages: int) -> bool:
+        for adapter in [each for each, pins in self.pins.items() if not pins]:
+            if self.pool.free >= pages:
+                break
+            self.pool.give_back(self.pages.pop(adapter))
+            del self.pins[adapter]
+        return self.pool.free >= pages
+
+
+ADAPTERS = [Adapter(name=f"a{n}", kind="LORA", bytes=1 + n, version=n + 1, virtual=n % 2 * 3) for n in range(4)]
+
+
+def sequences(
+    id: int, prompt: int, adapter: Adapter | None = None, completions: int = 1, **more: Any
+) -> list[Sequence]:
+    tokens = tuple(range(prompt))  # prompts are prefixes of each other
+    request = Request(
+        id=id, prompt=tokens, completions=completions, sampling=Sampling(max_tokens=more.pop("most", 4)), **more
+    )
+    virtual = [0] * (adapter.virtual if adapter else 0)
+    return [Sequence(request, number, [*virtual, *tokens], adapter, float(id)) for number in range(completions)]
+
+
+class Server:
+    """What an engine does with a scheduler, without a model: the next token is its position."""
+
+    def __init__(self, pages: int, rules: Rules) -> None:
+        self.pool, self.rules = Pool(pages), rules
+        self.blocks = Blocks(self.pool, LAYERS)
+        self.here = Here(self.pool)
+        self.scheduler = Scheduler(self.blocks, self.here, rules)
+        self.now, self.ended = 0.0, set[tuple[int, int]]()
+
+    def step(self) -> Step | None:
+        self.now += 1.0
+        for late in self.scheduler.late(self.now):
+            self.scheduler.drop(late.request.id)
+            self.ended |= {(late.request.id, n) for n in range(late.request.completions)}
+        step = self.scheduler.next_step(self.now)
+        if step is not None:
+            self.check(step)
+            self.scheduler.advance(step, self.now)
+            for segment in step.segments:
+                if segment.chooses:
+                    self.take(segment.sequence)
+        return step
+
+    def take(self, sequence: Sequence) -> None:
+        sequence.tokens.append(len(sequence.tokens))
+        if sequence.produced >= sequence.request.sampling.max_tokens:
+            self.scheduler.finish(sequence)
+            self.ended.add((sequence.request.id, sequence.completion))
+
+    def check(self, step: Step) -> None:
+        rows = 0
+        for segment in step.segments:
+            sequence = segment.sequence
+            assert segment.first == rows and segment.position == sequence.computed and segment.rows > 0
+            assert len(sequence.blocks) * BLOCK >= segment.end
+            assert segment.chooses == (segment.end == len(sequence.tokens))
+            assert sequence.adapter is None or self.here.pins[sequence.adapter] > 0
+            rows += segment.rows
+        held = list(self.scheduler.running)
+        assert {segment.sequence for segment in step.segments} <= set(held) and len(held) <= self.rules.max_batch
+        if not self.rules.whole_prompts:
+            assert sum(s.rows for s in step.segments if s.rows > 1) <= self.rules.prefill_tokens
+        versions = {s.version for s in held} - {0}
+        assert self.rules.adapters_in_batch is None or len(versions) <= self.rules.adapters_in_batch
+
+    def check_all_is_given_back(self) -> None:
+        assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler._followers
+        assert not any(self.here.pins.values())
+        here = sum(map(len, self.here.pages.values()))
+        assert self.blocks.spare() + here == self.pool.total
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 5),  # steps before it comes
+        st.integers(1, 60),  # tokens of its prompt
+        st.sampled_from([None, *ADAPTERS]),
+        st.integers(1, 3),  # completions
+        st.integers(1, 40),  # tokens of each
+        st.one_of(st.none(), st.integers(0, 6)),  # steps after which it is cancelled
+        st.sampled_from("ab"),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=12,
+)
+RULES = st.builds(
+    Rules,
+    max_batch=st.integers(1, 6),
+    adapters_in_batch=st.sampled_from([None, 1, 2]),
+    prefill_tokens=st.sampled_from([1, 7, 64]),
+    whole_prompts=st.booleans(),
+    policy=st.sampled_from(["fcfs", "abort", "vtc"]),
+    first_token_s=st.sampled_from([3.0, 50.0]),
+    of_tenant=st.sampled_from([None, 1, 3]),
+)
+
+
+@settings(deadline=None, max_examples=150)
+@given(ARRIVALS, RULES, st.integers(2 * 7 + 4, 60))
+def test_everybody_ends_and_everything_is_given_back(arrivals: list[Any], rules: Rules, pages: int) -> None:
+    server = Server(pages, rules)
+    wanted: set[tuple[int, int]] = set()
+    cancelled: dict[int, float] = {}
+    came = 0.0
+    for id, (after, prompt, adapter, completions, most, cancel, tenant, logprobs) in enumerate(arrivals):
+        came += after
+        while server.now < came:
+            server.step()
+            for request in [each for each, when in cancelled.items() if when <= server.now]:
+                server.scheduler.drop(request)
+                del cancelled[request]
+        many = sequences(id, prompt, adapter, completions, most=most, tenant=tenant, prompt_logprobs=logprobs)
+        for each in many:
+            each.arrived = server.now
+        server.scheduler.add(many)
+        if cancel is None:
+            wanted |= {(id, number) for number in range(completions)}
+        else:
+            cancelled[id] = server.now + cancel
+    for _ in range(20_000):
+        for request in [each for each, when in cancelled.items() if when <= server.now]:
+            server.scheduler.drop(request)
+            del cancelled[request]
+        if server.step() is None and not cancelled and not server.scheduler.waiting:
+            break
+    else:
+        raise AssertionError("it does not come to an end")
+    assert wanted <= server.ended
+    server.check_all_is_given_back()
+
+
+def test_long_prompts_come_in_pieces_beside_all_that_decode() -> None:
+    server = Server(400, Rules(prefill_tokens=32))
+    server.scheduler.add(sequences(0, 5, most=100))
+    server.step()
+    server.scheduler.add(sequences(1, 100, most=5))
+    for expected in (32, 32, 32):
+        step = server.step()
+        assert step is not None and [segment.rows for segment in step.segments] == [1, expected]
+    step = server.step()
+    assert step is not None and [(s.rows, s.chooses) for s in step.segments] == [(1, True), (4, True)]
+
+
+def test_completions_share_the_prompts_blocks() -> None:
+    server = Server(400, Rules())
+    many = sequences(0, 70, completions=3)
+    server.scheduler.add(many)
+    first = server.step()
+    assert first is not None and [segment.sequence for segment in first.segments] == [many[0]]
+    then = server.step()
+    assert then is not None and [segment.rows for segment in then.segments] == [1, 6, 6]
+    assert many[0].blocks[:4] == many[1].blocks[:4] == many[2].blocks[:4]
+
+
+def test_the_newest_is_evicted_and_says_the_same_afterwards() -> None:
+    server = Server(LAYERS * 4, Rules())
+    old, new = sequences(0, 20, most=40)[0], sequences(1, 15, most=30)[0]
+    server.scheduler.add([old])
+    server.scheduler.add([new])
+    while server.scheduler.counts.evictions == 0:
+        server.step()
+    assert new in server.scheduler.waiting and old in server.scheduler.running and not new.blocks
+    while server.step():
+        pass
+    assert server.ended == {(0, 0), (1, 0)} and new.produced == 30
+    server.check_all_is_given_back()
+
+
+def test_cancelling_frees_everything_at_once() -> None:
+    server = Server(200, Rules(prefill_tokens=8))
+    server.scheduler.add(sequences(0, 60, ADAPTERS[1], completions=3))
+    server.scheduler.add(sequences(1, 60))
+    server.step()
+    server.scheduler.drop(0)
+    server.scheduler.drop(1)
+    server.check_all_is_given_back()
+    assert server.step() is None
+
+
+def test_segments_of_one_adapter_lie_beside_each_other() -> None:
+    server = Server(400, Rules())
+    for id, adapter in enumerate([ADAPTERS[1], None, ADAPTERS[0], ADAPTERS[1], None]):
+        server.scheduler.add(sequences(id, 5, adapter))
+    step = server.step()
+    assert step is not None and [s.sequence.version for s in step.segments] == [0, 0, 1, 2, 2]
+
+
+def test_adapters_of_the_queue_are_brought_before_their_turn() -> None:
+    server = Server(400, Rules(max_batch=1))
+    server.scheduler.add(sequences(0, 5, ADAPTERS[0]))
+    server.scheduler.add(sequences(1, 5, ADAPTERS[1]))
+    server.step()
+    assert server.here.is_here(ADAPTERS[1]) and not server.here.pins[ADAPTERS[1]]
+
+
+def test_an_adapter_is_not_brought_for_a_text_that_finds_no_room() -> None:
+    server = Server(LAYERS * 8, Rules())
+    server.scheduler.add(sequences(0, 80, most=30))
+    for id in range(1, 4):
+        server.scheduler.add(sequences(id, 60, ADAPTERS[2 + id % 2], most=2))
+    for _ in range(20):
+        server.step()
+    assert server.here.fetched == 0 and len(server.scheduler.waiting) == 3
+    while server.step():
+        pass
+    assert len(server.ended) == 4
+
+
+def test_early_abort_gives_up_what_cannot_be_in_time() -> None:
+    server = Server(400, Rules(max_batch=1, policy="abort", first_token_s=3.0))
+    for id in range(3):
+        (each,) = sequences(id, 5, most=10)
+        each.arrived = 0.0
+        server.scheduler.add([each])
+    for _ in range(5):
+        server.step()
+    # More came than began, so that the newest went first; the others were late when it was done.
+    assert server.ended == {(0, 0), (1, 0)} and [each.request.id for each in server.scheduler.running] == [2]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "vtc"])
+def test_tenants_get_alike_only_under_vtc(policy: Any) -> None:
+    server = Server(4000, Rules(max_batch=2, policy=policy))
+    for id in range(20):
+        server.scheduler.add(sequences(id, 10, tenant="many", most=4))
+    for id in range(20, 24):
+        server.scheduler.add(sequences(id, 10, tenant="few", most=4))
+    while not {(id, 0) for id in range(20, 24)} <= server.ended:
+        server.step()
+    others = len([id for id, _ in server.ended if id < 20])
+    assert others <= 6 if policy == "vtc" else others == 20

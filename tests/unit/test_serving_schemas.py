@@ -1,0 +1,135 @@
+"""Bodies of requests: what they mean to the engine, and what is refused, by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.schemas import Body, ChatBody, CompletionBody, read, sampling_of
+
+
+def completion(**fields: Any) -> CompletionBody:
+    return read(CompletionBody, json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+
+
+def chat(**fields: Any) -> ChatBody:
+    message = {"role": "user", "content": "x"}
+    return read(ChatBody, json.dumps({"model": "m", "messages": [message], **fields}).encode())
+
+
+def param(error: ApiError) -> str | None:
+    return error.body["error"]["param"]
+
+
+def test_defaults_are_openais() -> None:
+    sampling = sampling_of(completion(), 16, None, 100)
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.schema) == (1.0, 1.0, 0, None)
+    assert sampling.seed is not None and sampling.seed != sampling_of(completion(), 16, None, 100).seed
+
+
+def test_nulls_are_defaults() -> None:
+    body = completion(**dict.fromkeys(CompletionBody.__struct_fields__) | {"model": "m", "prompt": "p"})
+    assert body == completion()
+
+
+def test_every_field_reaches_the_engine() -> None:
+    given = {
+        "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "ignore_eos": True,
+        "presence_penalty": 0.1, "frequency_penalty": 0.2, "repetition_penalty": 1.5,
+    }  # fmt: skip
+    body = completion(**given, stop_token_ids=[5], logit_bias={"7": -100})
+    sampling = sampling_of(body, 9, 3, 100)
+    assert {name: getattr(sampling, name) for name in given} == given
+    assert (sampling.max_tokens, sampling.logprobs, sampling.stop_tokens, sampling.logit_bias) == (
+        9,
+        3,
+        (5,),
+        {7: -100.0},
+    )
+
+
+@pytest.mark.parametrize("name", ["user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"])
+def test_what_changes_nothing_is_taken(name: str) -> None:
+    given: Any = {"metadata": {"a": "b"}, "store": True}.get(name, "x")
+    assert getattr(chat(**{name: given}), name) == given
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"n": 1000}, "n"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"seed": 2**64}, "seed"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": 7}, "stop"),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 3}, "best_of"),
+        ({"speed": 3}, "speed"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": None}, "prompt"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_what_is_wrong_is_said_by_name(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ApiError) as error:
+        completion(**fields)
+    assert error.value.status == 400 and param(error.value) == name and name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"messages": []}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+def test_what_is_wrong_in_a_chat_is_said_by_name(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ApiError) as error:
+        chat(**fields)
+    assert error.value.status == 400 and param(error.value) == name
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"100": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ],
+)
+def test_what_the_model_does_not_have_is_said_by_name(fields: dict[str, Any], name: str) -> None:
+    with pytest.raises(ApiError) as error:
+        sampling_of(completion(**fields), 16, None, 100)
+    assert param(error.value) == name
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model":'])
+@pytest.mark.parametrize("kind", [CompletionBody, ChatBody])
+def test_what_is_no_body_is_refused(data: bytes, kind: type[Body]) -> None:
+    with pytest.raises(ApiError) as error:
+        read(kind, data)
+    assert error.value.status == 400
+
+
+def test_a_schema_is_handed_on() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    told = sampling_of(body, 16, None, 100).schema
+    assert told is not None and json.loads(told) == schema
+    assert sampling_of(chat(response_format={"type": "text"}), 16, None, 100).schema is None
+    assert sampling_of(chat(response_format={"type": "json_object"}), 16, None, 100).schema == '{"type":"object"}'

@@ -1,0 +1,35 @@
+"""Functions and classes stay short enough to be read at one glance. What is longer says in its source why a reader is better off."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import symbiosis
+
+PACKAGE = Path(symbiosis.__file__).parent
+LONGEST_FUNCTION, LONGEST_CLASS = 40, 300  # lines, without the docstring
+LONGER = {
+    "cli.py executor": "its parameters are the options that --help shows",
+    "kernels/gpu/integer_products.py _multiply": "one loop over pointers that it has just laid out",
+    "transport/cuda/client.py DeviceLine": "one lock and one memory bind all that it does",
+}
+
+
+def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
+    assert node.end_lineno is not None
+    first = node.body[0]
+    is_told = ast.get_docstring(node, clean=False) is not None and first.end_lineno is not None
+    return node.end_lineno - node.lineno + 1 - (first.end_lineno - first.lineno + 1 if is_told else 0)  # type: ignore[operator]
+
+
+def too_long() -> Iterator[str]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                most = LONGEST_CLASS if isinstance(node, ast.ClassDef) else LONGEST_FUNCTION
+                if lines(node) > most:
+                    yield f"{file.relative_to(PACKAGE).as_posix()} {node.name}"
+
+
+def test_only_what_has_a_reason_is_longer() -> None:
+    assert set(too_long()) == set(LONGER)
