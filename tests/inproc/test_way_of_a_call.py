@@ -15,7 +15,7 @@ from torch import nn
 import symbiosis
 from tests.conftest import tiny_llama
 
-MOST = 116  # functions of ours in all: a new one on the way of every call costs each of them
+MOST = 138  # functions of ours in all, with the 24 that the executor enters once it has answered: a new one costs every call
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", re.MULTILINE)
 
@@ -62,7 +62,7 @@ def test_a_call_goes_the_way_that_is_told(recorder: Recorder, tmp_path: Path) ->
             layer(x)
             time.sleep(1e-3)
         shortest = recorder.one_call(layer, x)
-        for _ in range(300):  # a busy machine makes some longer
+        for _ in range(300):  # a side that had to sleep makes some longer
             shortest = min(shortest, recorder.one_call(layer, x), key=len)
             if len(shortest) <= MOST:
                 break
