@@ -113,6 +113,7 @@ def serve(
     port: Annotated[int | None, typer.Option(help="Default: 8000. 0: any that is free.")] = None,
     api_keys: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `NAME KEY [requests=N] [tokens_per_s=N]`; read again when it changes.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most sequences of one step. Default: 64.")] = None,
+    max_tenant_batch: Annotated[int | None, typer.Option(help="Most sequences of one step for one API key, while others wait. Default: half of --max-batch.")] = None,
     adapters_in_batch: Annotated[int | None, typer.Option(help="Most adapters of one step. Default: no limit.")] = None,
     memory: Annotated[int | None, typer.Option(help="Bytes for keys, values and adapters. Default: a part of what is free.")] = None,
     policy: Annotated[str | None, typer.Option(help="fcfs (default), abort (what can no longer begin in time gives way) or vtc (fair shares for API keys).")] = None,

@@ -25,6 +25,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: int = PORT
     api_keys: str | None = None
     max_batch: int = 64
+    max_tenant_batch: int | None = None  # None: half of the batch, if there are keys
     adapters_in_batch: int | None = None
     memory: int | None = None  # bytes
     policy: Literal["fcfs", "abort", "vtc"] = "fcfs"
@@ -37,14 +38,25 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "adapters_in_batch", "memory", "first_token_s", "prefill_tokens", "drain_s",
+        for name in ("max_batch", "max_tenant_batch", "adapters_in_batch", "memory", "first_token_s", "prefill_tokens", "drain_s",
                      "max_body_bytes", "max_adapter_bytes", "max_requests"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < 2**62:
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
+        if self.max_tenant_batch is not None and self.api_keys is None:
+            raise ConfigError("max-tenant-batch is for each API key: give --api-keys FILE, too")
         check_dtype(self.dtype)
+
+    @property
+    def of_tenant(self) -> int | None:
+        """Sequences of one API key in a step, while others wait.
+
+        >>> ServeOptions(api_keys="keys", max_batch=64).of_tenant
+        32
+        """
+        return max(1, self.max_batch // 2) if self.max_tenant_batch is None and self.api_keys else self.max_tenant_batch
 
     @property
     def is_for_this_machine(self) -> bool:

@@ -1,5 +1,6 @@
 """Continuous batching on plain data: whatever comes, goes and is evicted, everybody ends, and no page is lost."""
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -290,3 +291,45 @@ def test_tenants_get_alike_only_under_vtc(policy: Any) -> None:
         server.step()
     others = len([id for id, _ in server.ended if id < 20])
     assert others <= 6 if policy == "vtc" else others == 20
+
+
+def of_tenant(tenant: str, ids: range) -> list[list[Sequence]]:
+    return [sequences(id, 8, tenant=tenant, most=50) for id in ids]
+
+
+def shares(server: Server) -> Counter[str]:
+    return Counter(each.tenant for each in server.scheduler.running)
+
+
+def test_who_is_alone_has_the_batch_and_gives_way_when_others_come() -> None:
+    server = Server(400, Rules(max_batch=8, of_tenant=4))
+    for each in of_tenant("a", range(12)):
+        server.scheduler.add(each)
+    server.step()
+    assert shares(server) == {"a": 8}
+    server.scheduler.add(*of_tenant("b", range(20, 21)))
+    server.step()
+    assert shares(server) == {"a": 7, "b": 1}
+    for each in of_tenant("b", range(21, 30)):
+        server.scheduler.add(each)
+    server.step()
+    assert shares(server) == {"a": 4, "b": 4}
+    assert sorted(each.request.id for each in server.scheduler.running) == [0, 1, 2, 3, 20, 21, 22, 23]
+    while server.scheduler.waiting or server.scheduler.running:
+        waiting = {each.tenant for each in server.scheduler.waiting}
+        server.step()
+        assert len(waiting) < 2 or max(shares(server).values(), default=0) <= 4
+    assert len(server.ended) == 22
+    server.check_all_is_given_back()
+
+
+def test_memory_of_who_has_more_than_a_share_is_given_to_others() -> None:
+    server = Server(8 * LAYERS + 2 * LAYERS, Rules(max_batch=8, of_tenant=2))
+    for each in of_tenant("a", range(4)):
+        server.scheduler.add(each)
+    server.step()
+    before = shares(server)["a"]
+    assert before > 2
+    server.scheduler.add(sequences(20, 60, tenant="b", most=2))
+    server.step()
+    assert shares(server) == {"a": before - 1, "b": 1}

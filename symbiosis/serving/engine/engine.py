@@ -44,7 +44,7 @@ class Engine:
         policy: "fcfs": first come, first served. "abort": requests whose first token cannot come within `first_token_s` end at once.
             "vtc": tenants get alike.
         max_waiting: Requests under way; more are refused.
-        of_tenant: Sequences of one tenant that run together; None is no limit.
+        of_tenant: Sequences of one tenant that run together while others wait; None is no limit.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:

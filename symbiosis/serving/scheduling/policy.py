@@ -6,6 +6,7 @@ for ever. Early abort follows S-LoRA (arXiv:2311.03285), fairness between tenant
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -88,6 +89,27 @@ def admit(order: Iterable[W], batch: Batch, start: Callable[[W], bool]) -> list[
                 break
             passed.append(sequence)
     return joined
+
+
+def giving_way(running: Iterable[W], waiting: Iterable[W], most_of_tenant: int | None) -> list[W]:
+    """Those beyond their tenant's limit, the newest first: one for each that waits and has a tenant who is below it.
+
+    >>> from types import SimpleNamespace as S
+    >>> running = [S(tenant="a", arrived=float(n)) for n in range(4)]
+    >>> [each.arrived for each in giving_way(running, [S(tenant="b")], most_of_tenant=2)]
+    [3.0]
+    """
+    if most_of_tenant is None:
+        return []
+    counts = Counter(each.tenant for each in running)
+    wanted = Counter(each.tenant for each in waiting)
+    claims = sum(min(count, max(0, most_of_tenant - counts[tenant])) for tenant, count in wanted.items())
+    chosen: list[W] = []
+    for each in sorted(running, key=lambda sequence: sequence.arrived, reverse=True):
+        if len(chosen) < claims and counts[each.tenant] > most_of_tenant:
+            counts[each.tenant] -= 1
+            chosen.append(each)
+    return chosen
 
 
 def by_fairness(waiting: Iterable[W], counters: Mapping[str, float]) -> Iterator[W]:

@@ -41,7 +41,7 @@ class Rules:
     whole_prompts: bool = False  # each prompt in one piece
     policy: Policy = "fcfs"
     first_token_s: float = 6.0  # the deadline of `abort`
-    of_tenant: int | None = None  # sequences of one tenant that run together
+    of_tenant: int | None = None  # sequences of one tenant that run together while others wait
 
 
 @dataclass(slots=True)
@@ -134,12 +134,21 @@ class Scheduler:
         self._something_changed = True
 
     def _admit(self, now: float) -> None:
-        rules = self.rules
+        """A tenant who was alone had more than its share; what is beyond it gives way now."""
+        self._join(now)
+        for sequence in policy.giving_way(self.running, self.waiting, self.rules.of_tenant):
+            self._evict(sequence)
+        if self._something_changed:
+            self._join(now)
+
+    def _join(self, now: float) -> None:
+        rules, several_wait = self.rules, len({each.tenant for each in self.waiting}) > 1
         versions = frozenset(each.version for each in self.running) - {0}
         tenants = Counter(each.tenant for each in self.running)
         batch = policy.Batch(
-            len(self.running), rules.max_batch, versions, rules.adapters_in_batch, tenants, rules.of_tenant
-        )
+            len(self.running), rules.max_batch, versions, rules.adapters_in_batch, tenants,
+            rules.of_tenant if several_wait else None,
+        )  # fmt: skip
         joined = set(policy.admit(self._order(now), batch, self._start))
         self.waiting = [each for each in self.waiting if each not in joined]
         for sequence in joined:
@@ -220,11 +229,13 @@ class Scheduler:
         while sequence in self.running:
             if self._find_room(self._missing(sequence, upto)) and self._blocks.grow(sequence, upto):
                 return True
-            newest = policy.newest(self.running)
-            self._leave(newest)
-            self._wait(newest)
-            self.counts.evictions += 1
+            self._evict(policy.newest(self.running))
         return False
+
+    def _evict(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self._wait(sequence)
+        self.counts.evictions += 1
 
     def _missing(self, sequence: Sequence, upto: int) -> int:
         return max(0, self._blocks.needed(upto) - len(sequence.blocks) * self._blocks.layers)
