@@ -1,4 +1,4 @@
-"""What one session, and its tenant, have under way in the executor, and have had; and whether that leaves room for another call."""
+"""Accounts of sessions and tenants: what each has in flight and has used, and whether there is room for another call."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -13,14 +13,14 @@ from symbiosis.executor.observe.snapshot import Usage
 from symbiosis.protocol import Limits
 from symbiosis.transport.base import Direct, Peer
 
-MOST_DIRECT, MOST_COUNTED = 10**15, 1 << 60  # rows and multiplications between two reports of a client, and in all
-BUSY_S = 0.02  # when to try again where it depends on others: some products last that long
-ALWAYS_ROOM = 4 << 20  # bytes that a session may have under way at a time, however many calls that is
+MOST_DIRECT, MOST_COUNTED = 10**15, 1 << 60  # direct rows or multiplications in one report of a client, and in all
+BUSY_S = 0.02  # when to try again if that depends on other calls: the time of a few products
+ALWAYS_ROOM = 4 << 20  # bytes that a session may always have in flight, in however many calls
 
 
 @dataclass(slots=True)
 class Rate:
-    """So much a second may come. A second's worth may be saved up, and what came too much is owed.
+    """Allows `most` a second. Up to a second's worth is saved up, and an excess is owed.
 
     >>> rate = Rate(10)
     >>> rate.take(25)
@@ -33,7 +33,7 @@ class Rate:
     _at: float = 0.0
 
     def wait(self, now: float) -> float:
-        """Seconds until something may come again; 0 where it may now."""
+        """Return the seconds until something may come again, 0 if it may now."""
         if not self.most:
             return 0.0
         self._left = min(float(self.most), self._left + (now - self._at) * self.most)
@@ -45,11 +45,11 @@ class Rate:
 
 
 class Pool:
-    """The bytes that all tenants hold together."""
+    """The bytes that the calls of all tenants hold together."""
 
     def __init__(self, most: int, readers: Callable[[], Iterable[Peer]] = tuple) -> None:
         self.most, self._readers = most, readers
-        self.bytes = 0  # of calls in flight and their replies
+        self.bytes = 0  # held by calls in flight and their replies
 
     def has_room(self, held: int) -> bool:
         unread = chain.from_iterable(reader.unread for reader in self._readers())
@@ -58,16 +58,16 @@ class Pool:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """Of one tenant; without keys of one session."""
+    """The account of one tenant; without keys, of one session."""
 
     limits: Limits
     pool: Pool = field(default_factory=lambda: Pool(1 << 62))
     usage: Usage = field(default_factory=Usage)
     in_flight: int = 0
-    bytes: int = 0  # of the calls in flight and their replies
+    bytes: int = 0  # held by calls in flight and their replies
     readers: set[Peer] = field(default_factory=set)  # the other ends of its sessions
     _rates: dict[str, Rate] = field(init=False)
-    _limited: bool = field(init=False)  # whether there is any rate
+    _limited: bool = field(init=False)  # whether any rate is limited
 
     def __post_init__(self) -> None:
         of = self.limits
@@ -79,8 +79,8 @@ class Account:
         self._limited = any(rate.most for rate in self._rates.values())
 
     def check(self, peer: Peer, held: int, own: int, now: float, scratch: int = 0) -> None:
-        """Raises BUSY if a call of `held` bytes must wait, in a session that has `own` bytes in flight. While it is computed, it needs
-        `scratch` bytes more."""
+        """Raise `CallError` unless there is room for a call of `held` bytes in a session that has `own` bytes in flight. While it is
+        computed, it needs `scratch` bytes more."""
         limits = self.limits
         if held + scratch > limits.max_tenant_bytes:
             raise CallError(
@@ -117,19 +117,19 @@ class Account:
                 raise busy(seconds, f"a tenant may send {rate.most} {what} a second", f"max-tenant-{what}-per-s")
 
     def sent(self, rows: int, multiplications: int = 0, nbytes: int = 0) -> None:
-        """A call has come."""
+        """Charge a call to the rates."""
         if self._limited:
             for rate, amount in zip(self._rates.values(), (rows, multiplications, nbytes), strict=True):
                 rate.take(amount)
 
     def begin(self, held: int) -> None:
-        """A call is under way, and holds so many bytes of the executor's memory."""
+        """Count a call in flight that holds so many bytes of the executor's memory."""
         self.in_flight += 1
         self.bytes += held
         self.pool.bytes += held
 
     def end(self, held: int, calls: int = 1) -> None:
-        """So many calls were answered or dropped, and give back the bytes that they held."""
+        """Count calls that were answered or dropped, and free the bytes that they held."""
         self.in_flight -= calls
         self.bytes -= held
         self.pool.bytes -= held
@@ -137,7 +137,7 @@ class Account:
 
 @dataclass(slots=True)
 class ServedSession:
-    """What the executor knows of one client."""
+    """The executor's record of one session."""
 
     number: int
     peer: Peer
@@ -147,7 +147,7 @@ class ServedSession:
     heard: float
     account: Account
     in_flight: int = 0
-    held: int = 0  # bytes of the calls in flight and their replies
+    held: int = 0  # bytes of its calls in flight and their replies
     calls: int = 0
     rows: int = 0
     multiplications: int = 0
@@ -155,11 +155,11 @@ class ServedSession:
     refused: int = 0
     joined: float = field(default_factory=monotonic)
     address: str = ""
-    ends_for: str = ""  # why the executor itself ends it
-    direct: Direct = Direct(0, 0, 0, False)  # what its client multiplied by itself
+    ends_for: str = ""  # the reason, if the executor itself ends it
+    direct: Direct = Direct(0, 0, 0, False)  # products that its client made directly
 
     def count_direct(self, now: Direct) -> None:
-        """Count what the client says it has multiplied by itself. Implausible figures are ignored."""
+        """Count the products that the client says it made directly. Implausible figures are ignored."""
         rows, multiplications = now.rows - self.direct.rows, now.multiplications - self.direct.multiplications
         if 0 <= rows < MOST_DIRECT and 0 <= multiplications < MOST_DIRECT and now.calls < MOST_COUNTED:
             usage, self.direct = self.account.usage, now
@@ -167,20 +167,20 @@ class ServedSession:
             usage.direct_multiplications = min(usage.direct_multiplications + multiplications, MOST_COUNTED)
 
     def begin(self, held: int = 0) -> None:
-        """A call is on its way that needs so many bytes of the executor's memory."""
+        """Count a call in flight that holds so many bytes of the executor's memory."""
         self.in_flight += 1
         self.held += held
         self.account.begin(held)
 
     def end(self, held: int = 0) -> None:
-        """A call was answered, and gives back the bytes that it held."""
+        """Count a call that was answered, and free the bytes that it held."""
         self.in_flight -= 1
         self.held -= held
         self.account.end(held)
 
 
 def half_of_memory() -> int:
-    """Bytes: of this machine, or of what the container may have."""
+    """Return half of this machine's memory in bytes, or of what the container may use."""
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no such limit
         most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -188,6 +188,6 @@ def half_of_memory() -> int:
 
 
 def busy(seconds: float, why: str, option: str = "") -> CallError:
-    """What to tell who should come again, or get a larger limit."""
+    """Return the refusal of a call that may come again in `seconds`; `option` is the limit that a larger value would lift."""
     remedy = f", or ask for a larger --{option}" if option else ""
     return CallError(Code.BUSY, f"{why}: try again in {seconds:.3f} s{remedy}", seconds)

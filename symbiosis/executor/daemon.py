@@ -31,8 +31,8 @@ WITHOUT_MPS = (
 
 
 def serve(model_name: str, options: Options) -> None:
-    """Serve until SIGTERM or SIGINT; what has come by then is still answered."""
-    torch.set_flush_denormal(True)  # before there are threads that compute for this one
+    """Serve until SIGTERM or SIGINT. Calls that have arrived by then are still answered."""
+    torch.set_flush_denormal(True)  # before torch starts threads that compute for this one
     set_up_logging(options.log_format)
     guard_process(strangers=options.key is not None)
     with shared_gpu(options):
@@ -40,19 +40,19 @@ def serve(model_name: str, options: Options) -> None:
 
 
 def guard_process(strangers: bool) -> None:
-    """No core dumps, which would hold what clients sent; as many descriptors as the system lets us have; and large blocks of
-    memory go back to the system at once, so that what strangers sent does not stay with us."""
+    """Forbid core dumps, which would hold what clients sent, and raise the limit of descriptors. With `strangers`, return large blocks
+    of memory to the system at once, so that their data do not stay in this process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     if strangers:
-        with suppress(OSError, AttributeError):  # of the GNU C library
+        with suppress(OSError, AttributeError):  # only the GNU C library has it
             ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
 
 
 @contextmanager
 def shared_gpu(options: Options) -> Iterator[None]:
-    """CUDA MPS while the executor runs, if that is wanted; a warning if a GPU has to do without."""
+    """Run CUDA MPS for the block, if the options ask for it; else warn if a GPU has to do without."""
     if options.mps:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # while loading, too: stop MPS
         with mps.running() as pipes:
@@ -65,7 +65,8 @@ def shared_gpu(options: Options) -> Iterator[None]:
 
 
 def load_and_serve(model_name: str, options: Options) -> None:
-    """Prints one line when it is ready. What `preflight` could not check without torch is checked before the weights are loaded."""
+    """Load the model and serve it, and print one line when it is ready. Before the weights are loaded, check what `preflight` could not
+    check without torch."""
     pages = Pages(options.metrics_host, options.metrics_port) if options.metrics_port is not None else None
     if pages:
         log(logging.INFO, "pages", health=pages.url("/health"), metrics=pages.url("/metrics"))
@@ -77,7 +78,7 @@ def load_and_serve(model_name: str, options: Options) -> None:
     if options.shares_weights:
         store.share()
     gc.collect()
-    gc.freeze()  # what is loaded stays: looking through it for garbage takes a tenth of a second
+    gc.freeze()  # the model stays: searching it for garbage takes a tenth of a second
     server = Server(store, options)
     log(logging.INFO, "memory", **memory_plan(store, options))
     server.listen(options.listen)
@@ -98,9 +99,9 @@ def load_and_serve(model_name: str, options: Options) -> None:
 
 
 def memory_plan(store: Store, options: Options) -> dict[str, int]:
-    """MiB of the weights, of what a session may come to have in the host's memory, and of what is left there for all sessions. Of a
-    GPU, what the executor keeps for its products, and what is left for all programs on it: each client there brings memory for its calls,
-    so much at least."""
+    """Return, in MiB, what the weights take, what a session may come to take of the host's memory, and what is free there. For a GPU,
+    add what the executor keeps for its products, what is left for other programs, and the least that each client on it brings for its
+    calls."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free}
     if store.on_gpu:

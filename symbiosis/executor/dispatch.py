@@ -1,4 +1,5 @@
-"""What becomes of a call that has come: it is refused, waits in a queue or for those that are foreseen, is rationed, or runs at once."""
+"""Decides about each call that arrives: refuse it, queue it, hold it for the calls that are foreseen with it, ration it, or run it at
+once."""
 
 import math
 import os
@@ -37,8 +38,8 @@ from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_tensor, check
 
 
 class Dispatch:
-    """What transports call (`transport.base.ServerPort`), and what it leads to until a call runs. Transports know nothing else of the
-    executor, which is why some of it only asks another part."""
+    """The executor as transports see it (`transport.base.ServerPort`). Each call is checked here and handed to whatever runs it. Some
+    methods only pass a question on, because transports know no other part."""
 
     def __init__(
         self,
@@ -52,7 +53,7 @@ class Dispatch:
         figures: LatestFigures,
         attempt: Attempt,
     ) -> None:
-        """`attempt`: does something for a peer, which is ended if that goes wrong."""
+        """`attempt` does something for a peer, and ends that peer if it fails."""
         self._store, self._options, self.limits = store, options, options.limits
         self.keyring, self.nccl = keyring, keyring is None if options.nccl is None else options.nccl
         self._sessions, self._register, self._ledger, self._figures = sessions, register, ledger, figures
@@ -72,19 +73,19 @@ class Dispatch:
         self.background = Background(options.train_share)
         self._advisor = Advisor(options.policy != "immediate" and not options.batch_invariant)
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
-        self.draining = False  # no calls are taken any more
+        self.draining = False  # set when no new calls are taken
 
     @property
     def waiting(self) -> int:
-        """Calls that have come and not begun."""
+        """How many calls have arrived and not begun to run."""
         return len(self._batcher) + len(self.cohort) + len(self.background)
 
     def wake_at(self) -> float:
-        """When `run_due` wants to be called again, or the batcher to be asked."""
+        """Return when to call `run_due`, or ask the batcher, again."""
         return min(self._batcher.wake_at(), self.cohort.wake_at(), self.background.wake_at())
 
     def wait_for_nobody(self) -> None:
-        """What has come is answered as soon as it can be: the executor ends."""
+        """Answer every call that has arrived without waiting for others to join, because the executor ends."""
         self._batcher.rules.policy, self.background.share = "immediate", 1.0
         if self.gpu.rounds is not None:
             self.gpu.rounds.drain()
@@ -166,7 +167,7 @@ class Dispatch:
             call = replace(call, op=Op.ECHO, dtype="uint8", shape=tuple(payload[0].shape))
         plan = self._plan(call)
         check_values(call, payload, self._store.manifest[call.layer])
-        if call.seeded:  # as it is now: the client may change it
+        if call.seeded:  # keep the seed as it is now: the client could change it
             payload = (payload[0].clone(),)
         out = peer.out(call, plan.shape)
         if out is None:
@@ -243,7 +244,7 @@ class Dispatch:
     ) -> Round:
         members = tuple(call for call in prepared if isinstance(call, DeviceCall))
         rounds, wanted = self.gpu.rounds, self._options.rounds and not self.gpu.shares_time
-        if rounds is None or not (wanted or again):  # who was in the midst of one goes on
+        if rounds is None or not (wanted or again):  # a client that was in the middle of a round may go on
             raise CallError(
                 Code.UNKNOWN_OP,
                 "calls are answered one by one here: MPS does not serve the executor, Triton is missing, or --no-rounds is set",
@@ -251,7 +252,7 @@ class Dispatch:
         large = bool(members) and members[0].large
         if large and self._batcher.rules.policy == "lockstep" and not again:
             raise CallError(Code.UNKNOWN_OP, "large calls take turns under lockstep, and are answered one by one")
-        # ... which an executor before us measured otherwise
+        # an executor before this one may have measured another limit
         most = math.inf if again or large else self.gpu.join_below
         round = Round(rounds.key_of(members, most), members, words, number)
         if number and not again:
@@ -265,8 +266,8 @@ class Dispatch:
         self.gpu.forget([work for work in prepared if isinstance(work, (DeviceCall, Round))])
 
     def on_doorbell(self, prepared: Prepared) -> bool:
-        """One of four things becomes of it: it waits for the others that are foreseen with it; a large call of training waits for its
-        share, while somebody decodes; what others may join waits in the batcher's queue; and all else is launched at once."""
+        """Handle a prepared call whose doorbell rang. Return whether it waits: for the calls that are foreseen with it, for training's
+        share of the GPU while somebody decodes, or in the batcher's queue. Any other call is launched at once."""
         work: DeviceWork = prepared  # type: ignore[assignment]  # what `prepare` or `compose` made
         session: ServedSession = work.peer.session
         session.heard = now = monotonic()
@@ -275,7 +276,7 @@ class Dispatch:
         if self.cohort.takes(work, now):
             return True
         if work.large and self._batcher.rules.policy != "lockstep":
-            if session.number in self._batcher.callers.live:  # others may wait for another call of it
+            if session.number in self._batcher.callers.live:  # others may be waiting for a smaller call of this session
                 self.cohort.disband()
             self._batcher.away(session.number)
             if work.priority >= Priority.TRAIN and self.background.takes(work, now):
@@ -290,19 +291,19 @@ class Dispatch:
         return False
 
     def run_due(self, now: float) -> bool:
-        """Launch what was rationed and may run now, and those that were foreseen and are complete. Whether the latter go before all that
-        waits in the queue."""
+        """Launch rationed calls whose time has come, and foreseen calls that are complete. Return whether the foreseen calls go before
+        the queue."""
         while work := self.background.next(now):
             self._attempt(work.peer, self._launch_in_turn, work, now)
         return bool(self.cohort) and self.cohort.step(now)
 
     def _launch_in_turn(self, work: DeviceWork, now: float) -> None:
-        """One that was rationed."""
+        """Launch a call that was rationed."""
         work.peer.session.end()
         self._launch(work, now)
 
     def _launch(self, work: DeviceWork, now: float) -> None:
-        """Without the batcher."""
+        """Launch a GPU's call without the batcher."""
         session: ServedSession = work.peer.session
         rationed = work.large and work.priority >= Priority.TRAIN
         is_new = not isinstance(work, Round) or not work.left
@@ -333,7 +334,7 @@ class Dispatch:
 
 
 def _check_allowed(session: ServedSession, call: Call) -> None:
-    """Figures are for the operator; an observer makes no calls."""
+    """Refuse figures to tenants, because they tell of others, and calls of layers to observers."""
     if call.op is Op.STATS and session.peer.tenant is not None:
         raise CallError(
             Code.NOT_ALLOWED,

@@ -72,7 +72,7 @@ class Executor:
         return self.endpoints[0]
 
     def close(self, drain: bool = True) -> None:
-        """Answer what has come, then end."""
+        """End the executor; with `drain`, answer the calls that have arrived first."""
         (self.server.drain if drain else self.server.stop)()
         self._thread.join(timeout=30)
 
@@ -86,12 +86,12 @@ class Executor:
 
 
 def _as_said(value: Any) -> Any:
-    """A device or dtype of torch by its name, as the command line has it."""
+    """Return a torch device or dtype by its name on the command line, and any other value as it is."""
     return str(value).removeprefix("torch.") if isinstance(value, torch.device | torch.dtype) else value
 
 
 def _check_model(model: Any, options: Options) -> None:
-    """`ConfigError` if a program hands over what is no base model, or options for one that is loaded."""
+    """Raise `ConfigError` if `model` is not a base model with weights, or the options contradict it."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"Executor takes a model, not {model!r:.80}: a model, its directory, a hub id, or 'demo'")
     for name, module in model.named_modules():
@@ -116,6 +116,6 @@ def _check_model(model: Any, options: Options) -> None:
 
 
 def _own(model: nn.Module, name: str) -> list[str]:
-    """The devices or dtypes of a model's parameters; a GPU by its number and without."""
+    """Return the devices or dtypes of a model's parameters; a GPU both with its number and without."""
     found = {str(getattr(parameter, name)).removeprefix("torch.") for parameter in model.parameters()}
     return sorted(found | {one.partition(":")[0] for one in found})

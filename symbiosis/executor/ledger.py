@@ -1,4 +1,4 @@
-"""Where all that happened is counted: by layer and op, by session and tenant, by transport, and by what was refused."""
+"""The one place where the executor counts what happens: by layer and op, session, tenant and transport, and by refusal."""
 
 import logging
 from collections import Counter, defaultdict
@@ -36,16 +36,16 @@ class Ledger:
         self.started = monotonic()
         self.lines: defaultdict[tuple[int, Op], Line] = defaultdict(Line)
         self.batch_sizes: Counter[int] = Counter()
-        self.bytes: Counter[str] = Counter()  # by transport
+        self.bytes: Counter[str] = Counter()  # payloads, by transport
         self.errors: Counter[str] = Counter()
         self.refused_joins: Counter[tuple[str, str]] = Counter()  # by tenant and code
         self.kept_out: Counter[str] = Counter()  # handshakes that were refused, by reason
-        self.dropped = 0  # sessions, for silence
+        self.dropped = 0  # sessions that were dropped for silence
 
     # ------------------------------------------------------------------ what came
 
     def came(self, session: ServedSession, plan: Plan) -> None:
-        """A call, or a round of them, that will be answered."""
+        """Count a call, or a round of calls, that will be answered."""
         rows = plan.rows * plan.calls
         session.calls += plan.calls
         session.rows += rows
@@ -59,11 +59,11 @@ class Ledger:
         session.account.sent(rows, plan.multiplications, plan.moved)
 
     def refused(self, code: Code) -> None:
-        """A call, or a client."""
+        """Count a refusal of a call or of a client."""
         self.errors[code.name] += 1
 
     def refused_call(self, session: ServedSession, call: Call, code: Code) -> None:
-        """A session is refused a call: the 1st, 2nd, 4th, ... time the log says so."""
+        """Count a call that a session was refused, and log it the 1st, 2nd, 4th, ... time."""
         session.refused += 1
         if worth_logging(session.refused):
             layer = self.names[call.layer] if call.layer < len(self.names) else call.layer
@@ -75,7 +75,7 @@ class Ledger:
     # ------------------------------------------------------------------ what was answered
 
     def ran(self, batch: Batch, seconds: float) -> None:
-        """A turn of a product; its seconds are shared among those who called, by their rows."""
+        """Count a turn of a product. Its seconds are shared among the tenants that called, by their rows."""
         each = seconds / max(1, batch.rows)
         for item, start, stop in batch.slices:
             session: ServedSession | None = item.work.peer.session
@@ -87,24 +87,24 @@ class Ledger:
             self._multiplied(work.calls, len(batch.slices), batch.seconds + seconds)
 
     def launched(self, session: ServedSession, seconds: float) -> None:
-        """A GPU was told to make a call, a round, or a part of one."""
+        """Count the seconds of a call, a round, or a part of one that was launched on a GPU."""
         session.account.usage.seconds += seconds
 
     def answered_alone(self, work: DeviceWork, reply: Reply) -> None:
-        """A call of a GPU, or a round, was launched alone; how long it takes no CPU knows."""
+        """Count a GPU's call or round that was launched alone. No CPU sees how long it takes."""
         self._called([work])
         self._multiplied(work.calls, 1, 0.0)
         if reply.code is not Code.OK:
             self.refused(reply.code)
 
     def joined(self, batch: Batch) -> None:
-        """Calls of GPUs were answered together."""
+        """Count GPUs' calls that were answered together."""
         self._called([piece.item.work for piece in batch.slices])
         call: Call = batch.slices[0].item.work.calls[0]
         self.lines[call.layer, call.op].wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
 
     def together(self, works: Sequence[DeviceWork], wait_s: float, seconds: float) -> None:
-        """Calls of GPUs were answered by one product that had been foreseen."""
+        """Count GPUs' calls that were foreseen and answered by one product."""
         each = seconds / sum(work.plan.rows for work in works)
         for work in works:
             session: ServedSession | None = work.peer.session
@@ -117,7 +117,7 @@ class Ledger:
         self.lines[call.layer, call.op].wait_s += wait_s
 
     def answered(self, work: Work, reply: Reply) -> None:
-        """A call of a batch, or all of a round."""
+        """Count the reply to a call of a batch, or to a whole round."""
         session: ServedSession | None = work.peer.session
         call = work.calls[0] if isinstance(work, Repeated) else work.call
         if session is None or not session.observer:
@@ -135,7 +135,7 @@ class Ledger:
             self.refused_call(session, call, reply.code)
 
     def _called(self, works: Sequence[DeviceWork]) -> None:
-        """These calls of GPUs, of one key, have come."""
+        """Count GPUs' calls of the same key by layer and transport."""
         for calls in zip(*(work.calls for work in works), strict=True):
             line = self.lines[calls[0].layer, calls[0].op]
             line.calls += len(calls)
@@ -144,7 +144,7 @@ class Ledger:
             self.bytes[work.peer.transport] += work.plan.moved
 
     def _multiplied(self, calls: Sequence[Call], together: int, seconds: float) -> None:
-        """Products of so many calls each have run."""
+        """Count one product for each of `calls`, each of which `together` clients shared."""
         for call in calls:
             line = self.lines[call.layer, call.op]
             line.batches += 1

@@ -1,4 +1,4 @@
-"""What the engine tells of calls that ran: they are counted, and no longer under way in their sessions."""
+"""Handles what the engine reports: calls that ran are counted, and are no longer in flight."""
 
 from collections.abc import Callable, Sequence
 from time import monotonic
@@ -12,22 +12,22 @@ from symbiosis.protocol import Reply
 
 
 class Outcomes:
-    """`attempt`: does something for a peer, which is ended if that goes wrong."""
+    """`attempt` does something for a peer, and ends that peer if it fails."""
 
     def __init__(self, ledger: Ledger, attempt: Callable[..., Any]) -> None:
         self._ledger, self._attempt = ledger, attempt
 
     def answered(self, work: Work, reply: Reply) -> None:
-        """A call of a batch, or a round."""
+        """Note the reply to a call of a batch, or to a round."""
         self._ledger.answered(work, reply)
         session: ServedSession | None = work.peer.session
         if session is not None:
-            # a GPU's calls lie in memory of the session's own
+            # a GPU's calls lie in the session's own memory
             session.end(0 if isinstance(work, Repeated) else work.plan.held)
             session.heard = monotonic()
 
     def answered_together(self, batch: Batch) -> None:
-        """Calls of GPUs, by the GPU."""
+        """Note GPUs' calls that the GPU has joined and answered."""
         together, now = len(batch.slices), monotonic()
         for item, _, _ in batch.slices:
             peer = item.work.peer
@@ -39,7 +39,7 @@ class Outcomes:
         self._ledger.joined(batch)
 
     def went_together(self, works: Sequence[DeviceWork], waited: float, seconds: float) -> None:
-        """Calls of GPUs that had been foreseen were launched as one product."""
+        """Note GPUs' calls that were foreseen and launched as one product."""
         for work in works:
             self._attempt(work.peer, work.peer.count, len(works), work.plan.calls)
         self._ledger.together(works, waited, seconds)

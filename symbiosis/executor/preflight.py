@@ -1,4 +1,4 @@
-"""What is wrong with an executor's options is found before torch is imported and before a weight is read; all is said at once."""
+"""Checks an executor's options before torch is imported or a weight is read, and reports everything that is wrong at once."""
 
 import ctypes
 import importlib.metadata
@@ -30,11 +30,11 @@ from symbiosis.security.keys import Keyring
 from symbiosis.security.ownership import check_socket, make_folder
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
-LONGEST_SOCKET = 107  # bytes of a Unix socket's path
+LONGEST_SOCKET = 107  # bytes that the path of a Unix socket may have
 
 
 def check(options: Options) -> str:
-    """The model's name; or `ConfigError`, with a line for each thing that is wrong."""
+    """Return the model's name, or raise `ConfigError` with a line for each thing that is wrong."""
     with ExitStack() as held:  # ports stay taken until all are, so that two options cannot want the same one
         if problems := [line for test in TESTS for line in test(options, held)]:
             raise ConfigError("\n".join(dict.fromkeys(problems)))
@@ -43,7 +43,7 @@ def check(options: Options) -> str:
 
 
 def _said(test: Callable[[Options, ExitStack], object]) -> Callable[[Options, ExitStack], Iterator[str]]:
-    """The ConfigErrors that a test raises, as lines."""
+    """Make a test yield the messages of the ConfigErrors that it raises."""
 
     def lines(options: Options, held: ExitStack) -> Iterator[str]:
         try:
@@ -72,7 +72,7 @@ def check_model(options: Options, held: ExitStack) -> None:
 
 
 def check_room(model: str, needed: int, free: int, where: str) -> None:
-    """Whether so many bytes of weights fit."""
+    """Raise `ConfigError` if the weights do not fit into the free memory."""
     if needed > free:
         raise ConfigError(
             f"the weights of {model!r} need {needed / 2**30:.1f} GiB, and {where} has {free / 2**30:.1f} GiB free: end what else "
@@ -81,7 +81,7 @@ def check_room(model: str, needed: int, free: int, where: str) -> None:
 
 
 def check_endpoints(options: Options, held: ExitStack) -> Iterator[str]:
-    """Where others can reach this process: each must be free."""
+    """Check that each endpoint is valid and free."""
     for url in dict.fromkeys(options.listen):
         if options.listen.count(url) > 1 and not url.endswith((":0", ":*")):
             yield f"cannot listen at {url} twice"
@@ -101,7 +101,7 @@ def check_inproc(address: str, options: Options, held: ExitStack) -> Iterator[st
 
 
 def check_local(address: str, options: Options, held: ExitStack) -> Iterator[str]:
-    """The path of a Unix socket. Its folder is made, as the listener would."""
+    """Check the path of a Unix socket, and make its folder as the listener would."""
     path = Path(address)
     if len(os.fsencode(path)) > LONGEST_SOCKET:
         yield f"cannot listen at local://{address}: the path has more than {LONGEST_SOCKET} bytes"
@@ -120,7 +120,7 @@ def check_local(address: str, options: Options, held: ExitStack) -> Iterator[str
 
 
 def check_tcp(address: str, options: Options, held: ExitStack) -> Iterator[str]:
-    """A host and port of this machine, which strangers reach with keys only."""
+    """Check that a host and port are this machine's and free, and open to other machines only with keys."""
     import zmq
 
     if "?" in address:
@@ -169,7 +169,7 @@ def check_audit_log(options: Options, held: ExitStack) -> None:
 
 @_said
 def check_device(options: Options, held: ExitStack) -> None:
-    """As the driver's own tools tell: asking CUDA would initialise it, before MPS can be joined."""
+    """Check the device with the driver's own tools, because asking CUDA would initialise it before MPS can be joined."""
     found = DEVICE.fullmatch(options.device)
     if found is None:
         raise ConfigError(f"--device {options.device!r}: a device is cpu, cuda or cuda:NUMBER")
@@ -199,7 +199,7 @@ TESTS: tuple[Callable[[Options, ExitStack], Iterator[str]], ...] = (
 
 
 def visible_gpus() -> list[str] | None:
-    """What nvidia-smi calls the GPUs that this process may use; None where it cannot be told without CUDA."""
+    """Return nvidia-smi's names of the GPUs that this process may use, or None if only CUDA could tell."""
     listed = _nvidia_smi("index")
     if listed is None:
         return None if _has_driver() else []
@@ -208,7 +208,7 @@ def visible_gpus() -> list[str] | None:
 
 
 def free_gpu_memory(device: str) -> int | None:
-    """In bytes; None where it cannot be told without CUDA."""
+    """Return the free memory of a GPU in bytes, or None if only CUDA could tell."""
     gpus, found = visible_gpus(), DEVICE.fullmatch(device)
     if not gpus or found is None or (number := int(found[1] or 0)) >= len(gpus):
         return None

@@ -1,4 +1,4 @@
-"""The executor's loop: messages in, batches out to the engine, signs of life."""
+"""The executor's loop: it reads messages, runs batches, and watches for clients that have gone silent."""
 
 import errno
 import logging
@@ -32,9 +32,9 @@ from symbiosis.transport import Listener, Reactor, listen
 from symbiosis.transport.reactor import Served
 
 TICK_S = 0.5
-LONG_S = 1e-3  # of a product during which another worker may take the turn: waking one costs tens of microseconds
-MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: some products
-# A GPU takes longer for a product beside the clients' kernels than alone, as it was measured. Threads that wait for a core are late.
+LONG_S = 1e-3  # during a product this long another worker runs the loop; waking one costs tens of microseconds
+MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: the time of a few products
+# A product is measured alone on the GPU, and takes longer beside the clients' kernels. On a CPU, threads that wait for a core are late.
 SPREAD, OVERDUE = {True: 4.0, False: 1.0}, {True: 1.5, False: 3.0}
 NO_DESCRIPTOR = (
     "no descriptor is left: new clients wait until connections end. Start the executor with a higher limit (ulimit -Hn), or lower "
@@ -43,7 +43,8 @@ NO_DESCRIPTOR = (
 
 
 class Server:
-    """Owns the reactor. Everything but `stop` and `drain` runs in the thread that has the turn."""
+    """Owns the reactor and the listeners. `stop`, `drain`, `health` and `snapshot` may be called from any thread; everything else runs
+    in the worker that has the turn."""
 
     dispatch_class: type[Dispatch] = Dispatch
 
@@ -65,15 +66,15 @@ class Server:
         self.contention = Contention() if self.batcher.rules.policy == "opportunistic" and not store.on_gpu else None
         self.listeners: list[Listener] = []
         self._more = self._stopped = False
-        self._turn = threading.Lock()  # of the workers
-        self._failure: BaseException | None = None  # of the first of them that failed
-        self._mistakes = 0  # of ours, each of which ended one peer
-        self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of those who do not have it
+        self._turn = threading.Lock()  # held by the worker that runs the loop
+        self._failure: BaseException | None = None  # what ended the first worker that failed
+        self._mistakes = 0  # bugs of the executor, each of which ended one peer
+        self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of workers without the turn
         self._next_tick = 0.0
         self._no_descriptor = Alarm()
 
     def listen(self, urls: tuple[str, ...]) -> None:
-        """Answer at these endpoints, too."""
+        """Answer at these endpoints as well."""
         self.listeners += [listen(url, self.reactor, self.dispatch) for url in urls]
 
     # ------------------------------------------------------------------ the loop
@@ -101,13 +102,13 @@ class Server:
             raise self._failure
 
     def _work(self) -> None:
-        """What each worker does. One at a time has the turn: it listens, decides and answers. For as long as a product takes
-        that is worth it, it leaves that to the next."""
-        torch.set_grad_enabled(False)  # of this thread
+        """Run one worker. One worker at a time has the turn: it listens, decides and answers. While it computes a long product, it
+        passes the turn on."""
+        torch.set_grad_enabled(False)  # a setting of this thread
         torch.set_flush_denormal(
             True
-        )  # and of those that compute for it: with such numbers a product takes 30 times as long
-        torch.get_num_threads()  # sets that number for it: till then BLAS takes all cores, and rounds otherwise than other threads
+        )  # here and in the threads that compute for it: products with denormal numbers take 30 times as long
+        torch.get_num_threads()  # applies that number to this thread: until then BLAS takes all cores, and so rounds differently
         with self._turn:
             try:
                 while not self._over():
@@ -115,7 +116,7 @@ class Server:
                     self._step()
             except BaseException as error:
                 self._failure = self._failure or error
-            self.stop()  # the others, too
+            self.stop()  # ends the other workers, too
 
     def _over(self) -> bool:
         if self._stopped or not self.dispatch.draining:
@@ -124,7 +125,7 @@ class Server:
         return not (self._computing or self.dispatch.waiting or (rounds is not None and rounds.running))
 
     def _step(self) -> None:
-        """Run one batch, if one is ready; calls may arrive in a tick, too."""
+        """Reply for the products that other workers have finished, then run one batch if one is ready."""
         while self._computed:
             self._answer(*self._computed.popleft())
         if monotonic() >= self._next_tick:
@@ -149,19 +150,19 @@ class Server:
             self._more = self._more or not self.batcher.idle
 
     def _leaves_time(self, batch: Batch) -> bool:
-        """Whether another worker should have the turn meanwhile. It would not let the calls gather that come while few rows are
-        multiplied; together they run faster, and on all workers' cores."""
+        """Whether to pass the turn on while `batch` is computed. Not for a few rows: calls that arrive meanwhile should gather, because
+        together they run faster, and on all workers' cores."""
         gathers = batch.rows <= MOST_ROWS and self.batcher.rules.policy != "immediate"
         return not gathers and self.batcher.costs.of_turn(batch) > LONG_S
 
     def _compute_meanwhile(self, batch: Batch) -> None:
-        """Others have the turn."""
+        """Compute `batch` without the turn. The worker that has it then sends the replies."""
         self._computing += 1
         self._turn.release()
         try:
             seconds = self.engine.compute(batch)
             self._computed.append((batch, seconds))
-            self.reactor.wake()  # whoever has the turn may answer at once
+            self.reactor.wake()  # so that the worker that has the turn replies at once
         finally:
             self._turn.acquire()
 
@@ -172,23 +173,23 @@ class Server:
 
     def _ran(self, batch: Batch, seconds: float) -> None:
         self.ledger.ran(batch, seconds)
-        self.batcher.done(batch, seconds, max(monotonic(), batch.formed + seconds))  # a GPU has yet to end
+        self.batcher.done(batch, seconds, max(monotonic(), batch.formed + seconds))  # a GPU may still be computing
 
     def _patience(self) -> float:
-        """How long to sleep if nothing arrives; not at all while there is more to run."""
+        """Return how long to sleep if nothing arrives: not at all while there is more to run."""
         if self._more:
             return 0.0
         return max(0.0, min(self.dispatch.wake_at(), self._next_tick) - monotonic())
 
     def _tick(self) -> None:
-        """Once in a while: signs of life, and sessions that gave none."""
+        """Do what is due every half second: look after listeners, and drop sessions that have been silent for too long."""
         now = monotonic()
         late, self._next_tick = now - self._next_tick, now + TICK_S
         self._look_for_descriptors(now)
         for listener in self.listeners:
             self.reactor.attempt(None, listener.tick)
         self.reactor.attempt(None, self.register.look)
-        if late > self.options.heartbeat_s / 2:  # this process was frozen: what was said meanwhile is not read yet
+        if late > self.options.heartbeat_s / 2:  # this process was frozen, and has yet to read what came meanwhile
             return
         for session in self.sessions.silent(now):
             self.ledger.dropped += 1
@@ -197,7 +198,7 @@ class Server:
             self.reactor.attempt(session.peer, session.peer.close)
 
     def _failed(self, peer: Served | None, error: Exception) -> None:
-        """A mistake of ours, which ends that peer and nobody else; but what broke the device ends the executor."""
+        """Log a bug of the executor that has ended one peer. If the GPU is broken, raise, which ends the executor."""
         if not self.gpu.works:
             raise error
         self._mistakes += 1
@@ -210,7 +211,7 @@ class Server:
             )  # fmt: skip
 
     def _look_for_descriptors(self, now: float) -> None:
-        """Without one nobody new is let in, and ZeroMQ says nothing of it."""
+        """Warn if no file descriptor is left: then no client can join, and ZeroMQ does not say so."""
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as error:
@@ -219,13 +220,13 @@ class Server:
                 log(logging.WARNING, NO_DESCRIPTOR, descriptors=limit, sessions=len(self.sessions))
 
     def drain(self) -> None:
-        """Answer what has come, take nothing new, then end `run`. Callable from any thread or signal handler."""
+        """Answer the calls that have arrived, take no new ones, then end `run`. Callable from any thread or signal handler."""
         self.dispatch.draining = self.sessions.closed = True
         self.reactor.call_soon(self._stop_listening)
 
     def health(self, stalled_s: float) -> str:
-        """`ready` while calls are answered; `starting`, `draining`, or `stalled` when the loop has not turned for so long. Callable from any
-        thread."""
+        """Return `ready` while calls are answered, else `starting`, `draining`, or `stalled` if the loop has not run for `stalled_s`
+        seconds. Callable from any thread."""
         if self.dispatch.draining or self._stopped:
             return "draining"
         if not self._next_tick:
@@ -234,7 +235,7 @@ class Server:
 
     @property
     def turned_s(self) -> float:
-        """How long ago the loop last looked at its clock, which it does every half second. Callable from any thread."""
+        """Seconds since the loop was last due to look at its clock, which it does every half second. Callable from any thread."""
         return max(0.0, monotonic() - self._next_tick + TICK_S)
 
     def stop(self) -> None:
@@ -243,13 +244,13 @@ class Server:
         self.reactor.wake()
 
     def _stop_listening(self) -> None:
-        """Leave the endpoints to a successor, which may start now; and wait for nobody to answer what has come."""
+        """Leave the endpoints to a successor, which may start now, and answer without waiting for calls to join."""
         self.dispatch.wait_for_nobody()
         for listener in self.listeners:
             listener.stop_accepting()
 
     def snapshot(self) -> Snapshot:
-        """The figures as they are now. Callable from any thread."""
+        """Return the current figures. Callable from any thread."""
         return snapshot_of(
             self.ledger, list(self.sessions.values()), self.sessions.usage, self.batcher.rules.policy,
             [listener.url for listener in self.listeners], self.dispatch.waiting,

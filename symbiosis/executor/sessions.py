@@ -1,4 +1,4 @@
-"""Who is joined: clients are let in, as many as may be, and leave."""
+"""The sessions that are joined: admits clients within the limits, and lets them leave."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,24 +13,24 @@ from symbiosis.executor.observe.snapshot import Usage
 from symbiosis.protocol import VERSION, Hello
 from symbiosis.transport import Peer
 
-MOST_OBSERVERS = 16  # without keys; of tenants they are sessions like others
+MOST_OBSERVERS = 16  # applies without keys; a tenant's observers are sessions like others
 
 
 class Sessions(dict[int, ServedSession]):
-    """All that are joined, by number."""
+    """The joined sessions, by number."""
 
     def __init__(self, store: Store, options: Options, register: JoinLog, keyed: bool) -> None:
-        """`keyed`: keys tell whose each session is."""
+        """`keyed` says whether keys tell the tenant of each session."""
         self._store, self._limits, self._heartbeat_s = store, options.limits, options.heartbeat_s
         self._register, self._keyed = register, keyed
         self._pool = Pool(options.max_bytes or half_of_memory(), lambda: (session.peer for session in self.values()))
         self.accounts: dict[str, Account] = {}  # by tenant
         self._without_keys = Usage()
         self._numbers = itertools.count(1)
-        self.closed = False  # nobody new is let in
+        self.closed = False  # set when no new session may join
 
     def join(self, peer: Peer, hello: Hello) -> ServedSession:
-        """Let a client in; raises `CallError` to refuse it."""
+        """Let a client in, or raise `CallError` to refuse it."""
         client = name_of(hello)
         try:
             account = self._account(peer.tenant)
@@ -48,7 +48,7 @@ class Sessions(dict[int, ServedSession]):
         return session
 
     def leave(self, session: ServedSession, why: str) -> None:
-        """Its client is gone; what it had under way is dropped."""
+        """Remove a session whose client has gone, and drop its calls in flight."""
         self.pop(session.number, None)
         session.account.readers.discard(session.peer)
         session.account.end(session.held, session.in_flight)
@@ -56,25 +56,25 @@ class Sessions(dict[int, ServedSession]):
         self._register.left(session, session.ends_for or why)
 
     def silent(self, now: float) -> Iterator[ServedSession]:
-        """Those that wait for nothing, and have given no sign of life for too long."""
+        """Yield the sessions that have no call in flight and have given no sign of life for too long."""
         for session in list(self.values()):
             if not session.in_flight and now - session.heard > self._heartbeat_s:
                 yield session
 
     @property
     def usage(self) -> dict[str, Usage]:
-        """What each tenant has had since the start; without keys, all together."""
+        """The use of each tenant since the start; without keys, of all clients together."""
         named = {tenant: account.usage for tenant, account in list(self.accounts.items())}
         return named if self._keyed else {"": self._without_keys, **named}
 
     def _account(self, tenant: str | None) -> Account:
-        """The tenant's; where there are no keys, a new one."""
+        """Return the tenant's account; without keys, a new one."""
         if tenant is None:
             return Account(self._limits, self._pool, self._without_keys)
         return self.accounts.setdefault(tenant, Account(self._limits, self._pool))
 
     def _admit(self, hello: Hello, tenant: str | None, account: Account) -> None:
-        """`CallError` if it cannot be let in."""
+        """Raise `CallError` if the client cannot be let in."""
         if hello.version != VERSION:
             raise CallError(
                 Code.BAD_VERSION,
