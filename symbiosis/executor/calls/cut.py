@@ -1,11 +1,11 @@
-"""How the work of a call is cut, in plain numbers: its result is a grid of cells, and a turn computes a run of them."""
+"""Cuts the work of a call: its result is a grid of cells, and a turn computes a run of them. Plain numbers, no torch."""
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
 
 from symbiosis.protocol import Call, Op
 
-BLOCK = 64  # rows of a cell: products of fewer cost more for each
+BLOCK = 64  # rows of a cell; with fewer, each row costs more
 PANEL = 256  # columns of a cell
 
 Grid = tuple[int, ...]
@@ -13,13 +13,13 @@ Box = tuple[slice, ...]
 
 
 def grid_of(call: Call, shape: Sequence[int], widths: Sequence[int]) -> Grid:
-    """The cells of the result, which has this `shape`; the rows of a call that goes by rows are cut already, and what is left are
-    the columns of each member, of these `widths`. The part of a weight that a run of cells needs is as small as can be."""
+    """Return the grid of a result of this `shape`. A call that goes by rows is cut into slices before, which leaves the columns of each
+    member, of these `widths`. Cells are ordered so that a run of them needs as little of a weight as possible."""
     return (sum(map(panels, widths)),) if call.by_rows else GRIDS[call.op](shape)
 
 
 def leading(shape: Sequence[int]) -> Grid:
-    """As few dimensions as are needed for what lies behind them to be small.
+    """Return the first dimensions of `shape`, as many as are needed for the rest to be small.
 
     >>> leading((30, 20, 500)), leading((3, 1 << 20))
     ((30, 20), (3, 1048576))
@@ -31,7 +31,7 @@ def leading(shape: Sequence[int]) -> Grid:
 
 
 def boxes(grid: Grid, first: int, last: int) -> Iterator[Box]:
-    """The cells from `first` to `last` of a grid, counted row by row, as few boxes as can be.
+    """Yield the cells from `first` to `last` of a grid, counted row by row, as few boxes as possible.
 
     >>> [tuple((side.start, side.stop) for side in box) for box in boxes((3, 4), 2, 9)]
     [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
@@ -43,7 +43,7 @@ def boxes(grid: Grid, first: int, last: int) -> Iterator[Box]:
         return
     row, start = divmod(first, inner)
     stop = min(last, (row + 1) * inner)
-    if start:  # what is left of a row that was begun
+    if start:  # the rest of a row that was begun
         yield from _in_row(grid, row, start, stop - row * inner)
         yield from boxes(grid, stop, last) if stop < last else ()
         return
@@ -66,7 +66,8 @@ def panels(columns: int) -> int:
 
 
 def rows_of(side: slice, rows: int) -> slice:
-    """The rows of blocks; the last one has those that are left over, since few rows by themselves are multiplied by other means.
+    """Return the rows of these blocks. The last block includes the rows left over, because few rows by themselves would be multiplied
+    by another formula.
 
     >>> rows_of(slice(1, 2), 150)
     slice(64, 150, None)
@@ -75,7 +76,7 @@ def rows_of(side: slice, rows: int) -> slice:
 
 
 def columns_of(side: slice, columns: int) -> slice:
-    """The columns of panels, in the same way."""
+    """Return the columns of these panels. The last panel includes the columns left over."""
     return _scaled(side, PANEL, panels(columns), columns)
 
 
@@ -83,7 +84,7 @@ def _scaled(side: slice, step: int, count: int, most: int) -> slice:
     return slice(side.start * step, most if side.stop >= count else side.stop * step)
 
 
-GRIDS: dict[Op, Callable[[Sequence[int]], Grid]] = {  # of calls that do not go by rows
+GRIDS: dict[Op, Callable[[Sequence[int]], Grid]] = {  # for calls that do not go by rows
     Op.PRODUCT: lambda shape: (shape[0], panels(shape[2]), row_blocks(shape[1])),
     Op.LEFT: lambda shape: (*shape[:-2], row_blocks(shape[-2]), panels(shape[-1])),
     Op.GROUPED: lambda shape: (panels(shape[1]), row_blocks(shape[0])),

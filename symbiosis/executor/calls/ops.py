@@ -1,4 +1,4 @@
-"""What calls make that do not go by rows: for each op a box of its cells, or all of them."""
+"""Computes calls that do not go by rows: a box of their cells, or all of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,12 +15,12 @@ from symbiosis.protocol import Call, Op
 from symbiosis.transport.tensors import TORCH_DTYPE
 
 Index = tuple[slice, ...]
-Part = tuple[Index, Tensor]  # where in the result it belongs, and what
+Part = tuple[Index, Tensor]  # a part of the result, and where it belongs there
 Payload = tuple[Tensor, ...]
 
 
 class Ops:
-    """`here` puts a part of a payload where it is multiplied."""
+    """`here` copies a part of a payload to the device that computes."""
 
     def __init__(self, store: Store, here: Callable[[Tensor], Tensor]) -> None:
         self._store, self._here = store, here
@@ -41,7 +41,7 @@ class Ops:
         self.part(call, payload, out, tuple(slice(0, side) for side in grid_of(call, out.shape, ())))
 
     def part(self, call: Call, payload: Payload, out: Tensor, box: Box) -> None:
-        """Compute a box of cells into its place. A copy to or from a GPU is not waited for."""
+        """Compute a box of cells into its place. Copies to or from a GPU are not waited for."""
         index, value = self.makes[call.op](call, payload, out, box)
         target = out.view(-1) if call.op is Op.ECHO else out
         target[index].copy_(value, non_blocking=True)
@@ -64,7 +64,7 @@ class Ops:
         columns, rows = columns_of(box[0], out.shape[1]), rows_of(box[1], out.shape[0])
         x_TK, ends_G = map(self._here, (payload[0][rows], payload[1]))
         groups = slice(None)
-        if len(x_TK) < len(out):  # the groups that have any of these rows
+        if len(x_TK) < len(out):  # keep the groups that have any of these rows
             first, last = torch.searchsorted(ends_G, torch.tensor([rows.start, rows.stop - 1]), right=True).tolist()
             if first == len(ends_G):
                 return (rows, columns), out.new_zeros(len(x_TK), 1)

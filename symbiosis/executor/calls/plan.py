@@ -1,4 +1,4 @@
-"""What follows from a call alone: checked and worked out once, then looked up whenever the same call comes again."""
+"""Plans: what follows from a call's header alone, worked out once and looked up whenever the same call comes again."""
 
 from collections.abc import Hashable, Sequence
 from math import prod
@@ -13,11 +13,11 @@ from symbiosis.executor.model.store import Store
 from symbiosis.protocol import ITEMSIZE, Call, Op, View, width
 from symbiosis.transport.tensors import Shapes
 
-WORTH_CUTTING = 1 << 20  # multiplications: what takes less, nobody is kept waiting by
+WORTH_CUTTING = 1 << 20  # multiplications; a shorter call keeps nobody waiting
 
 
 class Key(msgspec.Struct, frozen=True, cache_hash=True):
-    """Calls of one key can run as one product."""
+    """Calls of the same key can run as one product."""
 
     layers: tuple[int, ...]
     op: Op
@@ -27,26 +27,26 @@ class Key(msgspec.Struct, frozen=True, cache_hash=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """How a valid call is batched, what it answers, and what it costs."""
+    """How a valid call is batched, what its reply looks like, and what it costs."""
 
     key: Hashable
     rows: int
     nbytes: int
     shape: tuple[int, ...]
     held: int  # bytes of the payload and the reply
-    parts: Shapes  # of what lies in memory for each member of a group
+    parts: Shapes  # what lies in memory for each member of a group
     joinable: bool
-    calls: int = 1  # that it is of: more for a round
+    calls: int = 1  # more than one for a round
     multiplications: int = 0
-    moved: int = 0  # bytes that come and go
+    moved: int = 0  # bytes of the payload and the reply, as they are sent
     scratch: int = 0  # bytes besides `held` while one of its turns is computed
-    turns: int = 1  # at least so many
-    grid: Grid = (1,)  # of the cells that it can be cut into
-    cells: int = 1  # of which there are so many
+    turns: int = 1  # least number of turns
+    grid: Grid = (1,)  # the cells that it can be cut into
+    cells: int = 1  # how many those are
 
 
 def make_plan(call: Call, store: Store, options: Options) -> Plan:
-    """The plan of `call`; `CallError` if the call is wrong, whatever its values are."""
+    """Return the plan of `call`, or raise `CallError` if the call is wrong whatever its values are."""
     shape = check_call(call, store, options)
     widths = [width(store.manifest[layer]) for layer in call.layers] if call.op is Op.FORWARD else list(shape[1:])
     grid: Grid = (1,) if store.on_gpu or not prod(shape) else grid_of(call, shape, widths)
@@ -71,7 +71,7 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
 
 
 def plan_of_round(key: Hashable, plans: Sequence[Plan]) -> Plan:
-    """The plan of a round: of calls that follow one another, all with the same number of rows."""
+    """Return the plan of a round: of calls one behind the other, all with the same number of rows."""
     nbytes, held = sum(plan.nbytes for plan in plans), sum(plan.held for plan in plans)
     work, moved = sum(plan.multiplications for plan in plans), sum(plan.moved for plan in plans)
     return Plan(key, plans[0].rows, nbytes, (), held, (), True, len(plans), work, moved)

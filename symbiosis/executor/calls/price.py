@@ -1,4 +1,4 @@
-"""What a call costs, known from its header alone: the multiplications, and the bytes that it needs."""
+"""Prices: the multiplications and the bytes that a call takes, known from its header alone."""
 
 from collections.abc import Callable, Sequence
 from math import ceil, prod
@@ -11,23 +11,23 @@ from symbiosis.errors import CallError, Code
 from symbiosis.executor.model.store import Store
 from symbiosis.protocol import ITEMSIZE, WEIGHT_BITS, Call, Op
 
-MOST_SCRATCH = 1 << 30  # bytes that one turn of a call may need besides its payload and its reply, if it can be cut
-MOVED = 8  # multiplications in the time of moving a value to memory that is new
-GROUP = 1 << 12  # multiplications in the time of looking whether a group has rows
-KEY_BLOCK = 32  # bytes by which a row of a keystream may be longer, with what lies behind it
+MOST_SCRATCH = 1 << 30  # bytes that a turn may need besides payload and reply, if the call can be cut
+MOVED = 8  # moving a value to fresh memory takes as long as so many multiplications
+GROUP = 1 << 12  # so does looking whether a group has rows
+KEY_BLOCK = 32  # a row of a keystream may be longer by so many bytes, padding included
 
 
 class Price(msgspec.Struct, frozen=True):
-    """Of one call. `turns`: in so many it is computed at least. `scratch`: bytes besides payload and reply in one of them."""
+    """The price of one call. It takes at least so many `turns`, and each needs `scratch` bytes besides payload and reply."""
 
-    multiplications: int  # with what takes as long
+    multiplications: int  # and other work, as the multiplications that would take as long
     held: int
     scratch: int
     turns: int
 
 
 def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, options: Options) -> Price:
-    """The price of a valid call whose reply has this shape; `CallError` if it exceeds a call's limit."""
+    """Return the price of a valid call whose reply has this shape, or raise `CallError` if it exceeds the limit of a call."""
     multiplications, scratch_of = PRICES[call.op]
     work = multiplications(call, prod(shape), store)
     if work > options.max_call_multiplications:
@@ -38,7 +38,7 @@ def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, optio
         )
     scratch = scratch_of(call, prod(shape), store, options)
     least = max(scratch / MOST_SCRATCH, 1 if call.by_rows else work / store.turn(options.max_batch_tokens))
-    turns = max(1, min(cells, ceil(least)))  # a call of no rows has one, too
+    turns = max(1, min(cells, ceil(least)))  # a call of no rows takes one turn, too
     values = prod(call.shape) if call.op.traits.has_payload else 0
     rows = values * (8 if call.op is Op.LOOKUP else ITEMSIZE[call.dtype]) + 4 * call.groups
     held = rows + prod(shape) * ITEMSIZE[call.dtype]
@@ -46,12 +46,12 @@ def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, optio
 
 
 def _matrices(call: Call, store: Store) -> list[Sequence[int]]:
-    """The shapes of what rows are multiplied by."""
+    """Return the shapes of the matrices that rows are multiplied by."""
     return [store.matrix(layer, call.op, call.view).shape for layer in call.layers]
 
 
 def _moved(call: Call, reply: int, store: Store) -> int:
-    """Of a call that only copies."""
+    """Return the price of a call that only copies."""
     return max(1, MOVED * reply)
 
 
@@ -71,20 +71,20 @@ def _of_columns(call: Call, reply: int, store: Store) -> int:
 
 
 def _besides(call: Call, reply: int, store: Store) -> int:
-    """What takes as long as so many multiplications: to move rows, grow seeds and convert matrices."""
+    """Return the price of moving rows, growing seeds and converting matrices."""
     return prod(call.shape) * (1 + call.seeded * ITEMSIZE[call.dtype]) + reply + _converted(call, store)
 
 
 def _products_of_bytes(call: Call) -> int:
-    """How many there are in a product of integers."""
+    """Return how many products of bytes make a product of integers; 1 for other dtypes."""
     if call.dtype not in WEIGHT_BITS:
         return 1
     return sum(ITEMSIZE[call.dtype] - place for place in range(WEIGHT_BITS[call.dtype] // 8))
 
 
 def _converted(call: Call, store: Store) -> int:
-    """Values of matrices that are not multiplied as they lie there."""
-    if call.dtype in WEIGHT_BITS:  # bytes, in whatever torch multiplies them
+    """Return how many values of matrices must be converted or copied before they are multiplied."""
+    if call.dtype in WEIGHT_BITS:  # bytes are converted to whatever torch multiplies
         return sum(K * N for K, N in _matrices(call, store))
     return sum(
         prod(matrix.shape[matrix.stride(0) == 0 and matrix.dim() == 3 :])
@@ -94,13 +94,13 @@ def _converted(call: Call, store: Store) -> int:
 
 
 def _lies_well(matrix: Tensor) -> bool:
-    """Whether libraries multiply by it as it lies there: else they make a copy of it, of as many elements as it has."""
+    """Whether libraries multiply by the matrix as it lies there, without a copy of all its elements."""
     rows, columns = matrix.shape[-2:]
     over, along = matrix.stride()[-2:]
     return (along == 1 and over >= columns) or (over == 1 and along >= rows)
 
 
-# Bytes that the whole call needs at once besides payload and reply, of at most as many rows as go together.
+# Bytes that a whole call needs besides payload and reply, for as many rows as run together at most.
 
 
 def _none(call: Call, reply: int, store: Store, options: Options) -> int:
@@ -119,17 +119,17 @@ def _for_product(call: Call, reply: int, store: Store, options: Options) -> int:
     size = ITEMSIZE[call.dtype]
     share = min(1.0, options.max_batch_tokens / max(1, call.rows)) if call.by_rows else 1.0
     taken, made = ceil(prod(call.shape) * share), ceil(reply * share)
-    if call.dtype in WEIGHT_BITS:  # digits of rows and weights as doubles, their products, and the sums
+    if call.dtype in WEIGHT_BITS:  # digits of rows and weights as doubles, their products and the sums
         grown = ceil(call.rows * share) * KEY_BLOCK + 2 * taken * size if call.seeded else 0
         return grown + taken * size * 12 + made * (size * 12 + 3 * size) + 8 * _converted(call, store)
-    copies = 1 if len(call.layers) == 1 else 2  # of a group's sum
+    copies = 1 if len(call.layers) == 1 else 2  # of the sum of a group's gradients
     matrices = _converted(call, store) * size
-    return matrices + taken * (2 * size + 1) + copies * made * size  # aligned, and looked at for infinities
+    return matrices + taken * (2 * size + 1) + copies * made * size  # rows are aligned, and checked for infinities
 
 
 Multiplications = Callable[[Call, int, Store], int]
 Scratch = Callable[[Call, int, Store, Options], int]
-# From the number of values in the reply. STATS is answered as an ECHO.
+# Both count from the number of values in the reply. STATS is answered as an ECHO.
 PRICES: dict[Op, tuple[Multiplications, Scratch]] = {
     Op.FORWARD: (_of_rows, _for_product),
     Op.DGRAD: (_of_rows, _for_product),

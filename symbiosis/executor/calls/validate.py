@@ -1,4 +1,4 @@
-"""What a call must look like, checked before anything is allocated or computed for it."""
+"""Checks a call before anything is allocated or computed for it."""
 
 from collections.abc import Callable
 from math import isfinite, prod
@@ -11,12 +11,12 @@ from symbiosis.errors import CallError, Code
 from symbiosis.executor.model.store import Store
 from symbiosis.protocol import FLOATS, ITEMSIZE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View, shape_of_reply, width
 
-MOST_GROUPS = 1 << 12  # more experts than any model has: each takes time, even without rows
+MOST_GROUPS = 1 << 12  # more experts than any model has; each takes time, even without rows
 
 
 def check_call(call: Call, store: Store, options: Options) -> tuple[int, ...]:
-    """The shape of the reply to `call`, if what its header says can be answered; else `CallError` with what to change. What its op does
-    not use is empty already (`protocol.checked`)."""
+    """Return the shape of the reply to `call`, or raise `CallError`, which says what to change. Fields that the op does not use have
+    been checked to be empty (`protocol.checked`)."""
     options.limits.check(call)
     if call.op is Op.STATS:
         raise CallError(Code.UNKNOWN_OP, "STATS does not belong to a layer, so it cannot be registered")
@@ -37,14 +37,14 @@ def check_call(call: Call, store: Store, options: Options) -> tuple[int, ...]:
 
 
 def _check_seeded(call: Call, options: Options) -> None:
-    """What the seed grows into must be rows that could have been sent."""
+    """Check that the seed grows into rows that could have been sent."""
     if call.dtype not in WEIGHT_BITS or len(call.shape) != 2:
         raise CallError(Code.BAD_DTYPE, f"a seed stands for rows of integers, not for {call.shape} of {call.dtype}")
     options.limits.check(replace(call, seeded=False))
 
 
 def _check_group(call: Call, store: Store, options: Options) -> None:
-    """Each member, as if it were called alone."""
+    """Check each member as if it were called alone."""
     if len(call.shape) != 2:
         raise CallError(Code.UNKNOWN_OP, f"a group of layers takes rows, not a tensor of shape {call.shape}")
     for layer in call.layers:
@@ -84,8 +84,8 @@ def _check_layer(call: Call, store: Store, options: Options) -> None:
 
 
 def _check_view(call: Call, view: View, layer: Layer, options: Options) -> None:
-    """One element in many places is many elements to a product, and to a reply. So a view in which elements come more than once is no
-    larger than the tensor, but for a matrix that stands for a stack of the same in a product, as `expand` makes it."""
+    """Bound a view's size. An element that a view repeats is many elements to a product and to a reply. So a view that repeats elements
+    may not be larger than the tensor, except for a product with a stack of one matrix, as `expand` makes it."""
     if prod(view.size) > max(prod(layer.shape), options.max_call_bytes):
         raise CallError(Code.BAD_VIEW, f"{layer.name}: a view of shape {view.size} exceeds what any call may be")
     stacked = call.op is not Op.READ and len(view.size) == 3 and view.stride[0] == 0
@@ -99,7 +99,7 @@ def _check_view(call: Call, view: View, layer: Layer, options: Options) -> None:
 
 
 def _are_distinct(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether all indices surely lead to different elements: each stride is longer than all that lies within."""
+    """Whether all indices surely lead to different elements, because each stride is longer than all that lies within it."""
     within = 0
     for step, count in sorted(zip(stride, size, strict=True)):
         if count > 1 and step <= within:
@@ -169,7 +169,7 @@ def _expect_width(call: Call, layer: Layer, values: int) -> None:
         )
 
 
-CHECKS: dict[Op, Callable[[Call, Layer, Store], None]] = {  # of the ops that are of a layer
+CHECKS: dict[Op, Callable[[Call, Layer, Store], None]] = {  # for the ops that name a layer
     Op.FORWARD: _rows_by_matrix,
     Op.DGRAD: _rows_by_matrix,
     Op.PRODUCT: _rows_by_matrix,
@@ -182,13 +182,13 @@ CHECKS: dict[Op, Callable[[Call, Layer, Store], None]] = {  # of the ops that ar
 
 
 def must_be_finite(call: Call, payload: tuple[Tensor, ...], options: Options) -> bool:
-    """Whether the rows are looked at, just before they are multiplied."""
+    """Whether to refuse rows that are not finite. They are checked just before they are multiplied."""
     numbers = call.op.traits.activations and call.dtype not in WEIGHT_BITS and not call.gradient
-    return numbers and options.non_finite == "refuse" and not payload[0].is_cuda  # nobody waits for a GPU to look
+    return numbers and options.non_finite == "refuse" and not payload[0].is_cuda  # checking would wait for the GPU
 
 
 def check_finite(call: Call, payload: tuple[Tensor, ...], rows: slice, store: Store) -> None:
-    if call.op is Op.GROUPED:  # those of no group are not used
+    if call.op is Op.GROUPED:  # rows of no group are not used
         rows = slice(int(payload[1][-1]))
     _must_be_finite(payload[0][rows], call, store)
 

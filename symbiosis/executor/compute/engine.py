@@ -1,4 +1,4 @@
-"""Runs a batch: one matrix product over the rows of several sessions, and the replies."""
+"""Runs a batch: multiplies the rows of several sessions, and replies."""
 
 import logging
 from collections.abc import Callable, Hashable
@@ -17,12 +17,12 @@ from symbiosis.executor.work import DeviceWork, HostCall, Repeated, Round, Singl
 from symbiosis.protocol import Reply
 from symbiosis.transport.base import refuse
 
-Attempt = Callable[..., Any]  # as `Reactor.attempt`
+Attempt = Callable[..., Any]  # `Reactor.attempt`, or what stands for it
 
 
 class Engine:
-    """Answers batches: several calls that the GPU can copy are joined by it, those that a GPU made alone are launched, and for all others
-    a thread computes the product and replies."""
+    """Answers batches. Device calls that can be copied by the GPU are joined there, a single device call or round is launched, and for
+    anything else a thread computes the product and replies."""
 
     def __init__(
         self,
@@ -34,25 +34,25 @@ class Engine:
         most_rows: int = 0,
         attempt: Attempt = lambda peer, act, *words: act(*words),
     ) -> None:
-        """`on_done` hears of every reply, `on_joined` of all that a GPU gives at once, `on_over` what rounds of a key took. `most_rows`:
-        of a batch; `attempt`: answers a peer, which is ended if that goes wrong."""
+        """`on_done` is called with every reply, `on_joined` with a batch that the GPU has answered at once, `on_over` with the seconds
+        of a round. `most_rows` bounds a batch. `attempt` does something for a peer, and ends that peer if it fails."""
         self.attempt, self._on_done, self._on_joined = attempt, on_done, on_joined
         products = Products(store)
         ops = Ops(store, products.here)
         self.device = products.device
         self.gpu = Launcher(products, ops, on_over, most_rows)
         self.slices = Slices(products, ops, self.gpu.wait, workers)
-        self._not_joined = 0  # products that failed so
+        self._not_joined = 0  # products that could not be joined
 
     def step(self, batch: Batch) -> float:
-        """Compute and reply. Returns the seconds that takes."""
+        """Compute a batch and reply. Return the seconds that takes."""
         (item, start, stop), *others = batch.slices
         if not others and isinstance(item.work, Repeated) and start == 0 and stop == item.rows:
             return self._launch_each(batch)
         if others and len(others) < self.gpu.most and all(map(_is_copied_by_the_gpu, batch.slices)):
             try:
                 seconds = self.gpu.join([piece.item.work for piece in batch.slices])
-            except Exception as error:  # then one copy after the other, which tells whose call is to blame
+            except Exception as error:  # compute them below instead, which tells whose call is to blame
                 self._not_joined += 1
                 if worth_logging(self._not_joined):
                     log(logging.WARNING, "calls were not joined", error=type(error).__name__, times=self._not_joined)
@@ -67,7 +67,7 @@ class Engine:
         return seconds
 
     def _launch_each(self, batch: Batch) -> float:
-        """What a GPU called, and is not answered together."""
+        """Launch GPUs' calls one by one."""
         begun = perf_counter()
         for piece in batch.slices:
             self.attempt(piece.item.work.peer, self._launch, piece.item.work)
@@ -78,7 +78,8 @@ class Engine:
         self._on_done(work, self.gpu.launch(work))
 
     def compute(self, batch: Batch) -> float:
-        """The product alone, in any thread. A failure in company is retried alone: it must hit its own call only."""
+        """Compute a batch without replying, in any thread. Return the seconds. If joined calls fail, each is tried alone, so that only
+        the call that caused it fails."""
         begun = perf_counter()
         self.gpu.let_pass()
         try:
@@ -108,7 +109,7 @@ class Engine:
 
     def _reply(self, piece: Slice, batch: Batch, seconds: float) -> None:
         work: SingleCall = piece.item.work
-        error, work.error = work.error, None  # the call may come again
+        error, work.error = work.error, None  # a device call comes again
         if error is not None:
             self._on_done(work, refuse(work.peer, work.seq, call_error(error)))
             return
@@ -122,7 +123,7 @@ class Engine:
 
 
 def _is_copied_by_the_gpu(piece: Slice) -> bool:
-    """Whether it is a whole call that the launcher joins with others."""
+    """Whether the slice is a whole call that the GPU can copy."""
     item, start, stop = piece
     work: Work = item.work
     return start == 0 and stop == item.rows and not isinstance(work, HostCall) and work.joins

@@ -1,4 +1,4 @@
-"""The products of one call: rows by the matrix of each layer.
+"""The products of a call: its rows by the matrix of each layer.
 
 Shapes: T rows, K what goes in, N what comes out.
 """
@@ -16,11 +16,11 @@ from symbiosis.kernels.product import product
 from symbiosis.protocol import WEIGHT_BITS, Call, Op
 
 ALIGNED = 64  # bytes
-ONE_PRODUCT = (Op.FORWARD, Op.PRODUCT)  # for each layer; those of DGRAD are added
+ONE_PRODUCT = (Op.FORWARD, Op.PRODUCT)  # ops whose reply holds each layer's product; those of DGRAD are added
 
 
 class Products:
-    """Multiplies by the weights of a store, where these are."""
+    """Multiplies by the weights of a store, on the device where they lie."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -29,11 +29,11 @@ class Products:
     def multiply(
         self, call: Call, x: list[Tensor], out: list[Tensor] | None = None, forward: Callable[..., Tensor] = product
     ) -> list[Tensor]:
-        """One product for each layer, so that every one rounds as it would alone; gradients are added, the last one's first.
-        `forward`: how to multiply the rows of several calls, which need not round as each would alone."""
+        """Make one product for each layer, so that each rounds as it would alone. Gradients are added, the last layer's first.
+        `forward` multiplies the rows of several calls, which need not round as each would alone."""
         matrices = [self.store.operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
         multiply: Callable[..., Tensor] = product
-        if call.dtype in WEIGHT_BITS:  # of FORWARD and DGRAD only
+        if call.dtype in WEIGHT_BITS:  # only FORWARD and DGRAD take integers
             multiply = forward = modular_product
         if call.op in ONE_PRODUCT:
             biases = self.biases(call)
@@ -71,14 +71,14 @@ class Products:
             begun += count
 
     def biases(self, call: Call) -> list[Tensor | None]:
-        """One for each layer, if the call asks for them."""
+        """Return the bias of each layer, or None for each if the call does not ask for them."""
         if not call.bias:
             return [None] * len(call.layers)
         return [self.store.bias(layer, call.dtype) for layer in call.layers]
 
     def here(self, tensor: Tensor) -> Tensor:
-        """A call's payload on our device, aligned as torch's own memory: products must not depend on the transport. The copy is
-        not waited for: the payload is there until the call is answered."""
+        """Return a payload on this device, aligned as torch's own memory is, because products must not depend on the transport. The
+        copy is not waited for: the payload stays there until the call is answered."""
         here = tensor.to(self.device, non_blocking=True)
         return here.clone() if here.untyped_storage().data_ptr() % ALIGNED else here
 

@@ -1,4 +1,4 @@
-"""The product of a batch: the rows of its slices are gathered, multiplied, and taken apart again.
+"""Computes a batch: gathers the rows of its slices, multiplies them, and scatters the results.
 
 Shapes: T rows of all sessions, K what goes in, N what comes out.
 """
@@ -24,10 +24,10 @@ from symbiosis.transport.tensors import TORCH_DTYPE
 
 
 class Slices:
-    """Computes slices of single calls, in any thread."""
+    """Computes slices of single calls. Callable from any thread."""
 
     def __init__(self, products: Products, ops: Ops, wait: Callable[[], None], workers: int) -> None:
-        """`wait`: until what was enqueued on the device is done; `workers`: threads that compute at the same time."""
+        """`wait` waits until the device has done what was enqueued. `workers` threads may compute at the same time."""
         self._products, self._ops, self._wait = products, ops, wait
         self._store, self._device, self._here = products.store, products.device, products.here
         self._product_of_joined: Callable[..., Tensor] = product
@@ -35,7 +35,7 @@ class Slices:
             self._product_of_joined = FewRows(self._store.linear_weights(), threads=workers)
 
     def compute(self, slices: list[Slice]) -> None:
-        """All rows of the slices, by one product."""
+        """Compute all rows of the slices by one product."""
         first: SingleCall = slices[0].item.work
         self._check(slices)
         try:
@@ -45,12 +45,12 @@ class Slices:
                 self._rows_alone(first.call, slices[0])
             else:
                 self._ops.whole(first.call, first.payload, first.out)
-        finally:  # a copy must not come behind the answer, be it an error's
+        finally:  # no copy may land after the reply, even if that is an error
             self._land(slices)
 
     def compute_turn(self, batch: Batch) -> None:
-        """Some cells of what a slice makes, or of what a call makes that does not go by rows. Nobody waits for the rest of one that
-        has failed."""
+        """Compute one turn: some cells of a slice's result, or of a call that does not go by rows. A call that has failed is
+        skipped."""
         piece = batch.slices[0]
         work: SingleCall = piece.item.work
         if work.error is not None:
@@ -65,7 +65,7 @@ class Slices:
         self._land(batch.slices)
 
     def _check(self, slices: list[Slice]) -> None:
-        """Note whose rows are not finite: in a product they hurt no others."""
+        """Note the error of each call with rows that are not finite. In a joined product they do other calls no harm."""
         for piece in slices:
             work: SingleCall = piece.item.work
             if work.finite and work.error is None:
@@ -76,8 +76,8 @@ class Slices:
                     work.error = error
 
     def _check_turn(self, batch: Batch, work: SingleCall) -> None:
-        """Check before a turn. A slice is checked with its first turn; of any other call each turn checks the same share of the payload as it
-        computes of the cells."""
+        """Check rows before a turn. A slice is checked before its first turn. For any other call, each turn checks as large a share of
+        the payload as it computes of the cells."""
         if not work.finite:
             return
         if not work.call.by_rows:
@@ -86,7 +86,7 @@ class Slices:
             self._check(batch.slices)
 
     def _rows_alone(self, call: Call, piece: Slice) -> None:
-        """Straight from the session's memory into the session's memory, where that is the device's."""
+        """Multiply one slice, straight from the session's memory into the session's memory if that is on the device."""
         x, out = self._inputs(piece), self._outputs(piece)
         if out[0].device == self._device:
             self._products.multiply(call, x, out)
@@ -96,7 +96,7 @@ class Slices:
                 out_TN.copy_(y_TN, non_blocking=True)
 
     def _rows_together(self, call: Call, slices: list[Slice]) -> None:
-        """Gather the rows of all, one product (or one for each layer of a group), scatter."""
+        """Gather the rows of all slices, make one product (or one for each layer of a group), and scatter the results."""
         rows = [piece.stop - piece.start for piece in slices]
         x = [torch.cat(parts) for parts in zip(*map(self._inputs, slices), strict=True)]
         y = self._products.multiply(call, x, forward=self._product_of_joined)
@@ -105,7 +105,7 @@ class Slices:
                 out_TN.copy_(part_TN, non_blocking=True)
 
     def _inputs(self, piece: Slice) -> list[Tensor]:
-        """The slice's rows, on our device: for a group's DGRAD those of each member."""
+        """Return the slice's rows on this device: one tensor, or one for each member of a group's DGRAD."""
         work: SingleCall = piece.item.work
         if work.call.seeded and work.payload[0].dtype is torch.uint8:
             return self._grown(work, piece)
@@ -115,14 +115,14 @@ class Slices:
         """Make the slice's rows from the seed that came in their place."""
         call, key = work.call, work.payload[0].numpy().tobytes()
         dtype = TORCH_DTYPE[call.dtype]
-        if call.op is Op.DGRAD and call.also:  # what lies together are not the rows
+        if call.op is Op.DGRAD and call.also:  # members lie one behind the other, so a slice is no run of the stream
             work.payload = (keystream(key, call.shape, dtype),)  # type: ignore[arg-type]
             return self._inputs(piece)
         rows = min(piece.stop, call.rows) - piece.start
         return [self._here(keystream(key, (rows, call.shape[1]), dtype, start=piece.start))]
 
     def _outputs(self, piece: Slice) -> list[Tensor]:
-        """Where the slice's results go: for a group's FORWARD those of each member."""
+        """Return where the slice's results go: one tensor, or one for each member of a group's FORWARD."""
         work: SingleCall = piece.item.work
         return [part[piece.start : piece.stop] for part in work.outputs()]
 
@@ -144,6 +144,6 @@ class Slices:
             work.out.copy_(part_TN)
 
     def _land(self, slices: list[Slice]) -> None:
-        """Wait, once for all, until what was copied between the host's memory and the GPU is there."""
+        """Wait, once for all slices, until the copies between the host's memory and the GPU are done."""
         if self._device.type == "cuda" and not all(piece.item.work.out.is_cuda for piece in slices):
             self._wait()

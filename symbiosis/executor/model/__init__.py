@@ -1,1 +1,1 @@
-"""The base model that is served: found, loaded, and kept by name."""
+"""The base model that is served: finds it, loads it, and keeps its tensors by name."""

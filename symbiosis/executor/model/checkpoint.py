@@ -1,4 +1,4 @@
-"""Where a model's files are and what their headers say, without torch: a directory, a hub id, or the bundled demo model."""
+"""Finds a model's files and reads their headers, without torch. A model is a directory, a hub id, or the bundled demo model."""
 
 import json
 import math
@@ -17,13 +17,13 @@ DEMO_MODEL = Path(__file__).parents[2] / "demo_model"
 MODEL = "MODEL is a directory with config.json and *.safetensors, a hub id, or demo"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FILES = re.compile(r"\.(safetensors|json|bin|pt|pth|gguf|ckpt)$")
-REACH_S = 3.0  # longest wait for the hub to answer at all
-LONGEST_HEADER = 100 << 20  # as safetensors has it
+REACH_S = 3.0  # longest wait for the hub to accept a connection
+LONGEST_HEADER = 100 << 20  # bytes; the limit of safetensors
 BITS = re.compile(r"\d+")
 
 
 def path_of(name: str) -> Path | None:
-    """The folder that a model's name means; None for a hub id. A path that leads nowhere is never taken for a hub id.
+    """Return the folder that a model's name means, or None for a hub id. A path that leads nowhere is never taken for a hub id.
 
     >>> path_of("demo").name
     'demo_model'
@@ -43,7 +43,7 @@ def path_of(name: str) -> Path | None:
 
 
 def is_path(name: str) -> bool:
-    """A hub id has at most one slash, does not end like a file, and what is before its slash is no folder here.
+    """Whether `name` is a path. A hub id has at most one slash, no file's ending, and no folder of this machine before the slash.
 
     >>> [is_path(name) for name in ("org/model", "./model", "a/b/c", "model/", "model.safetensors")]
     [False, True, True, True, True]
@@ -53,7 +53,7 @@ def is_path(name: str) -> bool:
 
 
 def located(name: str) -> Path:
-    """The folder with the model's config.json; of a hub id, that of the hub's cache."""
+    """Return the folder with the model's config.json: for a hub id, in the hub's cache."""
     return path_of(name) or _from_hub(name)
 
 
@@ -79,7 +79,7 @@ def _from_hub(name: str) -> Path:
 
 
 def hub_is_out_of_reach() -> str:
-    """Why nothing can come from the hub; empty if somebody listens there. Behind a proxy only a download can tell."""
+    """Return why the hub cannot be reached, or "" if something listens there. Behind a proxy only a download can tell."""
     from huggingface_hub import constants
 
     parts = urlsplit(constants.ENDPOINT)
@@ -95,7 +95,7 @@ def hub_is_out_of_reach() -> str:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers reads; none where only other formats lie."""
+    """Return the weight files that transformers would read: none if there are only other formats."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return [file for file in [folder / "model.safetensors"] if file.is_file()]
@@ -106,7 +106,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weights_nbytes(files: list[Path], dtype_bits: int | None = None, integers: tuple[int, ...] = ()) -> int:
-    """Memory of all tensors: as they are, or with floats of `dtype_bits`; and of what is kept of matrices as integers.
+    """Return the bytes that all tensors take, as stored or with floats of `dtype_bits`, and those of the integer copies of matrices.
 
     >>> weights_nbytes(weight_files(DEMO_MODEL)) < weights_nbytes(weight_files(DEMO_MODEL), integers=(8,))
     True
@@ -121,19 +121,19 @@ def weights_nbytes(files: list[Path], dtype_bits: int | None = None, integers: t
 
 
 def tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
-    """dtype (F32, BF16, I64, ...) and shape of each, by the file's header."""
+    """Yield the dtype (F32, BF16, I64, ...) and shape of each tensor, from the file's header."""
     yield from ((tensor["dtype"], tensor["shape"]) for tensor in _header(file)[0])
 
 
 def check_whole(file: Path) -> None:
-    """`ConfigError` if a file is shorter than its header says."""
+    """Raise `ConfigError` if a file is shorter than its header says."""
     found, begin = _header(file)
     if begin + max((tensor["data_offsets"][1] for tensor in found), default=0) > file.stat().st_size:
         raise _damaged(file)
 
 
 def _header(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """What is said of each tensor, and where their data begin."""
+    """Return the header's entry of each tensor, and where the data begin."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")

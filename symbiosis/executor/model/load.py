@@ -15,14 +15,14 @@ __all__ = ["DEMO_MODEL", "load_config", "load_model", "model_class", "structure"
 
 
 def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.Module:
-    """The model as its own class builds it, so that layer names are those a client of that class has.
+    """Load the model as its own class builds it, so that its layers have the names that clients see.
 
     >>> type(load_model("demo")).__name__
     'LlamaForCausalLM'
     """
     config, path = load_config(name), path_of(name)
     for file in weight_files(path) if path else ():
-        check_whole(file)  # the last file of many may be cut short: say so before the first one is read
+        check_whole(file)  # the last of many files may be cut short: say so before the first is read
     try:
         model = model_class(config).from_pretrained(path or name, dtype=torch_dtype(dtype), use_safetensors=True)
     except OSError as error:
@@ -33,12 +33,12 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.M
         ) from None
     try:
         return model.eval().to(device)
-    except (RuntimeError, AssertionError) as error:  # torch's ways to say that there is no such device
+    except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device
         raise ConfigError(f"--device {device!r}: {str(error).partition(chr(10))[0]}") from None
 
 
 def load_config(name: str) -> Any:
-    """What the model is, without its weights."""
+    """Load the model's configuration."""
     path = path_of(name)
     try:
         return transformers.AutoConfig.from_pretrained(path or name)
@@ -51,7 +51,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def structure(name: str, dtype: str | None = None) -> nn.Module:
-    """The model without its weights."""
+    """Build the model on the meta device, without its weights."""
     config = load_config(name)
     words = {} if dtype is None else {"dtype": torch_dtype(dtype)}
     with torch.device("meta"):
@@ -60,7 +60,7 @@ def structure(name: str, dtype: str | None = None) -> nn.Module:
 
 
 def model_class(config: transformers.PretrainedConfig) -> Any:
-    """The transformers class that the checkpoint names, else the one that its kind of configuration has."""
+    """Return the transformers class that the checkpoint names, else the one for its kind of configuration."""
     for name in config.architectures or ():
         if found := getattr(transformers, name, None):
             return found
@@ -71,6 +71,6 @@ def model_class(config: transformers.PretrainedConfig) -> Any:
 
 
 def torch_dtype(name: str | None) -> Any:
-    """That of the checkpoint, if none is named."""
+    """Return the dtype of this name, or "auto", which means the checkpoint's, for None."""
     check_dtype(name)
     return "auto" if name is None else getattr(torch, name)

@@ -1,4 +1,4 @@
-"""The frozen layers of one base model: what is served, under which names, and the matrix that each op multiplies by."""
+"""The frozen layers of one base model: which are served, under which names, and the matrix that each op multiplies by."""
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -48,7 +48,7 @@ class Store:
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self._commons: BinaryIO | None = None
-        self.file: BinaryIO | None = None  # where the served weights lie, if clients may map them
+        self.file: BinaryIO | None = None  # holds the served weights if clients may map them
         self.on_gpu = any(weight.is_cuda for weight in self.weights)
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
         self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._linear() for bits in integers}
@@ -62,7 +62,7 @@ class Store:
         self.manifest.append(Layer(name, kind, shape, dtype, sha, bias is not None))
 
     def shared(self) -> BinaryIO:
-        """What every client holds for itself, in memory that all clients of this host share, and this process, too."""
+        """Return the file with the tensors that every client holds for itself, which clients of this host and this process share."""
         if self._commons is None:
             self._commons = shared_weights.publish(self.manifest, self._phase, self.weights.__getitem__)
             if not self.on_gpu:
@@ -72,8 +72,8 @@ class Store:
         return self._commons
 
     def share(self) -> None:
-        """From now on what is served lies in one sealed file, which clients may map, as this process does. It is moved there tensor by
-        tensor: there is never a second copy of more than one."""
+        """Move the served weights into one sealed file that clients may map, as this process does. They move one by one, so that there
+        is never a second copy of more than one tensor."""
         if self.on_gpu or self.file is not None:
             return
         nothing = Tensor()
@@ -94,34 +94,34 @@ class Store:
         return [layer for layer in self.manifest if layer.kind in SERVED_KINDS]
 
     def _linear(self) -> list[int]:
-        """Numbers of the served layers that are matrices by which rows are multiplied."""
+        """Return the numbers of the served linear and Conv1D layers."""
         return [number for number, layer in enumerate(self.manifest) if layer.kind in ("linear", "conv1d")]
 
     def _quantised(self, layer: int, bits: int) -> Tensor:
         return quantise(self.matrix(layer, Op.FORWARD, None), bits)[0]
 
     def offers(self, layer: int, bits: int) -> bool:
-        """Whether integers are multiplied by this layer's weights of so many bits."""
+        """Whether integers can be multiplied by this layer's weights of so many bits."""
         return (layer, bits) in self._digits
 
     def linear_weights(self) -> list[Tensor]:
-        """Those that are served."""
+        """Return the weights of the served linear layers, without those of Conv1D layers."""
         return [weight for weight, layer in zip(self.weights, self.manifest, strict=True) if layer.kind == "linear"]
 
     def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
-        """What `op` multiplies rows by, as a view of the weight in its own dtype."""
+        """Return the matrix that `op` multiplies rows by: a view of the weight, in its own dtype."""
         weight = self.weights[layer]
         if view is not None:
             _check_view(weight, view)
         return matrix_of(weight, self.manifest[layer].turns(op), view)
 
     def turn(self, rows: int) -> int:
-        """Multiplications of so many rows by the largest matrix that is served."""
+        """Return the multiplications of so many rows by the largest served matrix."""
         return rows * self._largest
 
     def operand(self, layer: int, op: Op, view: View | None, dtype: str, part: tuple[Any, ...] = (...,)) -> Tensor:
-        """`matrix`, or a part of it, cast to the dtype of the call as autocast would; the cast lives for one product. For integers:
-        its digits."""
+        """Return `matrix`, or a part of it, cast to the dtype of the call as autocast would, for one product. For integers, return its
+        digits."""
         if dtype in WEIGHT_BITS and op in (Op.FORWARD, Op.DGRAD):
             digits_DKN = self._digits[layer, WEIGHT_BITS[dtype]]
             return (digits_DKN if op is Op.FORWARD else digits_DKN.transpose(1, 2))[part]
@@ -144,7 +144,7 @@ def _check_view(weight: Tensor, view: View) -> None:
 
 
 def _entries(model: nn.Module) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
-    """(name, kind, tensor, bias) of every parameter and persistent buffer. A layer goes by its module's dotted name."""
+    """Yield (name, kind, tensor, bias) of every parameter and persistent buffer. A layer goes by its module's dotted name."""
     seen: set[str] = set()
     persistent = model.state_dict(keep_vars=True)
     for path, module_name, module in modules_in_base(model):
@@ -176,7 +176,7 @@ def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
 
 
 def check_patterns(model: nn.Module, serve: Sequence[str]) -> None:
-    """Each must match a layer; the model may be one without weights."""
+    """Raise `ConfigError` unless each pattern matches a layer. The model needs no weights."""
     _choose(list(_entries(model)), serve, head_names(model))
 
 

@@ -1,1 +1,1 @@
-"""What operators see: figures, logs, pages."""
+"""What operators watch: figures, logs and pages."""

@@ -1,4 +1,4 @@
-"""The executor's figures at one moment: for `symbiosis top`, and for Prometheus."""
+"""Takes snapshots of the executor's figures, for `symbiosis top` and for Prometheus."""
 
 import resource
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.observe.snapshot import LayerFigures, SessionFigures, Snapshot, Usage
 from symbiosis.protocol import Op
 
-SNAPSHOTS_PER_S = 20  # that are made for clients
+SNAPSHOTS_PER_S = 20  # most that are made for clients
 
 
 def snapshot_of(
@@ -24,7 +24,7 @@ def snapshot_of(
     endpoints: list[str],
     waiting: int,
 ) -> Snapshot:
-    """`waiting`: calls that have come and not begun."""
+    """Return the figures as they are now. `waiting` calls have arrived and not begun to run."""
     now = monotonic()
     return Snapshot(
         uptime_s=now - ledger.started,
@@ -55,18 +55,18 @@ def snapshot_of(
 
 
 class LatestFigures:
-    """A snapshot as clients are told it; or, if they ask very often, one of a moment ago."""
+    """The snapshot that clients receive. If they ask very often, it is a moment old."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
         self._snapshot, self._fresh, self._raw = snapshot, Rate(SNAPSHOTS_PER_S), b""
 
     @property
     def nbytes(self) -> int:
-        """Of the latest."""
+        """Bytes of the latest snapshot."""
         return len(self._raw)
 
     def told(self, now: float) -> bytes:
-        """As msgpack."""
+        """Return a snapshot as msgpack."""
         if not self._raw or not self._fresh.wait(now):
             self._fresh.take(1)
             self._raw = msgspec.msgpack.encode(self._snapshot())

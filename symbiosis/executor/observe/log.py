@@ -1,4 +1,4 @@
-"""The executor's log: names, sizes and codes, never what a call holds; for people, or one JSON object a line."""
+"""The executor's log: names, sizes and codes, never a call's contents, for people or as one JSON object a line."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ import transformers
 from symbiosis.text import shown
 
 LONGEST_LINE = 1 << 14  # characters
-ALARM_S = 60.0  # between two warnings of the same
+ALARM_S = 60.0  # between two warnings about the same thing
 logger = logging.getLogger("symbiosis.executor")
 logger.addHandler(logging.NullHandler())  # an executor inside a program logs where the program says, or nowhere
 
@@ -21,17 +21,18 @@ def log(level: int, event: str, **fields: Any) -> None:
 
 
 def log_mistake(event: str, error: Exception, **fields: Any) -> None:
-    """A mistake of ours, with its traceback."""
+    """Log a bug of the executor, with its traceback."""
     logger.error(event, exc_info=error, extra={"fields": fields})
 
 
 def worth_logging(count: int) -> bool:
-    """The 1st, 2nd, 4th, 8th, ... time: no client can fill the log."""
+    """Whether to log something that has happened `count` times: the 1st, 2nd, 4th, 8th, ... time, so that no client can fill the
+    log."""
     return count & (count - 1) == 0
 
 
 class Alarm:
-    """Of something that lasts: it sounds once in a while.
+    """Repeats a warning about a lasting condition, but not too often.
 
     >>> alarm = Alarm()
     >>> [alarm.sounds(now) for now in (1.0, 2.0, 62.0)]
@@ -42,7 +43,7 @@ class Alarm:
         self._next = 0.0
 
     def sounds(self, now: float) -> bool:
-        """Whether it is time to warn again; then it counts as done."""
+        """Whether to warn now. If so, the warning counts as given."""
         if now < self._next:
             return False
         self._next = now + ALARM_S
@@ -50,7 +51,7 @@ class Alarm:
 
 
 def set_up_logging(log_format: str) -> None:
-    """Lines on stderr: for people, or one JSON object each; then nothing else, so no progress bars."""
+    """Write log lines to stderr, for people or as JSON. With JSON nothing else is written, so progress bars are turned off."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger("symbiosis")

@@ -1,5 +1,5 @@
-"""An executor's pages: `/health` for probes, `/metrics` for Prometheus. One thread, few connections at a time, each for a few seconds:
-nobody who connects can have more."""
+"""An executor's pages: `/health` for probes, `/metrics` for Prometheus. One thread serves a few connections at a time, each for a few
+seconds, so that visitors cannot take more of the executor than that."""
 
 import gzip
 import json
@@ -22,11 +22,11 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.observe.snapshot import Snapshot
 
-MOST_CONNECTIONS = 32  # one more takes the place of the oldest
+MOST_CONNECTIONS = 32  # another one takes the place of the oldest
 LONGEST_HEAD = 8 << 10  # bytes of a request
-HEAD_S, ANSWER_S, GOODBYE_S = 2.0, 10.0, 1.0  # that a request, an answer and the end of a connection may take
-SCRAPE_SHARE = 0.1  # of the time, for collecting figures: it keeps the executor's thread from running
-STALLED_S = 30.0  # since the executor's loop last looked at its clock
+HEAD_S, ANSWER_S, GOODBYE_S = 2.0, 10.0, 1.0  # limits for a request, an answer and the end of a connection
+SCRAPE_SHARE = 0.1  # most of the time that collecting figures may take: it keeps the executor's thread from running
+STALLED_S = 30.0  # an executor whose loop has not looked at its clock for so long is stalled
 REQUEST = re.compile(r"([A-Z]{1,16}) (\S+) HTTP/1\.[01]")
 REASONS = {
     200: "OK", 400: "Bad Request", 404: "Not Found", 405: "Method Not Allowed", 431: "Request Header Fields Too Large",
@@ -36,7 +36,7 @@ logger = logging.getLogger("symbiosis.executor")
 
 
 class Shown(Protocol):
-    """An executor, as far as pages tell of it."""
+    """What the pages need of an executor."""
 
     def health(self, stalled_s: float) -> str: ...
 
@@ -47,7 +47,7 @@ class Shown(Protocol):
 
 
 class Request(NamedTuple):
-    """What was asked: the path, what follows it, and the headers by their names in small letters."""
+    """A request: its path, its query, and its headers by their names in small letters."""
 
     method: str
     path: str
@@ -56,7 +56,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is said."""
+    """An HTTP response."""
 
     status: int
     body: bytes
@@ -73,7 +73,7 @@ class Answer(NamedTuple):
 
 
 def parsed(head: bytes) -> Request | Answer:
-    """A request; or what to say to one that is none.
+    """Return the request in `head`, or the error to answer with.
 
     >>> parsed(b"GET /metrics?a=1 HTTP/1.1\\r\\nAccept: text/plain\\r\\n")
     Request(method='GET', path='/metrics', query={'a': ['1']}, headers={'accept': 'text/plain'})
@@ -97,7 +97,7 @@ def parsed(head: bytes) -> Request | Answer:
 
 @dataclass(slots=True, eq=False)
 class Visitor:
-    """One connection: what it has said, and what it is still to be told."""
+    """One connection: what it has sent, and what is still to be sent to it."""
 
     socket: socket.socket
     ends: float
@@ -108,7 +108,7 @@ class Visitor:
 
 
 class Pages:
-    """`http://HOST:PORT/health` and `/metrics`, from now on; of `server`, as soon as there is one."""
+    """Serves `http://HOST:PORT/health` and `/metrics`, also while the executor starts and there is no `server` yet."""
 
     server: Shown | None = None
 
@@ -132,15 +132,15 @@ class Pages:
         return f"http://[{host}]:{self.port}{path}" if ":" in host else f"http://{host}:{self.port}{path}"
 
     def show(self, server: Shown) -> None:
-        """The executor is there."""
+        """Show this executor from now on."""
         self._registry.register(PrometheusCollector(server.snapshot))
         self.server = server
 
     # ------------------------------------------------------------------ what is told
 
     def health(self) -> Answer:
-        """200 if calls are answered, else 503; which of `starting`, `ready`, `draining` and `stalled` it is, and how long ago the loop
-        last turned."""
+        """Answer 200 if calls are answered, else 503, with the status (`starting`, `ready`, `draining` or `stalled`) and the seconds
+        since the loop last ran."""
         status = "starting" if self.server is None else self.server.health(STALLED_S)
         told: dict[str, object] = {"status": status}
         if self.server is not None and status != "starting":
@@ -149,7 +149,7 @@ class Pages:
         return Answer(200 if status == "ready" else 503, body, (("Content-Type", "application/json"),))
 
     def metrics(self, request: Request) -> Answer:
-        """As Prometheus's own servers answer."""
+        """Answer as Prometheus's own servers do."""
         if self.server is None:
             return Answer.error(503, "the executor is starting")
         encode, kind = choose_encoder(request.headers.get("accept", ""))
@@ -166,7 +166,7 @@ class Pages:
             return (
                 self.metrics(request) if request.path == "/metrics" else Answer.error(404, "see /health and /metrics")
             )
-        except Exception as error:  # whatever it is: others ask, too
+        except Exception as error:  # whatever it is, the pages stay up
             logger.exception("cannot answer %s", request.path)
             return Answer.error(500, f"{type(error).__name__}: see the executor's log")
 
@@ -181,7 +181,7 @@ class Pages:
                 self._end(visitor)
 
     def _patience(self) -> float | None:
-        """How long nothing need be done if nobody says anything."""
+        """Return how long to sleep if nothing arrives; None for as long as it takes."""
         ends = [visitor.ends for visitor in self._visitors]
         if any(self._wants_figures(visitor) for visitor in self._visitors):
             ends.append(self._next_scrape)
@@ -190,7 +190,7 @@ class Pages:
     def _accept(self) -> None:
         try:
             connection, _ = self._socket.accept()
-        except OSError:  # it has gone, or no descriptor is left
+        except OSError:  # the visitor has gone, or no descriptor is left
             return
         connection.setblocking(False)
         if len(self._visitors) >= MOST_CONNECTIONS:
@@ -220,7 +220,7 @@ class Pages:
         said = visitor.socket.recv(LONGEST_HEAD)
         if not said:
             self._end(visitor)
-        if visitor.request or visitor.leaving or not said:  # what comes after a request is not looked at
+        if visitor.request or visitor.leaving or not said:  # what follows a request is ignored
             return
         visitor.head += said
         head, ended, _ = bytes(visitor.head).replace(b"\r\n", b"\n").partition(b"\n\n")
@@ -239,7 +239,7 @@ class Pages:
         return visitor.answer is None and visitor.request is not None and visitor.request.path == "/metrics"
 
     def _scrape(self) -> None:
-        """Answer one of those who want figures, if the last was long enough ago for what it took."""
+        """Collect figures for one visitor, unless the last time was too recent for what it took (`SCRAPE_SHARE`)."""
         waiting = [visitor for visitor in self._visitors if self._wants_figures(visitor)]
         begun = monotonic()
         if waiting and waiting[0].request and begun >= self._next_scrape:
@@ -255,7 +255,7 @@ class Pages:
     def _write(self, visitor: Visitor) -> None:
         assert visitor.answer is not None
         visitor.answer = visitor.answer[visitor.socket.send(visitor.answer) :]
-        if not visitor.answer:  # a connection that is closed before all was read is reset, and the answer with it
+        if not visitor.answer:  # closing before the visitor has read all would reset the connection and lose the answer
             visitor.leaving, visitor.ends = True, monotonic() + GOODBYE_S
             visitor.socket.shutdown(socket.SHUT_WR)
             self._await(visitor, selectors.EVENT_READ, self._read)

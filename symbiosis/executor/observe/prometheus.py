@@ -1,4 +1,4 @@
-"""The executor's figures in the words of Prometheus."""
+"""The executor's figures as Prometheus metrics."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ class PrometheusCollector(Collector):
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics of one moment."""
+        """Yield all metrics, taken at one moment."""
         now = self._snapshot()
         yield from _by_layer(now)
         yield from _by_tenant(now)

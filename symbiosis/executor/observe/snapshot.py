@@ -1,19 +1,17 @@
-"""What an executor tells of itself at one moment. Programs that only watch import this, and no torch."""
+"""An executor's figures at one moment. Programs that only watch import this, and no torch."""
 
 import msgspec
 
 
 class Usage(msgspec.Struct):
-    """What a tenant has had since the executor started, whichever sessions it had."""
+    """What a tenant has used since the executor started, in all its sessions."""
 
     calls: int = 0
     rows: int = 0
     multiplications: int = 0
-    bytes: int = 0  # of payloads and replies
-    seconds: float = 0.0  # of products; those that it shared with others in proportion
-    direct_rows: int = (
-        0  # of products that its programs made themselves, by weights that they have mapped, as they tell
-    )
+    bytes: int = 0  # payloads and replies
+    seconds: float = 0.0  # computing; joined products count in proportion
+    direct_rows: int = 0  # rows that its programs multiplied directly, as they report
     direct_multiplications: int = 0
 
 
@@ -43,7 +41,7 @@ class SessionFigures(msgspec.Struct, frozen=True):
     idle_s: float
     joined_s: float
     tenant: str = ""
-    direct_rows: int = 0  # that its client multiplied by itself
+    direct_rows: int = 0  # rows that its client multiplied directly
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -61,9 +59,9 @@ class Snapshot(msgspec.Struct, frozen=True):
     dropped: int
     sessions: list[SessionFigures]
     lines: list[LayerFigures]
-    tenants: dict[str, Usage] = {}  # by name; without keys, all of them under none
-    refused_joins: list[tuple[str, str, int]] = []  # tenant, code, and how often
-    kept_out: dict[str, int] = {}  # handshakes that were refused, by reason
+    tenants: dict[str, Usage] = {}  # by name; without keys, all clients under ""
+    refused_joins: list[tuple[str, str, int]] = []  # tenant, code and count
+    kept_out: dict[str, int] = {}  # refused handshakes, by reason
 
     @property
     def calls(self) -> int:
@@ -75,7 +73,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def direct_rows(self) -> int:
-        """That clients multiplied by themselves."""
+        """Rows that clients multiplied directly."""
         return sum(used.direct_rows for used in self.tenants.values())
 
     @property

@@ -1,1 +1,1 @@
-"""Which calls run next, and together. Plain Python: no torch."""
+"""Decides which calls run next, and which run together. Plain Python: no torch."""

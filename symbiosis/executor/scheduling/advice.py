@@ -1,11 +1,11 @@
-"""What clients are told that can multiply by themselves: whether others decode, with whom their few rows could be joined."""
+"""Advises clients that map the weights: whether others decode, with whom their few rows could be joined."""
 
-LASTS_S = 1.5  # so long after its last few rows a session is taken to decode
-BELIEVED_S = 3.0  # so long it is believed that says so, is told to call, and does not
+LASTS_S = 1.5  # a session counts as decoding for so long after its last few rows
+BELIEVED_S = 3.0  # a session that says it decodes, is told to call and does not is believed for so long
 
 
 class Advisor:
-    """Who decodes, by calls or directly.
+    """Knows which sessions decode, by calls or directly.
 
     >>> advisor = Advisor(joins=True)
     >>> advisor.decoded(1, now=0.0, called=False)
@@ -15,15 +15,15 @@ class Advisor:
     """
 
     def __init__(self, joins: bool) -> None:
-        """`joins`: whether the executor joins calls at all."""
+        """`joins` says whether the executor joins calls at all."""
         self._joins = joins
         self._decoded: dict[int, float] = {}
         self._called: dict[int, float] = {}
         self._asked: dict[int, float] = {}  # since when a session that says it decodes is told to call
-        self._unbelieved: set[int] = set()  # until they call
+        self._unbelieved: set[int] = set()  # sessions whose reports do not count until they call
 
     def decoded(self, session: int, now: float, called: bool) -> None:
-        """A session has multiplied few rows, or had them multiplied."""
+        """Note that a session has multiplied few rows, or has had them multiplied by a call."""
         self._decoded[session] = now
         if called:
             self._called[session] = now
@@ -36,7 +36,7 @@ class Advisor:
         self._unbelieved.discard(session)
 
     def of(self, session: int, now: float) -> tuple[int, bool]:
-        """For this session: how many others decode whose rows could be joined with its own, and whether tokens of others wait in the
+        """Return how many other sessions decode whose rows could be joined with this one's, and whether tokens of others wait in the
         executor's queue, where large products give way to them."""
         believed = {one: then for one, then in self._decoded.items() if one not in self._unbelieved}
         others = _recent(believed, session, now) if self._joins else 0
@@ -44,7 +44,7 @@ class Advisor:
         return others, _recent(self._called, session, now) > 0
 
     def _ask(self, session: int, to_call: bool, now: float) -> None:
-        """Whoever only says that it decodes, and never calls, would have others call for nothing."""
+        """Stop believing a session that reports decoding but never calls: it would make others call for nothing."""
         if not to_call or now - self._decoded.get(session, -LASTS_S) >= LASTS_S:
             self._asked.pop(session, None)
         elif now - self._asked.setdefault(session, now) >= BELIEVED_S:

@@ -41,12 +41,12 @@ class Batcher:
     ) -> None:
         self.rules = Rules(policy, max_wait, max_rows, idle_s, invariant, spread, overdue)
         self._queues, self.costs = Queues(), Costs()
-        self._begun: list[Batch] = []  # that have had a turn, and not the last
+        self._begun: list[Batch] = []  # batches that have had a turn and need more
         self.callers = Callers(self.rules, self.costs.rounds)
         self.waiting = Waiting(self.rules, self._queues, self.callers, self.costs)
         self._ranking = Ranking(self.rules, self._queues, self.callers)
         self._cutting = Cutting(self.rules, self._queues, self.callers, self.costs, self._ranking)
-        self._caller, self._since = 0, 0.0  # who called last, and since when nobody else
+        self._caller, self._since = 0, 0.0  # the session that called last, and since when no other did
         self._alone_s = max(ALONE_S, idle_s) if self.rules.policy == "lockstep" else ALONE_S
 
     def __len__(self) -> int:
@@ -58,7 +58,7 @@ class Batcher:
         return not self._queues and not self._begun
 
     def alone(self, session: int, now: float) -> bool:
-        """Whether a call of this session, which need not be added then, can meet no other: nobody else called lately."""
+        """Whether a call of this session can meet no other, because nobody else has called lately. Such a call need not be added."""
         if session != self._caller:
             self._caller, self._since = session, now
         if not self.idle or (self.rules.policy != "immediate" and now - self._since < self._alone_s):
@@ -67,21 +67,21 @@ class Batcher:
         return True
 
     def unseen(self, session: int) -> None:
-        """A call of this session runs that is not added: what it makes next is no sign of how long it thinks."""
+        """Note that a call of this session runs without being added, so that its next call says nothing about its pauses."""
         self.callers.sessions[session].last_key = None
 
     def away(self, session: int) -> None:
-        """A call of this session runs that is not added, and until its next one nobody need wait for the session."""
+        """Note that a call of this session runs without being added, and that nobody need wait for the session until its next call."""
         self.unseen(session)
         if self.callers.live.pop(session, None):
             self.waiting.awaited = None
 
     def join(self, session: int, tenant: str | None = None, watches: bool = False) -> None:
-        """`watches`: it makes no calls that others could join, or would have to wait for."""
+        """Add a session. One that `watches` makes no calls that others could join or would have to wait for."""
         self.callers.join(session, tenant, watches)
 
     def leave(self, session: int) -> list[Item]:
-        """Forget a session; what it still waited for is dropped and returned."""
+        """Forget a session. Return its calls that were still waiting, which are dropped."""
         self.waiting.awaited = None
         dropped = self.callers.leave(session)
         for item in dropped:
@@ -104,7 +104,7 @@ class Batcher:
         self._queues.put(item)
 
     def next_batch(self, now: float) -> Batch | None:
-        """The batch to run now; None if there is none before `wake_at()` or the next `add`."""
+        """Return the batch to run now, or None if there is none before `wake_at()` or the next `add`."""
         queues, behind = self.waiting.ready(now)
         if not queues and not self._begun:
             return None
@@ -117,16 +117,16 @@ class Batcher:
         return batch
 
     def wake_at(self) -> float:
-        """When the last `next_batch` wants to be asked again; infinity if only an arrival can change its answer."""
+        """Return when to ask `next_batch` again: infinity if only an arrival can change its answer."""
         return self.waiting.wake if self._queues else inf
 
     @property
     def awaited(self) -> Awaited | None:
-        """What was foreseen when the last product began, as long as no call waits."""
+        """The calls that were foreseen when the last product began, as long as no call waits."""
         return self.waiting.awaited if not self._queues and self.rules.policy == "opportunistic" else None
 
     def done(self, batch: Batch, seconds: float, now: float) -> None:
-        """A turn of a batch has run, and its replies, if there are any, are out."""
+        """Note that a turn of a batch has run and its replies, if any, are sent."""
         batch.seconds += seconds
         if batch.ends:
             self.costs.learn(batch)
@@ -140,7 +140,7 @@ class Batcher:
             rhythm.uses(each * (stop - start))
             if batch.ends and item.finished:
                 rhythm.pending.remove(item)
-                if item.joinable:  # what is only asked now and then has no rhythm, and keeps nobody active
+                if item.joinable:  # other calls are rare: they have no rhythm and keep no session active
                     coming = rhythm.pending[0].key if rhythm.pending else item.key
                     rhythm.answered(item.key, coming, now, self.costs.of_product(coming))
         if self.idle:
@@ -149,11 +149,11 @@ class Batcher:
     def went(
         self, key: Hashable, calls: Sequence[tuple[int, float, int]], formed: float, seconds: float, now: float
     ) -> None:
-        """The calls that were awaited, each a session, when it came, and its rows, were never added and run by themselves as
-        one product."""
+        """Note that the awaited calls have run as one product without being added. Each of `calls` is a session, its arrival and its
+        rows."""
         rows = sum(rows for _, _, rows in calls)
         cost = self.costs.learn_product(key, rows, seconds)
-        self._caller = 0  # nobody is alone
+        self._caller = 0  # no session is alone now
         for session, arrived, own in calls:
             rhythm = self.callers.sessions[session]
             self.callers.calls(rhythm, arrived)
@@ -164,5 +164,5 @@ class Batcher:
         self.waiting.foresee(now)
 
     def took(self, key: Hashable, seconds: float) -> None:
-        """What an item of several calls took, from the first to the last."""
+        """Note how long an item of several calls took, from the first to the last."""
         self.costs.learn_round(key, seconds)

@@ -1,4 +1,4 @@
-"""Who calls: the sessions with their rhythms, and the tenants with what they have used. Plain Python, no clock of its own."""
+"""The sessions with their rhythms, and the tenants with what they have used. Plain Python, no clock of its own."""
 
 from collections.abc import Container, Hashable, Iterable, Iterator
 from math import inf
@@ -8,30 +8,30 @@ from symbiosis.executor.scheduling.queue import Item
 from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import ACTIVE_S, TenantUse
 
-ALONE_S = 0.1  # after this time in which nobody else called, a session is alone
-CREDIT_S = 0.1  # of use that a tenant saves up while it does not call
+ALONE_S = 0.1  # a session is alone if no other has called for so long
+CREDIT_S = 0.1  # use that a tenant can save up while it does not call
 
 
 class Callers:
-    """The sessions that are here; `live`: those that have made calls which others can join."""
+    """The joined sessions. `live` are those that make calls which others can join."""
 
     def __init__(self, rules: Rules, rounds: Container[Hashable]) -> None:
-        """`rounds`: keys that may follow on themselves."""
+        """`rounds` are the keys that may follow themselves."""
         self._rules, self._rounds = rules, rounds
         self.sessions: dict[int, Rhythm] = {}
         self.live: dict[int, Rhythm] = {}
         self._habits: dict[str | None, Habits] = {}  # by tenant
         self._tenants: dict[str, TenantUse] = {}  # by name
-        self._recent: dict[TenantUse, None] = {}  # who called lately, the last one at the end
-        self._least_used = self._least_used_by_tenants = 0.0  # by those who were served last
-        self._looked = -inf  # for silent sessions
+        self._recent: dict[TenantUse, None] = {}  # tenants that called lately, the last one at the end
+        self._least_used = self._least_used_by_tenants = 0.0  # the least use among those that were served last
+        self._looked = -inf  # when silent sessions were last looked for
 
     def __getitem__(self, item: Item) -> Rhythm:
         return self.sessions[item.session]
 
     @property
     def are_tenants(self) -> bool:
-        """Whether keys tell of several who they are."""
+        """Whether keys identify more than one tenant."""
         return len(self._tenants) > 1
 
     def join(self, session: int, tenant: str | None, watches: bool) -> None:
@@ -42,7 +42,7 @@ class Callers:
         self.sessions[session] = Rhythm(use, habits, self._rules, self._rounds, watches, self._least_used)
 
     def leave(self, session: int) -> list[Item]:
-        """Forget a session; returns what it still waited for."""
+        """Forget a session. Return its calls that were still waiting."""
         rhythm = self.sessions.pop(session, None)
         self.live.pop(session, None)
         if rhythm is None:
@@ -53,7 +53,7 @@ class Callers:
         return rhythm.pending
 
     def calls(self, rhythm: Rhythm, now: float) -> None:
-        """One of them makes a call. If it waited for nothing till now, idleness has earned no credit."""
+        """Note that a session makes a call. If it had none in flight, the time that it was idle earns it no credit."""
         tenant = rhythm.tenant
         if not rhythm.watches:
             tenant.called = now
@@ -64,7 +64,8 @@ class Callers:
             rhythm.used = max(rhythm.used, self._least_used)
 
     def served(self, rhythms: Iterable[Rhythm], now: float, head: Rhythm | None = None) -> None:
-        """Their calls run now. `head` was first in rank, else they all were: nobody who comes later has used less than those."""
+        """Note that calls of these sessions run now. `head` ranked first; without it, all did. A session that becomes active later
+        counts as having used at least as much as they."""
         used = tenant_used = inf
         for rhythm in rhythms:
             tenant = rhythm.tenant
@@ -75,7 +76,7 @@ class Callers:
         self._least_used_by_tenants = max(self._least_used_by_tenants, tenant_used)
 
     def others(self, own: set[TenantUse], since: float) -> Iterator[TenantUse]:
-        """Who else has called shortly before `since`, or later; the last one first."""
+        """Yield the other tenants that have called shortly before `since` or later, the last one first."""
         for tenant in reversed(self._recent):
             if tenant.called <= since - ACTIVE_S:
                 return
@@ -89,7 +90,7 @@ class Callers:
         return any(tenant.name is not None for tenant in self.others({self[item].tenant}, item.arrived))
 
     def forget_silent(self, now: float) -> None:
-        """Who has long not called, and is not expected to, is not live until the next call. Looked for now and then."""
+        """Forget, until they call again, live sessions that have long been silent and are not expected to call."""
         if now <= self._looked + ALONE_S:
             return
         self._looked = now

@@ -1,4 +1,4 @@
-"""How many threads want each of the machine's cores."""
+"""Measures how many threads want each of the machine's cores."""
 
 import os
 from contextlib import suppress
@@ -9,27 +9,26 @@ SMOOTHING = 0.05  # weight of the newest look
 
 
 class Contention:
-    """Threads that want each core, at least 1: so many times its own time a product on a CPU costs, since those who want its core wait,
-    clients of the host among them. So where threads want more cores than there are, running one product less is worth more than
-    being on time.
+    """The number of threads that want each core, at least 1. A product on a CPU costs so many times its own time, because other
+    threads, the clients' among them, wait for its core. So on a crowded machine it is worth more to save a product than to be on time.
 
     >>> Contention().now >= 1.0
     True
     """
 
     def __init__(self) -> None:
-        self._file: FileIO | None = None  # where there is no such file, nobody is taken to wait
+        self._file: FileIO | None = None  # without such a file no thread is taken to wait
         with suppress(OSError):
             self._file = FileIO("/proc/loadavg")
         self._cores = os.cpu_count() or 1  # the file counts threads of the whole host
         self._load = 1.0
 
     def look(self) -> None:
-        """Takes a microsecond."""
+        """Take a new measurement, in about a microsecond."""
         if self._file:
             try:
                 running = int(os.pread(self._file.fileno(), 64, 0).split()[3].partition(b"/")[0])
-            except (OSError, ValueError, IndexError):  # containers may stand in for it
+            except (OSError, ValueError, IndexError):  # a container may put another file in its place
                 self.close()
                 self._load = 1.0
             else:

@@ -1,8 +1,8 @@
-"""How much of a call runs at a time, and what runs with it.
+"""Decides how much of a call runs at a time, and what runs with it.
 
-A tenant (without keys: a session) that makes short calls waits for no other's long one. Long ones run in slices of rows; a
-product that is still too long, in turns: each computes some of its cells, and takes no longer than the others' own calls, or
-about `SLICE_S`. Between two turns of a product others run.
+A tenant (without keys: a session) that makes short calls does not wait for another's long call. A long call runs in slices of rows. A
+product that is still too long runs in turns: each computes some of its cells, and takes no longer than the others' own calls, or about
+`SLICE_S`. Between two turns others run.
 """
 
 from collections import Counter
@@ -15,20 +15,21 @@ from symbiosis.executor.scheduling.ranking import Ranking
 from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import TenantUse
 
-SLICE_S = 2e-3  # of a product that another tenant waits for
-TOGETHER = 8  # calls of one tenant in one product that another tenant may wait for
-LONG = 2.0  # of the time that a turn should take, from which a product is cut
+SLICE_S = 2e-3  # a product that another tenant waits for takes about so long
+TOGETHER = 8  # most calls of one tenant in a product that another tenant waits for
+LONG = 2.0  # a product is cut if it takes more than so many times what a turn should take
 
 
 class Cutting:
-    """Makes the batch that runs next of the call that is first, and sets how much of it runs."""
+    """Makes the next batch from the call that ranks first, and sets how much of it runs."""
 
     def __init__(self, rules: Rules, queues: Queues, callers: Callers, costs: Costs, ranking: Ranking) -> None:
         self._rules, self._queues, self._callers, self._costs = rules, queues, callers, costs
         self._ranking = ranking
 
     def take(self, head: Item, now: float) -> Batch:
-        """`head`, and of its queue what may join it. Its first turn is all of it, if others can wait for that."""
+        """Return a batch of `head` and the calls of its queue that may join it. Its first turn is the whole batch if others can wait
+        for that."""
         queue = self._queues[head.key]
         most = TOGETHER if len(queue) > 1 and self._callers.other_tenants_call(head) else len(queue)
         most_rows = self._most_rows(head, queue)
@@ -41,7 +42,7 @@ class Cutting:
         else:
             pieces, first = self._some(head, queue, most, most_rows), self._callers[head]
         self._callers.served([self._callers.sessions[item.session] for item, _, _ in pieces], now, first)
-        if len(pieces) > 1:  # calls of several run whole, for none of them is kept waiting by another
+        if len(pieces) > 1:  # joined calls are not cut into turns: each caller waits for the whole product anyway
             return Batch(head.key, self._in_order(pieces), now)
         batch = Batch(head.key, pieces, now)
         batch.cells = batch.last = head.cells
@@ -50,14 +51,14 @@ class Cutting:
         return batch
 
     def go_on(self, batch: Batch, now: float) -> None:
-        """The batch's next turn."""
+        """Set the batch's next turn."""
         rhythm = self._callers[batch.slices[0].item]
         rhythm.served = rhythm.tenant.served = now
         batch.first, batch.last = batch.last, batch.cells
         self._set_turn(batch, now)
 
     def _some(self, head: Item, queue: Queue, most: int, most_rows: int) -> list[Slice]:
-        """A slice of `head`, and the calls of its queue that fit beside it: at most so many of a tenant, and so many rows in all."""
+        """Take a slice of `head` and the calls of its queue that fit beside it: at most `most` of a tenant, and `most_rows` in all."""
         pieces = self._beside(head, queue, most, most_rows)
         for item, _, stop in pieces:
             queue.cut(item, stop)
@@ -85,7 +86,7 @@ class Cutting:
         return pieces
 
     def _in_order(self, pieces: list[Slice]) -> list[Slice]:
-        """Who has the fewest in a product is answered first: replies take time, too."""
+        """Put the tenants with the fewest calls first: replies take time, too."""
         if not self._callers.are_tenants:
             return pieces
         tenants = [self._callers[item].tenant for item, _, _ in pieces]
@@ -94,7 +95,7 @@ class Cutting:
         return [pieces[number] for number in order]
 
     def _most_rows(self, head: Item, queue: Queue) -> int:
-        """Of one slice, or of a product: fewer while tenants call that have no part in it."""
+        """Return how many rows a slice or a product may have: fewer while tenants call that have no part in it."""
         most = self._rules.max_rows
         if self._rules.invariant or not head.divisible or queue.rows <= SMALLEST_SLICE:
             return most
@@ -116,7 +117,7 @@ class Cutting:
         batch.last = batch.first + max(1, int(left / max(1.0, turns)))
 
     def _turn_s(self, own: set[TenantUse], since: float) -> float:
-        """How long others may wait: not for longer than they make others wait."""
+        """Return how long a turn may take: no longer than the shortest recent calls of the other tenants, but at least `SLICE_S`."""
         turn_s = inf
         for tenant in self._callers.others(own, since):
             turn_s = min(turn_s, tenant.brief)

@@ -1,4 +1,4 @@
-"""What the batcher learns of a session: what it has used, what it tends to call next, and when."""
+"""What the batcher learns about a session: what it has used, what it tends to call next, and when."""
 
 from collections.abc import Container, Hashable
 from dataclasses import dataclass, field
@@ -10,19 +10,19 @@ from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import TenantUse
 
 SMOOTHING = 0.25  # weight of the newest observation in the moving averages
-HABITS_KEPT = 1 << 11  # calls of one session
-KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): then what was learned is forgotten
+HABITS_KEPT = 1 << 11  # calls of one session that are remembered
+KEYS_KEPT = 1 << 14  # a client may make ever new keys (views of a weight): beyond so many, start to learn anew
 
 
 class Due(NamedTuple):
-    """When a call is expected, and from when no longer."""
+    """When a call is expected, and when it is given up."""
 
     expected: float
     latest: float
 
 
 class Habits:
-    """What sessions of a tenant did that left, for a start: those who join later run through the same model."""
+    """What a tenant's earlier sessions did. It gives later ones a start, because they run through the same model."""
 
     def __init__(self) -> None:
         self.follows: dict[Hashable, Hashable] = {}
@@ -33,7 +33,7 @@ class Habits:
         self._adopt(self.gap, rhythm.gap)
 
     def _adopt(self, mine: dict[Hashable, Any], theirs: dict[Hashable, Any]) -> None:
-        if len(theirs) > HABITS_KEPT:  # it made ever new calls
+        if len(theirs) > HABITS_KEPT:  # a session that made ever new calls teaches nothing
             return
         if len(mine) + len(theirs) > 2 * HABITS_KEPT:
             mine.clear()
@@ -42,12 +42,12 @@ class Habits:
 
 @dataclass(slots=True)
 class Rhythm:
-    """What is known of a session: what it has used, what it waits for, what it tends to call next and when."""
+    """What is known about a session: what it has used, what it waits for, what it tends to call next and when."""
 
     tenant: TenantUse
-    habits: Habits  # for what it has not shown itself
+    habits: Habits  # consulted where the session has not shown its own
     rules: Rules
-    rounds: Container[Hashable]  # keys that may follow on themselves
+    rounds: Container[Hashable]  # keys that may follow themselves
     watches: bool = False  # it makes no calls that others could join, or would have to wait for
     used: float = 0.0
     served: float = -inf
@@ -56,11 +56,11 @@ class Rhythm:
     replied: float = 0.0
     follows: dict[Hashable, Hashable] = field(default_factory=dict)
     gap: dict[Hashable, float] = field(default_factory=dict)
-    at: Hashable = None  # the call that this session waits for, or the last one that it made
-    next: Hashable = None  # ... and what follows on it, as far as is known
-    pause: float = inf  # so long after the answer
-    answer_s: float = 0.0  # which takes so long
-    age: int = 0  # calls since the ring was looked at
+    at: Hashable = None  # the call that the session waits for, or the last one that it made
+    next: Hashable = None  # the call that follows `at`, as far as is known
+    pause: float = inf  # seconds from the answer to the next call
+    answer_s: float = 0.0  # seconds that the answer takes
+    age: int = 0  # calls since the ring was worked out
     _ring: dict[Hashable, int] = field(default_factory=dict)
 
     @property
@@ -68,7 +68,7 @@ class Rhythm:
         return self.last_key is not None
 
     def learn(self, key: Hashable, arrived: float, cost: float) -> None:
-        """This session, which waited for nothing, has made a call."""
+        """Learn from a call that the session made while it had none in flight."""
         before = self.last_key
         if before is not None:
             self.age += 1
@@ -78,12 +78,12 @@ class Rhythm:
         self.arrive_at(key, cost)
 
     def uses(self, seconds: float) -> None:
-        """Count seconds of the executor that a product of this session took."""
+        """Count the seconds that a product of this session took."""
         self.used += seconds
         self.tenant.used += seconds
 
     def answered(self, key: Hashable, coming: Hashable, now: float, cost: float) -> None:
-        """It has its answer; what it waits for or has made last is `coming`, which costs so much."""
+        """Note that the session has its answer to `key`. It now waits for `coming`, or called that last, which costs `cost` seconds."""
         self.last_key, self.replied = key, now
         self.arrive_at(coming, cost)
 
@@ -95,11 +95,11 @@ class Rhythm:
 
     @property
     def comes(self) -> bool:
-        """Whether it is known what it calls next, and that is not the call which it waits for."""
+        """Whether the session's next call is known, and is not the one that it waits for."""
         return self.next is not None and not (self.pending and self.next == self.at)
 
     def due(self, now: float) -> Due:
-        """When this session's next call is expected (or, while it waits for an answer, its next but one)."""
+        """Return when the session's next call is expected (or, while it waits for an answer, its next but one)."""
         begun = now + self.answer_s if self.pending else self.replied
         expected = begun + self.pause
         late = (self.rules.overdue - 1) * self.pause
@@ -109,7 +109,8 @@ class Rhythm:
         return self.follows[key] if key in self.follows else self.habits.follows.get(key)
 
     def ring(self) -> dict[Hashable, int]:
-        """The ring of calls that this session makes again and again, and the place of each, as it was when last looked at."""
+        """Return the calls that the session makes again and again, each with its place in the ring. It is worked out anew now and
+        then."""
         if self.age > len(self._ring):
             self.age, self._ring, key = 0, {}, self.at
             while key is not None and key not in self._ring:

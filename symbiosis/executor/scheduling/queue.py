@@ -1,4 +1,4 @@
-"""Calls that wait, by key, and those that run as one product: plain data, no torch."""
+"""Waiting calls, by key, and calls that run as one product: plain data, no torch."""
 
 from collections import deque
 from collections.abc import Hashable
@@ -17,14 +17,14 @@ class Item:
     arrived: float
     work: Any = None
     divisible: bool = True  # may run as several slices of rows
-    joinable: bool = True  # may run with others of its key
-    calls: int = 1  # that it stands for: for each, it may wait
-    start: int = 0  # rows that earlier slices took
-    ran: int = 0  # rows of which the results are there
+    joinable: bool = True  # may run with other calls of its key
+    calls: int = 1  # how many calls it stands for; it may wait for each of them
+    start: int = 0  # rows taken by earlier slices
+    ran: int = 0  # rows with a result
     price: int = 0  # multiplications
-    cells: int = 1  # that what a product makes of it can be cut into
-    turns: int = 1  # that such a product takes at least
-    whole: bool = True  # not cut yet, nor too large to be joined as it is; the queue knows
+    cells: int = 1  # cells that its product can be cut into
+    turns: int = 1  # least number of turns that its product takes
+    whole: bool = True  # neither cut yet nor too large to be joined as it is; the queue counts those that are not
 
     @property
     def left(self) -> int:
@@ -36,7 +36,7 @@ class Item:
 
 
 class Queue(deque[Item]):
-    """The calls of one key, the rows that are left of them, and how many of them cannot be joined as a whole."""
+    """The calls of one key, how many of their rows are left, and how many calls cannot be joined as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Queue(deque[Item]):
         self.apart -= not item.whole
 
     def cut(self, item: Item, stop: int) -> None:
-        """The rows of an item before `stop` are taken."""
+        """Take the rows of an item up to `stop`."""
         self.rows -= stop - item.start
         item.start = stop
         if item.whole and item.left:
@@ -62,7 +62,7 @@ class Queue(deque[Item]):
 
 
 class Queues(dict[Hashable, Queue]):
-    """All calls that wait, by key. No queue is empty."""
+    """All waiting calls, by key. No queue is empty."""
 
     def put(self, item: Item) -> None:
         queue = self.get(item.key)
@@ -71,7 +71,7 @@ class Queues(dict[Hashable, Queue]):
         queue.put(item)
 
     def remove(self, item: Item) -> None:
-        """Take the item out, if it still waits."""
+        """Remove the item if it still waits."""
         queue = self.get(item.key)
         if queue is not None and item in queue:
             queue.drop(item)
@@ -79,7 +79,7 @@ class Queues(dict[Hashable, Queue]):
                 del self[item.key]
 
     def count(self) -> int:
-        """The calls; other threads ask, too."""
+        """Return how many calls wait. Other threads may ask."""
         return sum(map(len, list(self.values())))
 
 
@@ -97,7 +97,7 @@ class Slice(NamedTuple):
 
 @dataclass(slots=True)
 class Batch:
-    """The slices that run as one product, and in which of its turns that is: the cells that are computed now."""
+    """The slices that run as one product, and the turn that runs now: cells `first` to `last` of its `cells`."""
 
     key: Hashable
     slices: list[Slice]
@@ -105,7 +105,7 @@ class Batch:
     cells: int = 1
     first: int = 0
     last: int = 1
-    seconds: float = 0.0  # that earlier turns took
+    seconds: float = 0.0  # taken by earlier turns
     rows: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class Batch:
 
     @property
     def price(self) -> float:
-        """Multiplications, of all turns."""
+        """Multiplications in all its turns."""
         price = 0.0
         for item, start, stop in self.slices:
             price += item.price * (stop - start) / item.rows
@@ -127,10 +127,10 @@ class Batch:
 
     @property
     def ends(self) -> bool:
-        """Whether this is its last turn."""
+        """Whether this turn is its last."""
         return self.last == self.cells
 
     def ran(self) -> None:
-        """Its results are there."""
+        """Note that the results of these slices are there."""
         for item, start, stop in self.slices:
             item.ran += stop - start

@@ -1,12 +1,12 @@
-"""Which of the calls that are ready runs next.
+"""Decides which of the calls that are ready runs next.
 
-Among sessions priority goes first, but not being served raises it (`AGING_S`); within one priority the sessions that have used
-the least of the executor, in steps of `SLACK_S`. So a session can delay another by one slice, never starve it. Among equals,
-those are served first who are furthest behind in the ring of calls that models make again and again: so they catch up with the
-others, and go on together with them.
+Among sessions, priority goes first, and waiting raises it (`AGING_S`). Within one priority the session goes first that has used the
+least of the executor, in steps of `SLACK_S`. So a session can delay another by one slice, and never starve it. Among equals the session
+goes first that is furthest behind in the ring of calls that models make again and again. So it catches up with the others and goes on
+together with them.
 
-Where keys tell who is who, use goes before priority among tenants: how much one is served depends neither on how many sessions
-it has, nor on how urgent they say that they are.
+Where keys identify tenants, use goes before priority among them. So how much a tenant is served depends neither on how many sessions it
+has, nor on how urgent they say they are.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -19,20 +19,20 @@ from symbiosis.executor.scheduling.rules import Rules
 from symbiosis.executor.scheduling.tenant_use import TenantUse
 
 AGING_S = 0.05  # a call gains one step of priority per this time in which its session is not served
-SLACK_S = 0.05  # of use more than others that a session may have before it must let them go first
-Behind: TypeAlias = dict[
-    Hashable, int
-]  # of each call that a session is at: how many lie between it and the next session behind
+SLACK_S = 0.05  # a session may have used so much more than others before it must let them go first
+# For each place in the ring where a session is: how many calls the next session is behind it.
+Behind: TypeAlias = dict[Hashable, int]
 
 
 class Ranking:
-    """The order in which calls are served."""
+    """Orders the calls that are ready."""
 
     def __init__(self, rules: Rules, queues: Queues, callers: Callers) -> None:
         self._rules, self._queues, self._callers = rules, queues, callers
 
     def first(self, queues: Sequence[Queue], begun: Sequence[Item], behind: Behind, now: float) -> Item:
-        """The call to run, of those in these queues and those that have begun; of a queue that runs as a whole, the most urgent."""
+        """Return the call to run, of those in `queues` and those that have `begun`; of a queue that runs as a whole, the most
+        urgent."""
         if len(queues) == 1 and not begun and (len(queues[0]) == 1 or self.runs_whole(queues[0])):
             return queues[0][0]
         items = [*begun, *(item for queue in queues for item in self._heads(queue))]
@@ -46,7 +46,7 @@ class Ranking:
         return self._rules.policy != "immediate" and not queue.apart and queue.rows <= self._rules.max_rows
 
     def _best_of_each(self, items: Iterable[Item], behind: Behind, now: float) -> list[Item]:
-        """The call that each tenant would have run next."""
+        """Return, for each tenant, the one of its calls that ranks first."""
         best: dict[TenantUse, tuple[Any, Item]] = {}
         for item in items:
             rhythm = self._callers[item]
@@ -56,7 +56,7 @@ class Ranking:
         return [item for _, item in best.values()]
 
     def _heads(self, queue: Queue) -> Iterable[Item]:
-        """The calls of a queue that are to be compared: of one that runs as a whole, each tenant's most urgent."""
+        """Return the calls of a queue to compare: of a queue that runs as a whole, each tenant's most urgent."""
         if not self.runs_whole(queue):
             return queue
         if not self._callers.are_tenants:
@@ -69,7 +69,8 @@ class Ranking:
     def _rank(
         self, item: Item, caller: Rhythm | TenantUse, behind: Behind, now: float
     ) -> tuple[int, int, int, float, float]:
-        """Among sessions, or among tenants: of these nobody knows whether what they say of their calls is true."""
+        """Return the rank of a call among sessions or among tenants. A tenant's use counts first, because its priorities are only what
+        it claims."""
         waited = int((now - max(item.arrived, caller.served)) / AGING_S)
         last = behind.get(item.key, 0) * len(self._queues.get(item.key, ()))
         urgency, used = max(0, item.priority - waited), int(caller.used / SLACK_S)

@@ -1,4 +1,4 @@
-"""Whether a queue waits for calls that are still to come. The policy says when one is ready:
+"""Decides whether a queue waits for calls that are still to come. The policy says when a queue is ready:
 
 * `immediate`      every call by itself, at once;
 * `lockstep`       when every active session waits for an answer: one that had an answer within the last `idle_s`;
@@ -20,7 +20,8 @@ from symbiosis.executor.scheduling.rules import Rules
 
 
 class Awaited(NamedTuple):
-    """A queue is worth waiting for until it holds so many calls, if there is no other and it did not begin before `since`."""
+    """Calls that are worth waiting for: `calls` of this key, until that time. It holds while no other queue has calls, and for a queue
+    that did not begin before `since`."""
 
     key: Hashable
     calls: int
@@ -29,7 +30,7 @@ class Awaited(NamedTuple):
 
 
 class Waiting:
-    """Tells the queues that are ready; of the others, when to ask again (`wake`)."""
+    """Tells which queues are ready, and when to ask again about the others (`wake`)."""
 
     def __init__(self, rules: Rules, queues: Queues, callers: Callers, costs: Costs) -> None:
         self._rules, self._queues, self._callers, self._costs = rules, queues, callers, costs
@@ -37,11 +38,11 @@ class Waiting:
         self.awaited: Awaited | None = None
 
     def budget(self, key: Hashable) -> float:
-        """How long a call of the key may wait for others."""
+        """Return how long a call of this key may wait for others."""
         return self._rules.max_wait * self._costs.rounds.get(key, 1)
 
     def ready(self, now: float) -> tuple[Sequence[Queue], Behind]:
-        """The queues that need not wait any more, and of each call that a session is at, how far the next one is behind."""
+        """Return the queues that need not wait any more, and how far behind each place in the ring the next session is."""
         if not self._queues or self._still_waits(now):
             return [], {}
         self.wake, self.awaited = inf, None
@@ -59,8 +60,8 @@ class Waiting:
         return queues, {}
 
     def foresee(self, now: float) -> None:
-        """Decide before they come, while a product runs, whether to wait for all who live: if they go on together, and the last
-        is expected soon after the first."""
+        """Decide, before the next calls arrive, whether to wait for those of all live sessions. It pays if all will make the same call,
+        and the last is expected soon after the first."""
         self.awaited = None
         self._callers.forget_silent(now)
         if self._rules.policy != "opportunistic" or len(self._callers.live) < 2:
@@ -71,7 +72,7 @@ class Waiting:
             return
         coming = [rhythm.due(now) for rhythm in live]
         first, last = min(coming).expected, max(coming).expected
-        spread = 1.0 if key in self._costs.rounds else self._rules.spread  # a round was measured beside the others
+        spread = 1.0 if key in self._costs.rounds else self._rules.spread  # a round was measured beside other programs
         worth = min(spread * self._saved(key), self.budget(key))
         if last - first < worth:
             self.awaited = Awaited(key, len(coming), max(due.latest for due in coming), last - worth)
@@ -80,7 +81,7 @@ class Waiting:
         return self._costs.saved(key, self._rules.contention)
 
     def _all_wait(self, now: float) -> bool:
-        """Whether every session waits for an answer but those that have long been idle."""
+        """Whether every session waits for an answer, except those that have long been idle."""
         rhythms = self._callers.sessions.values()
         idle_at = [rhythm.replied + self._rules.idle_s for rhythm in rhythms if rhythm.active and not rhythm.pending]
         waited_for = [at for at in idle_at if now < at]
@@ -88,7 +89,7 @@ class Waiting:
         return not waited_for
 
     def _still_waits(self, now: float) -> bool:
-        """Whether the calls that are worth waiting for have not come, and no others either."""
+        """Whether the awaited calls have yet to arrive, and no other call has."""
         if self.awaited is None or len(self._queues) > 1 or self._rules.policy != "opportunistic":
             return False
         key, calls, until, since = self.awaited
@@ -101,11 +102,11 @@ class Waiting:
         return now < self.wake
 
     def _all_here(self, queues: list[Queue]) -> bool:
-        """Whether there is nobody else to wait for."""
+        """Whether all live sessions wait in one queue."""
         return len(queues) == 1 and len(queues[0]) >= len(self._callers.live)
 
     def _due(self, now: float) -> dict[Hashable, list[Due]]:
-        """By key of those that wait: the sessions whose next call (or next but one) it is."""
+        """Return, for each key with waiting calls, when the sessions whose next call (or next but one) it is are due."""
         table: dict[Hashable, list[Due]] = {}
         for rhythm in self._callers.live.values():
             if rhythm.next in self._queues and rhythm.comes and now < (due := rhythm.due(now)).latest:
@@ -113,7 +114,7 @@ class Waiting:
         return table
 
     def _is_ready(self, queue: Queue, coming: list[Due] | None, now: float) -> bool:
-        """Whether no call that is `coming` to the queue is worth waiting for."""
+        """Whether none of the calls `coming` to the queue is worth waiting for."""
         head = queue[0]
         deadline = head.arrived + self.budget(head.key)
         if not coming or now >= deadline or not head.joinable or queue.rows >= self._rules.join_below:
@@ -126,14 +127,14 @@ class Waiting:
         return False
 
     def _behind(self, item: Item) -> Behind:
-        """Of each call in the ring of `item`'s session that a session is at: how many lie between it and the next session behind."""
+        """Return, for each place in the ring of `item`'s session where a session is, how many calls the next session is behind it."""
         ring = self._callers[item].ring()
         taken = sorted({(ring[rhythm.at], rhythm.at) for rhythm in self._callers.live.values() if rhythm.at in ring})
         return {key: (place - taken[i - 1][0]) % len(ring) for i, (place, key) in enumerate(taken)}
 
     def _without_leaders(self, queues: list[Queue], behind: Behind, now: float) -> list[Queue]:
-        """While the session that is furthest behind thinks, but for less than a product takes, the others do not run away.
-        Calls too large to be joined gain nothing from that."""
+        """Hold back queues of sessions ahead in the ring while the session that is furthest behind thinks, if that takes less than a
+        product. Calls too large to be joined are not held back."""
         last = max(behind, key=lambda key: behind[key], default=None)
         if last is None or last in self._queues:
             return queues
@@ -154,7 +155,7 @@ class Waiting:
 
 
 def _worth_waiting(coming: list[Due], saved: float, now: float, deadline: float) -> tuple[int, float]:
-    """For how many calls to wait, the earliest first, and until when, so that the products saved outweigh the time by most."""
+    """Return for how many calls to wait, the earliest first, and until when, so that the products saved outweigh the time most."""
     best, until, calls, wake = 0.0, now, 0, inf
     for number, (expected, latest) in enumerate(coming, 1):
         if expected > deadline:
