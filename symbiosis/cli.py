@@ -116,6 +116,8 @@ def serve(
     max_tenant_batch: Annotated[int | None, typer.Option(help="Most sequences of one step for one API key, while others wait. Default: half of --max-batch.")] = None,
     adapters_in_batch: Annotated[int | None, typer.Option(help="Most adapters of one step. Default: no limit.")] = None,
     memory: Annotated[int | None, typer.Option(help="Bytes for keys, values and adapters. Default: a part of what is free.")] = None,
+    adapter_memory: Annotated[int | None, typer.Option(help="Bytes of the host's memory for adapters. Default: a quarter of what is free.")] = None,
+    max_rank: Annotated[int | None, typer.Option(help="Largest rank of an adapter. Default: 256.")] = None,
     policy: Annotated[str | None, typer.Option(help="fcfs (default), abort (what can no longer begin in time gives way) or vtc (fair shares for API keys).")] = None,
     first_token_s: Annotated[float | None, typer.Option(help="Of policy abort: the seconds within which a first token must come. Default: 6.")] = None,
     prefill_tokens: Annotated[int | None, typer.Option(help="Most tokens of prompts in one step. Default: 512.")] = None,

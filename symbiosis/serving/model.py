@@ -37,7 +37,7 @@ class Served(ABC):
         self.vocabulary: int = self.config.vocab_size
         self.longest: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.ends = _ends(model)
-        self.arena = Arena(layers, _free_memory(self.device) if memory is None else memory, self.dtype, self.device)
+        self.arena = Arena(layers, share_of_free(self.device) if memory is None else memory, self.dtype, self.device)
         self.blocks = Blocks(self.arena.pool, len(layers), shares=self.batches)
 
     def forward(self, step: Step) -> Tensor:
@@ -81,7 +81,7 @@ def _ends(model: nn.Module) -> frozenset[int]:
     return frozenset()
 
 
-def _free_memory(device: torch.device) -> int:
+def share_of_free(device: torch.device) -> int:
     """A share of what is free."""
     if device.type == "cuda":
         return int(SHARE * torch.cuda.mem_get_info(device)[0])

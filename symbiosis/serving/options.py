@@ -28,6 +28,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_tenant_batch: int | None = None  # None: half of the batch, if there are keys
     adapters_in_batch: int | None = None
     memory: int | None = None  # bytes
+    adapter_memory: int | None = None  # bytes of the host's memory
+    max_rank: int = 256
     policy: Literal["fcfs", "abort", "vtc"] = "fcfs"
     first_token_s: float = 6.0
     prefill_tokens: int = 512
@@ -38,7 +40,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_requests: int = 4096
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_tenant_batch", "adapters_in_batch", "memory", "first_token_s", "prefill_tokens", "drain_s",
+        for name in ("max_batch", "max_tenant_batch", "adapters_in_batch", "memory", "adapter_memory", "max_rank", "first_token_s", "prefill_tokens", "drain_s",
                      "max_body_bytes", "max_adapter_bytes", "max_requests"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < 2**62:

@@ -5,6 +5,7 @@ import os
 import shutil
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -21,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
-from symbiosis.serving.adapters.library import Library
+from symbiosis.serving.adapters.library import FIXED_BYTES, Library
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
@@ -217,6 +218,66 @@ def test_asking_for_one_of_thousands_scans_no_folder(
     monkeypatch.setattr(os, "scandir", lambda *_: pytest.fail("the folder was scanned"))
     library.get("mine")
     library.get("mine")
+
+
+def test_thousands_are_listed_once_for_all_who_ask(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(2000):
+        copy = folder.parent / f"a{number}"
+        copy.mkdir()
+        for file in folder.iterdir():
+            os.link(file, copy / file.name)
+    library = Library(served, folder.parent)
+    scans, scandir = [], os.scandir
+
+    def counted(path: Path) -> Any:
+        scans.append(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", counted)
+    begun = time.monotonic()
+    for _ in range(50):
+        assert len(library.names()) == 2001
+        with pytest.raises(UnknownAdapter, match="and 1991 more"):
+            library.get("unknown")
+    assert len(scans) <= 2 + time.monotonic() - begun
+
+
+def copies(folder: Path, *names: str) -> None:
+    for name in names:
+        shutil.copytree(folder, folder.parent / name)
+
+
+def test_what_lies_in_the_folder_is_let_go_for_others_and_read_again(served: Served, folder: Path) -> None:
+    copies(folder, "b", "c")
+    size = Library(served, folder.parent).get("mine").bytes + FIXED_BYTES
+    library = Library(served, folder.parent, memory=2 * size)
+    mine, b = library.get("mine"), library.get("b")
+    assert library.get("mine") is mine
+    library.get("c")
+    assert [each.name for each in library.loaded()] == ["mine", "c"] and library.bytes == 2 * size
+    assert library.names() == ["b", "c", "mine"]
+    again = library.get("b")
+    assert again is not b and again.version == b.version, "what was made by it is still right"
+    config(lora_alpha=9)(folder)
+    library.get("c")
+    assert library.get("mine").version != mine.version
+
+
+def test_what_was_sent_stays_and_more_than_fits_is_refused(served: Served, good: Path, folder: Path) -> None:
+    size = Library(served).add("mine", good).bytes + FIXED_BYTES
+    library = Library(served, folder.parent, memory=2 * size)
+    library.get("mine")
+    for name in ("a", "b"):
+        library.add(name, good)
+    library.add("a", good)  # in its own place
+    for refused in (lambda: library.add("c", good), lambda: library.get("mine")):
+        with pytest.raises(AdapterError, match=r"DELETE /v1/adapters/NAME\), or start .* more --adapter-memory"):
+            refused()
+    assert [each.name for each in library.loaded()] == ["b", "a"]
+    library.remove("b")
+    assert library.get("mine").name == "mine"
 
 
 def test_the_model_looks_as_before(served: Served, good: Path) -> None:

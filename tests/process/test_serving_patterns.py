@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +60,18 @@ def test_a_configuration_that_would_take_the_server_is_refused(
     folder = changed(good, tmp_path, change)
     with pytest.raises(AdapterError, match=told):
         Library(served).add("bad", folder)
+
+
+def test_who_asks_for_what_is_loaded_does_not_wait_for_what_is_read(served: Served, good: Path, tmp_path: Path) -> None:
+    changed(good, tmp_path, {"target_modules": "(([a-z0-9_.])+)+!"}).rename(tmp_path / "slow")
+    shutil.copytree(good, tmp_path / "mine")
+    library = Library(served, tmp_path)
+    library.get("mine")
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(library.get, "slow")
+        while not library._loading.locked():
+            assert not slow.done()
+        assert library.get("mine").name == "mine" and library.names() == ["mine", "slow"] and len(library.loaded()) == 1
+        assert library._loading.locked()
+        with pytest.raises(AdapterError, match="takes too long"):
+            slow.result()

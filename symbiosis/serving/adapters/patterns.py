@@ -59,7 +59,7 @@ def check_numbers(config: dict[str, Any], max_rank: int) -> None:
     for name in ("r", "rank", "init_r", "target_r"):
         if isinstance(config.get(name), int) and config[name] > max_rank:
             raise AdapterError(
-                f"its rank is {config[name]} ({name}), and this server takes {max_rank} at most: give Engine a larger max_rank"
+                f"its rank is {config[name]} ({name}), and this server takes {max_rank} at most: start it with a larger max_rank"
             )
     for name, value in _numbers(config):
         if not abs(value) <= MOST:

@@ -9,6 +9,7 @@ from secrets import randbits
 from typing import Any, get_args
 
 import msgspec
+import torch
 from torch import nn
 
 from symbiosis.client.from_executor import from_executor
@@ -25,6 +26,7 @@ from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.loop import Loop
 from symbiosis.serving.engine.reader import Completion, Reader, Stream
+from symbiosis.serving.model import share_of_free
 from symbiosis.serving.request import Finish, Output, Request
 from symbiosis.serving.scheduling.scheduler import Policy, Rules, Scheduler
 from symbiosis.serving.step import Sequence
@@ -45,6 +47,9 @@ class Engine:
             "vtc": tenants get alike.
         max_waiting: Requests under way; more are refused.
         of_tenant: Sequences of one tenant that run together while others wait; None is no limit.
+        max_rank: Adapters of a larger rank are refused.
+        adapter_memory: Bytes of the host's memory for adapters. Those of the folder are let go for others, and read again; beyond it
+            others are refused. Default: a quarter of what is free.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:
@@ -68,14 +73,20 @@ class Engine:
         max_waiting: int = 4096,
         of_tenant: int | None = None,
         max_rank: int = 256,
+        adapter_memory: int | None = None,
     ) -> None:
-        _check_options(max_batch, adapters_in_batch, prefill_tokens, policy, first_token_s, max_waiting, of_tenant)
+        _check_options(
+            policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens,
+            first_token_s=first_token_s, max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank,
+            adapter_memory=adapter_memory,
+        )  # fmt: skip
         self._own_model = from_executor(model) if isinstance(model, str) else None
         self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
         self.tokenizer = _tokenizer(tokenizer)
         self._residency = Residency(self._served.arena, self._served.blocks.make_room)
         self._sites = Sites(self._served, self._residency)
-        self._library = Library(self._served, Path(adapters) if adapters else None, max_rank)
+        folder, most = Path(adapters) if adapters else None, adapter_memory or share_of_free(torch.device("cpu"))
+        self._library = Library(self._served, folder, max_rank, most)
         self._grammars = Grammars(self.tokenizer, self._served.vocabulary, self._served.ends)
         whole = self._served.whole_prompts
         rules = Rules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
@@ -137,6 +148,10 @@ class Engine:
         """Those that are loaded."""
         return list(self._library.loaded())
 
+    def has_loaded(self, name: str) -> bool:
+        """Whether an adapter need not be read first."""
+        return self._library.has(name)
+
     def adapter_names(self) -> list[str]:
         """All that can be asked for: also those of the folder that nobody has asked for yet."""
         return self._library.names()
@@ -165,6 +180,8 @@ class Engine:
             pages_cached=max(0, blocks.spare() - free),
             evictions=counts.evictions,
             adapters=len(self._library.names()),
+            adapters_loaded=len(self._library.loaded()),
+            adapter_bytes=self._library.bytes,
             adapters_here=self._residency.count,
             adapter_fetches=self._residency.fetches,
             adapter_evictions=self._residency.evictions,
@@ -233,23 +250,8 @@ def _close_sessions(model: nn.Module) -> None:
         session.close()
 
 
-def _check_options(
-    max_batch: int,
-    adapters_in_batch: int | None,
-    prefill_tokens: int,
-    policy: str,
-    first_token_s: float,
-    max_waiting: int,
-    of_tenant: int | None,
-) -> None:
-    for name, value in (
-        ("max_batch", max_batch),
-        ("adapters_in_batch", adapters_in_batch),
-        ("prefill_tokens", prefill_tokens),
-        ("first_token_s", first_token_s),
-        ("max_waiting", max_waiting),
-        ("of_tenant", of_tenant),
-    ):
+def _check_options(policy: str, **numbers: float | None) -> None:
+    for name, value in numbers.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{name} must be positive, not {value}")
     if policy not in get_args(Policy):

@@ -15,6 +15,8 @@ GAUGES: dict[str, tuple[str, Callable[[Figures], float]]] = {
     "kv_cache_usage_perc": ("Of the memory for keys, values and adapters, what is in use: 1 is all.", lambda f: f.cache_usage),
     "pages": ("Pages of that memory.", lambda f: f.pages),
     "adapters": ("Adapters that are known.", lambda f: f.adapters),
+    "adapters_loaded": ("Adapters in the host's memory.", lambda f: f.adapters_loaded),
+    "adapter_bytes": ("What they take there.", lambda f: f.adapter_bytes),
     "adapters_resident": ("Adapters in that memory.", lambda f: f.adapters_here),
 }  # fmt: skip
 COUNTERS: dict[str, tuple[str, Callable[[Figures], float]]] = {

@@ -42,6 +42,7 @@ class Serves(Protocol):
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
     def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    def has_loaded(self, name: str) -> bool: ...
     def add(self, name: str, source: Any) -> Any: ...
     def remove(self, name: str) -> None: ...
     def adapters(self) -> Iterable[Any]: ...
@@ -63,7 +64,10 @@ class Link:
         self._unsent: SimpleQueue[FromEngine | Output | None] = SimpleQueue()
         self._open: dict[int, int] = {}  # requests under way: completions that have not finished
         self._submissions: dict[int, Future[None]] = {}
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")  # what may take long, such as loading
+        self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")
+        self._loading = ThreadPoolExecutor(
+            4, thread_name_prefix="serve-load"
+        )  # what has to be read first: others do not wait for it
         self._unsent.put(welcome)
         self._threads = [
             threading.Thread(target=run, name=f"serve-{run.__name__.strip('_')}", daemon=True)
@@ -82,7 +86,8 @@ class Link:
         self._unsent.put(None)
         for thread in self._threads:
             thread.join()
-        self._pool.shutdown(cancel_futures=True)
+        for pool in (self._pool, self._loading):
+            pool.shutdown(cancel_futures=True)
         self._connection.close()
 
     def _read(self) -> None:
@@ -104,13 +109,14 @@ class Link:
             self._open[id] = message.request.completions
             if message.request.adapter is None:
                 self._submit(message.request)
-            else:  # it may have to be loaded first
-                self._submissions[id] = self._pool.submit(self._submit, message.request)
+            else:
+                pool = self._pool if self._engine.has_loaded(message.request.adapter) else self._loading
+                self._submissions[id] = pool.submit(self._submit, message.request)
                 self._submissions[id].add_done_callback(lambda _: self._submissions.pop(id, None))
         elif isinstance(message, Cancel):
             self._cancel(message.id, message.has_stopped)
         else:
-            self._pool.submit(self._answer, message)
+            (self._loading if message.verb == "add" else self._pool).submit(self._answer, message)
 
     def _submit(self, request: Request) -> None:
         try:

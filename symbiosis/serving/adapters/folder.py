@@ -1,0 +1,52 @@
+"""The folder in which adapters are looked for: what lies there now, without reading any of it."""
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+
+from symbiosis.errors import AdapterError
+from symbiosis.serving.adapters.files import state_of
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127})?")
+LISTED_S = 1.0  # a list is as good as new for so long, if the folder itself is as it was
+State = tuple[int, ...]
+
+
+class Folder:
+    """A folder of adapters, each in a folder of its name; without a path there are none."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._lock = threading.Lock()  # one lists, and the others wait for that list
+        self._listed, self._at, self._like = frozenset[str](), float("-inf"), 0
+
+    def state(self, name: str) -> State | None:
+        """Another one when the adapter has changed; None if there is none of this name."""
+        if self.path is None or not NAME.fullmatch(name):
+            return None
+        folder = self.path / name
+        state = state_of(folder)
+        return state if state is None or folder.resolve().is_relative_to(self.path.resolve()) else None
+
+    def names(self) -> frozenset[str]:
+        """All that lie there."""
+        if self.path is None:
+            return frozenset()
+        with self._lock:
+            try:
+                like, now = self.path.stat().st_mtime_ns, time.monotonic()
+                if like != self._like or now - self._at > LISTED_S:
+                    self._listed = self._list(self.path)
+                    self._like, self._at = like, now
+            except OSError as error:
+                raise AdapterError(f"the folder of adapters cannot be read: {error.strerror}") from None
+            return self._listed
+
+    def _list(self, path: Path) -> frozenset[str]:
+        with os.scandir(path) as entries:
+            links = {entry.name: entry.is_symlink() for entry in entries if NAME.fullmatch(entry.name)}
+        return frozenset(
+            name for name, is_link in links.items() if (self.state(name) if is_link else state_of(path / name))
+        )

@@ -1,0 +1,103 @@
+"""Makes of an adapter's files what is computed, or says why that cannot be."""
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from symbiosis.errors import AdapterError
+from symbiosis.serving.adapters.files import AdapterWeights
+from symbiosis.serving.adapters.kinds import Base, LoadedAdapter, NotFused, Part, fused_parts
+from symbiosis.serving.adapters.layers import Skeleton, peft_layers
+from symbiosis.serving.adapters.patterns import check_numbers, check_patterns
+from symbiosis.serving.adapters.probe import misplaced
+from symbiosis.serving.adapters.residency import place
+from symbiosis.serving.model import Served
+
+PROMPTS = ("PROMPT_TUNING", "P_TUNING")
+
+
+@dataclass(slots=True)
+class Loader:
+    """Makes adapters for one base."""
+
+    served: Served
+    base: Base
+    skeleton: Skeleton
+    misplaced: dict[str, str]
+    max_rank: int
+
+    @classmethod
+    def of(cls, served: Served, max_rank: int) -> "Loader":
+        """To be made before the model has sites."""
+        return cls(served, Base.of(served.model, served.dtype), Skeleton(served.model), misplaced(served), max_rank)
+
+    def load(self, name: str, weights: AdapterWeights, version: int) -> LoadedAdapter:
+        check_numbers(weights.config, self.max_rank)
+        check_patterns(weights.config, self.base.modules)
+        kind = weights.config["peft_type"]
+        parts: dict[str, Part] = {}
+        layers: dict[str, nn.Module] = {}
+        prompt: Tensor | None = None
+        prefix: tuple[tuple[Tensor, Tensor], ...] = ()
+        if kind in PROMPTS:
+            prompt = self._prompt(weights)
+        elif kind == "PREFIX_TUNING":
+            prefix = self._prefix(weights)
+        else:
+            try:
+                parts = fused_parts(weights, self.base, self.max_rank)
+            except NotFused:
+                layers = peft_layers(weights, self.base, self.skeleton)
+        self._check_places([*parts, *layers])
+        self._check_room(parts)
+        virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
+        ranks = [len(part.down) for part in parts.values() if part.down is not None]
+        held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
+        return LoadedAdapter(
+            name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=sum(t.nbytes for t in held),
+            virtual=virtual, parts=parts, layers=layers, prompt=prompt, prefix=prefix,
+        )  # fmt: skip
+
+    def _check_places(self, names: list[str]) -> None:
+        for name in names:
+            if (reason := self.misplaced.get(name)) is not None:
+                raise AdapterError(
+                    f"it adapts {name}, which {reason}: the server could not tell which rows are this adapter's. Train one without it"
+                )
+
+    def _check_room(self, parts: dict[str, Part]) -> None:
+        shapes = [(len(t), t.shape[1]) for part in parts.values() for t in part.tensors]
+        arena = self.served.arena
+        needed, _ = place(shapes, arena.page_elements)
+        if needed > arena.pool.total // 2:
+            raise AdapterError(
+                f"it takes {needed} pages of {arena.page_bytes} bytes, more than half of the server's memory for adapters, keys and values: "
+                "give the server more memory"
+            )
+
+    def _prompt(self, weights: AdapterWeights) -> Tensor:
+        prompt, width = _embeddings(weights), self.served.model.get_input_embeddings().embedding_dim  # type: ignore[operator]
+        if prompt.dim() != 2 or prompt.shape[1] != width:
+            raise AdapterError(
+                f"its virtual tokens have {prompt.shape[-1]} numbers, and this base's tokens {width}: it is for another base"
+            )
+        return prompt.to(self.base.dtype)
+
+    def _prefix(self, weights: AdapterWeights) -> tuple[tuple[Tensor, Tensor], ...]:
+        if not self.served.batches:
+            raise AdapterError("prefix tuning needs a base whose attention goes over pages, and this one's does not")
+        shapes, kv = self.served.arena.layers, _embeddings(weights).to(self.base.dtype)
+        widths = [n for shape in shapes for n in (shape.key_elements, shape.value_elements)]
+        if kv.dim() != 2 or kv.shape[1] != sum(widths) or len(set(widths)) > 1:
+            raise AdapterError(
+                f"its virtual tokens have {kv.shape[-1]} numbers, and this base's keys and values {sum(widths)}: it is for another base"
+            )
+        columns = kv.split(widths, dim=1)
+        return tuple(zip(columns[::2], columns[1::2], strict=True))
+
+
+def _embeddings(weights: AdapterWeights) -> Tensor:
+    prompt = weights.tensors.get("prompt_embeddings")
+    if prompt is None or not len(prompt):
+        raise AdapterError("it has no prompt_embeddings: save it with PEFT's save_pretrained")
+    return prompt
