@@ -1,4 +1,5 @@
-"""Ways between client and executor. `connect` and `listen` choose one by its URL; nobody else knows which it is."""
+"""The ways between client and executor. `connect` and `listen` choose one by its URL; no code outside this package knows which it
+is."""
 
 import logging
 from collections.abc import Callable
@@ -34,8 +35,8 @@ logger = logging.getLogger("symbiosis")
 
 
 def connect(url: str, hello: Hello, timeout: float, device: torch.device = CPU, room: int = -1) -> Connection:
-    """Join the executor at `url`, for rows on `device`, and replies of up to `room` bytes if there is to be a limit; `ConnectionLost` if
-    nobody answers in `timeout` seconds."""
+    """Join the executor at `url` for rows on `device`, or raise `ConnectionLost` if nobody answers within `timeout` seconds. A `room`
+    of 0 or more limits the bytes of a reply."""
     scheme, address = parts_of(url)
     if scheme == "inproc":
         from symbiosis.transport import inproc
@@ -62,7 +63,7 @@ def may_come_back(url: str) -> bool:
 
 
 def may_go_by_nccl(url: str) -> bool:
-    """Whether it makes a difference to `connect` that rows are on a GPU."""
+    """Whether `connect` may use NCCL for rows on a GPU."""
     scheme, address = parts_of(url)
     if scheme != "tcp":
         return False
@@ -72,12 +73,12 @@ def may_go_by_nccl(url: str) -> bool:
 
 
 def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device, room: int) -> Connection | None:
-    """None where it cannot be had, and why is logged."""
+    """Return a connection over NCCL. If there cannot be one, log why and return None."""
     from symbiosis.transport.nccl.client import NcclConnection
 
     try:
         return NcclConnection(address, hello, timeout, device, room)
-    except (CallError, RuntimeError) as error:  # the latter of NCCL and CUDA
+    except (CallError, RuntimeError) as error:  # NCCL and CUDA raise RuntimeError
         if isinstance(error, CallError) and error.code is not Code.UNKNOWN_OP:
             raise
         logger.warning("tcp://%s: rows of %s go through the host's memory, which is slow: %s", address, device, error)
@@ -85,7 +86,7 @@ def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device, r
 
 
 def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patience: float) -> "DeviceLine | None":
-    """A way for the calls of a GPU that no CPU waits for; None where calls must go through the host's memory, and why is logged."""
+    """Return a line for a GPU's calls that no CPU waits for. If they must go through the host's memory, log why and return None."""
     scheme, address = parts_of(url)
     if scheme != "local" or device.type != "cuda":
         return None
@@ -102,7 +103,7 @@ def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patien
 
 
 def listen(url: str, reactor: Reactor, inbox: ServerPort) -> Listener:
-    """Answer at `url`: events on its descriptors run in `reactor`, messages go to `inbox`."""
+    """Answer at `url`. Events on its descriptors are handled in `reactor`, and messages go to `inbox`."""
     scheme, address = parts_of(url)
     if scheme == "inproc":
         from symbiosis.transport import inproc

@@ -1,4 +1,4 @@
-"""What a client takes from an executor, and nothing else: who it is at each join, and what the reply to a call must look like."""
+"""What a client accepts from an executor: checks its welcome at each join, and the dtype and shape of each reply."""
 
 from collections.abc import Sequence
 
@@ -23,13 +23,13 @@ from symbiosis.security.fingerprint import model_fingerprint
 
 KINDS = frozenset(("linear", "conv1d", "tensor", "embedding", "client"))
 LARGEST, LAST_PORT = 1 << 48, 65535
-MOST_KNOWN = 1 << 14  # calls whose answers are looked up
-MOST_FIGURES = 16 << 20  # bytes of a snapshot of an executor's figures, whose size nobody knows before
+MOST_KNOWN = 1 << 14  # calls whose expected replies are remembered
+MOST_FIGURES = 16 << 20  # bytes of a snapshot of figures, whose size does not follow from the call
 
 
 def accepted(answer: object, url: str, hello: Hello) -> Welcome:
-    """The executor's welcome, if it is one, and of the model that this client joined before: it is not the executor alone who
-    says so."""
+    """Return the executor's welcome, or raise if it is a refusal, no valid welcome, or of another model than the one that this client
+    joined before."""
     if isinstance(answer, Refusal):
         raise answer.error()
     if not isinstance(answer, Welcome):
@@ -64,7 +64,7 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
 
 
 def _check_model(answer: Welcome, url: str, hello: Hello) -> None:
-    """It is what its fingerprint says, and what this client joined before."""
+    """Raise unless the model matches its fingerprint, and the one that this client joined before."""
     fingerprint = model_fingerprint(answer.config, answer.manifest)
     if fingerprint != answer.fingerprint:
         raise ProtocolError(Code.BAD_FRAME, f"the fingerprint that {url} sends is not that of the model it describes")
@@ -77,7 +77,7 @@ def _check_model(answer: Welcome, url: str, hello: Hello) -> None:
 
 
 class MoreRoom(Exception):
-    """A connection takes no message that is as large as the reply to a call will be: join anew, with room for it."""
+    """The reply to a call will be larger than the connection accepts. The session joins again with room for it."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -85,7 +85,7 @@ class MoreRoom(Exception):
 
 
 class Answers:
-    """The dtype and shape that the reply to a call must have, as it follows from the call and from what is served."""
+    """The dtype and shape that the reply to a call must have, which follow from the call and the manifest."""
 
     def __init__(self, told: Welcome) -> None:
         self._manifest: Sequence[Layer] = told.manifest
@@ -93,7 +93,7 @@ class Answers:
         self._known: dict[Call, tuple[str, tuple[int, ...]]] = {}
 
     def check(self, call: Call, reply: Reply) -> None:
-        """`ProtocolError` if `reply` cannot be the answer to `call`. To be asked before anything is allocated for it."""
+        """Raise `ProtocolError` if `reply` cannot be the answer to `call`. Ask before allocating anything for it."""
         if reply.code is Code.OK and call.op is not Op.STATS:
             right = (reply.dtype, reply.shape) == (self._known.get(call) or self.of(call))
         else:
@@ -105,7 +105,7 @@ class Answers:
             )
 
     def of(self, call: Call) -> tuple[str, tuple[int, ...]]:
-        """What `check` expects of a call that is answered."""
+        """Return the dtype and shape that `check` expects of an answer to `call`."""
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         try:
@@ -115,7 +115,7 @@ class Answers:
         return known
 
     def nbytes(self, call: Call) -> int:
-        """At most, of the reply."""
+        """Return the most bytes that the reply may have."""
         if call.op is Op.STATS:
             return MOST_FIGURES
         try:

@@ -1,4 +1,4 @@
-"""The two ends of every transport, and what a listener tells the server."""
+"""The protocols of a transport's two ends, and of the executor as a transport sees it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO, NamedTuple, Protocol
@@ -16,15 +16,15 @@ JOIN_S = 10.0  # a connection that has not joined by then is ended
 
 
 class Advice(NamedTuple):
-    """What an executor tells a client that can multiply by itself: how many other sessions decode, and whether tokens of others wait
-    in the executor's queue, where training gives way to them."""
+    """An executor's advice to a client that maps the weights: how many other sessions decode, and whether tokens of others wait in the
+    executor's queue, where training gives way to them."""
 
     others: int = 0
     rationed: bool = False
 
 
 class Direct(NamedTuple):
-    """What a client has multiplied by itself since it joined, and whether it decoded so a moment ago."""
+    """What a client has multiplied directly since it joined, and whether it decoded a moment ago."""
 
     calls: int
     rows: int
@@ -33,64 +33,65 @@ class Direct(NamedTuple):
 
 
 class Connection(Protocol):
-    """The client's end. One call at a time: the session holds a lock around it."""
+    """The client's end. It carries one call at a time: the session holds a lock around it."""
 
     welcome: Welcome
-    device: torch.device  # where it takes rows from besides the CPU, and puts results
-    look_s: float  # `beat` is called so often at least, whatever the executor asks for
+    device: torch.device  # it takes rows from there as well as from the CPU, and puts their results there
+    look_s: float  # `beat` must be called at least this often, whatever heartbeat the executor asks for
 
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
-        """Send a call, wait for its reply. The rows of the payload may have any shape of as many values as the call's.
-        The result comes as fresh tensors where the rows were: one, or one of each of the `shapes`."""
+        """Send a call and wait for its reply. The rows of the payload may have any shape with as many values as the call's. The result
+        comes as fresh tensors on the device of the rows: one, or one of each of the `shapes`."""
         ...
 
     def shared(self, served: bool = False) -> dict[int, Tensor]:
-        """What is the client's own, by number in the manifest, in memory that the clients of a host share as long as they do not
-        change it; nothing where there is no such memory. Or what is `served`, read-only, and the biases added to it."""
+        """Return the client's own tensors, by number in the manifest, from memory that the clients of a host share until they change
+        it. If `served`, return the served weights instead, with the biases that the executor adds, read-only. Return nothing where
+        there is no such memory."""
         ...
 
     @property
     def page(self) -> Any:
-        """For a client that has mapped what is served: where advice comes and figures go."""
+        """Where a client that maps the served weights reads advice and writes its figures."""
         ...
 
     @property
     def is_lost(self) -> bool:
-        """Whether it is known by now that the executor is gone."""
+        """Whether the executor is known to be gone."""
         ...
 
     def beat(self) -> None:
-        """Tell the executor that this client lives, if that is due."""
+        """Tell the executor that this client is alive, if that is due."""
         ...
 
     def close(self) -> None: ...
 
 
 class Peer(Protocol):
-    """The executor's end of one connection. The server hangs its own record of the session on `session`."""
+    """The executor's end of one connection. The server keeps its record of the session in `session`."""
 
     session: Any
     transport: str
 
     @property
     def tenant(self) -> str | None:
-        """Who this is, if keys tell."""
+        """The client's tenant; None without keys."""
         ...
 
     @property
     def address(self) -> str:
-        """Where its client is."""
+        """Where the client is, for the logs."""
         ...
 
     @property
     def unread(self) -> Sequence[int]:
-        """Bytes of each large reply that has not left this process."""
+        """The bytes of each large reply that has not left this process."""
         ...
 
     def out(self, call: Call, shape: tuple[int, ...]) -> Tensor | None:
-        """The tensor where the reply to `call` is wanted, or None: the engine allocates."""
+        """Return the tensor to write the reply to `call` into, or None to let the engine allocate one."""
         ...
 
     def reply(self, reply: Reply, result: Tensor) -> None: ...
@@ -99,8 +100,8 @@ class Peer(Protocol):
 
 
 class GpuPeer(Peer, Protocol):
-    """The executor's end of a client whose calls come again and again from the same places of a GPU. A call is answered when its product
-    is launched, not when it is done."""
+    """The executor's end of a client whose calls come again and again from the same places of a GPU. A call counts as answered when its
+    product is launched, not when it is done."""
 
     @property
     def here(self) -> bool:
@@ -108,15 +109,16 @@ class GpuPeer(Peer, Protocol):
         ...
 
     def answer(self, number: int) -> tuple[int, int]:
-        """The word in memory that tells the client of the answer to a call, and what it must become; 0 if there is none."""
+        """Return the address of the word that tells the client that a call is answered, 0 if there is none, and the value that it must
+        take."""
         ...
 
     def enqueue_reply(self) -> None:
-        """What the stream does behind the product, in a graph, too."""
+        """Enqueue on the stream, or capture into a graph, what follows the product."""
         ...
 
     def count(self, batch: int, calls: int = 1) -> None:
-        """What came last is launched: so many calls, each in a batch of so many."""
+        """Count so many calls that were launched, each in a batch of so many."""
         ...
 
 
@@ -129,8 +131,8 @@ def refuse(peer: Peer, seq: int, error: CallError) -> Reply:
 
 
 class RoundWords(NamedTuple):
-    """Of one client: the number of the call that it made last in its round, and that of the one answered last; and the address of the
-    word that tells it of what went wrong."""
+    """The words of one client's round: the number of the call that it made last, that of the call answered last, and the address of the
+    word that tells it of an error."""
 
     bell: Tensor
     reply: Tensor
@@ -138,17 +140,17 @@ class RoundWords(NamedTuple):
 
 
 class Prepared(Protocol):
-    """A call that a GPU makes again and again from the same places, or a round of calls: a peer keeps it, and hands it back when it has
-    come."""
+    """A call that a GPU makes again and again from the same places, or a round of such calls. A peer keeps it, and hands it back each
+    time that its doorbell rings."""
 
     @property
     def large(self) -> bool:
-        """Whether others overtake it."""
+        """Whether it has so many rows that other calls overtake it."""
         ...
 
     @property
     def results(self) -> tuple[Tensor, ...]:
-        """Where its results go; of a round none, as its calls have places of their own."""
+        """Where its results go. A round has none, because its calls have places of their own."""
         ...
 
 
@@ -156,57 +158,57 @@ class PreparedRound(Prepared, Protocol):
     """A round of such calls."""
 
     def is_behind(self, answered: int) -> bool:
-        """Whether there are calls left when so many were answered: then it goes on from there."""
+        """Continue after the `answered` calls of an earlier executor. Return whether any are left."""
         ...
 
 
 class ServerPort(Protocol):
-    """What transports call, always in the server's thread."""
+    """The executor as transports see it. They call it in the server's thread only."""
 
     limits: Limits
-    keyring: Keyring | None  # of an executor that strangers may reach
+    keyring: Keyring | None  # set if strangers may reach the executor
     device: torch.device
-    stream: int  # the device's stream that rows come and go by; 0 where there is none
+    stream: int  # the device's stream that copies rows; 0 without a GPU
     nccl: bool  # whether rows may come and go by NCCL
 
     def joined(self, peer: Peer, hello: Hello) -> Welcome:
-        """A client asks to join; raises `CallError` to refuse it."""
+        """Let a client join, or raise `CallError` to refuse it."""
         ...
 
     def kept_out(self, why: str, address: str, tenant: str = "") -> None:
-        """Somebody was refused before it could ask to join."""
+        """Note a connection that was refused before it could ask to join."""
         ...
 
     def admits(self, peer: Peer, seq: int, call: Call) -> bool:
-        """Whether there is room for a call, to be asked before anything is allocated for it; else it was refused."""
+        """Whether there is room for a call. If not, it has been refused. Ask before allocating anything for it."""
         ...
 
     def turns_away(self, peer: Peer, seq: int, call: Call) -> None:
-        """There is no room where calls wait to be read: the client is told to come again."""
+        """Refuse a call because too many wait to be read, and tell the client to send it again later."""
         ...
 
     def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
-        """A call that was admitted."""
+        """Take a call that was admitted."""
         ...
 
     def shape(self, call: Call) -> tuple[int, ...]:
-        """The shape of the reply to `call`; raises `CallError` if it is wrong."""
+        """Return the shape of the reply to `call`, or raise `CallError` if the call is wrong."""
         ...
 
     def shared(self) -> BinaryIO:
-        """The memory in which lies what every client holds for itself."""
+        """Return the file with the tensors that every client holds for itself."""
         ...
 
     def weights(self) -> BinaryIO | None:
-        """The memory in which lie the served weights; None where they are not shared."""
+        """Return the file with the served weights, or None if they are not shared."""
         ...
 
     def multiplied(self, peer: Peer, direct: Direct) -> Advice:
-        """What a client has done by itself, to be counted; and what to do next."""
+        """Count what a client has multiplied directly, and return advice."""
         ...
 
     def results(self, call: Call) -> Shapes:
-        """The shapes of what the layers of a group make of their rows; else that of the reply."""
+        """Return the shapes of the results of a call: one, or one for each layer of a group."""
         ...
 
     def prepare(
@@ -218,46 +220,46 @@ class ServerPort(Protocol):
         results: tuple[Tensor, ...],
         seq: int = 0,
     ) -> Prepared:
-        """A call that will come again and again, by this number, with payload and reply always in the same places: the whole reply in
-        one, or each of its `results` in one. Its replies have this `seq`."""
+        """Prepare a call that will come again and again, by this number, with payload and results always in the same places. `results`
+        is one tensor for the whole reply, or one for each result. Its replies have this `seq`."""
         ...
 
     def compose(
         self, peer: GpuPeer, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool
     ) -> PreparedRound:
-        """Make a round of prepared calls, in this order, which the device answers by itself, by reading and writing their numbers. Raises
-        `CallError` if it cannot. `again`: another executor could."""
+        """Make a round of prepared calls, in this order, which the device answers by itself by reading and writing their numbers. Raise
+        `CallError` if it cannot. `again` says that an earlier executor could."""
         ...
 
     def forget(self, peer: GpuPeer, prepared: Sequence[Prepared]) -> None:
-        """These do not come again; raises `CallError` if they may be under way."""
+        """Forget calls that do not come again. Raise `CallError` if they may be in flight."""
         ...
 
     def on_doorbell(self, prepared: Prepared) -> bool:
-        """A prepared call has come. Whether it must wait: else it is answered by now."""
+        """Handle a prepared call whose doorbell rang. Return whether it must wait; if not, it is answered by now."""
         ...
 
     def drain_gpu(self, peer: Peer, then: Callable[[], None] = ...) -> None:
-        """Wait until the device is through with what was launched for a client which is gone, but for a large round: when that is over,
-        too, `then` is called."""
+        """Wait until the device has done what was launched for a client that is gone. A large round is not waited for: `then` is called
+        when that is over, too."""
         ...
 
     def heard(self, peer: Peer) -> None:
-        """The client gave a sign of life."""
+        """Note a sign of life of the client."""
         ...
 
     def left(self, peer: Peer, why: str = "left") -> None: ...
 
 
 class PeerHome(Protocol):
-    """The listener of a peer, as far as the peer needs it."""
+    """What a peer needs of its listener."""
 
     inbox: ServerPort
     reactor: Reactor
-    leaving: bool  # whether another executor takes over the address
+    leaving: bool  # whether it has left the address to another executor
 
     def drop(self, peer: Any) -> None:
-        """The connection of this one is over."""
+        """Forget a peer whose connection is over."""
         ...
 
 
@@ -267,11 +269,11 @@ class Listener(Protocol):
     url: str
 
     def tick(self) -> None:
-        """Called about twice a second."""
+        """Look after the peers; called about twice a second."""
         ...
 
     def stop_accepting(self) -> None:
-        """Let no new client in, and leave the address to another executor."""
+        """Let no new client join, and leave the address to another executor."""
         ...
 
     def close(self) -> None: ...

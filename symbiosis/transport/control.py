@@ -11,12 +11,12 @@ from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import MAX_CONTROL, Bye, Control, Refusal, Welcome, decode_from_executor, encode_control
 from symbiosis.security import ownership
 
-MOST_AT_ONCE = 253  # descriptors that come with a message: what the kernel allows, so that it closes none itself
+MOST_AT_ONCE = 253  # descriptors to make room for: as many as the kernel allows, so that it closes none itself
 Said = TypeVar("Said", bound=Control)
 
 
 def connected(path: str, timeout: float) -> socket.socket:
-    """To who serves there, if that is this user or root. `CallError` if it is another one, to whom nothing was sent."""
+    """Connect to the process that serves at `path`. Raise `CallError`, before anything is sent, unless it is this user's or root's."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     sock.settimeout(timeout)
     try:
@@ -32,11 +32,11 @@ def connected(path: str, timeout: float) -> socket.socket:
 def received(
     sock: socket.socket, decode: Callable[[bytes], Said], most: int = 1
 ) -> Iterator[tuple[Said | Bye, list[int]]]:
-    """The next message, `Bye` if the other side is gone, and at most so many descriptors. They are closed after the block, but for
-    those that are taken out of the list."""
+    """Yield the next message, or `Bye` if the other side is gone, and at most `most` descriptors. Those still in the list after the
+    block are closed."""
     try:
         raw, fds, flags, _ = socket.recv_fds(sock, MAX_CONTROL, MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
-    except ConnectionResetError:  # it left before it read what we said; what it said comes behind
+    except ConnectionResetError:  # it left without reading our message; its own message can still be read
         raw, fds, flags, _ = socket.recv_fds(sock, MAX_CONTROL, MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
     try:
         if flags & socket.MSG_CTRUNC or len(fds) > most:
@@ -48,7 +48,8 @@ def received(
 
 
 def _close(fds: list[int]) -> None:
-    """Memory and bells at once; all else in a thread of its own: a socket, say, that lingers is closed when its owner wants."""
+    """Close descriptors: memory and bells at once, others in a thread of their own, because closing, say, a socket that lingers may
+    take as long as its owner wants."""
     kinds = [os.readlink(f"/proc/self/fd/{fd}") for fd in fds]  # noqa: PTH115
     quick = all(kind.startswith(("/memfd:", "anon_inode:")) for kind in kinds)
     if quick:
@@ -63,7 +64,7 @@ def _close_all(fds: list[int]) -> None:
 
 
 def answer(sock: socket.socket, message: Control, fds: Sequence[int] = ()) -> None:
-    """What a client asked for; `CallError` if it does not read that."""
+    """Send what a client asked for, or raise `CallError` if it does not read its answers."""
     try:
         socket.send_fds(sock, [encode_control(message)], fds)
     except BlockingIOError:
@@ -73,7 +74,7 @@ def answer(sock: socket.socket, message: Control, fds: Sequence[int] = ()) -> No
 
 
 def let_in(sock: socket.socket, message: Control, welcome: Welcome, fds: Sequence[int]) -> None:
-    """`message`, and behind it the welcome: in memory, since a manifest may be larger than a socket's buffer."""
+    """Send `message` with the welcome as a memory file, because a manifest may be larger than a socket's buffer."""
     letter = os.memfd_create("symbiosis-welcome", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(letter), "wb") as file:
@@ -84,13 +85,13 @@ def let_in(sock: socket.socket, message: Control, welcome: Welcome, fds: Sequenc
 
 
 def tell_refusal(sock: socket.socket, error: Exception) -> None:
-    """Tell a client, if it is still there."""
+    """Tell a client why it is refused, if it is still there."""
     with suppress(OSError):
         sock.send(encode_control(Refusal.of(error)))
 
 
 def send(sock: socket.socket, message: Control, fds: Sequence[int] = ()) -> None:
-    """A client's message; where the executor has hung up, what it said before is raised."""
+    """Send a client's message. If the executor has hung up, raise the refusal that it sent before."""
     try:
         socket.send_fds(sock, [encode_control(message)], fds)
     except (BrokenPipeError, ConnectionResetError):

@@ -17,7 +17,7 @@ from symbiosis.transport.base import ServerPort, refuse
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU, Shapes, cut
 
-OWN_NAME = "executor-"  # of an executor that was given no endpoint: its number comes once
+OWN_NAME = "executor-"  # begins the name of an executor that was given no endpoint; its number is never used again
 _numbers = itertools.count(1)
 _listeners: dict[str, "InprocListener"] = {}
 os.register_at_fork(after_in_child=_listeners.clear)  # their threads are the parent's
@@ -47,7 +47,7 @@ class InprocPeer:
 
 
 class InprocListener:
-    """Messages wait in a deque until the reactor's thread takes them."""
+    """The executor's endpoint. Messages wait in a deque until the reactor's thread takes them."""
 
     def __init__(self, name: str, reactor: Reactor, inbox: ServerPort) -> None:
         if name in _listeners:
@@ -99,7 +99,7 @@ class InprocListener:
             self._inbox.left(peer)
 
     def tick(self) -> None:
-        for peer in self._peers:  # they live as long as this process does
+        for peer in self._peers:  # they are alive as long as this process is
             self._inbox.heard(peer)
 
     def stop_accepting(self) -> None:
@@ -158,12 +158,12 @@ class InprocConnection:
 
 
 def new_url() -> str:
-    """For an executor whose user names none."""
+    """Return a fresh URL, for an executor that was given no endpoint."""
     return f"inproc://{OWN_NAME}{next(_numbers)}"
 
 
 def may_come_back(name: str) -> bool:
-    """Whether somebody answers by this name, or may do so again: a name that was made for one executor is gone with it."""
+    """Whether an executor answers by this name, or may do so again. A name from `new_url` is gone with its executor."""
     return name in _listeners or not name.startswith(OWN_NAME)
 
 

@@ -1,4 +1,4 @@
-"""Waiting for an executor: for how long, and what the user is told meanwhile."""
+"""Waits for an executor that is away, and tells the user about it."""
 
 import logging
 import threading
@@ -9,16 +9,16 @@ from symbiosis.endpoints import how_to_start_one
 from symbiosis.errors import ExecutorUnavailable, HandshakeFailed
 
 logger = logging.getLogger("symbiosis")
-SILENT_S = 2.0  # a wait that is over sooner is not worth a line
+SILENT_S = 2.0  # a shorter wait is not worth a line
 _lock = threading.Lock()
-_waits: dict[tuple[str, ...], list["Patience"]] = {}  # that last, by what they wait for
+_waits: dict[tuple[str, ...], list["Patience"]] = {}  # the waits under way, by endpoints
 
 
 class Patience:
-    """One wait for an executor. Those of one process that wait for the same one are told of once."""
+    """One wait for an executor. Several waits of a process for the same executor are reported once."""
 
     def __init__(self, endpoints: Sequence[str], seconds: float, option: str) -> None:
-        """`option`: what the user may change to wait longer or shorter."""
+        """`option` names what the user may change to wait longer or shorter."""
         self.begun, self.seconds = monotonic(), seconds
         self._key, self._option, self._told = tuple(endpoints), option, False
         with _lock:
@@ -45,21 +45,21 @@ class Patience:
         )
 
     def end(self, endpoint: str | None) -> None:
-        """The wait is over, by the executor at `endpoint`, or in vain."""
+        """End the wait. `endpoint` is the executor that answers, or None if it was in vain."""
         self._timer.cancel()
         with _lock:
             waits = _waits[self._key]
             waits.remove(self)
             if not waits:
                 del _waits[self._key]
-            elif self._told and endpoint is None:  # others go on, of which a line was written
+            elif self._told and endpoint is None:  # another wait goes on, and takes over the line that was logged
                 waits[0]._told, self._told = True, False
         if self._told and endpoint is not None:
             logger.warning("the executor at %s answers, after %.1f s", endpoint, monotonic() - self.begun)
 
 
 def unavailable(endpoints: Sequence[str], cause: Exception) -> ExecutorUnavailable:
-    """What a wait in vain raises, and what to do about it."""
+    """Return the error of a wait in vain, which says what to do about it."""
     if isinstance(cause, HandshakeFailed):
         return ExecutorUnavailable(str(cause))
     return ExecutorUnavailable(f"no executor at {' or '.join(endpoints)} ({cause}). {how_to_start_one(endpoints[0])}")

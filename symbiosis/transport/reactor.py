@@ -1,11 +1,11 @@
-"""Runs callbacks when file descriptors become readable: the one place where an executor's thread sleeps.
+"""The executor's event loop: runs callbacks when file descriptors become readable. It is the one place where an executor's thread
+sleeps.
 
-Going to sleep and being woken on another core costs more than a small call: tens of microseconds, hundreds on a virtual
-machine. So before it sleeps, the reactor looks at the doorbells in shared memory (`Bell`) for about as long as a client
-computes between two calls, as long as nobody else needs the core; and says when it sleeps, so that nobody rings who need not.
+Going to sleep and being woken on another core costs more than a small call: tens of microseconds, hundreds on a virtual machine. So
+before it sleeps, the reactor looks at the doorbells in shared memory (`Bell`) for about as long as a client computes between two calls,
+unless another thread needs the core. It tells the bells when it sleeps, so that clients ring a descriptor only then.
 
-It is also where mistakes end. Whatever goes wrong while a peer is served ends that peer at most, and never the loop
-(`Reactor.attempt`).
+It also contains errors. Whatever goes wrong while a peer is served ends that peer at most, and never the loop (`Reactor.attempt`).
 """
 
 import logging
@@ -20,26 +20,26 @@ from time import perf_counter
 from typing import Any, Protocol
 
 SPIN_S = 2e-3
-LOOKS = 8  # between two times of giving way
-SHORTEST_SLEEP_S = 1e-3  # epoll counts in milliseconds: a shorter wait is one of giving way
-CONTENDED_S = 30e-6  # giving way took so long: somebody else has use for the core
+LOOKS = 8  # between two calls of sched_yield
+SHORTEST_SLEEP_S = 1e-3  # epoll counts in milliseconds: a shorter wait spins and yields
+CONTENDED_S = 30e-6  # if a yield takes so long, another thread needs the core
 # Looking instead of sleeping needs stores to become visible in order, which x86 guarantees.
 CAN_SPIN = platform.machine() in ("x86_64", "AMD64")
-DESCRIPTORS_EVERY = 16  # a turn of the loop that found a bell skips the descriptors, but not this often in a row
+DESCRIPTORS_EVERY = 16  # a pass that found a bell skips the descriptors, except every 16th pass
 
 _fence = Lock()
 logger = logging.getLogger("symbiosis")
 
 
 def fence() -> None:
-    """What this thread wrote is visible before it reads on: taking a lock is a full barrier."""
+    """Make this thread's writes visible to others before its next reads. Taking a lock is a full barrier."""
     with _fence:
         pass
 
 
 def spin(look: Callable[[], bool], limit: float = SPIN_S, glance: Callable[[], bool] | None = None) -> bool:
-    """Whether `look` succeeds within a moment (at most `limit`), and while nobody else needs the core; or, now and then,
-    `glance`, which costs more."""
+    """Call `look` until it succeeds, for a moment at most (`limit`) and only while no other thread needs the core. `glance`, which
+    costs more, is tried now and then. Return whether either succeeded."""
     end = perf_counter() + min(limit, SPIN_S)
     while True:
         for _ in range(LOOKS):
@@ -55,7 +55,7 @@ def spin(look: Callable[[], bool], limit: float = SPIN_S, glance: Callable[[], b
 
 
 class Served(Protocol):
-    """One who is served, and can be ended."""
+    """Something that the reactor serves, and can end."""
 
     def close(self) -> None: ...
 
@@ -65,25 +65,25 @@ class Bell(Served, Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether it is about to ring."""
+        """Whether it is about to ring, so that sleeping does not pay."""
         ...
 
     @property
     def nap(self) -> float:
-        """How long to sleep at most, because it may ring no descriptor."""
+        """The longest sleep that it allows, because it may not be able to ring a descriptor."""
         ...
 
     def look(self) -> bool:
-        """Whether it rang, which is then handled."""
+        """Handle the bell if it rang. Return whether it did."""
         ...
 
     def sleeping(self, flag: bool) -> None:
-        """From now on ringing needs (or does not need) a descriptor."""
+        """Note whether the loop sleeps, so that ringing needs a descriptor."""
         ...
 
 
 def log_failure(peer: Served | None, error: Exception) -> None:
-    """What a reactor does about a mistake, if nobody says otherwise."""
+    """Log an error; the default for `on_failure`."""
     logger.error("a bug ended %s", peer or "nobody", exc_info=error)
 
 
@@ -91,12 +91,12 @@ class Reactor:
     """A thin epoll. `wake` may be called from any thread or signal handler."""
 
     def __init__(self, on_failure: Callable[[Served | None, Exception], None] = log_failure) -> None:
-        """`on_failure` hears of what went wrong, and with whom; what it raises ends the loop."""
+        """`on_failure` is called with each error and the peer that it concerns. If it raises, the loop ends."""
         self._on_failure = on_failure
         self._epoll = select.epoll()
         self._bells: tuple[Bell, ...] = ()
         self._looks: tuple[tuple[Callable[[], bool], Bell], ...] = ()
-        self.turns = 0  # of the loop
+        self.turns = 0  # passes of the loop
         self._quiet = False  # nothing happened during the last sleep
         self._callbacks: dict[int, tuple[Callable[[], object], Served | None]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -104,14 +104,14 @@ class Reactor:
         self.watch(self._bell, self._run_soon, on_change=True)
 
     def attempt(self, peer: Served | None, act: Callable[..., Any], *words: Any) -> Any:
-        """Do something for `peer`. Whatever goes wrong ends that peer, and nothing else."""
+        """Call `act` for `peer`. Whatever it raises ends that peer, and nothing else."""
         try:
             return act(*words)
         except Exception as error:
             return self.failed(peer, error)
 
     def failed(self, peer: Served | None, error: Exception) -> None:
-        """What was done for `peer` went wrong: end it."""
+        """Report an error that arose while `peer` was served, and end the peer."""
         self._on_failure(peer, error)
         if peer is not None:
             try:
@@ -122,7 +122,7 @@ class Reactor:
     def watch(
         self, fd: int, callback: Callable[[], object], peer: Served | None = None, *, on_change: bool = False
     ) -> None:
-        """Call `callback` for `peer` while `fd` is readable; `on_change`: once for every time it is written to."""
+        """Call `callback` for `peer` while `fd` is readable, or with `on_change` once each time it is written to."""
         self._callbacks[fd] = callback, peer
         self._epoll.register(fd, select.EPOLLIN | (select.EPOLLET if on_change else 0))
 
@@ -183,7 +183,7 @@ class Reactor:
         return found
 
     def _asked(self, what: str) -> Iterator[Any]:
-        """What each bell says of itself."""
+        """Yield this attribute of each bell."""
         for bell in self._bells:
             try:
                 yield getattr(bell, what)
@@ -202,15 +202,15 @@ class Reactor:
         self.wake()
 
     def wake(self) -> None:
-        with suppress(OSError, ValueError):  # closed: nobody sleeps any more
+        with suppress(OSError, ValueError):  # a closed reactor does not sleep
             os.eventfd_write(self._bell, 1)
 
     def _run_soon(self) -> None:
-        for _ in range(len(self._soon)):  # what these callbacks add waits for the next turn
+        for _ in range(len(self._soon)):  # callbacks that these add wait for the next pass
             callback, peer = self._soon.popleft()
             self.attempt(peer, callback)
 
     def close(self) -> None:
         self._epoll.close()
-        bell, self._bell = self._bell, -1  # its number may soon be somebody else's
+        bell, self._bell = self._bell, -1  # the number may soon be another file's
         os.close(bell)

@@ -1,7 +1,7 @@
-"""Large memory is given back by a thread of its own.
+"""Returns large memory to the system in a thread of its own.
 
-The kernel takes 0.1 to 0.3 s to take back a GiB, and Python and torch hold the interpreter for as long: the executor's loop would
-answer nobody meanwhile. Here the pages go by calls that leave the interpreter alone; what is left is forgotten in no time.
+Returning a GiB takes the kernel 0.1 to 0.3 s, and Python and torch hold the interpreter for as long, so the executor's loop would
+answer nobody meanwhile. Here the pages are returned by calls that do not hold it.
 """
 
 import ctypes
@@ -16,26 +16,27 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-APART = 16 << 20  # bytes: what is smaller is given back in a few milliseconds
+APART = 16 << 20  # bytes; smaller memory is returned in a few milliseconds
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None)
 _waiting: SimpleQueue[Callable[[], object]] = SimpleQueue()
 _threads: list[threading.Thread] = []
-os.register_at_fork(after_in_child=_threads.clear)  # it is the parent's
+os.register_at_fork(after_in_child=_threads.clear)  # the thread is the parent's
 
 
 def mapped(nbytes: int) -> Tensor:
-    """Memory of so many bytes, which goes by itself, and in the other thread, when the last tensor over it does."""
+    """Return fresh memory, which the other thread unmaps when the last tensor over it goes."""
     return over(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 def over(memory: mmap.mmap) -> Tensor:
-    """A tensor over `memory`, which is unmapped when the last one goes that is made of it."""
+    """Return a tensor over `memory`, which is unmapped when the last tensor over it goes."""
     return _tensor_over(ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory), memory.close)
 
 
 def lent(data: memoryview) -> Tensor:
-    """A tensor over the memory that somebody allocated for `data` alone; as soon as it is not used any more, its pages go."""
+    """Return a tensor over `data`, whose memory must have been allocated for it alone. The pages are returned when the last tensor over
+    it goes."""
     address = torch.frombuffer(data, dtype=torch.uint8).data_ptr()
     return _tensor_over(address, len(data), partial(_drop, address, data))
 
@@ -63,6 +64,6 @@ def _release() -> None:
 
 
 def _drop(address: int, data: memoryview) -> None:
-    """Its first and its last page may be another's, too."""
+    """Return the pages of `data`, except the first and the last, which may hold other data."""
     first, last = -(-address // _PAGE) * _PAGE, (address + len(data)) // _PAGE * _PAGE
     _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)

@@ -1,4 +1,4 @@
-"""Tensors over raw memory, and the names their dtypes have on the wire."""
+"""Tensors over raw memory, and the names of their dtypes on the wire."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -16,12 +16,12 @@ DTYPE_NAME: dict[torch.dtype, str] = {dtype: name for name, dtype in TORCH_DTYPE
 CPU = torch.device("cpu")
 _MOST = 2**60
 LARGE = 1 << 20  # bytes
-MOST_PINNED = 64 << 20  # bytes of a tensor: torch keeps such memory
+MOST_PINNED = 64 << 20  # bytes of a tensor; larger ones are not pinned, because torch keeps pinned memory
 Shapes = tuple[tuple[int, ...], ...]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """What a CPU tensor holds: its own memory, if that is contiguous."""
+    """Return the bytes of a CPU tensor: its own memory if that is contiguous, else a copy."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -30,16 +30,16 @@ def bytes_tensor(raw: bytes) -> Tensor:
 
 
 def copied(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool = False) -> Tensor:
-    """The tensor that came as these bytes, in memory aligned as torch's is: products must not depend on the transport. One that a
-    GPU is to fetch is pinned."""
+    """Copy `data` into a tensor in memory aligned as torch's is, because products must not depend on the transport. Memory `for_gpu` is
+    pinned."""
     memory = empty((len(data),), torch.uint8, for_gpu)
     memory.numpy().data[:] = data
     return tensor_at(memory, 0, dtype, shape)
 
 
 def tensor_of_frame(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool) -> Tensor:
-    """A tensor of `data`. Small data are copied; large data are left where they are, aligned or not, because nothing else would happen
-    while they are copied."""
+    """Return a tensor of `data`. Small data are copied. Large data stay where they are, aligned or not, because a copy would block the
+    loop."""
     if for_gpu or len(data) < LARGE:
         return copied(data, dtype, shape, for_gpu)
     memory = torch.frombuffer(data, dtype=torch.uint8) if len(data) < APART else lent(data)
@@ -47,7 +47,7 @@ def tensor_of_frame(data: memoryview, dtype: str, shape: tuple[int, ...], for_gp
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, for_gpu: bool) -> Tensor:
-    """Memory of the host, from which and to which a GPU copies by itself if it is to, and there is such memory."""
+    """Allocate a tensor in the host's memory: pinned memory if it is `for_gpu` and there is any."""
     nbytes = prod(shape) * dtype.itemsize
     if nbytes >= APART and not (for_gpu and nbytes <= MOST_PINNED):
         return mapped(nbytes).view(dtype).view(shape)
@@ -58,7 +58,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, for_gpu: bool) -> Tensor:
 
 
 def on_host(rows: Tensor) -> Tensor:
-    """A copy of a GPU's rows, which the GPU writes by itself."""
+    """Copy rows to the host's memory. A GPU copies them itself, into pinned memory."""
     if not rows.is_cuda:
         return rows.cpu()
     host = empty(tuple(rows.shape), rows.dtype, True)
@@ -68,7 +68,7 @@ def on_host(rows: Tensor) -> Tensor:
 
 
 def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """The tensor that lies in `memory` (1-D uint8) from byte `start` on."""
+    """Return the tensor that lies in `memory` (1-D uint8) from byte `start` on."""
     target, count = TORCH_DTYPE[dtype], prod(shape)
     if not count and prod(max(1, dim) for dim in shape) >= _MOST:  # nothing to hold, yet torch cannot count it
         raise ProtocolError(Code.BAD_SHAPE, f"the shape {shape} is larger than any memory")
@@ -76,7 +76,8 @@ def tensor_at(memory: Tensor, start: int, dtype: str, shape: tuple[int, ...]) ->
 
 
 def cut(result: Tensor, shapes: Shapes) -> list[Tensor]:
-    """What lies in `result` one after another; no views to autograd, which would not let them be changed in place."""
+    """Return the tensors of these shapes that lie one behind the other in `result`. Autograd does not know them as views, which it
+    would not let be changed in place."""
     if not shapes:
         return [result]
     parts = torch.unsafe_split_with_sizes(result.reshape(-1), [prod(shape) for shape in shapes])
@@ -84,7 +85,7 @@ def cut(result: Tensor, shapes: Shapes) -> list[Tensor]:
 
 
 def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
-    """The tensors of a call's payload; they share `memory`, whose length must be what the header says."""
+    """Return the tensors of a call's payload, which share `memory`. Raise `ProtocolError` unless its length is what the header says."""
     if memory.numel() != call.nbytes:
         raise ProtocolError(
             Code.BAD_FRAME, f"the header promises {call.nbytes} bytes of payload, {memory.numel()} came"
@@ -98,7 +99,7 @@ def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_values(call: Call, payload: Sequence[Tensor], layer: Layer) -> None:
-    """What only the values tell, wherever the call is answered: ids and group ends in range."""
+    """Raise `CallError` unless ids and ends of groups are in range, which the header does not tell."""
     if call.op is Op.LOOKUP:
         rows = layer.shape[0]
         if call.nbytes and not 0 <= int(payload[0].min()) <= int(payload[0].max()) < rows:

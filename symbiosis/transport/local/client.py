@@ -54,23 +54,23 @@ from symbiosis.transport.reactor import CAN_SPIN, fence, spin
 from symbiosis.transport.tensors import CPU, Shapes
 
 Answer = TypeVar("Answer", bound=Control)
-LARGEST_FIRST = 1 << 30  # bytes of the segment that a session begins with
-LONG_S = 0.5e-3  # to wait for a reply: ten times what waking up takes
-MOST_LONG = 1 << 14  # calls that are known
-BELL, EAR = "eventfd", "eventpoll"  # to wake the executor, and to be woken by it
-NAP_S = 0.5  # a sleeping client looks again after this time, whatever happened to the bell
+LARGEST_FIRST = 1 << 30  # most bytes of a session's first segment
+LONG_S = 0.5e-3  # a long wait for a reply: ten times what waking up takes
+MOST_LONG = 1 << 14  # slow calls that are remembered
+BELL, EAR = "eventfd", "eventpoll"  # the kinds of descriptor that wake the executor, and this client
+NAP_S = 0.5  # a sleeping client looks again after this time, even if no bell rings
 
 
 class LocalConnection:
-    """Joined by the socket, calls through the segment; asleep when looking found no answer."""
+    """Joins over the socket and calls through the segment. It looks for an answer first, and sleeps if there is none yet."""
 
     device, look_s = CPU, inf
-    page: SharedPage | None = None  # once the served weights are mapped
+    page: SharedPage | None = None  # set when the served weights are mapped
 
     def __init__(self, address: str, hello: Hello, timeout: float) -> None:
         self._url = f"local://{address}"
         self._beats = 0
-        self._long: set[Call] = set()  # those that were last answered after so long that looking is a waste
+        self._long: set[Call] = set()  # calls that last took so long that looking would waste a core
         try:
             self._socket = connected(address, timeout)
         except OSError as error:
@@ -101,8 +101,8 @@ class LocalConnection:
 
     @contextmanager
     def _asked(self, message: Control, kind: type[Answer], *descriptors: int) -> Iterator[tuple[Answer, list[int]]]:
-        """The executor's answer, and so many descriptors (one of these numbers), which are closed after the block as those of
-        `received`."""
+        """Send a message and yield the executor's answer, with as many descriptors as one of these numbers says. They are closed after
+        the block as in `received`."""
         send(self._socket, message)
         with received(self._socket, decode_from_executor, max(descriptors)) as (answer, fds):
             if isinstance(answer, Refusal):
@@ -129,7 +129,7 @@ class LocalConnection:
         ring(slab.memory, CALL_BELL_AT, seq)
         fence()
         if slab.memory[EXECUTOR_SLEEPS_AT]:
-            with suppress(BlockingIOError):  # it is full: the executor is awake, or does not want to be
+            with suppress(BlockingIOError):  # the bell is full: the executor is awake, or ignores it
                 os.eventfd_write(self._call_bell, 1)
         reply = self._await(seq, call, timeout)
         self._answers.check(call, reply)
@@ -144,7 +144,8 @@ class LocalConnection:
         return reply, results
 
     def _await(self, seq: int, call: Call, timeout: float) -> Reply:
-        """Looking is for calls that are answered soon: for others it takes a core from those who could use it."""
+        """Wait for the reply. Look for it first, unless this call last took long: then looking would take a core from those that need
+        it."""
         memory, number = self._slab.memory, WORD.pack(seq)
 
         def answered() -> bool:
@@ -199,7 +200,7 @@ class LocalConnection:
     @property
     def is_lost(self) -> bool:
         watched = select.poll()
-        watched.register(self._socket, select.POLLIN)  # it says nothing that it was not asked
+        watched.register(self._socket, select.POLLIN)  # the executor never speaks first: only a hang-up can be read
         return bool(watched.poll(0))
 
     def beat(self) -> None:
@@ -218,7 +219,7 @@ class LocalConnection:
 
 
 def read_letter(fd: int) -> FromExecutor:
-    """The executor's welcome, which comes as a file: that may be larger than a message on a socket."""
+    """Read the executor's welcome, which comes as a file because it may be larger than a message on a socket."""
     told = os.fstat(fd)
     if not stat.S_ISREG(told.st_mode) or told.st_size > MAX_WELCOME:
         raise ProtocolError(Code.BAD_FRAME, f"an executor's welcome is a file of at most {MAX_WELCOME} bytes")
@@ -226,14 +227,14 @@ def read_letter(fd: int) -> FromExecutor:
 
 
 def segment(fd: int, nbytes: int, least: int, most: int) -> Slab:
-    """What an executor shares, if it is as large as was asked for, and not much larger."""
+    """Map the segment that an executor shares, or raise `ProtocolError` if it is smaller or much larger than was asked for."""
     if not least <= nbytes <= most:
         raise ProtocolError(Code.BAD_FRAME, f"an executor shares {nbytes} bytes where {least} were asked for")
     return Slab(fd, nbytes)
 
 
 def must_be(kind: str, fd: int) -> None:
-    """Nothing else, whose reader or writer could be made to wait."""
+    """Raise `ProtocolError` unless `fd` is of this kind. Another kind could block its reader or writer."""
     if str(Path(f"/proc/self/fd/{fd}").readlink()) != f"anon_inode:[{kind}]":
         raise ProtocolError(Code.BAD_FRAME, f"what an executor hands over to wake or be woken by is an {kind}")
     if kind == BELL:

@@ -30,7 +30,7 @@ logger = logging.getLogger("symbiosis")
 
 
 class LocalListener:
-    """The executor's socket. Only processes of the same user (or root) are let in."""
+    """The executor's socket. Only processes of the same user (or root) may join."""
 
     def __init__(self, address: str, reactor: Reactor, inbox: ServerPort) -> None:
         self.url = f"local://{address}"
@@ -62,7 +62,7 @@ class LocalListener:
         self.reactor.watch(sock.fileno(), peer.control, peer)
 
     def hand_over(self, stranger: LocalPeer, sock: socket.socket, hello: Hello, fds: list[int]) -> None:
-        """The client's calls will come from a GPU: that is for a peer of another kind."""
+        """Give a client whose calls will come from a GPU a `DevicePeer`."""
         peer = DevicePeer(self, sock, hello, fds)
         self._peers.discard(stranger)
         self._peers.add(peer)
@@ -107,7 +107,7 @@ class LocalListener:
 
 
 def bind(path: Path) -> socket.socket:
-    """A listening socket at `path`, in place of one that a dead executor left behind, in a folder where nobody else can put one."""
+    """Listen at `path`, in place of a socket that a dead executor left behind, and only in a folder where no other user can put one."""
     make_folder(path.parent.resolve())
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     old = os.umask(0o177)

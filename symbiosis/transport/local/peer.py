@@ -1,10 +1,10 @@
-"""One session of `local://`, the executor's end: a segment of shared memory, and eventfds as doorbells.
+"""`local://PATH`, the executor's end of one session: a segment of shared memory, and eventfds as doorbells.
 
 The segment is created by the executor, sealed against resizing, and passed as a descriptor; it belongs to one session. The header
 of a call is copied before it is parsed, so that a client that scribbles over it meanwhile changes nothing.
 
-Whoever holds an eventfd can fill it and make it block whoever writes to it. So the client never gets the one that the executor
-writes to, but an epoll instance that watches it: with that it can wait, and nothing else.
+A process that holds an eventfd can fill it, so that the next write blocks. So the client never gets the eventfd that the executor
+writes to, but an epoll instance that watches it, which is good for waiting only.
 """
 
 import os
@@ -64,7 +64,7 @@ FIRST_SLAB = 4 << 20
 
 
 class LocalHome(PeerHome, Protocol):
-    """The listener, which gives a client whose calls come from a GPU a peer of another kind."""
+    """What a peer needs of its listener, which takes over clients whose calls come from a GPU."""
 
     def hand_over(self, stranger: "LocalPeer", sock: socket.socket, hello: Hello, fds: list[int]) -> None: ...
 
@@ -73,19 +73,19 @@ class LocalPeer:
     """The executor's end of one connection."""
 
     transport, tenant = "local", None
-    unread = ()  # replies lie in the session's own memory
-    busy, nap = False, inf  # it rings a descriptor when we sleep
+    unread = ()  # replies wait in the session's own memory
+    busy, nap = False, inf  # the client rings a descriptor when the loop sleeps
 
     def __init__(self, listener: LocalHome, sock: socket.socket) -> None:
         self.session = None
         self._listener, self._socket = listener, sock
         self._slab: Slab | None = None
-        self._page: SharedPage | None = None  # of a client that multiplies by mapped weights
-        self._bells: list[int] = []  # for calls, for replies
+        self._page: SharedPage | None = None  # set if the client maps the weights
+        self._bells: list[int] = []  # one for calls, one for replies
         self.opened = monotonic()
         self._beats, self._max_slab = 0, 0
-        self._number = bytes(WORD.size)  # of the newest call that was seen
-        self._call: Call | None = None  # what is not yet answered
+        self._number = bytes(WORD.size)  # number of the newest call that was seen
+        self._call: Call | None = None  # the call that is not answered yet
         self._payloads: dict[bytes, tuple[Call, tuple[Tensor, ...]]] = {}
 
     @property
@@ -93,7 +93,7 @@ class LocalPeer:
         return f"pid {peer_pid(self._socket)}"
 
     def control(self) -> None:
-        """The socket is readable: a control message, or the client is gone."""
+        """Handle the readable socket: a control message, or the client's hang-up."""
         try:
             with received(self._socket, decode_from_client) as (message, fds):
                 self._control(message, fds)
@@ -133,7 +133,8 @@ class LocalPeer:
         self.sleeping(not CAN_SPIN)
 
     def _weights_and_page(self) -> list[int]:
-        """The descriptors of what a client multiplies by itself; none where that is not shared, or the client is another user's."""
+        """Return the descriptors of the served weights and the page; none if weights are not shared, or the client is another
+        user's."""
         weights = self._listener.inbox.weights() if peer_uid(self._socket) == os.getuid() else None
         if weights is None:
             return []
@@ -142,7 +143,7 @@ class LocalPeer:
         return [weights.fileno(), self._page.slab.fd]
 
     def counsel(self) -> None:
-        """Take what the client tells of its own products, and tell it what is advised."""
+        """Read the client's direct products from its page, and write advice there."""
         if self._page is not None and self.session is not None:
             self._page.advise(self._listener.inbox.multiplied(self, self._page.read()))
 
@@ -166,7 +167,7 @@ class LocalPeer:
         return slab
 
     def look(self) -> bool:
-        """Whether a new call lies in the segment, which is then taken."""
+        """Take a new call from the segment, if there is one. Return whether there was."""
         slab = self._slab
         if slab is None:
             return False
@@ -182,7 +183,7 @@ class LocalPeer:
             WORD.pack_into(self._slab.memory, EXECUTOR_SLEEPS_AT, flag)
 
     def _take(self, slab: Slab) -> None:
-        if self._call is not None:  # the reply to it would be written over this one
+        if self._call is not None:  # its reply would be written over this call's
             self._listener.drop(self)
             return
         seq = 0
@@ -190,18 +191,20 @@ class LocalPeer:
             seq, body = split_call(slab.memory[CALL_AT : CALL_AT + CALL_SIZE])
             call, payload = self._payloads.get(body) or self._parse(slab, body)
         except CallError as error:
-            self._call = Call(Op.STATS, 0, "uint8")  # of no payload: the text goes to the front
+            self._call = Call(
+                Op.STATS, 0, "uint8"
+            )  # stands for a call without payload, so that the text goes to the front
             refuse(self, seq, error)
             return
         self._call = call
         if not self._listener.inbox.admits(self, seq, call):
             return
-        if call.op.traits.indices:  # the client must not change them after the check
+        if call.op.traits.indices:  # copy them, so that the client cannot change them after the check
             payload = (*payload[:-1], payload[-1].clone())
         self._listener.inbox.arrived(self, seq, call, payload)
 
     def _parse(self, slab: Slab, body: bytes) -> tuple[Call, tuple[Tensor, ...]]:
-        """The call, and where in the segment its payload lies: looked up when the same call comes again."""
+        """Return the call, and its payload in the segment. Both are looked up when the same call comes again."""
         call = parse_call_body(body)
         if reply_at(call) + LONGEST_TEXT > slab.nbytes:
             raise CallError(Code.TOO_LARGE, f"{call.nbytes} bytes of payload do not fit the session's segment")
@@ -234,7 +237,7 @@ class LocalPeer:
             os.eventfd_write(self._bells[1], 1)
 
     def beat_seen(self) -> bool:
-        """Whether the client's counter moved since we last looked."""
+        """Whether the client's counter has moved since the last look."""
         if self._slab is None:
             return False
         beats = WORD.unpack_from(self._slab.memory)[0]

@@ -1,4 +1,4 @@
-"""The shared memory segment of one `local://` session, as both ends see it.
+"""The shared memory segment of one `local://` session, as either end sees it.
 
 A call is written once into it and never serialised:
 
@@ -30,12 +30,13 @@ EXECUTOR_SLEEPS_AT, CLIENT_SLEEPS_AT, CALL_BELL_AT, REPLY_BELL_AT = 8, 16, 24, 3
 CALL_AT, REPLY_AT, PAYLOAD_AT = 64, 256, 4096
 WORD = struct.Struct("<Q")
 VIEWS_KEPT = 512
-PINNED_AT_MOST = 256 << 20  # bytes of a segment: pinning more takes too long, and takes the memory from everybody else
+PINNED_AT_MOST = 256 << 20  # bytes of a segment; pinning more takes too long, and takes memory from everybody else
 logger = logging.getLogger("symbiosis")
 
 
 def must_hold(fd: int, nbytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> None:
-    """A descriptor that somebody else made is memory of this size, and stays so: touching what is not there ends a process."""
+    """Raise `ProtocolError` unless another process's descriptor is memory of this size, sealed to stay so. Touching memory that is gone
+    would end this process."""
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals
     except OSError:
@@ -45,9 +46,9 @@ def must_hold(fd: int, nbytes: int, seals: int = fcntl.F_SEAL_SHRINK) -> None:
 
 
 class Slab:
-    """A shared memory segment, seen from either side. Tensors over it are cached by place, dtype and shape."""
+    """A shared memory segment. Tensors over it are cached by place, dtype and shape."""
 
-    _still_pinned: ClassVar[dict[int, Tensor]] = {}  # memory that GPUs know stays mapped
+    _still_pinned: ClassVar[dict[int, Tensor]] = {}  # keeps pinned memory mapped
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd, self.nbytes = fd, nbytes
@@ -78,7 +79,7 @@ class Slab:
         return view
 
     def pin(self) -> None:
-        """For a process with a GPU, whose copies are faster then and wait for nobody; it works without, too."""
+        """Pin the memory, so that a GPU's copies are faster and asynchronous. If that fails, copies still work."""
         if self.nbytes <= PINNED_AT_MOST:
             try:
                 self._pinned = PinnedMemory(self.memory)
@@ -87,24 +88,25 @@ class Slab:
                 logger.warning("copies between a session's shared memory and the GPU are slow: %s", error)
 
     def close(self) -> None:
-        """Drop our handle; the mapping goes when the last tensor over it does. No copy by a GPU may be under way."""
+        """Close the descriptor. The memory is unmapped when the last tensor over it goes. No copy by a GPU may be under way."""
         self._views.clear()
         os.close(self.fd)
         if self._pinned is not None:
             try:
                 self._pinned.close()
-            except CudaError as error:  # it broke before
+            except CudaError as error:  # the device is broken
                 logger.warning("a session's shared memory stays pinned: %s", error)
             else:
                 self._still_pinned.pop(self._bytes.data_ptr(), None)
 
 
 def ring(memory: mmap.mmap, at: int, number: int) -> None:
-    """In one store: the other side looks all the time, and `pack_into` writes zeros first, then byte by byte."""
+    """Write a doorbell's number in one store. The other side may read at any time, and `pack_into` would write zeros first, then byte
+    by byte."""
     memory[at : at + WORD.size] = WORD.pack(number)
 
 
 @lru_cache(maxsize=1 << 14)
 def reply_at(call: Call) -> int:
-    """Where the payload of the reply begins: behind that of the call, on a cache line."""
+    """Return where the payload of the reply begins: behind that of the call, on a cache line."""
     return PAYLOAD_AT + -(-call.nbytes // 64) * 64

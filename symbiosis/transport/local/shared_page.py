@@ -1,4 +1,4 @@
-"""A page that the executor shares with one client which multiplies by mapped weights itself: advice one way, figures the other.
+"""A page that the executor shares with a client that maps the weights: advice goes one way, figures the other.
 
 0      how many other sessions decode now (255: or more)            written by the executor, once in a while
 1      1 while others' tokens wait in the executor's queue, before which training is to give way
@@ -17,7 +17,7 @@ FIGURES = struct.Struct("<3Q")
 
 
 class SharedPage:
-    """Either side's view of it."""
+    """The page, as either side sees it."""
 
     def __init__(self, slab: Slab) -> None:
         self.slab = slab
@@ -42,7 +42,7 @@ class SharedPage:
         FIGURES.pack_into(self._memory, FIGURES_AT, calls, rows, multiplications)
 
     def read(self) -> Direct:
-        """What the client has done by now."""
+        """Return what the client has multiplied directly so far, and clear its note that it decodes."""
         decoded = self._memory[DECODED_AT] != 0
         self._memory[DECODED_AT] = 0
         calls, rows, multiplications = FIGURES.unpack_from(self._memory, FIGURES_AT)

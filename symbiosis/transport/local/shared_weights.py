@@ -1,8 +1,8 @@
-"""Tensors of the base model, once in the memory of a host, in sealed files that nobody can change.
+"""Tensors of the base model that lie once in a host's memory, in sealed files that nobody can change.
 
-Two files go by one mechanism. The *commons* hold what every client has for itself (embeddings, norms, biases, an output head): each
-maps them privately, may change its tensors, and then has its own copy of the pages that it changed. The *served* weights, with the
-biases that the executor adds to their products, are mapped read-only, by the executor, too. Equal tensors lie in a file once.
+There are two files. The *commons* hold what every client has for itself (embeddings, norms, biases, an output head). Each client maps
+them privately and may change its tensors, and then has its own copy of the pages that it changed. The *served* weights, with the biases
+that the executor adds to their products, are mapped read-only by clients and executor. Equal tensors lie in a file once.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ NAMES = {False: "symbiosis-commons", True: "symbiosis-weights"}
 
 
 def in_file(manifest: Sequence[Layer], served: bool = False) -> list[int]:
-    """The numbers of the tensors that lie in a file, in the order of the manifest."""
+    """Return the numbers of the tensors that lie in a file, in the order of the manifest."""
     added = {f"{layer.name}.bias" for layer in manifest if layer.kind != "client" and layer.bias} if served else set()
     return [
         number
@@ -41,8 +41,8 @@ def in_file(manifest: Sequence[Layer], served: bool = False) -> list[int]:
 
 
 def phase(tensor: Tensor) -> int:
-    """How far from a multiple of 64 bytes a tensor begins. A product of one row rounds otherwise at another one (MKL), and in a
-    checkpoint's file tensors begin anywhere.
+    """Return how far from a multiple of 64 bytes a tensor begins. A product of one row depends on it (MKL), and in a checkpoint's file
+    tensors begin anywhere.
 
     >>> phase(torch.zeros(8)[2:])
     8
@@ -52,7 +52,8 @@ def phase(tensor: Tensor) -> int:
 
 
 def offsets(manifest: Sequence[Layer], phases: bytes, served: bool = False) -> dict[int, int]:
-    """Where each of these tensors begins, by its number in the manifest: so both sides count. The file begins with the phases."""
+    """Return where each tensor begins, by its number in the manifest. Both sides compute it, from the phases with which the file
+    begins."""
     found: dict[int, int] = {}
     same: dict[tuple[str, str, tuple[int, ...], int], int] = {}
     end = len(phases)
@@ -78,7 +79,7 @@ def _size(manifest: Sequence[Layer], at: dict[int, int]) -> int:
 def publish(
     manifest: Sequence[Layer], phase_of: Callable[[int], int], tensor: Callable[[int], Tensor], served: bool = False
 ) -> BinaryIO:
-    """The memory, as a file that nobody can change any more. Each `tensor` is asked for once, in turn, and let go when it is written."""
+    """Write tensors into a memory file and seal it. Each `tensor` is asked for once, in turn, and let go when it is written."""
     phases = bytes(map(phase_of, in_file(manifest, served)))
     at = offsets(manifest, phases, served)
     size = _size(manifest, at)
@@ -99,8 +100,8 @@ def publish(
 
 
 def taken(manifest: Sequence[Layer], fd: int, served: bool = False) -> dict[int, Tensor]:
-    """The tensors in the memory behind `fd`, by number: each has a storage of its own, but equal ones are the same. The commons may be
-    changed as one likes; a write to what is `served` ends the process (SIGSEGV)."""
+    """Map the tensors of the file `fd`, by number. Each has its own storage; equal tensors are the same object. The commons may be
+    changed freely. A write to `served` weights ends the process (SIGSEGV)."""
     at: dict[int, Tensor] = {}
     found: dict[int, Tensor] = {}
     count = len(in_file(manifest, served))
@@ -123,7 +124,7 @@ def taken(manifest: Sequence[Layer], fd: int, served: bool = False) -> dict[int,
 
 def _tensor(memory: mmap.mmap, layer: Layer, place: int) -> Tensor:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # which is as it should be
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # as intended
         flat = torch.frombuffer(memory, dtype=TORCH_DTYPE[layer.dtype], count=prod(layer.shape), offset=place)
     return flat.view(layer.shape)
 
