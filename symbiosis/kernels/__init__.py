@@ -7,7 +7,7 @@ from typing import Any
 
 @cache
 def with_triton(name: str) -> Any:
-    """The module of that name here (`gpu.doorbell`); nothing where there is no Triton."""
+    """Return the module of this package with that name (`gpu.doorbell`), or None without Triton."""
     try:
         return import_module(f"{__name__}.{name}")
     except ImportError:

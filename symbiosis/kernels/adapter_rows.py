@@ -1,10 +1,10 @@
-"""What adapters of low rank add to a product, and by what others multiply it: rows lie anywhere in memory, and are found one by one.
+"""Adds low-rank adapters to a product, or multiplies it by vectors. The adapters' rows lie anywhere in memory, in pieces.
 
-An adapter at one layer is `y = (x * before) Wᵀ * gain + shift + (x downᵀ) up`, each part of which may be absent. Its rows lie in
-pages: `down` is R rows of the layer's input width K, `up` R rows of its output width N, the others one row each. A piece is some rows
-that lie behind each other, of all columns or, where a row is longer than a page, of some.
+An adapter at one layer is `y = (x * before) Wᵀ * gain + shift + (x downᵀ) up`, each part of which may be absent. Its rows lie in pages:
+`down` is R rows of the layer's input width K, `up` R rows of its output width N, the others one row each. A piece is some rows that lie
+one behind the other, with all their columns, or with some of them if a row is longer than a page.
 
-On a CPU, groups of few rows are computed in C of our own, all in one call: `adapter_rows.c`. It is compiled when it is first needed.
+On a CPU, one call of a C function computes all groups of few rows (`adapter_rows.c`). It is compiled when first needed.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from symbiosis.kernels.few_rows import FLAGS
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEFINED: dict[torch.dtype, list[str]] = {torch.float32: [], torch.bfloat16: ["-DBFLOAT16"]}
-FEW_ROWS, HIGHEST_RANK = 16, 256  # of a group, for the function in C
-Rows = slice | Tensor  # of a batch: those between two, or by number
+FEW_ROWS, HIGHEST_RANK = 16, 256  # most that the C function takes of a group
+Rows = slice | Tensor  # rows of a batch: a range, or numbers
 
 
 class Piece(NamedTuple):
@@ -51,7 +51,7 @@ class Placed:
 
     @property
     def address(self) -> int:
-        """Where the function in C finds what it calls by the name of this class."""
+        """The address of this adapter in the layout that the C function reads."""
         if not self._words:
             kinds = (self.down, self.up, self.gain, self.shift)
             self._words.extend(map(len, kinds))
@@ -62,7 +62,7 @@ class Placed:
 
 
 def shrink(x_TK: Tensor, down: Sequence[Piece], rank: int) -> Tensor:
-    """`x downᵀ`, [T, R]."""
+    """Return `x downᵀ`, [T, R]."""
     if len(down) == 1:
         return x_TK @ down[0].values.t()
     low_TR = x_TK.new_zeros(len(x_TK), rank)
@@ -73,7 +73,7 @@ def shrink(x_TK: Tensor, down: Sequence[Piece], rank: int) -> Tensor:
 
 
 def expand_(y_TN: Tensor, low_TR: Tensor, up: Sequence[Piece]) -> None:
-    """Adds `low up` to y."""
+    """Add `low up` to y."""
     for row, column, values in up:
         rows, width = values.shape
         y_TN[:, column : column + width].addmm_(low_TR[:, row : row + rows], values)
@@ -90,7 +90,7 @@ def add_(y_TN: Tensor, vector: Sequence[Piece]) -> None:
 
 
 def adapt_(y_TN: Tensor, x_TK: Tensor, placed: Placed) -> None:
-    """Makes `y = x Wᵀ` what the adapter would have it."""
+    """Apply an adapter to `y = x Wᵀ`, in place."""
     if placed.gain:
         multiply_(y_TN, placed.gain)
     if placed.shift:
@@ -100,7 +100,7 @@ def adapt_(y_TN: Tensor, x_TK: Tensor, placed: Placed) -> None:
 
 
 def adapt_rows_(y_TN: Tensor, x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]]) -> None:
-    """Each group's rows by its adapter, in place. Other rows are not touched."""
+    """Apply each group's adapter to its rows, in place. Other rows are not touched."""
     for rows, placed in groups:
         y_SN = y_TN[rows]
         adapt_(y_SN, x_TK[rows], placed)
@@ -109,7 +109,7 @@ def adapt_rows_(y_TN: Tensor, x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]
 
 
 class FewRows:
-    """Groups of few rows each, on a CPU, for many layers in turn."""
+    """Applies adapters to groups of few rows on a CPU, for many layers in turn."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:
         self._count = len(groups)
@@ -122,12 +122,12 @@ class FewRows:
 
     @staticmethod
     def fits(groups: Sequence[Sequence[int]], rank: int, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether they are computed in C, here."""
+        """Whether the C function can compute these groups."""
         few = device.type == "cpu" and rank <= HIGHEST_RANK and all(len(rows) <= FEW_ROWS for rows in groups)
         return few and compiled(dtype) is not None
 
     def adapt_(self, y_TN: Tensor, x_TK: Tensor, placed: Sequence[Placed | None]) -> None:
-        """As `adapt_rows_`; the layer's adapters are in the order of the groups."""
+        """Apply the layer's adapters, given in the order of the groups, as `adapt_rows_` does."""
         function = compiled(y_TN.dtype)
         assert function is not None and y_TN.is_contiguous() and x_TK.is_contiguous() and x_TK.dtype == y_TN.dtype
         addresses = array("q", [0 if each is None else each.address for each in placed])
@@ -138,7 +138,7 @@ class FewRows:
 
 @cache
 def compiled(dtype: torch.dtype) -> Callable[..., None] | None:
-    """What `adapter_rows.c` says, for this processor; None where it cannot be compiled, and for other types of numbers."""
+    """Return the function of `adapter_rows.c`, compiled for this processor, or None if that cannot be or for other dtypes."""
     if dtype not in DEFINED:
         return None
     try:
@@ -153,7 +153,7 @@ def compiled(dtype: torch.dtype) -> Callable[..., None] | None:
 
 
 def before_rows(x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]]) -> Tensor:
-    """The rows as the layer is to see them."""
+    """Return a copy of the rows, each group's multiplied by its adapter's `before`."""
     x_TK = x_TK.clone()
     for rows, placed in groups:
         x_SK = x_TK[rows]

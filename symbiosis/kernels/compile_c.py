@@ -1,4 +1,4 @@
-"""C of our own, compiled where it is needed."""
+"""Compiles the package's C sources when they are needed."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ COMPILE_S = 60.0
 
 @contextmanager
 def compiled(source: Path, *flags: str) -> Iterator[str]:
-    """The path of a library, which is to be loaded in the block. Raises `OSError` or `subprocess.SubprocessError` where there is no C
-    compiler, or none that can do that."""
+    """Compile `source`, and yield the path of the library, to be loaded in the block. Raise `OSError` or `subprocess.SubprocessError`
+    without a C compiler that can do that."""
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/{source.stem}.so"
         command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", *flags, str(source), "-o", library]

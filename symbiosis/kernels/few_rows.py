@@ -1,10 +1,10 @@
 """Products of few rows on a CPU, where libraries differ by a factor of two: the fastest formula is measured, not guessed.
 
-Each formula rounds in its own way. So these are for the joined rows of several calls only; a call by itself is computed as
+Each formula rounds in its own way. So they are used for the joined rows of several calls only. A call by itself is computed as
 `nn.Linear` would.
 
-One formula is C of our own, `few_rows.c`. It is compiled for the very processor when an executor of a large model starts; where
-there is no C compiler, the others remain.
+One formula is written in C, in `few_rows.c`. It is compiled for this processor when an executor of a large model starts. Without a C
+compiler, the others remain.
 """
 
 import ctypes
@@ -23,36 +23,36 @@ from torch import Tensor
 from symbiosis.kernels import compile_c
 
 ROWS_TRIED = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-BYTES_TRIED = 1 << 26  # of matrices in turn, so that they come from memory and not from a cache
+BYTES_TRIED = 1 << 26  # so many bytes of matrices are tried in turn, so that they come from memory and not from a cache
 TIMES_TRIED = 3
 SOURCE = Path(__file__).with_suffix(".c")
-# Sums may be added in another order; nothing that would change how the rest of the process computes, as -ffast-math does.
+# These flags allow other orders of summing, but do not change how the rest of the process computes, as -ffast-math does.
 FLAGS = ["-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fopenmp"]
-MOST_ROWS, MULTIPLE = 8, 16  # of the C formula: rows, and what divides their width
-WORTH = 0.9  # another formula than the usual one must take less than this much of its time
+MOST_ROWS, MULTIPLE = 8, 16  # the C formula takes at most so many rows, of a width that is such a multiple
+WORTH = 0.9  # another formula must take less than this part of the usual one's time
 Formula = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Kind = tuple[torch.Size, torch.dtype]
 
 
 def by_rows(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """As `nn.Linear` computes it."""
+    """Multiply as `nn.Linear` does."""
     return torch.nn.functional.linear(x_TK, weight_NK, bias_N)
 
 
 def by_columns(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """The weight is multiplied by the rows, and what comes is transposed."""
+    """Multiply the weight by the transposed rows, and transpose the result."""
     if bias_N is None:
         return torch.mm(weight_NK, x_TK.t()).t()
     return torch.addmm(bias_N[:, None], weight_NK, x_TK.t()).t()
 
 
 def by_onednn(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """As `torch.compile` does it on x86."""
+    """Multiply as `torch.compile` does on x86."""
     return torch.ops.mkldnn._linear_pointwise(x_TK, weight_NK, bias_N, "none", [], "")
 
 
 def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, threads: int = 1) -> Tensor:
-    """In C: a stripe of the weight's rows is read once for all rows."""
+    """Multiply in C: each stripe of the weight is read once for all rows."""
     (T, K), N, multiply = x_TK.shape, len(weight_NK), compiled_kernel()
     if multiply is None or T > MOST_ROWS or K % MULTIPLE or {x_TK.dtype, weight_NK.dtype} != {torch.float32}:
         raise NotImplementedError
@@ -63,7 +63,7 @@ def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, threads: 
 
 @lru_cache(maxsize=1)
 def compiled_kernel() -> Callable[..., None] | None:
-    """What `few_rows.c` says, for this processor; None where it cannot be compiled."""
+    """Return the function of `few_rows.c`, compiled for this processor, or None if that cannot be."""
     try:
         with compile_c.compiled(SOURCE, *FLAGS) as library:
             function = ctypes.CDLL(library).few_rows
@@ -75,7 +75,7 @@ def compiled_kernel() -> Callable[..., None] | None:
 
 
 class FewRows:
-    """Takes the place of `product`: the formula to use, by the shape of the weight and the number of rows.
+    """Takes the place of `product`, with the fastest formula for the weight's shape and the number of rows.
 
     >>> few = FewRows([torch.randn(64, 32) for _ in range(4)])
     >>> few(torch.zeros(3, 32), torch.randn(64, 32).t(), None).shape
@@ -83,7 +83,7 @@ class FewRows:
     """
 
     def __init__(self, weights: Iterable[Tensor], tried: Sequence[int] = ROWS_TRIED, threads: int = 1) -> None:
-        """`threads`: how many may compute one product, if there are so many cores; no fewer than torch's."""
+        """`threads` may compute one product, if there are so many cores, but no fewer than torch's."""
         threads = max(torch.get_num_threads(), min(threads, len(os.sched_getaffinity(0))))
         same: dict[Kind, list[Tensor]] = defaultdict(list)
         for weight in weights:
@@ -99,13 +99,13 @@ class FewRows:
     def __call__(self, x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: None = None) -> Tensor:
         weight_NK = v_KN.t()
         chosen = self._chosen.get((weight_NK.shape, weight_NK.dtype))
-        if chosen is None or len(x_TK) > self._most or not weight_NK.is_contiguous():  # of a view nothing is known
+        if chosen is None or len(x_TK) > self._most or not weight_NK.is_contiguous():  # views were not measured
             return by_rows(x_TK, weight_NK, bias_N)
         return chosen[len(x_TK)](x_TK, weight_NK, bias_N)
 
 
 def _choose(weights: list[Tensor], tried: Sequence[int], formulas: Sequence[Formula]) -> list[Formula]:
-    """By the number of rows, for weights of one shape."""
+    """Return the fastest formula for each number of rows, for weights of one shape."""
     weights = weights[: math.ceil(BYTES_TRIED / weights[0].nbytes)]
     chosen: list[Formula] = [by_rows, by_rows]
     for rows in tried:
@@ -117,7 +117,7 @@ def _choose(weights: list[Tensor], tried: Sequence[int], formulas: Sequence[Form
 
 
 def _seconds(formula: Formula, x_TK: Tensor, weights: list[Tensor]) -> float:
-    """What the products with all the weights take, the best of some; infinity if this machine has no such formula."""
+    """Return the time of the products with all the weights, the best of several; infinity if this machine lacks the formula."""
     best = math.inf
     try:
         for _ in range(TIMES_TRIED):

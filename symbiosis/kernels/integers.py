@@ -1,7 +1,7 @@
-"""Products of integers modulo 2^32 or 2^64 with frozen weights of 8 or 16 bits: exact, in whatever order they are summed.
+"""Products of integers modulo 2^32 or 2^64 with frozen weights of 8 or 16 bits. They are exact in any order of summing.
 
-Rows and weights are taken apart into signed digits of 8 bits, the digits are multiplied as bytes into 32-bit sums, and the sums are
-put together with shifts that wrap. For rows of 32 bits and weights of 8 bits that is one product of four times as many rows.
+Rows and weights are split into signed digits of 8 bits, the digits are multiplied as bytes into 32-bit sums, and the sums are shifted
+and added, modulo the width. For rows of 32 bits and weights of 8 bits that is one product of four times as many rows.
 
 GPUs of NVIDIA's Hopper generation have a kernel for all of it (`integer_products.py`); what is here is its reference.
 """
@@ -14,19 +14,19 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-LONGEST = 1 << 17  # terms of a sum of products of digits that surely fits into 32 bits: fewer than this
-LARGEST = {8: 127, 16: 127 * 256 + 127}  # the largest weight that one digit holds, or two
+LONGEST = 1 << 17  # a sum of fewer products of digits than this surely fits into 32 bits
+LARGEST = {8: 127, 16: 127 * 256 + 127}  # the largest weight in one digit, and in two
 BLOCK = 1 << 24  # weights that are quantised at once
 FUSED = (4, 8)  # bytes of the integers that our kernel multiplies
 ROWS_WARMED = (1, 9, 17, 33, 257)
 TRIED = 3  # times that a product is timed
-FEW = 32  # rows that CUDA's product of bytes takes at least
+FEW = 32  # least rows for CUDA's product of bytes
 
 
 def quantise(v_KN: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """The weights as digits (int8, D x K x N, the lowest first) and what one unit is worth in each of the N columns.
+    """Return the weights as digits (int8, D x K x N, the lowest first), and the value of one unit in each of the N columns.
 
-    Anybody who has the weights comes to the same digits: the division is IEEE's, in float32.
+    Everybody with the same weights gets the same digits, because the division is IEEE's, in float32.
 
     >>> digits, unit = quantise(torch.tensor([[1.0, 0.0], [-0.5, 0.0]]), 8)
     >>> digits.tolist(), (digits[0] * unit * 1000).round()[:, 0].tolist()
@@ -45,7 +45,7 @@ def quantise(v_KN: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def digits(x: Tensor) -> Tensor:
-    """The signed digits of 8 bits of which integers consist, the lowest first.
+    """Return the signed 8-bit digits of integers, the lowest first.
 
     Adding 0x80 to every byte carries into the next one exactly if the byte, read with its sign, stands for 256 less.
 
@@ -58,7 +58,7 @@ def digits(x: Tensor) -> Tensor:
 
 
 def modular_product(x_TK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tensor | None = None) -> Tensor:
-    """`x W` modulo 2^32 (of int32 rows) or 2^64 (of int64 rows); `w_DKN`: the digits of W.
+    """Return `x W` modulo 2^32 (for int32 rows) or 2^64 (for int64 rows). `w_DKN` are the digits of W.
 
     >>> x = torch.tensor([[2**30, 3]], dtype=torch.int32)
     >>> int(modular_product(x, torch.tensor([[[5], [7]]], dtype=torch.int8))) == 5 * 2**30 + 21 - 2**32
@@ -73,7 +73,7 @@ def modular_product(x_TK: Tensor, w_DKN: Tensor, bias: None = None, out_TN: Tens
 
 
 def warm(w_DKN: Tensor) -> None:
-    """Have all kernels compiled that products with such weights need: nobody shall wait for that later."""
+    """Compile all kernels that products with such weights need, so that no call waits for that later."""
     dtype = torch.int32 if len(w_DKN) == 1 else torch.int64
     for w in (w_DKN, w_DKN.transpose(1, 2)):
         for rows in ROWS_WARMED:
@@ -81,7 +81,7 @@ def warm(w_DKN: Tensor) -> None:
 
 
 def product_by_parts(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None) -> Tensor:
-    """A product modulo 2^32 or 2^64, made digit by digit of torch's own operations."""
+    """Compute a product modulo 2^32 or 2^64 digit by digit, with torch's own operations."""
     size, (rows, width) = x_TK.element_size(), x_TK.shape
     if out_TN is None:
         out_TN = x_TK.new_empty(rows, w_DKN.shape[-1])
@@ -96,7 +96,7 @@ def product_by_parts(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None) 
 
 @cache
 def _fused(device: torch.device) -> Callable[..., Tensor] | None:
-    """Our kernel, on the GPUs it is written for, and only there: it needs Triton."""
+    """Return the Triton kernel, or None on a GPU that it was not written for or without Triton."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return None
     try:
@@ -105,7 +105,7 @@ def _fused(device: torch.device) -> Callable[..., Tensor] | None:
         with torch.cuda.device(device):
             w_DKN = torch.zeros(1, 16, 16, dtype=torch.int8, device=device)
             fused_product(w_DKN.new_zeros(1, 16, dtype=torch.int32), w_DKN)
-    except Exception as error:  # no Triton, or nothing that it can compile with
+    except Exception as error:  # no Triton, or no compiler for it
         warnings.warn(
             f"integer products will be slow: there is no kernel for them ({type(error).__name__})", stacklevel=2
         )
@@ -114,7 +114,7 @@ def _fused(device: torch.device) -> Callable[..., Tensor] | None:
 
 
 def reference_product(x_TK: Tensor, w_DKN: Tensor) -> Tensor:
-    """A product modulo 2^32 or 2^64, made of Python's integers, which cannot overflow: what the others are tested by."""
+    """Compute a product modulo 2^32 or 2^64 with Python's integers, which cannot overflow: the reference in tests."""
     w_KN = [
         [sum(int(digit) << (8 * place) for place, digit in enumerate(w)) for w in row] for row in w_DKN.movedim(0, -1)
     ]
@@ -125,7 +125,7 @@ def reference_product(x_TK: Tensor, w_DKN: Tensor) -> Tensor:
 
 
 def product_of_bytes(x_TK: Tensor, w_KN: Tensor) -> Tensor:
-    """Of int8 matrices, in int32."""
+    """Multiply int8 matrices into int32."""
     if x_TK.is_cuda:
         return _product_on_cuda(x_TK, w_KN)
     return torch._int_mm(x_TK, w_KN) if _bytes_are_worth_it() else _product_by_doubles(x_TK, w_KN)
@@ -136,7 +136,7 @@ def _product_by_doubles(x_TK: Tensor, w_KN: Tensor) -> Tensor:
 
 
 def _product_on_cuda(x_TK: Tensor, w_KN: Tensor) -> Tensor:
-    """cuBLAS wants more than 16 rows, and multiples of 8."""
+    """Multiply on a GPU, padded: cuBLAS wants more than 16 rows, and multiples of 8."""
     (rows, width), columns = x_TK.shape, w_KN.shape[1]
     missing = max(FEW, -(-rows // 8) * 8) - rows, -width % 8, -columns % 8
     if any(missing):
@@ -147,8 +147,8 @@ def _product_on_cuda(x_TK: Tensor, w_KN: Tensor) -> Tensor:
 
 @cache
 def _bytes_are_worth_it() -> bool:
-    """Whether this CPU multiplies bytes right, and faster than doubles. One without VNNI adds pairs of products in 16 bits, which
-    saturate, so that the sums are wrong; or torch multiplies one number after the other."""
+    """Whether this CPU multiplies bytes correctly, and faster than doubles. Without VNNI, pairs of products are added in 16 bits, which
+    saturate, so that sums are wrong; or torch multiplies one number after the other."""
     x = torch.tensor([[-128], [127], [-127], [85]], dtype=torch.int8).repeat(16, 512)
     w = torch.tensor([-128, 127, 113, 85], dtype=torch.int8).repeat_interleave(8).repeat(512, 16)
     both_ways = (w, w.t().contiguous().t())
@@ -160,7 +160,7 @@ def _bytes_are_worth_it() -> bool:
 
 
 def _seconds(multiply: Callable[[Tensor, Tensor], Tensor], x_TK: Tensor, w_KN: Tensor) -> float:
-    """What a product takes, the best of some."""
+    """Return the time of a product, the best of several."""
     times = []
     for _ in range(TRIED):
         begun = perf_counter()

@@ -1,4 +1,5 @@
-"""What calls use of a frozen weight. The executor and a client that has mapped the weights take it from here, so that bits agree."""
+"""The operands that calls take from a frozen weight. The executor and clients that map the weights both use these, so that bits
+agree."""
 
 from collections.abc import Sequence
 
@@ -9,7 +10,7 @@ Strides = tuple[Sequence[int], Sequence[int], int]  # size, stride, offset
 
 
 def matrix_of(weight: Tensor, transposed: bool, view: Strides | None) -> Tensor:
-    """The weight, its transpose, or a strided view of it: no copy.
+    """Return the weight, its transpose, or a strided view of it, without a copy.
 
     >>> matrix_of(torch.tensor([[0, 1], [2, 3]]), True, None).tolist()
     [[0, 2], [1, 3]]
@@ -23,13 +24,13 @@ def matrix_of(weight: Tensor, transposed: bool, view: Strides | None) -> Tensor:
 
 
 def cast(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """The matrix in the dtype of the rows, as autocast would cast it; a stack that repeats one matrix is cast once."""
+    """Cast a matrix to the dtype of the rows, as autocast would. A stack that repeats one matrix is cast once."""
     if matrix.dtype is not dtype and matrix.dim() == 3 and matrix.stride(0) == 0:
         return matrix[:1].to(dtype).expand_as(matrix)
     return matrix.to(dtype)
 
 
 def norms(weight: Tensor, kind: str, dtype: torch.dtype, rows: slice = slice(None)) -> Tensor:
-    """The squared norm of each of these output rows; a Conv1D holds them as columns."""
+    """Return the squared norm of each of these output rows, which a Conv1D holds as columns."""
     by_output = weight if kind == "linear" else weight.t()
     return by_output[rows].to(dtype).square().sum(-1)

@@ -1,5 +1,5 @@
-"""Attention over keys and values that lie in pages: of single rows in C of our own, which is compiled when it is first needed, and
-what it is measured by."""
+"""Attention over keys and values that lie in pages: a C function for single rows, compiled when first needed, and the torch formulas
+that it is compared with."""
 
 import ctypes
 import subprocess
@@ -23,16 +23,17 @@ NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What models of one kind do otherwise than others. A sink takes part in the weights of its head, and has no value."""
+    """How a model's attention differs from the usual. A sink takes part in the weights of its head, and has no value."""
 
     scaling: float
-    window: int | None = None  # tokens that a row sees, itself included
+    window: int | None = None  # how many tokens a row sees, itself included
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: How) -> Tensor:
-    """Attention of [sequences, heads, rows, size] over fewer heads of keys and values; a row sees where `mask` is true."""
+    """Compute attention of [sequences, heads, rows, size] over as many or fewer heads of keys and values. A row sees where `mask` is
+    true."""
     sequences, heads, rows, size = query.shape
     shared, sinks = key.shape[1], how.sinks
     if rows == 1 and heads != shared:  # the heads that share keys are rows of one product
@@ -58,7 +59,7 @@ def _weights(scores: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor 
 
 
 def attend_within(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-    """Attention where each row sees the rows before it, and itself."""
+    """Compute attention where each row sees itself and the rows before it."""
     rows = query.shape[2]
     if how.softcap is None and how.sinks is None:
         grouped = query.shape[1] != key.shape[1]
@@ -67,7 +68,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor
 
 
 class Shape(ctypes.Structure):
-    """What `paged_attention.c` calls by that name."""
+    """The struct of that name in `paged_attention.c`."""
 
     _fields_ = [
         *((name, ctypes.c_long) for name in NUMBERS),
@@ -76,7 +77,7 @@ class Shape(ctypes.Structure):
 
 
 class PagedAttention:
-    """The functions of the library."""
+    """The functions of the compiled library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend, self._store = library.attend, library.store
@@ -85,7 +86,7 @@ class PagedAttention:
         self._attend.restype = self._store.restype = None
 
     def store(self, rows: Tensor, to: Tensor, memory: Tensor) -> None:
-        """Rows [heads, rows, size] become rows `to` of the memory [any, heads * size]."""
+        """Store rows [heads, rows, size] as rows `to` of the memory [any, heads * size]."""
         if rows.stride(2) != 1:
             rows = rows.contiguous()
         (heads, count, size), (head, row, _) = rows.shape, rows.stride()
@@ -103,9 +104,9 @@ class PagedAttention:
         query: Tensor,
         result: Tensor,
     ) -> None:
-        """Rows `which` of the queries [heads, rows, size] and of the result [rows, heads, size]. Of each, `tables` [rows, pages] says where its
-        keys and values lie, and `ends` how many tokens it sees. `sizes`: heads of keys, sizes of a key, a value and a page, and where in a
-        page the values begin."""
+        """Compute attention of rows `which` of the queries [heads, rows, size] into the result [rows, heads, size]. For each row,
+        `tables` [rows, pages] says where its keys and values lie, and `ends` how many tokens it sees. `sizes` are the heads of keys,
+        the sizes of a key, a value and a page, and where in a page the values begin."""
         if query.stride(2) != 1:
             query = query.contiguous()
         heads, threads = query.shape[0], torch.get_num_threads()
@@ -125,7 +126,7 @@ class PagedAttention:
 
 @lru_cache(maxsize=8)
 def compiled(dtype: torch.dtype, block: int) -> PagedAttention | None:
-    """For this processor, and pages of so many tokens; None where there is no such kernel, or no C compiler."""
+    """Return the functions for this processor and pages of `block` tokens, or None without such a kernel or a C compiler."""
     if dtype not in DEFINED:
         return None
     try:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def product(x_TK: Tensor, v_KN: Tensor, bias_N: Tensor | None, out_TN: Tensor | None = None) -> Tensor:
-    """`x V (+ b)`; the sum with the bias rounds once. Two or three dimensions (a product per leading index)."""
+    """Return `x V (+ b)`, where the sum with the bias rounds once. With three dimensions there is one product per leading index."""
     if x_TK.dim() == 3:
         return torch.bmm(x_TK, v_KN, out=out_TN)
     if bias_N is not None:

@@ -1,4 +1,4 @@
-"""Every message between client and executor, and how each one looks in bytes. Imports neither torch nor a transport.
+"""Every message between client and executor, and its bytes. Imports neither torch nor a transport.
 
 Three kinds of message:
 
@@ -7,7 +7,7 @@ Three kinds of message:
 * a *reply*: a fixed header (`Reply`) and raw tensor bytes, or UTF-8 text if its code is not OK;
 * *control* messages at join and leave (`Hello`, `Welcome`, `Refusal`, ...): msgpack, decoded into structs.
 
-Nothing is ever unpickled, and every size is checked in Python integers before anything is allocated for it.
+Nothing is ever unpickled, and every size is checked as a Python integer before anything is allocated for it.
 
 `ops.py` says what can be asked of a layer, `headers.py` has calls and replies, `messages.py` the control messages, and
 `shapes.py` the shape of the reply to a call.

@@ -1,11 +1,11 @@
-"""Calls and replies, and how their headers look in bytes.
+"""Calls and replies, and the bytes of their headers.
 
     >>> call = Call(op=Op.FORWARD, layer=3, dtype="float32", shape=(2, 64))
     >>> decode_call(encode_call(call, seq=7)) == (7, call)
     True
 
-A model makes the same few calls again and again, so what a header says besides its number is decoded once and then
-looked up; and whatever else follows from a call (checks, memory, the matrix) can be looked up by it, too, or is kept with it.
+A model makes the same few calls again and again. So a header, without its number, is decoded once and then looked up, and whatever
+follows from a call (checks, memory, the matrix) can be looked up by it, or is kept with it.
 """
 
 import struct
@@ -21,7 +21,7 @@ from symbiosis.protocol.ops import DTYPES, ITEMSIZE, MAX_DIM, MAX_GROUP, SEED_BY
 VERSION = 8
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
-LONGEST_TEXT = 1024  # bytes of the text that says why a call was refused
+LONGEST_TEXT = 1024  # bytes of a refusal's text
 _DTYPE_CODE = {name: code for code, name in enumerate(DTYPES)}
 
 
@@ -34,14 +34,14 @@ class View(NamedTuple):
 
 
 class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
-    """One op on one layer, or on a group of layers, for the rows of one session. Its number travels beside it.
+    """One op on one layer, or on a group of layers, for the rows of one session. Its number is sent beside it.
 
-    A group's members take the same rows. What each of them makes of T rows is T rows of its own width, and in memory these lie
-    one member after another: that is the reply to a FORWARD and the payload of a DGRAD, of shape (T, all widths). The reply to
-    a DGRAD is the sum of the members' gradients, the last member's first, as autograd adds them.
+    A group's members take the same rows. Each makes T rows of its own width, and in memory these lie one member after another. That is
+    the reply to a FORWARD and the payload of a DGRAD, of shape (T, all widths). The reply to a DGRAD is the sum of the members'
+    gradients, the last member's first, as autograd adds them.
 
-    Rows of integers (int32, int64) are multiplied modulo 2^32 or 2^64 by the layer's weights, quantised to `WEIGHT_BITS`. Where
-    `seeded`, they are not sent: the payload is the key of the keystream that they are.
+    Rows of integers (int32, int64) are multiplied modulo 2^32 or 2^64 by the layer's weights, quantised to `WEIGHT_BITS`. If `seeded`,
+    the rows are not sent: the payload is the key of the keystream that they are taken from.
     """
 
     op: Op
@@ -52,7 +52,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
     priority: Priority = Priority.PREFILL
     view: View | None = None
     groups: int = 0
-    gradient: bool = False  # made by a backward pass, where infinities are no mistake (loss scaling)
+    gradient: bool = False  # made by a backward pass, where loss scaling may cause infinities
     also: tuple[int, ...] = ()  # the other layers of a group
     seeded: bool = False
 
@@ -72,7 +72,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """Bytes of each tensor of the payload: the rows, and the group offsets if there are any."""
+        """The bytes of each tensor of the payload: the rows, and the group offsets if there are any."""
         if not self.op.traits.has_payload:
             return ()
         rows = prod(self.payload_shape) * ITEMSIZE[self.payload_dtype]
@@ -80,13 +80,13 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the payload: the rows, then (from the next multiple of 8 on) the group offsets."""
+        """The bytes of the payload: the rows, then (from the next multiple of 8 on) the group offsets."""
         *rows, last = self.parts or (0,)
         return sum(-(-part // 8) * 8 for part in rows) + last
 
     @cached_property
     def by_rows(self) -> bool:
-        """Whether each row of a matrix makes one of the reply by itself, so that they may go in slices."""
+        """Whether each row makes one row of the reply by itself, so that rows can be computed in slices."""
         return self.op.traits.by_rows and len(self.shape) == 2
 
     @cached_property
@@ -99,7 +99,7 @@ _NOTHING = Call(Op.STATS, 0, DTYPES[0])  # every field of it is empty
 
 @lru_cache(maxsize=1 << 14)
 def checked(call: Call) -> Call:
-    """The call, if what its op does not use is empty; else `ProtocolError`.
+    """Return the call, or raise `ProtocolError` unless the fields that its op does not use are empty.
 
     >>> checked(Call(Op.NORMS, layer=3, dtype="float32", groups=1))
     Traceback (most recent call last):
@@ -116,7 +116,7 @@ def checked(call: Call) -> Call:
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The answer to the call with the same `seq`. Of one that is BUSY, `wait_us` is the time after which to try again."""
+    """The answer to the call with the same `seq`. If its code is BUSY, `wait_us` is the time after which to try again."""
 
     seq: int
     code: Code = Code.OK
@@ -158,7 +158,7 @@ def encode_call(call: Call, seq: int) -> bytes:
 
 @lru_cache(maxsize=1 << 14)
 def call_body(call: Call) -> bytes:
-    """What a call's header says besides its number."""
+    """Return a call's header without its number."""
     size, stride, offset = call.view if call.view is not None else ((), (), 0)
     flags = call.bias * _FLAG_BIAS | (call.view is not None) * _FLAG_VIEW
     flags |= call.gradient * _FLAG_GRADIENT | call.seeded * _FLAG_SEEDED
@@ -169,13 +169,13 @@ def call_body(call: Call) -> bytes:
 
 
 def decode_call(raw: bytes) -> tuple[int, Call]:
-    """The number and the call in `raw`; `ProtocolError` if it is none, whatever the bytes are."""
+    """Return the number and the call in `raw`. Raise `ProtocolError`, and nothing else, if it is no call."""
     seq, body = split_call(raw)
     return seq, parse_call_body(body)
 
 
 def split_call(raw: bytes) -> tuple[int, bytes]:
-    """The number of the call in `raw`, and the rest of its header."""
+    """Return the number of the call in `raw`, and the rest of its header."""
     if len(raw) != CALL_SIZE:
         raise ProtocolError(Code.BAD_FRAME, f"a call header has {CALL_SIZE} bytes, not {len(raw)}")
     return _number(raw, MAGIC_CALL), raw[HEAD_SIZE:]
@@ -183,7 +183,7 @@ def split_call(raw: bytes) -> tuple[int, bytes]:
 
 @lru_cache(maxsize=1 << 14)
 def parse_call_body(body: bytes) -> Call:
-    """The call that `call_body` wrote."""
+    """Return the call that `call_body` wrote, or raise `ProtocolError`."""
     if len(body) != _CALL.size:
         raise ProtocolError(Code.BAD_FRAME, f"a call header has {_CALL.size} bytes, not {len(body)}")
     op, flags, dtype, priority, dims, vdims, others, layer, groups, *numbers, offset = _CALL.unpack(body)
@@ -215,7 +215,7 @@ def encode_reply(reply: Reply) -> bytes:
 
 
 def decode_reply(raw: bytes) -> Reply:
-    """The reply in `raw`; `ProtocolError` if it is none, whatever the bytes are."""
+    """Return the reply in `raw`. Raise `ProtocolError`, and nothing else, if it is no reply."""
     if len(raw) != REPLY_SIZE:
         raise ProtocolError(Code.BAD_FRAME, f"a reply header has {REPLY_SIZE} bytes, not {len(raw)}")
     seq = _number(raw, MAGIC_REPLY)

@@ -1,7 +1,7 @@
-"""Control messages, said at join and leave and to agree on shared memory: msgpack, decoded into the structs below.
+"""Control messages, sent at join and leave and to agree on shared memory: msgpack, decoded into the structs below.
 
-Every text, list and number of bytes is bounded, and what is no field of a message is refused while it is read. Only a `Hello`
-and a `Refusal` may hold fields of another release: by these, programs of different releases find out that they differ.
+Every text, list and number of bytes is bounded, and unknown fields are refused while a message is read. Only a `Hello` and a `Refusal`
+may hold fields of another release: through these, programs of different releases find out that they differ.
 """
 
 from typing import Annotated
@@ -17,15 +17,15 @@ from symbiosis.protocol.ops import MAX_DIM, MAX_GROUP, Op, Priority
 Word = Annotated[str, Meta(max_length=128)]
 LONGEST_NAME = 512  # characters
 Name = Annotated[str, Meta(max_length=LONGEST_NAME)]
-# What an executor may be told to do, as a client takes it: of a limit, and of the seconds between signs of life.
+# The bounds that a client accepts for an executor's limits and for the seconds between heartbeats.
 LARGEST_LIMIT, SHORTEST_BEAT_S, LONGEST_BEAT_S = 1 << 62, 1e-3, 1e6
-MAX_WELCOME = 4 << 20  # bytes, for some 25,000 layers: whoever waits for so many can be made to hold 32 times as many
+MAX_WELCOME = 4 << 20  # bytes, for some 25,000 layers; decoding them can take 32 times as many
 MAX_CONTROL = 1 << 14  # bytes of any other message
-Numbers = Annotated[tuple[int, ...], Meta(max_length=MAX_CONTROL)]  # of calls or segments: more do not fit a message
+Numbers = Annotated[tuple[int, ...], Meta(max_length=MAX_CONTROL)]  # of calls or segments; more do not fit a message
 
 
 class Closed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What programs of one release say to each other: a field that they do not know is a mistake."""
+    """A message between programs of the same release: an unknown field is an error."""
 
 
 class Layer(Closed, frozen=True):
@@ -44,8 +44,8 @@ class Layer(Closed, frozen=True):
 
 
 class Limits(Closed, frozen=True):
-    """What one session may ask for, and one tenant's sessions together (without keys each session is a tenant of its own).
-    The executor enforces them; the client checks first, to say so earlier, and slows down when it is told to."""
+    """What one session may ask for, and a tenant's sessions together (without keys each session is a tenant of its own). The executor
+    enforces them. The client checks first, to fail earlier, and slows down when it is told to."""
 
     max_call_bytes: int = 1 << 30
     max_rows: int = 1 << 20
@@ -53,8 +53,8 @@ class Limits(Closed, frozen=True):
     max_sessions: int = 256
     max_tenant_sessions: int = 64
     max_tenant_in_flight: int = 64
-    max_tenant_bytes: int = 4 << 30  # of calls under way, and of replies that are not read
-    max_tenant_rows_per_s: int = 0  # 0: as many as come
+    max_tenant_bytes: int = 4 << 30  # of calls in flight, and of replies that are not read
+    max_tenant_rows_per_s: int = 0  # 0 means no limit, here and below
     max_call_multiplications: int = 10**14  # 100,000 rows by the largest matrix of a model of 400 billion parameters
     max_tenant_multiplications_per_s: int = 0
     max_tenant_bytes_per_s: int = 0
@@ -69,8 +69,8 @@ class Limits(Closed, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back; `device` the GPU (by its UUID)
-    whose stream will make the calls, or where rows lie that go by NCCL of version `nccl`."""
+    """A client asks to join. `fingerprint` is that of the model it joined before, if it comes back. `device` is the GPU (by its UUID)
+    whose stream will make the calls, or whose rows go by NCCL of version `nccl`."""
 
     version: int = VERSION
     client: Word = ""
@@ -82,8 +82,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(Closed, frozen=True, tag="welcome"):
-    """The executor accepts: what it serves, under which limits; for integers, too, by weights of so many bits; and who runs it.
-    Headers of calls whose rows go by NCCL come to `port`, where the client begins with `token` and where to meet it."""
+    """The executor accepts, and says what it serves, under which limits, for which bits of `integers`, and who operates it. With NCCL,
+    the client sends the headers of its calls to `port`, beginning with `token` and where to meet it."""
 
     session: int
     fingerprint: Word
@@ -109,12 +109,12 @@ class Refusal(msgspec.Struct, frozen=True, tag="refusal"):
 
     @classmethod
     def of(cls, error: Exception) -> "Refusal":
-        """What to say of it, in as many words as fit."""
+        """Return the refusal that tells of `error`, cut to the longest text."""
         code = error.code if isinstance(error, CallError) else Code.RESOURCE
         return cls(code, getattr(error, "message", str(error))[:LONGEST_TEXT])
 
     def error(self) -> CallError:
-        """What the client raises."""
+        """Return what the client raises."""
         return CallError.told(self.code, self.message)
 
 
@@ -131,26 +131,26 @@ class Grown(Closed, frozen=True, tag="grown"):
 
 
 class Share(Closed, frozen=True, tag="share"):
-    """A client on the same host asks for the memory in which lies what every client holds for itself; or for that of the served
-    `weights`, and a page for advice."""
+    """A client on the same host asks for the file with the tensors that every client holds for itself, or for that of the served
+    `weights` and a page for advice."""
 
     weights: bool = False
 
 
 class Shared(Closed, frozen=True, tag="shared"):
-    """The executor's answer to `Share`: the memory comes as a descriptor, or not at all if it is not shared with this client."""
+    """The executor's answer to `Share`. The memory comes as a descriptor; there is none if it is not shared with this client."""
 
 
 class Segment(Closed, frozen=True, tag="segment"):
-    """A client hands over device memory of this size, by descriptor. The one of number 0 comes first."""
+    """A client hands over device memory of this size, by descriptor. Number 0 comes first."""
 
     number: int
     nbytes: int
 
 
 class Register(Closed, frozen=True, tag="register"):
-    """From now on the doorbell `number` is this call (a header without its number), with its payload at `start` of a segment. What
-    each layer makes of it goes to one of `results` (segment and start), if these are given."""
+    """From now on the doorbell `number` means this call (a header without its number), with its payload at `start` of a segment. If
+    `results` (segment and start) are given, each layer's result goes to one of them."""
 
     number: int
     call: Annotated[bytes, Meta(max_length=BODY_SIZE)]
@@ -160,14 +160,14 @@ class Register(Closed, frozen=True, tag="register"):
 
 
 class Registered(Closed, frozen=True, tag="registered"):
-    """The executor's answer to `Register`: the reply has this shape, and lies behind the payload unless `results` say where."""
+    """The executor's answer to `Register`: the reply has this shape, and lies behind the payload unless `results` were given."""
 
     shape: Annotated[tuple[int, ...], Meta(max_length=MAX_DIM)]
 
 
 class Compose(Closed, frozen=True, tag="compose"):
-    """From now on the doorbell `number` begins a round: the registered `calls` one after another. Number 0 only asks. `again`: an
-    executor before this one agreed to it."""
+    """From now on the doorbell `number` begins a round: the registered `calls` one after another. Number 0 only asks whether that can
+    be. `again` says that an earlier executor agreed to it."""
 
     number: int
     calls: Numbers
@@ -175,29 +175,29 @@ class Compose(Closed, frozen=True, tag="compose"):
 
 
 class Composed(Closed, frozen=True, tag="composed"):
-    """The executor's answer to `Compose`: whether the round's calls are large. While large ones are waited for, no kernel may keep a place
-    on the GPU."""
+    """The executor's answer to `Compose`: whether the round's calls are large. No kernel may occupy the GPU while it waits for large
+    calls."""
 
     large: bool
 
 
 class Forget(Closed, frozen=True, tag="forget"):
-    """The `calls` (and rounds) of these numbers are not made any more, and the `segments` not used."""
+    """The `calls` (and rounds) of these numbers will not be made any more, and the `segments` not be used."""
 
     calls: Numbers
     segments: Numbers = ()
 
 
 class Resume(Closed, frozen=True, tag="resume"):
-    """All is registered: look at the doorbell from now on."""
+    """Everything is registered: look at the doorbell from now on."""
 
 
 class Done(Closed, frozen=True, tag="done"):
-    """What was asked for is done."""
+    """The executor has done what was asked."""
 
 
 class Beat(Closed, frozen=True, tag="beat"):
-    """The client lives."""
+    """The client is alive."""
 
 
 class Bye(Closed, frozen=True, tag="bye"):
@@ -213,7 +213,7 @@ _of_executor = msgspec.msgpack.Decoder(FromExecutor)
 
 
 def encode_control(message: Control) -> bytes:
-    if isinstance(message, Welcome):  # what is long in it is the same for everybody
+    if isinstance(message, Welcome):  # its manifest is long, and the same for everybody: encode it once
         message = replace(message, manifest=_encoded(message.manifest))
     return _encoder.encode(message)
 
@@ -229,7 +229,7 @@ def _encoded(manifest: list[Layer]) -> msgspec.Raw:
 
 
 def decode_from_client(raw: bytes | memoryview) -> FromClient:
-    """The message of a client in `raw`; `ProtocolError` if it is none."""
+    """Return the client's message in `raw`, or raise `ProtocolError`."""
     try:
         return _of_client.decode(raw)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
@@ -237,7 +237,7 @@ def decode_from_client(raw: bytes | memoryview) -> FromClient:
 
 
 def decode_from_executor(raw: bytes | memoryview) -> FromExecutor:
-    """The message of an executor in `raw`; `ProtocolError` if it is none."""
+    """Return the executor's message in `raw`, or raise `ProtocolError`."""
     try:
         return _of_executor.decode(raw)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What can be asked of a layer, and what everybody has to know of each op. Whoever adds an op fills in `TRAITS`."""
+"""The ops that a layer can be asked for. To add one, begin with `Op` and `TRAITS`."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -6,14 +6,14 @@ from typing import NamedTuple
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8")
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
 FLOATS = frozenset(("float32", "bfloat16", "float16", "float64"))
-WEIGHT_BITS = {"int32": 8, "int64": 16}  # of the weights by which integers modulo 2^32 or 2^64 are multiplied
+WEIGHT_BITS = {"int32": 8, "int64": 16}  # bits of the weights that multiply integers modulo 2^32 or 2^64
 SEED_BYTES = 32
-MAX_DIM = 5  # of a convolution over video, which a client may read
-MAX_GROUP = 8  # layers that one call may name
+MAX_DIM = 5  # dimensions; a convolution over video, which a client may read, has so many
+MAX_GROUP = 8  # most layers that a call may name
 
 
 class Op(IntEnum):
-    """What is asked of a layer. `W` is its weight as the unsplit layer holds it, `V` a strided view of that."""
+    """What a call asks of a layer. `W` is its weight as the unsplit layer holds it, `V` a strided view of that."""
 
     FORWARD = 0  # y = x Wᵀ (+ b): what the layer computes
     DGRAD = 1  # dx = dy W: the gradient of its input
@@ -30,17 +30,17 @@ class Op(IntEnum):
 
 
 class Traits(NamedTuple):
-    """What an op is, as far as it concerns more than one module.
+    """The properties of an op that more than one module asks for.
 
-    What each op costs, how it is cut, checked and computed stands in tables of `executor/calls`, the shape of its reply in
-    `protocol/shapes.py`; a test holds that none of them lacks an op.
+    Tables in `executor/calls` say how each op is priced, cut, checked and computed, and `protocol/shapes.py` has the shape of its
+    reply. A test holds that no table lacks an op.
     """
 
-    uses: frozenset[str]  # the fields of a call besides `op` and `priority`; all others must be empty (`checked`)
-    by_rows: bool = False  # every row of the payload makes one of the reply
-    activations: bool = False  # the payload holds values of a forward pass, which are finite if nothing went wrong
-    multiplies: bool = False  # it is a matrix product, which a GPU may ask for, or a client make of mapped weights
-    indices: bool = False  # the last tensor of the payload says where to look, and is checked once
+    uses: frozenset[str]  # the call's fields besides `op` and `priority`; all others must be empty (`checked`)
+    by_rows: bool = False  # each row of the payload makes one row of the reply
+    activations: bool = False  # the payload holds values of a forward pass, which should be finite
+    multiplies: bool = False  # it is a matrix product, which a GPU may ask for, or a client make with mapped weights
+    indices: bool = False  # the last tensor of the payload holds indices, which are checked once
 
     @property
     def has_payload(self) -> bool:
@@ -48,7 +48,7 @@ class Traits(NamedTuple):
 
     @property
     def of_whole_layers(self) -> bool:
-        """Whether it takes the rows of whole linear layers: so of groups, of integers, and masked."""
+        """Whether it multiplies rows by whole linear layers. Only such ops take groups, integers and masked rows."""
         return "also" in self.uses
 
 

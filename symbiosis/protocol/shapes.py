@@ -1,4 +1,4 @@
-"""The shape of the reply to a call, as it follows from the call and from the manifest: so both ends count."""
+"""The shape of the reply to a call, which both ends work out from the call and the manifest."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,13 +10,13 @@ Shape = tuple[int, ...]
 
 
 def width(layer: Layer, op: Op = Op.FORWARD) -> int:
-    """Values in a row that `op` (FORWARD or DGRAD) on a linear layer makes."""
+    """Return the width of the rows that `op` (FORWARD or DGRAD) makes on a linear layer."""
     outputs_last = layer.kind == "conv1d"
     return layer.shape[1 if outputs_last == (op is Op.FORWARD) else 0]
 
 
 def shape_of_reply(call: Call, manifest: Sequence[Layer]) -> Shape:
-    """Of a call that is right; the rows of its payload may have any shape. `IndexError` where there is no such shape.
+    """Return the shape of the reply to a valid call, whose rows may have any shape. Raise `IndexError` if there is none.
 
     >>> served = [Layer("up", "linear", (96, 64), "float32", ""), Layer("gate", "linear", (32, 64), "float32", "")]
     >>> shape_of_reply(Call(Op.FORWARD, 0, "float32", (2, 64), also=(1,)), served)
@@ -26,7 +26,7 @@ def shape_of_reply(call: Call, manifest: Sequence[Layer]) -> Shape:
 
 
 def _matrix(call: Call, layers: Sequence[Layer]) -> Shape:
-    """What the rows are multiplied by, or what is read."""
+    """Return the shape of the matrix that rows are multiplied by, or that is read."""
     return layers[0].shape if call.view is None else call.view.size
 
 

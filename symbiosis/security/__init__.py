@@ -1,1 +1,1 @@
-"""Who is who, whose a file is, and what cannot be guessed or forged."""
+"""Keys, ownership of files and sockets, digests, keystreams, and limits on how often somebody may do something."""

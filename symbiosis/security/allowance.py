@@ -1,8 +1,8 @@
-"""How often each of many may do something: so many times at once, and so many a second in the long run."""
+"""Limits how often each of many callers may do something: so many times at once, and so many a second in the long run."""
 
 from collections.abc import Hashable
 
-MOST_KNOWN = 4096  # who are told apart; others must wait until some of these have been quiet
+MOST_KNOWN = 4096  # callers that are told apart; others must wait until some of these have been quiet
 
 
 class Allowance:
@@ -14,20 +14,20 @@ class Allowance:
 
     def __init__(self, at_once: int, per_s: float) -> None:
         self._each_s, self._saved_s = 1 / per_s, (at_once - 1) / per_s
-        self._used: dict[Hashable, float] = {}  # until when what each of them took is used up
+        self._used: dict[Hashable, float] = {}  # until when each caller has used up its share
 
     def has_some(self, who: Hashable, now: float) -> bool:
-        """Whether there is some left."""
+        """Whether `who` may do it now."""
         used = self._used.get(who)
         return len(self._used) < MOST_KNOWN if used is None else used <= now + self._saved_s
 
     def takes(self, who: Hashable, now: float) -> bool:
-        """Whether there was some left."""
+        """Whether `who` may do it now. If so, it counts as done."""
         if not self.has_some(who, now):
             return False
         self._used[who] = max(now, self._used.get(who, now)) + self._each_s
         return True
 
     def forget(self, now: float) -> None:
-        """Those who have as much left as anybody new. To be called from time to time."""
+        """Forget callers that are as good as new. Call it now and then."""
         self._used = {who: used for who, used in self._used.items() if used > now}

@@ -1,4 +1,4 @@
-"""Digests by which both sides know that they speak of the same weights."""
+"""Digests, by which client and executor know that they have the same weights."""
 
 import hashlib
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ _BLOCK = 16 << 20
 
 
 def digest(tensor: Tensor) -> str:
-    """SHA-256 of the tensor's bytes; block by block, so that a tensor on a device needs no whole copy on the host."""
+    """Return the SHA-256 of a tensor's bytes, taken block by block, so that a GPU's tensor needs no whole copy on the host."""
     sha = hashlib.sha256()
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start in range(0, flat.numel(), _BLOCK):
@@ -21,7 +21,7 @@ def digest(tensor: Tensor) -> str:
 
 
 def model_fingerprint(config_json: str, manifest: Iterable[Layer]) -> str:
-    """One digest of a whole model: configuration, names, shapes, dtypes and every weight's digest."""
+    """Return one digest of a whole model: its configuration, and each weight's name, shape, dtype and digest."""
     sha = hashlib.sha256(config_json.encode())
     for layer in manifest:
         sha.update(f"{layer.name}|{layer.shape}|{layer.dtype}|{layer.digest}\n".encode())

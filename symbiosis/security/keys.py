@@ -1,8 +1,8 @@
-"""Who is who over `tcp://`: a pair of CURVE keys for each executor and each tenant, as files.
+"""Identities over `tcp://`: a pair of CURVE keys for each executor and each tenant, in files.
 
-`NAME.key` holds both halves and is for its owner's eyes only (mode 0600). `NAME.pub` is to be given away: it holds the public half
-(or several, while one is exchanged for another), and may say when it expires. An executor lets in whose `.pub` file lies in its
-folder of tenants; the file's name is the tenant's.
+`NAME.key` holds both halves and is for its owner's eyes only (mode 0600). `NAME.pub` is for others: it holds the public half (or
+several, while one is exchanged for another), and may say when it expires. An executor lets in the owners of the `.pub` files in its
+folder of tenants. The file's name is the tenant's.
 """
 
 import errno
@@ -24,25 +24,25 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 LINE = re.compile(r"(public|secret|expires) (\S+)")
 KEY = re.compile(r"\S{40}")  # in Z85, as ZeroMQ writes keys
 LONGEST_FILE = 64 << 10  # bytes
-SETTLED_S = 0.1  # clocks of files are coarse: what was written less long ago may be written again without a sign of it
+SETTLED_S = 0.1  # files' clocks are coarse: a more recent write may be followed by another with the same time
 
 
 class Pair(NamedTuple):
-    """Both halves of somebody's key."""
+    """Both halves of a key."""
 
     public: str
     secret: str
 
 
 class PublicKey(NamedTuple):
-    """What a `.pub` file says: its owner's keys, and when they expire (in seconds since 1970)."""
+    """The contents of a `.pub` file: its owner's keys, and when they expire (in seconds since 1970)."""
 
     keys: tuple[str, ...]
     expires: float = inf
 
 
 def generate(name: str, folder: Path, expires: str | None = None) -> tuple[Path, Path]:
-    """New keys in `folder`: the paths of `NAME.key` and `NAME.pub`. Files that are there already stay as they are.
+    """Write a new pair of keys into `folder`, and return the paths of `NAME.key` and `NAME.pub`. Existing files are never overwritten.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -77,7 +77,7 @@ def _write(path: Path, text: str, mode: int) -> None:
 
 
 def moment(text: str) -> float:
-    """A day or a time, in seconds since 1970; in UTC where it names no other zone.
+    """Return a day or a time in seconds since 1970. It is in UTC unless it names another zone.
 
     >>> moment("1970-01-02"), moment("1970-01-01T01:30+01:00")
     (86400.0, 1800.0)
@@ -90,7 +90,7 @@ def moment(text: str) -> float:
 
 
 def read_pair(path: Path) -> Pair:
-    """Of a `.key` file that nobody but its owner can read."""
+    """Read a `.key` file. Raise `ConfigError` if anybody but its owner can read it."""
     halves = dict(_lines(path))
     if not {"public", "secret"} <= halves.keys():
         raise ConfigError(f"{path} does not hold a pair of keys: make one with `symbiosis keygen NAME`")
@@ -100,12 +100,12 @@ def read_pair(path: Path) -> Pair:
 
 
 def read_public(path: Path) -> str:
-    """The first key of a `.pub` file."""
+    """Return the first key of a `.pub` file."""
     return read_publics(path).keys[0]
 
 
 def read_publics(path: Path) -> PublicKey:
-    """All keys of a `.pub` file, and the first time at which it says that they expire."""
+    """Return all keys of a `.pub` file, and the earliest time at which it says that they expire."""
     lines = _lines(path)
     if any(word == "secret" for word, _ in lines):
         raise ConfigError(
@@ -122,8 +122,8 @@ def read_publics(path: Path) -> PublicKey:
 
 
 def _lines(path: Path) -> list[tuple[str, str]]:
-    """The words and values of a file of keys. None at all if there is a line that is neither that nor a comment: it may be meant
-    to say when the keys expire."""
+    """Return the words and values of a key file. Return nothing if any line cannot be understood: it may be meant to say when the keys
+    expire."""
     try:
         found = path.stat()
         usual = stat.S_ISREG(found.st_mode) and found.st_size <= LONGEST_FILE
@@ -141,7 +141,7 @@ def _lines(path: Path) -> list[tuple[str, str]]:
 
 
 def doubt(path: Path) -> str:
-    """Why somebody else may have written what lies there; "" if only this user and root (and a group they chose) can have."""
+    """Return why another user may have written a file, or "" if only this user and root (and a group they chose) can have."""
     found = path.stat()
     if not is_trusted(found.st_uid):
         return f"{path} belongs to {user_name(found.st_uid)}, who could change it: chown it to the executor's user"
@@ -151,8 +151,8 @@ def doubt(path: Path) -> str:
 
 
 class _File(NamedTuple):
-    """What was read of a tenant's file or is wrong with it; in which state it was, and whether that tells of any later change.
-    `linked`: it also goes by another name, by which it may change without a sign of that in its folder."""
+    """A tenant's file: its `state`, whether any later change would show in that (`settled`), and its key or what is wrong with it. A
+    `linked` file has another name, through which it may change without a sign in its folder."""
 
     state: object
     settled: bool
@@ -162,9 +162,9 @@ class _File(NamedTuple):
 
 
 class Tenants:
-    """The public keys in a folder, by tenant. `look` reads what has changed in it, `glance` is as quick however many there are, and
-    `look_at` reads what is known to have changed. While others can write the folder, or read the executor's own `secret`, nobody is
-    let in."""
+    """The public keys in a folder, by tenant. `look` finds all changes, `glance` looks at some files at a time, however many there are,
+    and `look_at` reads files that are known to have changed. While others can write the folder, or read the executor's own `secret`,
+    nobody is let in."""
 
     def __init__(self, folder: Path, secret: Path | None = None) -> None:
         if not folder.is_dir():
@@ -173,28 +173,29 @@ class Tenants:
         if doubts := self._doubts():
             raise ConfigError("; ".join(doubts))
         self._files: dict[str, _File] = {}
-        self._closed: list[str] = []  # why nobody is let in
+        self._closed: list[str] = []  # the reasons why nobody is let in
         self._names: dict[str, str] = {}
-        self.members: frozenset[str] = frozenset()  # who may come in
+        self.members: frozenset[str] = frozenset()  # the tenants that may come in
         self._seen: object = None
-        self._next: Iterator[str] = iter(())  # files that `glance` looks at
-        self._unsure: set[str] = set()  # those it always looks at: of late, and links
+        self._next: Iterator[str] = iter(())  # the files that `glance` looks at next
+        self._unsure: set[str] = set()  # the files it always looks at: recent ones, and links
         self._state: object = (
             None  # of the folder when its files were listed; None where that does not tell of any later change
         )
-        self._holds_until = 0.0  # what was summed up, if no file changes
-        self.expired: dict[str, str] = {}  # as `_names`: keys that let nobody in any more, and whose they are
+        self._holds_until = 0.0  # when the next key expires
+        self.expired: dict[str, str] = {}  # the tenant of each key that has expired
         self.problems: list[str] = []
 
     def look(self) -> bool:
-        """Whether something has changed since the last look. Nobody comes in by a file that cannot be read now."""
+        """Read all that has changed. Return whether anything has. A file that cannot be read now lets nobody in."""
         self._state = None
         return self._look_again(set(self._files))
 
     def glance(self, most: int) -> bool:
-        """As `look`, at `most` files: those that are new, gone, recently changed or links, and as many of the others as fit, in turn."""
+        """Look at some of the files, and return whether anything has changed: at those that are new, gone, recently changed or links,
+        and at `most` of the others in turn."""
         names = set(islice(self._next, most))
-        if len(names) < most:  # once in a round the folder is listed, though it seems to be the same
+        if len(names) < most:  # after each round list the folder, even if it seems unchanged
             self._state = None
             self._next = iter(list(self._files))
             names.update(islice(self._next, most - len(names)))
@@ -223,17 +224,17 @@ class Tenants:
         return seen != self._seen
 
     def look_at(self, names: Iterable[str]) -> None:
-        """These files have changed, or are gone."""
+        """Read files that have changed, and forget those that are gone."""
         for name in names:
             self._files.pop(name, None)
             if name.endswith(".pub") and os.path.lexists(self.folder / name):
                 self._files[name] = self._read(name)
         self._sum_up()
-        self._state, self._holds_until = None, 0.0  # the next look tells of it
+        self._state, self._holds_until = None, 0.0  # so that the next look reports it
         self._unsure.update(names)
 
     def _state_of_folder(self) -> object:
-        """While it stays the same, no file has come or gone; None where that cannot be told."""
+        """Return a state that changes if files come or go, or None if that cannot be told now."""
         try:
             found = self.folder.stat()
         except OSError:
@@ -242,8 +243,8 @@ class Tenants:
         return (found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev) if settled else None
 
     def _listed(self) -> list[str]:
-        """The files of keys. While no descriptor is left to list them with, those of before: whether one was removed can be told
-        without."""
+        """Return the names of the key files. If no descriptor is left to list them with, return the earlier names: whether one was
+        removed shows when it is looked at."""
         try:
             return [name for name in os.listdir(self.folder) if name.endswith(".pub")]  # noqa: PTH208
         except OSError as error:
@@ -254,19 +255,19 @@ class Tenants:
             return []
 
     def _doubts(self) -> list[str]:
-        """Why others may have chosen who is let in, or may be taken for this executor."""
+        """Return the reasons why others may have chosen who is let in, or could pass for this executor."""
         doubts = []
         for path in filter(None, (self.folder, self._secret)):
             try:
                 doubts.append(doubt(path))
                 if path == self._secret and path.stat().st_mode & 0o077:
                     doubts.append(f"others can read {path}: make new keys")
-            except OSError:  # a folder that is gone cannot be listed, and the executor has read its secret
+            except OSError:  # a missing folder shows when it is listed, and the secret has been read before
                 continue
         return list(filter(None, doubts))
 
     def _read(self, name: str, before: _File | None = None) -> _File:
-        """What a file says, read anew if it has changed or may have; while no descriptor is left to read it with, what it said."""
+        """Read a file if it has changed or may have. If no descriptor is left to read it with, return what it said before."""
         state: object = None
         settled = False
         try:
@@ -318,11 +319,11 @@ class Tenants:
             self.members = members
 
     def name_of(self, public: str) -> str | None:
-        """The tenant with this key; None for a stranger."""
+        """Return the tenant with this key, or None for an unknown key."""
         return self._names.get(public)
 
     def why_not(self, tenant: str) -> str:
-        """What keeps somebody out who was let in before."""
+        """Return why a tenant that was let in before is not let in now."""
         if self._closed:
             return "nobody may come in"
         if tenant in self.expired.values():
@@ -338,7 +339,7 @@ def _no_descriptor(error: BaseException | None) -> bool:
 
 
 class Keyring(NamedTuple):
-    """What an executor needs to tell its tenants from strangers: its own key, and theirs."""
+    """An executor's own key, and those of its tenants."""
 
     own: Pair
     tenants: Tenants

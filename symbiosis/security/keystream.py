@@ -1,4 +1,4 @@
-"""Integers that nobody can tell from random without the key: AES-256 in counter mode."""
+"""Integers that look random without the key: AES-256 in counter mode."""
 
 import os
 
@@ -10,18 +10,18 @@ _BLOCK = 16
 
 
 def new_key() -> bytes:
-    """From the operating system, which no fork, copy or restart of a process repeats."""
+    """Return a new key from the operating system, which never repeats one, not even after a fork or a restart."""
     return os.urandom(KEY_BYTES)
 
 
 def keystream(key: bytes, shape: tuple[int, ...], dtype: torch.dtype, stream: int = 0, start: int = 0) -> Tensor:
-    """The rows from `start` on of one of a key's streams. Every row begins with a block of its own.
+    """Return the rows from `start` on of one of a key's streams. Every row begins with a block of its own.
 
     >>> rows = keystream(bytes(32), (3, 5), torch.int32)
     >>> torch.equal(keystream(bytes(32), (2, 5), torch.int32, start=1), rows[1:])
     True
     """
-    # here, because most programs need neither these nor the 4 MiB that they take
+    # imported here, because most programs do not need them, nor the 4 MiB that they take
     from cryptography.hazmat.primitives.ciphers import Cipher
     from cryptography.hazmat.primitives.ciphers.algorithms import AES256
     from cryptography.hazmat.primitives.ciphers.modes import CTR

@@ -1,4 +1,4 @@
-"""Whose a folder, a file or a socket is: in a shared place like /tmp, another user may have come first."""
+"""Checks whose a folder, a file or a socket is. In a shared place like /tmp, another user may have come first."""
 
 import os
 import pwd
@@ -13,17 +13,17 @@ ROOT = 0
 
 
 def is_trusted(uid: int) -> bool:
-    """Whether that user could do as this process, anyway: itself, and root."""
+    """Whether this user's files and processes are trusted: those of this process's own user, and root's."""
     return uid in (os.getuid(), ROOT)
 
 
 def is_ours(path: Path) -> bool:
-    """Whether what lies there, be it a link, belongs to this user or to root."""
+    """Whether a file, or a link itself, belongs to this user or to root."""
     return is_trusted(path.lstat().st_uid)
 
 
 def why_not_ours(folder: Path) -> str | None:
-    """Why what lies in `folder` may be another user's doing; None if it is not, or if there is no such folder.
+    """Return why another user may have put what is in `folder`, or None if none can have, or if there is no such folder.
 
     >>> why_not_ours(Path("/"))
     """
@@ -44,7 +44,7 @@ def why_not_ours(folder: Path) -> str | None:
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder that only this user may enter, or finds one; `ConfigError` if others may write there."""
+    """Make a folder that only this user may enter, or use an existing one. Raise `ConfigError` if others may write there."""
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -54,7 +54,7 @@ def make_folder(folder: Path) -> None:
 
 
 def check_folder(folder: Path) -> None:
-    """`ConfigError` if what lies in `folder` may be another user's doing."""
+    """Raise `ConfigError` if another user may have put what is in `folder`."""
     if reason := why_not_ours(folder):
         raise ConfigError(
             f"{folder} {reason}: nothing in it can be trusted. Have it removed (or chmod go-w), or choose another folder: "
@@ -63,7 +63,7 @@ def check_folder(folder: Path) -> None:
 
 
 def check_socket(path: Path) -> None:
-    """`ConfigError` if something lies at `path` that is not a socket which a dead executor left behind."""
+    """Raise `ConfigError` if there is anything at `path` but a socket that a dead executor left behind."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(path.lstat().st_mode):
@@ -77,12 +77,12 @@ def check_socket(path: Path) -> None:
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a Unix socket, as the kernel knows it."""
+    """Return the user at the other end of a Unix socket, as the kernel knows it."""
     return _credentials(sock)[1]
 
 
 def peer_pid(sock: socket.socket) -> int:
-    """The process at the other end of a Unix socket, as the kernel knows it."""
+    """Return the process at the other end of a Unix socket, as the kernel knows it."""
     return _credentials(sock)[0]
 
 
@@ -91,7 +91,7 @@ def _credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 
 def check_server(sock: socket.socket, url: str) -> None:
-    """`CallError` if another user's process answers there: to be asked before anything is sent."""
+    """Raise `CallError` if another user's process answers at the socket. Call it before anything is sent."""
     if not is_trusted(uid := peer_uid(sock)):
         raise CallError(
             Code.NOT_ALLOWED,
@@ -101,7 +101,7 @@ def check_server(sock: socket.socket, url: str) -> None:
 
 
 def user_name(uid: int) -> str:
-    """For people."""
+    """Return a user's name and number, for messages."""
     try:
         return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
     except KeyError:

@@ -34,35 +34,35 @@ from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, harden
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
 
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # by other keys, or by an executor that just ends
-BEAT_S, LOOK_S = 1.0, 0.1  # during a call: between two signs of life, and between two looks at how much has come
-IDLE_LOOK_S = 0.25  # between two looks while nothing is waited for
+BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # wrong keys, or an executor that is just ending
+BEAT_S, LOOK_S = 1.0, 0.1  # during a call: between two beats, and between two looks at how much has come
+IDLE_LOOK_S = 0.25  # between two looks when there is no call
 MAX_REFUSAL = 8 << 10  # bytes
-MOST_FRAMES = 2  # of a message
-# Bytes that ZeroMQ's own messages and keys take at most, and what it adds to each frame.
+MOST_FRAMES = 2  # of a message: a header and rows
+# Most bytes that ZeroMQ's own messages and keys take, and that it adds to each frame.
 SPARE, OF_A_FRAME = 64 << 10, 64
 
 
 class TcpConnection:
-    """The client's DEALER socket, with a monitor that tells when the other side is gone."""
+    """A DEALER socket, with a monitor that tells when the executor is gone."""
 
     device, page, is_lost, look_s = CPU, None, False, IDLE_LOOK_S
 
     def __init__(self, address: str, hello: Hello, timeout: float, for_gpu: bool = False, room: int = -1) -> None:
-        """`for_gpu`: results go there. `room`: bytes of the largest message, if there is to be a limit."""
+        """Results `for_gpu` lie in pinned memory. A `room` of 0 or more limits the bytes of a message."""
         self._for_gpu, self._room = for_gpu, room
         self._beat_at = 0.0
-        self._broken = False  # while nobody waited for an answer
+        self._broken = False  # whether the connection broke between calls
         self._wire: Wire | None = None
-        self._received = 0  # bytes of what we took, or somewhat more
+        self._received = 0  # bytes of the messages taken, or somewhat more
         place = Address.parse(address)
         self._url, self._has_keys = f"tcp://{place.where}", place.own is not None
         self._join(place, hello, timeout)
         self._answers = Answers(self.welcome)
-        self.host = str(self._wire.other_end[0]) if self._wire else ""  # the address of whoever answered
+        self.host = str(self._wire.other_end[0]) if self._wire else ""  # the executor's address
 
     def _join(self, place: Address, hello: Hello, timeout: float) -> None:
-        """By the first of the executor's keys that it has: while it exchanges them, there are several."""
+        """Join by the first of the executor's keys that it accepts. There are several while it exchanges them."""
         deadline = monotonic() + timeout
         for server in place.servers[:-1]:
             with suppress(HandshakeFailed):
@@ -94,7 +94,7 @@ class TcpConnection:
         except zmq.ZMQError as error:
             self.close()
             raise ConnectionLost(f"cannot connect to {self._url}: {error}") from None
-        except BaseException:  # also ctrl-C: without a reader of the monitor, ZeroMQ's thread would wait for ever
+        except BaseException:  # ctrl-C, too: if nobody reads the monitor, ZeroMQ's thread waits for ever
             self.close()
             raise
 
@@ -110,7 +110,7 @@ class TcpConnection:
             raise ConnectionLost(f"the connection to {self._url} broke")
         try:
             self._socket.send_multipart(frames, zmq.NOBLOCK, copy=call.nbytes < COPY_BELOW)
-        except zmq.Again:  # the signs of life that nobody took fill the queue
+        except zmq.Again:  # the queue is full of beats that the executor did not read
             raise ConnectionLost(f"{self._url} takes no more messages: its executor hangs") from None
         while True:
             head, *rest = self._receive(deadline, timeout, expected)
@@ -133,7 +133,7 @@ class TcpConnection:
                 return reply, cut(result, shapes if reply.code is Code.OK else ())
 
     def _receive(self, deadline: float, timeout: float, most: int) -> list[zmq.Frame]:
-        """The next message, of not much more than `most` bytes."""
+        """Receive the next message, of not much more than `most` bytes."""
         beat_at = monotonic() + BEAT_S
         while monotonic() < deadline:
             ready = dict(self._poller.poll(int(1e3 * max(0.0, min(LOOK_S, deadline - monotonic())))))
@@ -149,7 +149,7 @@ class TcpConnection:
         raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
 
     def _message(self) -> list[zmq.Frame]:
-        """What has come, if it is no more than a reply is made of: a header and rows."""
+        """Read the message that has come, or raise `ProtocolError` if it has more frames than a reply."""
         frames = [self._socket.recv(copy=False)]
         while frames[-1].more:
             if len(frames) == MOST_FRAMES:
@@ -159,7 +159,7 @@ class TcpConnection:
         return frames
 
     def _attend(self, told: dict[str, Any]) -> None:
-        """The monitor tells of the connection: that it is there, or why it is not."""
+        """Handle what the monitor tells about the connection: that it is there, or why it is not."""
         event = told["event"]
         if event == zmq.EVENT_CONNECTED:
             self._wire = Wire.of(told["value"])
@@ -190,18 +190,18 @@ class TcpConnection:
         return {}
 
     def beat(self) -> None:
-        """Between calls nobody else reads what the monitor tells, again and again while the executor is away; and when no more has
-        room, ZeroMQ's thread waits for ever."""
-        with suppress(zmq.ZMQError):  # when a process ends, ZeroMQ closes what is open
+        """Tell the executor that this client is alive, and read the monitor. Nothing else reads it between calls, and if its queue
+        filled up while the executor is away, ZeroMQ's thread would wait for ever."""
+        with suppress(zmq.ZMQError):  # ZeroMQ closes its sockets when the process ends
             while self._monitor.poll(0):
                 self._broken |= recv_monitor_message(self._monitor)["event"] != zmq.EVENT_CONNECTED
         came = self._wire.received() if self._wire else 0
-        if came > self._received + SPARE:  # nobody asked for anything
+        if came > self._received + SPARE:  # unasked for
             self._broken = True
             self.close()
         self._received = came
         if (now := monotonic()) >= self._beat_at:
-            self._beat_at = now + self.welcome.heartbeat_s / 5  # it is called four times in that time, or more often
+            self._beat_at = now + self.welcome.heartbeat_s / 5  # `beat` is called at least four times in that time
             self._say_that_we_live()
 
     def _say_that_we_live(self) -> None:

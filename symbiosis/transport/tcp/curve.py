@@ -1,7 +1,7 @@
-"""`tcp://` among strangers: every connection is encrypted, and comes from a tenant whose key the executor knows.
+"""`tcp://` with keys: every connection is encrypted, and comes from a tenant whose key the executor knows.
 
-ZeroMQ's CURVE encrypts, and proves that the client holds the secret half of its key. Whether that key may come in is asked
-of us (ZAP, RFC 27); the answer goes with every message as its `User-Id`, so nobody can speak for another tenant.
+ZeroMQ's CURVE encrypts, and proves that the client holds the secret half of its key. ZeroMQ asks this module whether that key may come
+in (ZAP, RFC 27). The answer goes with every message as its `User-Id`, so nobody can speak for another tenant.
 """
 
 import ipaddress
@@ -26,22 +26,22 @@ from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.inotify import FolderWatch
 
 ZAP = "inproc://zeromq.zap.01"
-IO_THREADS = 4  # of ZeroMQ: whoever shares one waits while it encrypts a large message as a whole
-AT_ONCE = 16  # questions that are answered between two turns of the loop
-FIRST_BAR_S, LONGEST_BAR_S = 1.0, 60.0  # for a tenant that had to be hung up on; twice as long each time
-FORGIVEN_S = 300.0
-MORE_THAN_JOIN = 64  # connections of a tenant that may be in without a session, besides as many as it may have sessions
-COMES_PER_S = 8.0  # connections of a tenant in the long run; at once, twice as many as may be in without a session
-STRANGERS_AT_ONCE, STRANGERS_PER_S = 64, 4.0  # of an address that are told that they are none of the tenants
-HELD_S = 3.0  # a handshake that was not answered for so long has ended
+IO_THREADS = 4  # of ZeroMQ; connections that share one wait while it encrypts a large message
+AT_ONCE = 16  # most questions answered in one pass of the loop
+FIRST_BAR_S, LONGEST_BAR_S = 1.0, 60.0  # a tenant that was hung up on is barred, twice as long each time
+FORGIVEN_S = 300.0  # after so long without a bar, the next one is short again
+MORE_THAN_JOIN = 64  # a tenant may have so many more connections without a session than it may have sessions
+COMES_PER_S = 8.0  # new connections of a tenant in the long run; at once, twice as many as may lack a session
+STRANGERS_AT_ONCE, STRANGERS_PER_S = 64, 4.0  # refusals of unknown keys from one address
+HELD_S = 3.0  # ZeroMQ ends a handshake that is not answered for so long
 MOST_HELD = 1024
-AT_A_GLANCE = 64  # files of tenants that are looked at again at a time, where nothing tells that they have changed
-LOOK_SHARE = 0.02  # of the time, for reading the list of tenants where nothing tells that it has changed
+AT_A_GLANCE = 64  # tenants' files that are looked at again at a time, in case they changed without a sign
+LOOK_SHARE = 0.02  # most of the time that reading the list of tenants may take, in case it changed without a sign
 logger = logging.getLogger("symbiosis")
 
 
 class Door:
-    """The executor's side: its own key, the tenants, and the ZeroMQ context in which they are asked for."""
+    """The executor's side: its own key, the tenants, and the ZeroMQ context that asks about keys."""
 
     def __init__(self, keyring: Keyring, reactor: Reactor, inbox: ServerPort) -> None:
         self.context: Any = zmq.Context(IO_THREADS)
@@ -49,8 +49,8 @@ class Door:
         self._reactor, self._inbox = reactor, inbox
         self._barred: dict[str, tuple[float, float]] = {}  # until when, and for how long
         self._most = inbox.limits.max_tenant_sessions + MORE_THAN_JOIN
-        self._let_in = defaultdict[str, deque[float]](deque)  # when a tenant's connections came that have not joined
-        self._held: list[tuple[float, list[bytes]]] = []  # questions of who has to wait, and when they were asked
+        self._let_in = defaultdict[str, deque[float]](deque)  # when each tenant's connections without a session came
+        self._held: list[tuple[float, list[bytes]]] = []  # unanswered questions, and when they were asked
         self._strangers = Allowance(STRANGERS_AT_ONCE, STRANGERS_PER_S)
         self._comes = Allowance(2 * self._most, COMES_PER_S)
         self._asked: Any = self.context.socket(zmq.ROUTER)
@@ -64,7 +64,7 @@ class Door:
 
     @classmethod
     def at(cls, address: str, reactor: Reactor, inbox: ServerPort) -> "Door | None":
-        """What guards an address; none where the machine itself is the guard."""
+        """Return the door of an address, or None for an executor without keys, which may listen on loopback only."""
         if inbox.keyring is not None:
             return cls(inbox.keyring, reactor, inbox)
         if not is_loopback(address):
@@ -72,17 +72,17 @@ class Door:
         return None
 
     def guard(self, socket: Any) -> None:
-        """From now on `socket` is entered through this door only."""
+        """Let connections come to `socket` through this door only."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = (half.encode() for half in self._own)
         socket.zap_domain = b"symbiosis"
 
     def tenant_of(self, frame: zmq.Frame) -> str | None:
-        """Whose message this is; None if that tenant was struck off the list."""
+        """Return the tenant that sent a message, or None if it may not come in any more."""
         return self._name_of(str(frame.get("User-Id")))
 
     def _name_of(self, public: str) -> str | None:
-        """By what the folder of tenants says at this moment."""
+        """Return the tenant with this key, by what the folder of tenants says now."""
         if self._folder.tells:
             names = self._folder.changed()
             if names is None:
@@ -92,14 +92,15 @@ class Door:
         return self.tenants.name_of(public)
 
     def _look(self) -> None:
-        """Read the whole list of tenants anew."""
+        """Read the whole list of tenants again."""
         self._folder.changed()
         self._folder.follow(self.tenants.folder)
         if self.tenants.look():
             self._tell()
 
     def _glance(self) -> None:
-        """Read a part of the list, if it changed: nobody shall wait for that, however many tenants there are."""
+        """Read the list if it is known to have changed, else a part of it, so that callers do not wait however many tenants there
+        are."""
         begun = monotonic()
         if self._folder.tells or self._folder.follow(self.tenants.folder):
             self._look()
@@ -114,14 +115,15 @@ class Door:
             logger.warning("%s", problem)
 
     def _answer(self) -> None:
-        """What was asked so far: the descriptor tells of changes only."""
+        """Answer some of the questions asked so far. ZeroMQ's descriptor tells of changes only, so if more may be left, run again
+        soon."""
         with suppress(zmq.Again):
             for _ in range(AT_ONCE):
                 self._decide(monotonic(), self._asked.recv_multipart(zmq.NOBLOCK))
             self._reactor.call_soon(self._answer)
 
     def _decide(self, asked: float, question: list[bytes]) -> None:
-        """Let in who is known; but who is barred, or has many connections that do not join, waits at the door."""
+        """Let a known key in. A tenant that is barred, or has many connections without a session, waits at the door."""
         address, *_, mechanism, key = question[5:9]
         public = z85.encode(key).decode() if mechanism == b"CURVE" and len(key) == 32 else ""
         tenant = self._name_of(public)
@@ -134,8 +136,8 @@ class Door:
             self._held.append((asked, question))
 
     def _refuse(self, public: str, address: str, question: list[bytes]) -> None:
-        """Tell a stranger so; but not one address very often: who waits in vain, until ZeroMQ gives the handshake up, comes again
-        later."""
+        """Refuse an unknown key, but not very often from one address. A client without an answer waits until ZeroMQ gives up the
+        handshake, and comes again later."""
         tenant = self.tenants.expired.get(public, "")
         self._inbox.kept_out("EXPIRED_KEY" if tenant else "UNKNOWN_KEY", address, tenant)
         if self._strangers.takes(network_of(address), monotonic()):
@@ -146,18 +148,18 @@ class Door:
 
     def _must_wait(self, tenant: str) -> bool:
         now, let_in = monotonic(), self._let_in[tenant]
-        while let_in and now > let_in[0] + JOIN_S:  # the listener has ended those
+        while let_in and now > let_in[0] + JOIN_S:  # the listener has ended such connections
             let_in.popleft()
         barred = self._barred.get(tenant, (0.0, 0.0))[0] > now or len(let_in) >= self._most
         return barred or not self._comes.takes(tenant, now)
 
     def joined(self, tenant: str) -> None:
-        """One of the tenant's connections has a session now."""
+        """Note that one of the tenant's connections has a session now."""
         if self._let_in[tenant]:
             self._let_in[tenant].popleft()
 
     def tick(self) -> None:
-        """Look at the list of tenants, and decide again about those who wait at the door, if they still do."""
+        """Look at the list of tenants, and decide again about the connections that still wait at the door."""
         now = monotonic()
         if now >= self._next_look:
             self._glance()
@@ -168,7 +170,7 @@ class Door:
             if now < asked + HELD_S:
                 self._decide(asked, question)
         if held:
-            self._answer()  # sending may have taken the sign that more is asked
+            self._answer()  # sending may have used up the sign that more is asked
 
     def bar(self, tenant: str) -> None:
         """Let no new connection of the tenant in for a while."""
@@ -183,11 +185,11 @@ class Door:
         self._reactor.forget(self._fd)
         self._folder.close()
         self._asked.close()
-        Thread(target=self.context.term, daemon=True).start()  # which waits for the last replies to go out
+        Thread(target=self.context.term, daemon=True).start()  # it waits until the last replies have gone out
 
 
 def network_of(address: str) -> str:
-    """Whose an address is, as far as it tells: of IPv6, many are one host's.
+    """Return what stands for the owner of an address: for IPv6 its network, because one host may have many addresses.
 
     >>> network_of("192.0.2.7"), network_of("2001:db8::7")
     ('192.0.2.7', '2001:db8::/64')
@@ -198,16 +200,17 @@ def network_of(address: str) -> str:
 
 
 class Address(NamedTuple):
-    """What a client's endpoint says: where, and with which keys."""
+    """What a client's endpoint says: where to connect, and with which keys."""
 
     where: str
-    servers: tuple[str, ...] = ()  # keys of which the executor has one
+    servers: tuple[str, ...] = ()  # public keys, one of which is the executor's
     own: Pair | None = None
     nccl: bool = True  # whether rows of a GPU may go by NCCL, which does not encrypt them
 
     @classmethod
     def parse(cls, address: str) -> "Address":
-        """`HOST:PORT`, or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`, of whose `.pub` files there may be several; with `nccl=yes` or `no`."""
+        """Parse `HOST:PORT` or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`, with `&nccl=yes` or `no`. There may be several `.pub`
+        files, separated by commas."""
         where, _, query = address.partition("?")
         given = {name: values[-1] for name, values in parse_qs(query).items()}
         said = bool(given) or not query
@@ -223,14 +226,14 @@ class Address(NamedTuple):
         return cls(where, servers, read_pair(Path(given["key"]).expanduser()), nccl == "yes")
 
     def unlock(self, socket: Any, server: str = "") -> None:
-        """Let `socket` prove who we are, and accept nobody but the executor with that key; the first, if none is given."""
+        """Make `socket` prove this client's key, and accept only the executor with the key `server`, by default the first."""
         if self.own and self.servers:
             socket.curve_serverkey = (server or self.servers[0]).encode()
             socket.curve_publickey, socket.curve_secretkey = (half.encode() for half in self.own)
 
 
 def _valid_keys(files: list[Path]) -> tuple[str, ...]:
-    """An executor's, of all its `.pub` files that have not expired."""
+    """Return the keys in an executor's `.pub` files that have not expired."""
     found = [read_publics(file) for file in files]
     keys = tuple(dict.fromkeys(key for public in found if public.expires > time() for key in public.keys))
     if not keys:

@@ -1,7 +1,7 @@
-"""The rest of a message that has too many frames: thrown away in pieces, since ZeroMQ hands out nothing else before its end.
+"""Throws away the rest of a message with too many frames, in pieces. ZeroMQ hands out nothing else before its end.
 
 A frame takes about half a microsecond in Python, and a quarter of that in C (`discard.c`), which is compiled when the first such
-message comes. Where there is no C compiler, Python does it.
+message comes. Without a C compiler, Python does all of it.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ import zmq
 
 from symbiosis.kernels import compile_c
 
-PIECE_S = 2e-3  # of the loop's time; then it is others' turn
+PIECE_S = 2e-3  # of the loop's time for a piece
 BY_PYTHON, BY_C = 256, 4096  # frames between two looks at the clock
 SOURCE = Path(__file__).with_suffix(".c")
-Frames = Callable[[int], bool]  # throws so many away, and says whether more follow
+Frames = Callable[[int], bool]  # throws so many frames away, and returns whether more follow
 
 
 class Discard:
-    """What a socket has received of messages that nobody wants.
+    """Throws away frames of a socket's unwanted messages.
 
     >>> with zmq.Context() as context, context.socket(zmq.PAIR) as ours, context.socket(zmq.PAIR) as theirs:
     ...     _ = theirs.connect(f"tcp://127.0.0.1:{ours.bind_to_random_port('tcp://127.0.0.1')}")
@@ -40,15 +40,15 @@ class Discard:
 
     def __init__(self, socket: Any) -> None:
         self._socket = socket
-        self.going = False  # in the midst of such a message
+        self.going = False  # whether such a message is partly thrown away
 
     def begin(self) -> None:
-        """The rest of the message whose first frames were received last is not wanted."""
+        """Begin to throw away the rest of the message whose first frames were received last."""
         self.going = True
         _compile_meanwhile()
 
     def some(self) -> None:
-        """Throw a piece of it away."""
+        """Throw away a piece of the message."""
         frames, most = (_in_c(_libraries[0], self._socket), BY_C) if _libraries else (self._in_python, BY_PYTHON)
         end = perf_counter() + PIECE_S
         while self.going and perf_counter() < end:
@@ -62,7 +62,7 @@ def _in_c(library: ctypes.CDLL, socket: Any) -> Frames:
     return lambda most: bool(library.discard(ctypes.c_void_p(socket.underlying), most, *_zeromq()))
 
 
-_libraries: list[ctypes.CDLL] = []  # one, when it is compiled
+_libraries: list[ctypes.CDLL] = []  # holds the library once it is compiled
 
 
 @lru_cache
@@ -76,12 +76,12 @@ def _compile() -> None:
         with compile_c.compiled(SOURCE, "-O2") as library:
             _libraries.append(ctypes.CDLL(library))
     except (OSError, AttributeError, ImportError, subprocess.SubprocessError):
-        pass  # no compiler, or another pyzmq than that of CPython: Python goes on
+        pass  # no compiler, or not pyzmq's usual backend: Python does it
 
 
 @lru_cache
 def _zeromq() -> tuple[ctypes.c_void_p, ...]:
-    """The functions of the very ZeroMQ that pyzmq uses."""
+    """Return the functions of the very ZeroMQ that pyzmq uses."""
     from zmq.backend.cython import _zmq
 
     library = ctypes.CDLL(_zmq.__file__)

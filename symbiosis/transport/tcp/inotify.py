@@ -1,4 +1,4 @@
-"""Tells at once which files of a folder change, where the kernel can: by inotify(7), for which Python has no call of its own."""
+"""Tells which files of a folder change, by inotify(7), for which Python has no call of its own."""
 
 import ctypes
 import os
@@ -10,13 +10,13 @@ from pathlib import Path
 CREATE, CLOSE_WRITE, MOVED, DELETE, ATTRIB = 0x100, 0x8, 0xC0, 0x200, 0x4
 DELETE_SELF, MOVE_SELF, ONLY_A_FOLDER = 0x400, 0x800, 0x1000000
 WHAT = CREATE | CLOSE_WRITE | MOVED | DELETE | ATTRIB | DELETE_SELF | MOVE_SELF | ONLY_A_FOLDER
-EVENT = struct.Struct("iIII")  # which watch, what, a cookie, and the length of the name that follows
+EVENT = struct.Struct("iIII")  # the watch, the kind, a cookie, and the length of the name that follows
 MOST_BYTES = 64 << 10
 
 
 class FolderWatch:
-    """What happens behind a link in the folder, on another host, or to a folder that takes this one's place, it does not tell; and
-    nothing where the kernel has no watch left. So look there from time to time, too."""
+    """Watches one folder. It misses changes behind a link in the folder, on another host, and in a folder that takes this one's place,
+    and sees nothing if the kernel has no watch left. So look at the folder now and then as well."""
 
     def __init__(self) -> None:
         self._watched, self._number = (0, 0), -1
@@ -31,11 +31,11 @@ class FolderWatch:
 
     @property
     def tells(self) -> bool:
-        """Whether something has changed. Cheap enough to be asked for each message."""
+        """Whether something has changed. It is cheap enough to ask for each message."""
         return bool(self._poll.poll(0))
 
     def follow(self, folder: Path) -> bool:
-        """From now on tell of the folder that lies there now. Whether that is another one than before."""
+        """Watch the folder that lies there now. Return whether it is another one than before."""
         with suppress(OSError):
             found = folder.stat()
             if self._fd >= 0 and (found.st_dev, found.st_ino) != self._watched:
@@ -45,15 +45,15 @@ class FolderWatch:
         return False
 
     def changed(self) -> set[str] | None:
-        """The names of the files that changed; None if it may be more than that."""
+        """Return the names of the files that changed, or None if more than that may have changed."""
         names: set[str] | None = set()
-        with suppress(OSError):  # there is nothing
+        with suppress(OSError):  # nothing to read
             events = os.read(self._fd, MOST_BYTES)
             while events:
                 number, _, _, length = EVENT.unpack_from(events)
                 name = events[EVENT.size : EVENT.size + length].rstrip(b"\0")
                 events = events[EVENT.size + length :]
-                if not name:  # of the folder itself, or events were lost
+                if not name:  # the folder itself changed, or events were lost
                     names, self._watched = None, (0, 0)
                 elif names is not None and number == self._number:
                     names.add(os.fsdecode(name))

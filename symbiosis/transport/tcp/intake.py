@@ -1,4 +1,4 @@
-"""What a ROUTER socket receives: taken in as it comes, kept within bounds, and handed out by turns."""
+"""Takes in what a ROUTER socket receives, within bounds, and hands it out tenant by tenant."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,14 +11,14 @@ from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.discard import Discard
 from symbiosis.transport.tcp.turns import Turns
 
-MOST_FRAMES = 64  # of a message: one of ours has at most 3
-MOST_UNREAD = 256 << 20  # bytes of a tenant's messages that wait to be read, but for a single one
-Frames = list[zmq.Frame]  # of one message; the first names the connection
+MOST_FRAMES = 64  # frames of a message; a valid one has at most 3
+MOST_UNREAD = 256 << 20  # bytes of a tenant's unread messages, unless it is a single one
+Frames = list[zmq.Frame]  # one message; the first frame names the connection
 
 
 class Intake:
-    """ZeroMQ goes by connection, so whose message is read next is decided here. Of a message that has too many frames the first are
-    told of at once, and the rest is thrown away in pieces: what others have sent lies behind it."""
+    """Keeps unread messages by tenant, because ZeroMQ hands them out by connection. Of a message with too many frames, the first are
+    reported at once and the rest is thrown away in pieces: what others have sent lies behind it."""
 
     def __init__(
         self,
@@ -28,24 +28,24 @@ class Intake:
         whose: Callable[[Frames], str | bytes],
         is_too_much: Callable[[Frames], None],
     ) -> None:
-        """`whose` turn it takes to read a message; `is_too_much` hears of one that cannot be kept."""
+        """`whose` tells the tenant of a message. `is_too_much` is called with a message that cannot be kept."""
         self._socket, self._reactor, self._whose, self._is_too_much = socket, reactor, whose, is_too_much
         self._discard = Discard(socket)
         self.turns = Turns[str | bytes, Frames](limits.max_in_flight, min(MOST_UNREAD, limits.max_tenant_bytes))
 
     @property
     def blocked(self) -> bool:
-        """Whether a message that nobody wants is still to be thrown away."""
+        """Whether the rest of an unwanted message is still to be thrown away."""
         return self._discard.going
 
     def unblock(self) -> None:
-        """Throw away a part of the message that nobody wants."""
+        """Throw away a piece of an unwanted message, if there is one."""
         if self._discard.going:
             self._discard.some()
 
     def take_in(self, most: int) -> int:
-        """How many messages have come, at most so many. They are kept as they are, which takes a tenth of the time of reading
-        them; but who has sent too much is told at once."""
+        """Take in at most `most` messages, and return how many came. They are kept unread, which takes a tenth of the time of reading
+        them. A connection that has sent too much is told at once."""
         taken = 0
         with suppress(zmq.Again):
             while taken < most and not self.blocked:
@@ -55,7 +55,7 @@ class Intake:
         return taken
 
     def _receive(self) -> Frames:
-        """The next message, or as much of it as anybody needs who is to refuse it."""
+        """Receive the next message, or the first frames of one that has too many."""
         frames = [self._socket.recv(zmq.NOBLOCK, copy=False)]
         while frames[-1].more:
             if len(frames) > MOST_FRAMES:

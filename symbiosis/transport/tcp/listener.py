@@ -1,4 +1,4 @@
-"""`tcp://HOST:PORT`: anything, anywhere, over ZeroMQ. A header frame and raw tensor frames; never pickle. The executor's end."""
+"""`tcp://HOST:PORT`, the executor's end: ZeroMQ messages of a header frame and raw tensor frames. Nothing is unpickled."""
 
 from collections import Counter
 from contextlib import suppress
@@ -33,11 +33,11 @@ from symbiosis.transport.tcp.sockets import Wire, harden
 from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
 from symbiosis.transport.tensors import tensor_of_frame
 
-AT_ONCE = 64  # messages taken in, or read, between two products
-OF_ONE = 8  # ... of one tenant, while others call
-REFUSALS = 100  # of one tenant (without keys: connection) between two ticks, after which it is hung up on
-FORGET_S = 10.0  # messages of a connection that was hung up on may still be queued for so long
-STRANGERS = b""  # in place of an identity: all who have not joined, where no keys tell them apart
+AT_ONCE = 64  # most messages taken in, or read, between two products
+OF_ONE = 8  # most messages read of one tenant between two products, while others call
+REFUSALS = 100  # a tenant (without keys: connection) with more than this between two ticks is hung up on
+FORGET_S = 10.0  # messages of a closed connection may still be queued for so long
+STRANGERS = b""  # stands for all connections that have not joined, without keys to tell them apart
 
 
 class TcpListener:
@@ -48,12 +48,12 @@ class TcpListener:
         self._peers: dict[bytes, TcpPeer] = {}
         self._by_nccl: tuple[NcclPeer, ...] = ()
         self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
-        self._gone: dict[bytes, float] = {}  # connections that were hung up on, and when to forget them
+        self._gone: dict[bytes, float] = {}  # closed connections, and when to forget them
         self._waiting = WaitingRoom()
-        # who was heard since the last tick, and before
+        # the tenants whose messages were read since the last tick, and in the interval before it
         self._active: tuple[set[str | bytes], set[str | bytes]] = set(), set()
-        self._due = False  # whether `_drain` will run by itself
-        self._drained = -1  # in which turn of the loop it left the rest for the next
+        self._due = False  # whether `_drain` is already scheduled
+        self._drained = -1  # the pass of the loop in which `_drain` stopped early
         self._door = Door.at(address, reactor, inbox)
         self._socket = self._bound(address)
         self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, self._too_much)
@@ -63,7 +63,7 @@ class TcpListener:
         reactor.watch(self._fd, self._drain)
 
     def _bound(self, address: str) -> Any:
-        """A socket at which this executor can be reached."""
+        """Return a socket bound to `address`."""
         context = self._door.context if self._door else zmq.Context.instance()
         bound: Any = context.socket(zmq.ROUTER)
         if self._door:
@@ -82,7 +82,8 @@ class TcpListener:
         return bound
 
     def _drain(self) -> None:
-        """The descriptor tells of changes only, so take all there is; by turns, or a flood would stop the products."""
+        """Read messages, as many as may be read before the next product. ZeroMQ's descriptor tells of changes only, so if some are
+        left, run again soon."""
         intake, turns, heard = self._intake, self._intake.turns, Counter[str | bytes]()
         room = AT_ONCE if self._drained != self.reactor.turns else 0
         if room:
@@ -103,15 +104,15 @@ class TcpListener:
         self._drain_soon()
 
     def _products_first(self, heard: Counter[str | bytes]) -> bool:
-        """Nobody's call waits until many of another's have been read: neither one that has just been read (then there is no more
-        of somebody who was heard), nor one that was read before."""
+        """Whether to compute before reading on. A call that was read must not wait until many of another tenant's have been read, and a
+        tenant whose messages are all read should have its answers."""
         turns = self._intake.turns
         many = heard[turns.next] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
         return many or turns.waiting < heard.keys()
 
     def _whose(self, frames: Frames) -> str | bytes:
-        """Whose turn it takes to read a message: a tenant's, or where keys tell of none a connection's. Without keys all that have
-        not joined have one."""
+        """Return who takes a turn for reading a message: a tenant, or without keys a connection. Without keys, all connections that
+        have not joined share one turn."""
         identity = frames[0].bytes
         peer = self._peers.get(identity)
         if peer is not None:
@@ -131,7 +132,7 @@ class TcpListener:
         self._handle(frames, room=False)
 
     def _handle(self, frames: Frames, room: bool = True) -> None:
-        """Whatever goes wrong ends that connection, and nothing else."""
+        """Read a message. Whatever goes wrong ends its connection, and nothing else."""
         try:
             self._read(frames, room)
         except Exception as error:
@@ -143,13 +144,13 @@ class TcpListener:
     def _read(self, frames: Frames, room: bool) -> None:
         name, *frames = frames
         identity = name.bytes
-        chosen = identity[:1] != b"\0"  # by the client: it could be another's
+        chosen = identity[:1] != b"\0"  # an identity that a client chose could be another's
         if not frames or chosen or identity in self._gone:
             return
         peer, tenant = self._peers.get(identity), None
         if peer is not None:
             peer.heard = True
-        elif not room and self._intake.turns.holds(identity):  # what is read at once would overtake what waits
+        elif not room and self._intake.turns.holds(identity):  # it would overtake messages that wait
             self.hang_up(TcpPeer(self, identity, wire=self._wire_below(frames[0])))
             return
         try:
@@ -166,11 +167,11 @@ class TcpListener:
             self._refuse(stranger, error, 1 if len(frames) < MOST_FRAMES else REFUSALS + 1)
 
     def _refuse(self, stranger: TcpPeer, error: CallError, weight: int = 1) -> None:
-        self.send(stranger, [encode_control(Refusal.of(error))])  # first: it tells who is gone
+        self.send(stranger, [encode_control(Refusal.of(error))])  # first, because sending finds out whether it is gone
         self.too_many(stranger, weight)
 
     def _admitted(self, peer: TcpPeer | None, frame: zmq.Frame) -> str | None:
-        """The tenant who sent this; none where there are no tenants."""
+        """Return the tenant that sent this frame, None without keys. Raise `CallError` if it may not come in any more."""
         tenant = self._door.tenant_of(frame) if self._door else None
         if (self._door and tenant is None) or (peer is not None and peer.tenant != tenant):
             if peer is not None:
@@ -199,7 +200,7 @@ class TcpListener:
     # ------------------------------------------------------------------ who comes and goes
 
     def _knocks(self, identity: bytes, tenant: str | None, frame: zmq.Frame, hello: Hello) -> None:
-        """Somebody asks to join. Whom a key has let in has waited at the door."""
+        """Handle a request to join. With keys, the client has waited at the door already; else it may have to wait here."""
         if self._door:
             self._join(Knock(identity, tenant, frame, hello, self._wire_below(frame)))
         elif self._waiting.put(knock := Knock(identity, tenant, frame, hello, Wire.below(frame))):
@@ -212,7 +213,9 @@ class TcpListener:
             self.reactor.attempt(None, self._join_or_refuse, knock)
 
     def _join_or_refuse(self, knock: Knock) -> None:
-        self._socket.getsockopt(zmq.EVENTS)  # of who is gone ZeroMQ notices it here, and `send` says so
+        self._socket.getsockopt(
+            zmq.EVENTS
+        )  # makes ZeroMQ notice connections that are gone, so that `send` fails for them
         try:
             self._join(knock)
         except CallError as error:
@@ -233,8 +236,8 @@ class TcpListener:
         self.send(peer, [encode_control(welcome)])
 
     def _wire_below(self, frame: zmq.Frame) -> Wire | None:
-        """What a message seems to have come by. Of who is gone it may be another's wire: ZeroMQ notices it here, and the next
-        `send` says so."""
+        """Return the wire by which a message seems to have come. If its connection is gone, it may be another's, but ZeroMQ notices
+        that here, and the next `send` fails."""
         wire = Wire.below(frame)
         self._socket.getsockopt(zmq.EVENTS)
         return wire
@@ -257,14 +260,14 @@ class TcpListener:
                 self.inbox.arrived(peer, seq, call, payload)
 
     def _payload(self, call: Call, frames: Frames) -> tuple[Tensor, ...]:
-        """The rows, which come last, and where groups of them end."""
+        """Return the tensors of a payload: the rows, whose frame comes last, and the ends of groups."""
         kinds = zip(
             reversed(frames), ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False
         )
         for_gpu = self.inbox.device.type == "cuda"
         try:
             return tuple(tensor_of_frame(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
-        except CallError:  # a shape that no memory could hold
+        except CallError:  # the shape is larger than any memory
             raise
         except (RuntimeError, MemoryError):
             raise CallError(Code.RESOURCE, NO_MEMORY) from None
@@ -276,17 +279,18 @@ class TcpListener:
         try:
             tracker = self._socket.send_multipart([peer.identity, *frames], zmq.NOBLOCK, copy=copy, track=not copy)
         except zmq.ZMQError as error:
-            if error.errno == zmq.EHOSTUNREACH:  # gone: its descriptor may be another's by now
+            if error.errno == zmq.EHOSTUNREACH:  # the connection is gone, and its descriptor may be another's by now
                 peer.wire = None
                 self.drop(peer)
-            else:  # it does not read: it may join again
+            else:  # the client does not read; it may join again
                 self.hang_up(peer)
         if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
             self._drain_soon()
         return tracker
 
     def too_many(self, peer: TcpPeer, weight: int = 1) -> bool:
-        """Who goes on with what is refused costs others time: hang up, and do not let the tenant come back at once."""
+        """Count refusals, which cost others time. Hang up on a client that goes on after too many, and bar its tenant for a while.
+        Return whether it was hung up on."""
         self._refusals[peer.tenant or peer.identity] += weight
         if self._refusals[peer.tenant or peer.identity] <= REFUSALS:
             return False
@@ -304,7 +308,7 @@ class TcpListener:
                 peer.release()
 
     def hang_up(self, peer: TcpPeer, why: str = "hung up on") -> None:
-        """End the connection; what was sent by it and to it is forgotten."""
+        """End the connection, and forget the messages that it sent or that wait for it."""
         self._gone[peer.identity] = monotonic() + FORGET_S
         self._waiting.leaves(peer.identity)
         try:
@@ -320,7 +324,7 @@ class TcpListener:
         self._gone = {identity: end for identity, end in self._gone.items() if end > now}
         if self._door:
             self._door.tick()
-            for peer in self._by_nccl:  # whose calls do not come through it
+            for peer in self._by_nccl:  # their calls do not pass the door
                 if self._door.tenants.name_of(peer.key) != peer.tenant:
                     self.hang_up(peer, "struck off")
         self._lookout.look(list(self._peers.values()))
@@ -328,7 +332,7 @@ class TcpListener:
         self._drain()
 
     def stop_accepting(self) -> None:
-        with suppress(zmq.ZMQError):  # a second time: it is not bound any more
+        with suppress(zmq.ZMQError):  # it may be unbound already
             self._socket.unbind(self.url)
 
     def close(self) -> None:

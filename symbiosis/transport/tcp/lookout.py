@@ -1,5 +1,4 @@
-"""What the kernel knows of the connections below ZeroMQ, looked at from time to time: who is gone, silent, sends too much, or does
-not join."""
+"""Watches, through the kernel, the TCP connections below ZeroMQ: for clients that are gone, silent, send too much, or do not join."""
 
 from collections.abc import Iterable, Iterator
 from time import monotonic, perf_counter
@@ -8,21 +7,20 @@ from symbiosis.transport.base import JOIN_S
 from symbiosis.transport.tcp.peer import TcpHome, TcpPeer
 from symbiosis.transport.tcp.sockets import Wire
 
-FIRST_BYTES = 64 << 10  # that a connection may send before its first message is complete
-LOOK_S = (
-    4e-3  # of a tick, for connections without a session: where there are very many, a look at all takes several ticks
-)
-SLACK_BYTES = 1 << 20  # that a message may have besides what is called for: frame headers, signatures, beats
+FIRST_BYTES = 64 << 10  # bytes that a connection may send before its first message is complete
+LOOK_S = 4e-3  # of a tick for connections without a session; a look at very many takes several ticks
+SLACK_BYTES = 1 << 20  # bytes that a message may have besides its payload: frame headers, signatures, beats
 
 
 class Lookout:
-    """Whose connection ended has left. Bytes are a sign of life: a large call over a thin line is long in coming. But ZeroMQ keeps
-    all frames of a message until the last has come, however many: hang up on who sends too much of one; and on who does not join."""
+    """Drops peers whose connection has ended. Bytes that arrive are a sign of life, because a large call takes long over a slow line.
+    But ZeroMQ keeps all frames of a message until the last has come, so a connection is hung up on if it sends too much of one message,
+    or does not join."""
 
     def __init__(self, home: TcpHome, port: int) -> None:
         self._home, self._port = home, port
-        self._strangers: dict[Wire, float] = {}  # connections without a session, and when they were first seen
-        self._seen: dict[Wire, float] = {}  # those that this look has come to
+        self._strangers: dict[Wire, float] = {}  # when connections without a session were first seen
+        self._seen: dict[Wire, float] = {}  # those that the current look has come to
         self._looking: Iterator[Wire] = iter(())
 
     def look(self, peers: Iterable[TcpPeer]) -> None:
@@ -37,7 +35,7 @@ class Lookout:
         self._look_at_strangers(known)
 
     def _look_at_strangers(self, known: set[int]) -> None:
-        """At as many as there is time for, from where the last look ended."""
+        """Look at as many connections without a session as there is time for, from where the last look ended."""
         until = perf_counter() + LOOK_S
         for wire in self._looking:
             if wire.fd not in known:

@@ -25,19 +25,19 @@ class TcpHome(Protocol):
     reactor: Reactor
 
     def send(self, peer: "TcpPeer", frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
-        """Where nothing is copied, the answer tells when all has left this process."""
+        """Send frames. Without `copy`, return a tracker that tells when they have left this process."""
         ...
 
     def too_many(self, peer: "TcpPeer", weight: int = 1) -> bool:
-        """It was refused something. Whether it has gone on with that for too long, and was hung up on."""
+        """Count a refusal. Return whether there were too many, so that the connection was hung up on."""
         ...
 
     def drop(self, peer: "TcpPeer", why: str = ...) -> None:
-        """Its connection has ended."""
+        """Forget a peer whose connection has ended."""
         ...
 
     def hang_up(self, peer: "TcpPeer", why: str = ...) -> None:
-        """End its connection."""
+        """End a peer's connection."""
         ...
 
 
@@ -50,9 +50,9 @@ class TcpPeer:
         self.session = None
         self.identity, self.tenant, self.wire = identity, tenant, wire
         self._home, self._not_before = home, 0.0
-        self.heard = True  # a whole message since the last tick
+        self.heard = True  # whether a whole message came since the last tick
         self.before: int | None = None  # bytes received at the first tick after the last whole message
-        self.received = 0  # ... at the last tick
+        self.received = 0  # bytes received at the last tick
         self._sent: deque[tuple[zmq.MessageTracker, int]] = deque()
 
     def out(self, call: Call, shape: tuple[int, ...]) -> Tensor | None:
@@ -70,7 +70,8 @@ class TcpPeer:
             self._sent.append((tracker, reply.nbytes))
 
     def _too_many(self, reply: Reply) -> bool:
-        """Whether this refusal is answered by hanging up. Who is told to wait, and does, has done nothing wrong."""
+        """Count a refusal. Return whether the connection was hung up on for it. A client that is told to wait, and does, has done
+        nothing wrong."""
         early = monotonic() < self._not_before
         if reply.code is Code.BUSY:
             self._not_before = monotonic() + reply.wait_us / 1e6
@@ -82,7 +83,7 @@ class TcpPeer:
 
     @property
     def unread(self) -> Sequence[int]:
-        if not self._sent:  # as usual: who has many connections is asked for all of them at each call
+        if not self._sent:  # the usual case, kept short: each call asks all of a tenant's connections
             return ()
         while self._sent and self._sent[0][0].done:
             self._sent.popleft()
@@ -92,4 +93,4 @@ class TcpPeer:
         self._home.hang_up(self)
 
     def release(self) -> None:
-        """The session is over."""
+        """Do nothing: there is no memory to release."""

@@ -1,4 +1,4 @@
-"""Messages that have come and are not read yet, by whom they came from: each in turn, however much one has sent."""
+"""Unread messages by tenant. Tenants take turns, however much one of them has sent."""
 
 from collections import Counter, deque
 from collections.abc import Hashable, Set
@@ -8,11 +8,11 @@ Tenant = TypeVar("Tenant", bound=Hashable)
 Message = TypeVar("Message")
 
 
-MOST_OF_ONE = 1024  # messages of a tenant, over however many connections
+MOST_OF_ONE = 1024  # messages of a tenant, over all its connections
 
 
 class Turns(Generic[Tenant, Message]):
-    """A queue for each tenant, with at most so many messages of one connection, and bytes of all, but for a single message.
+    """A queue for each tenant. It bounds the messages of a connection, and a tenant's bytes unless they are a single message.
 
     >>> turns = Turns[str, int](most=8, most_bytes=1 << 20)
     >>> for tenant, message in (("a", 1), ("a", 2), ("a", 3), ("b", 4)):
@@ -32,20 +32,20 @@ class Turns(Generic[Tenant, Message]):
 
     @property
     def waiting(self) -> Set[Tenant]:
-        """Of whom there are messages."""
+        """The tenants with messages."""
         return self._queues.keys()
 
     @property
     def next(self) -> Tenant:
-        """Whose turn it is: who has had none for longest."""
+        """The tenant whose turn it is: the one that has waited longest for its turn."""
         return next(iter(self._queues))
 
     def holds(self, connection: bytes) -> bool:
-        """Whether messages of it wait."""
+        """Whether messages of this connection wait."""
         return connection in self._kept
 
     def put(self, tenant: Tenant, connection: bytes, message: Message, nbytes: int) -> bool:
-        """Whether there was room for it. If not, others must not wait until there is."""
+        """Keep a message if there is room. Return whether there was; if not, refuse it, so that others need not wait."""
         waiting = self._nbytes[tenant]
         too_many = self._kept[connection] >= self._most or len(self._queues.get(tenant, ())) >= MOST_OF_ONE
         if too_many or (waiting and waiting + nbytes > self._most_bytes):
@@ -56,7 +56,7 @@ class Turns(Generic[Tenant, Message]):
         return True
 
     def take(self) -> Message:
-        """The oldest message of the tenant whose turn it is. Then it is the others' turn."""
+        """Return the oldest message of the tenant whose turn it is. Its turn is then over."""
         tenant = self.next
         queue = self._queues.pop(tenant)
         connection, message, nbytes = queue.popleft()
