@@ -16,7 +16,7 @@ HEADS = frozenset(("classifier", "head", "pooler", "qa_outputs", "score"))
 
 
 def head_names(model: nn.Module) -> set[str]:
-    """The modules that are heads, by name.
+    """Return the names of the modules that are heads.
 
     >>> from transformers import LlamaConfig, LlamaForSequenceClassification
     >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
@@ -43,7 +43,7 @@ def is_in(name: str, modules: Collection[str]) -> bool:
 
 
 def _parts_of_a_task(model: PreTrainedModel) -> list[str]:
-    """What lies beside the base, and beside other whole models that this one is made of."""
+    """Return the parts beside the base, and beside other whole models that this one is made of."""
     base = model.base_model
     if base is model and _is_bare(model):
         return []
@@ -54,14 +54,14 @@ def _parts_of_a_task(model: PreTrainedModel) -> list[str]:
 
 
 def _is_bare(model: PreTrainedModel) -> bool:
-    """Whether it is what `AutoModel` makes of its configuration."""
+    """Whether `AutoModel` would make a model of this class from its configuration."""
     kind = type(model.config)
     bare = MODEL_MAPPING.get(kind, ())
     return type(model) in (bare if isinstance(bare, tuple) else (bare,))
 
 
 def _beside(module: nn.Module, whole: set[int], path: str = "") -> Iterator[str]:
-    """The largest modules in which none of `whole` lies."""
+    """Yield the largest modules in which none of `whole` lies."""
     for name, child in module.named_children():
         if id(child) in whole:
             continue
@@ -72,8 +72,8 @@ def _beside(module: nn.Module, whole: set[int], path: str = "") -> Iterator[str]
 
 
 def choose(patterns: Sequence[str], names: Mapping[str, Iterable[str]], default: Collection[str]) -> set[str]:
-    """Of layers, each with the names that it goes by, those that the patterns say. `!PATTERN` excludes; where all patterns do, they
-    exclude from the default.
+    """Return the layers that the patterns choose. `names` are those that each layer goes by. `!PATTERN` excludes; if all patterns do,
+    they exclude from the default.
 
     >>> sorted(choose(["*_proj", "!k_*"], {name: [name] for name in ("q_proj", "k_proj", "score")}, ["q_proj"]))
     ['q_proj']

@@ -77,7 +77,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         self.check_device(self.on_gpu)
 
     def _check_numbers(self) -> None:
-        """Each lies where it can mean something."""
+        """Raise `ConfigError` if a number is out of range."""
         for name in (
             "max_wait_us",
             "max_batch_tokens",
@@ -104,7 +104,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"train-share is a fraction of the time, above 0 and at most 1, not {self.train_share}")
 
     def _check_together(self) -> None:
-        """Some options need or exclude others."""
+        """Raise `ConfigError` if an option lacks another that it needs, or has one that it excludes."""
         if (self.key is None) != (self.tenants is None):
             raise ConfigError(
                 "key and tenants go together: the executor's own key, and the folder with the keys of those it lets in"
@@ -119,13 +119,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
 
     def check_device(self, on_gpu: bool) -> None:
-        """An embedded executor knows where it computes by its model only."""
+        """Check the options that depend on the device, which an embedded executor learns from its model."""
         if on_gpu and self.workers > 1:
             raise ConfigError("products run one after another on a GPU: leave out --workers")
 
     @property
     def shares_weights(self) -> bool:
-        """Whether clients on this host may map the weights, if there are to be such clients. Where nobody says: on a CPU without rates."""
+        """Whether clients on this host may map the weights. By default they may on a CPU without rate limits."""
         if self.share_weights is None and (self.on_gpu or self._has_rates):
             return False
         return self.share_weights is not False and any(map(socket_path, self.listen))
@@ -150,7 +150,7 @@ KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def check_dtype(name: str | None) -> None:
-    """None stands for that of the checkpoint."""
+    """Raise `ConfigError` unless `name` is a floating-point type, or None for the checkpoint's."""
     if name is not None and name not in DTYPE_BITS:
         raise ConfigError(f"--dtype {name!r} is not a floating-point type: float32, bfloat16, float16 or float64")
 
@@ -201,7 +201,7 @@ def read_config_file(file: Path, kind: type[msgspec.Struct] = Options) -> dict[s
 
 
 def _as_a_list(hint: Any, value: object) -> object:
-    """One value stands for a list of it."""
+    """Let one value stand for a list of it."""
     return (value,) if get_origin(hint) is tuple and isinstance(value, str | int) else value
 
 
@@ -213,7 +213,7 @@ def _check_choice(name: str, hint: Any, value: object) -> None:
 
 
 def _of_its_kind(name: str, value: object, hints: dict[str, Any], command: str) -> Any:
-    """What the option of this name takes; `ConfigError` where `value` is something else."""
+    """Return `value` as the option of this name takes it, or raise `ConfigError`."""
     if name not in hints:
         known = ", ".join(sorted(hints))
         raise ConfigError(f"unknown option {name}. Known: {known} ({command} --help says what each one takes)")
@@ -226,7 +226,7 @@ def _of_its_kind(name: str, value: object, hints: dict[str, Any], command: str) 
 
 
 def named_endpoints(text: str) -> tuple[str, ...]:
-    """The URLs in a text, with spaces or commas between them. (A comma that no URL follows may be part of a path.)
+    """Return the URLs in a text, separated by spaces or commas. A comma that no URL follows may be part of a path.
 
     >>> named_endpoints("tcp://host:1, local:///a.sock")
     ('tcp://host:1', 'local:///a.sock')
@@ -235,7 +235,7 @@ def named_endpoints(text: str) -> tuple[str, ...]:
 
 
 def default_endpoints() -> tuple[str, ...]:
-    """Those in $SYMBIOSIS_ENDPOINT, with spaces or commas between replicas; else this user's socket on this host."""
+    """Return the endpoints in $SYMBIOSIS_ENDPOINT, separated by spaces or commas, else this user's socket on this host."""
     if named := named_endpoints(os.environ.get("SYMBIOSIS_ENDPOINT", "")):
         return named
     folder = runtime_dir()
@@ -244,7 +244,7 @@ def default_endpoints() -> tuple[str, ...]:
 
 
 def runtime_dir() -> Path:
-    """A folder of this user for sockets. Whoever uses it checks whose it is (`ownership`): in /tmp, another user may have made it."""
+    """Return this user's folder for sockets. Check whose it is before use (`ownership`): in /tmp, another user may have made it."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.access(base, os.W_OK) and why_not_ours(Path(base)) is None:
         return Path(base) / "symbiosis"

@@ -41,7 +41,7 @@ def is_within_process(url: str) -> bool:
 
 
 def socket_path(url: str) -> Path | None:
-    """The Unix socket of an endpoint whose clients share memory with the executor; None if it has none.
+    """Return the Unix socket of an endpoint whose clients share memory with the executor, None if it has none.
 
     >>> socket_path("local:///a.sock"), socket_path("tcp://127.0.0.1:7000")
     (PosixPath('/a.sock'), None)
@@ -50,7 +50,7 @@ def socket_path(url: str) -> Path | None:
 
 
 def how_to_start_one(url: str) -> str:
-    """What to do where no executor is.
+    """Return what to tell a user when no executor answers at `url`.
 
     >>> how_to_start_one("local:///a.sock")
     'Start one with: symbiosis-executor MODEL --listen local:///a.sock'
@@ -74,7 +74,7 @@ def is_loopback(address: str) -> bool:
 
 
 def open_to_others(address: str) -> str:
-    """What is wrong with a HOST:PORT beyond loopback where no keys guard it."""
+    """Return the error message for an address that other machines can reach, without keys."""
     return (
         f"tcp://{address} can be reached from other machines: give --key and --tenants (symbiosis keygen makes keys), "
         "or listen at 127.0.0.1"

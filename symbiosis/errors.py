@@ -97,7 +97,7 @@ class ConnectionLost(SymbiosisError, ConnectionError):
 
 
 class HandshakeFailed(ConnectionLost):
-    """Somebody answers at the endpoint, with other keys than the client's endpoint says; or is just ending."""
+    """The executor at the endpoint has other keys than the endpoint names, or is just ending."""
 
 
 class ExecutorUnavailable(ConnectionLost):
@@ -111,11 +111,11 @@ class CallError(SymbiosisError, RuntimeError):
         super().__init__(f"{message} [{code.name}]")
         self.code = code
         self.message = message
-        self.retry_s = retry_s  # of BUSY: after this time the call may be made again
+        self.retry_s = retry_s  # after BUSY, the seconds until the call may be made again
 
     @classmethod
     def told(cls, code: int, text: str, retry_s: float = 0.0) -> "CallError":
-        """What a peer says; nobody knows what its text holds."""
+        """Make an error of what a peer says. Its code and text may be anything."""
         known = Code(code) if code in list(Code) else Code.INTERNAL
         return cls(known, shown(text), retry_s)
 

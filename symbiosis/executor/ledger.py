@@ -82,7 +82,7 @@ class Ledger:
             if session is not None:
                 session.account.usage.seconds += each * (stop - start)
         work: Work = batch.slices[0].item.work
-        observer = work.peer.session is not None and work.peer.session.observer  # whose calls show in no figures
+        observer = work.peer.session is not None and work.peer.session.observer  # its calls are not counted
         if batch.ends and not observer:
             self._multiplied(work.calls, len(batch.slices), batch.seconds + seconds)
 

@@ -1,1 +1,1 @@
-"""What a call is, before it is computed: whether it is right, what it costs, and how it is cut."""
+"""What happens to a call before it is computed: it is validated, priced and cut."""

@@ -1,4 +1,4 @@
-"""Who joined, was refused, was struck off and left: for the log, the audit log and the figures."""
+"""Records who joined, was refused, was struck off and left, for the log, the audit log and the figures."""
 
 import logging
 from collections import Counter
@@ -17,18 +17,18 @@ from symbiosis.text import shown
 from symbiosis.transport import Peer
 
 LONGEST_NAME = 64  # characters of what a client calls itself
-MOST_TOLD_APART = 4096  # who are refused: then their times are counted anew
-LINES_AT_ONCE, LINES_PER_S = 200, 1.0  # of refusals of one kind
-SESSIONS_AT_ONCE, SESSIONS_PER_S = 1000, 10.0  # that are told of, where no keys say whose they are
+MOST_TOLD_APART = 4096  # refused clients; beyond so many, counting starts again
+LINES_AT_ONCE, LINES_PER_S = 200, 1.0  # lines about refusals of one kind
+SESSIONS_AT_ONCE, SESSIONS_PER_S = 1000, 10.0  # sessions that are logged without keys
 
 
 def name_of(hello: Hello) -> str:
-    """What a client calls itself, fit to be shown: it may hold anything."""
+    """Return a client's own name, made fit to be shown, because it may hold anything."""
     return shown(hello.client, LONGEST_NAME)
 
 
 class JoinLog:
-    """Tells of everybody once; of those who are refused again and again the 1st, 2nd, 4th, ... time."""
+    """Records everybody once, and clients that are refused again and again the 1st, 2nd, 4th, ... time."""
 
     def __init__(self, ledger: Ledger, audit: AuditLog | None, tenants: Tenants | None) -> None:
         self._ledger, self._audit, self._tenants = ledger, audit, tenants
@@ -42,7 +42,7 @@ class JoinLog:
         self.reopen = False  # the audit log; set by a signal
 
     def joined(self, session: ServedSession) -> None:
-        """Who joins and leaves all the time without a key fills no disk. (Tenants wait at the door.)"""
+        """Record a session, unless clients without keys join too often: they must not fill the disk. (Tenants wait at the door.)"""
         if not session.peer.tenant and not self._sessions.takes("", monotonic()):
             self._untold.add(session.number)
             self._left_out += 1
@@ -54,7 +54,7 @@ class JoinLog:
         self._write("joined", session=session.number, **who, address=session.peer.address)
 
     def refused(self, peer: Peer, client: str, code: Code) -> None:
-        """A client was refused when it asked to join."""
+        """Record a client that was refused when it asked to join."""
         self._ledger.refused(code)
         self._ledger.refused_joins[peer.tenant or "", code.name] += 1
         if times := self._times_to_tell(code.name, peer.tenant or peer.transport):
@@ -63,7 +63,7 @@ class JoinLog:
             self._write("refused", **who, address=peer.address)
 
     def kept_out(self, why: str, address: str, tenant: str) -> None:
-        """A connection was closed before it could ask to join."""
+        """Record a connection that was closed before it could ask to join."""
         self._ledger.kept_out[why] += 1
         if times := self._times_to_tell(why, address):
             who = {"code": why, "address": address, **({"tenant": tenant} if tenant else {}), "times": times}
@@ -83,7 +83,7 @@ class JoinLog:
         self._write("left", session=session.number, **who, address=session.address, why=why, **used)
 
     def look(self) -> None:
-        """Whether the list of tenants has changed."""
+        """Record tenants that were added to the list or struck off since the last look."""
         if self._tenants is None or self._tenants.members is self._members:
             return
         before, self._members = self._members, self._tenants.members
@@ -104,7 +104,8 @@ class JoinLog:
             self._audit.close()
 
     def _times_to_tell(self, code: str, whom: str) -> int:
-        """How often that was, with this time; 0 if it need not be told: nobody can fill a disk, however many they are."""
+        """Count a refusal and return how often it has happened, or 0 if it is not to be recorded, so that refused clients cannot fill
+        the disk."""
         if len(self._times) >= MOST_TOLD_APART:
             self._times.clear()
         self._times[code, whom] += 1
@@ -119,7 +120,7 @@ class JoinLog:
                 self.reopen = False
                 self._audit.close()
             self._audit.write(event, **fields)
-        except OSError as error:  # the executor goes on: who watches it is told
+        except OSError as error:  # the executor goes on, and its log says so
             if self._unwritten.sounds(monotonic()):
                 log(logging.ERROR, "cannot write the audit log", file=str(self._audit.path), error=str(error))
 

@@ -1,8 +1,8 @@
-"""Which calls run next, and together: plain Python over plain data, no torch, no clock of its own.
+"""Decides which calls run next, and which run together. Plain Python over plain data, without torch or a clock of its own.
 
-Calls wait in one queue per key (layer, op, dtype, ...); those of one key may run as one product. Which queues are ready
-(`waiting.py`), which call of theirs is first (`ranking.py`), and how much of it runs with whom (`cutting.py`) follows from what
-is known of the sessions (`callers.py`, `forecast.py`) and of what products cost (`costs.py`).
+Calls wait in one queue per key (layer, op, dtype, ...), and calls of one key may run as one product. `waiting.py` says which queues are
+ready, `ranking.py` which of their calls is first, and `cutting.py` how much of it runs, and with whom. They go by what is known about
+the sessions (`callers.py`, `forecast.py`) and what products cost (`costs.py`).
 """
 
 from collections.abc import Hashable, Sequence

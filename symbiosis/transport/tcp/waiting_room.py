@@ -1,4 +1,4 @@
-"""Who asks to join where no keys tell who that is: so many at once, and so many a second; the others wait."""
+"""Bounds how many clients without keys join at once and a second. The others wait."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ from symbiosis.protocol import Hello
 from symbiosis.security.allowance import Allowance
 from symbiosis.transport.tcp.sockets import Wire
 
-AT_ONCE, PER_S = 256, 100.0  # as many programs as may have sessions; and what takes a few hundredths of the loop's time
-MOST_WAITING, LOOKS = 1024, 16  # connections; and how many at once are looked at, whether they are still there
+AT_ONCE, PER_S = 256, 100.0  # the default number of sessions; and joins that take a few hundredths of the loop's time
+MOST_WAITING, LOOKS = 1024, 16  # waiting connections; and how many at once are checked for being alive
 EVERYBODY = ""  # without keys, all belong to users of this host
 
 
@@ -25,7 +25,7 @@ class Knock:
 
 
 class WaitingRoom:
-    """Whose connection ends while it waits makes room, and costs nothing of what the others may have."""
+    """The connections that wait to join. One that ends meanwhile makes room, and does not count."""
 
     def __init__(self) -> None:
         self._allowance = Allowance(AT_ONCE, PER_S)
@@ -38,18 +38,18 @@ class WaitingRoom:
         return len(self._waiting)
 
     def put(self, knock: Knock) -> bool:
-        """Whether there is room."""
+        """Let a connection wait. Return whether there was room."""
         if knock.wire is None or len(self._waiting) >= MOST_WAITING:
             return False
         self._waiting[knock.identity] = knock
         return True
 
     def leaves(self, identity: bytes) -> Knock | None:
-        """One that does not want to join any more, if it was here."""
+        """Remove a connection that does not want to join any more, and return it if it was here."""
         return self._waiting.pop(identity, None)
 
     def next(self, now: float) -> Knock | None:
-        """Who may join now."""
+        """Return a connection that may join now, if there is one."""
         for _ in range(LOOKS):
             if not self._waiting or not self._allowance.has_some(EVERYBODY, now):
                 break
