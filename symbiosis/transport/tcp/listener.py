@@ -104,15 +104,15 @@ class TcpListener:
         self._drain_soon()
 
     def _products_first(self, heard: Counter[str | bytes]) -> bool:
-        """Whether to compute before reading on. A call that was read must not wait until many of another tenant's have been read, and a
-        tenant whose messages are all read should have its answers."""
+        """Whether to compute before reading on, because one tenant has had many messages read while others call, or all messages of a
+        tenant that was heard are read."""
         turns = self._intake.turns
         many = heard[turns.next] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
         return many or turns.waiting < heard.keys()
 
     def _whose(self, frames: Frames) -> str | bytes:
-        """Return who takes a turn for reading a message: a tenant, or without keys a connection. Without keys, all connections that
-        have not joined share one turn."""
+        """Return whose turn it takes to read a message: a tenant's; without keys a connection's, or that of all that have not
+        joined."""
         identity = frames[0].bytes
         peer = self._peers.get(identity)
         if peer is not None:
@@ -289,8 +289,8 @@ class TcpListener:
         return tracker
 
     def too_many(self, peer: TcpPeer, weight: int = 1) -> bool:
-        """Count refusals, which cost others time. Hang up on a client that goes on after too many, and bar its tenant for a while.
-        Return whether it was hung up on."""
+        """Count refusals, and hang up on a client after too many, which bars its tenant for a while. Return whether it was hung up
+        on."""
         self._refusals[peer.tenant or peer.identity] += weight
         if self._refusals[peer.tenant or peer.identity] <= REFUSALS:
             return False
