@@ -105,9 +105,7 @@ class Server:
         """Run one worker. One worker at a time has the turn: it listens, decides and answers. While it computes a long product, it
         passes the turn on."""
         torch.set_grad_enabled(False)  # a setting of this thread
-        torch.set_flush_denormal(
-            True
-        )  # here and in the threads that compute for it: products with denormal numbers take 30 times as long
+        torch.set_flush_denormal(True)  # here and in threads that compute for it: denormal numbers are 30 times as slow
         torch.get_num_threads()  # applies that number to this thread: until then BLAS takes all cores, and so rounds differently
         with self._turn:
             try:

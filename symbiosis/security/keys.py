@@ -179,9 +179,7 @@ class Tenants:
         self._seen: object = None
         self._next: Iterator[str] = iter(())  # the files that `glance` looks at next
         self._unsure: set[str] = set()  # the files it always looks at: recent ones, and links
-        self._state: object = (
-            None  # of the folder when its files were listed; None where that does not tell of any later change
-        )
+        self._state: object = None  # of the folder when its files were listed; None if later changes may not show in it
         self._holds_until = 0.0  # when the next key expires
         self.expired: dict[str, str] = {}  # the tenant of each key that has expired
         self.problems: list[str] = []

@@ -123,6 +123,5 @@ class Answers:
         except ProtocolError:
             return LONGEST_TEXT
         nbytes = Reply(0, Code.OK, dtype, shape).nbytes
-        return (
-            nbytes if LONGEST_TEXT < nbytes <= self._most else LONGEST_TEXT
-        )  # else the executor says what is wrong with the call
+        # A call whose reply is too large is answered with the text of a refusal.
+        return nbytes if LONGEST_TEXT < nbytes <= self._most else LONGEST_TEXT

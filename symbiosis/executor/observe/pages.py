@@ -194,9 +194,8 @@ class Pages:
             return
         connection.setblocking(False)
         if len(self._visitors) >= MOST_CONNECTIONS:
-            self._end(
-                min(self._visitors, key=lambda one: (one.answer or one.request) is not None)
-            )  # the oldest, of those that ask nothing
+            # the oldest of those that have asked nothing yet
+            self._end(min(self._visitors, key=lambda one: (one.answer or one.request) is not None))
         visitor = Visitor(connection, monotonic() + HEAD_S)
         self._visitors[visitor] = None
         self._await(visitor, selectors.EVENT_READ, self._read)

@@ -191,9 +191,7 @@ class LocalPeer:
             seq, body = split_call(slab.memory[CALL_AT : CALL_AT + CALL_SIZE])
             call, payload = self._payloads.get(body) or self._parse(slab, body)
         except CallError as error:
-            self._call = Call(
-                Op.STATS, 0, "uint8"
-            )  # stands for a call without payload, so that the text goes to the front
+            self._call = Call(Op.STATS, 0, "uint8")  # has no payload, so that the text goes to the front
             refuse(self, seq, error)
             return
         self._call = call

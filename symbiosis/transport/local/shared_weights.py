@@ -23,9 +23,7 @@ from symbiosis.transport.tensors import TORCH_DTYPE, bytes_of
 
 ALIGNED = 64
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-HUGE = (
-    2 << 20
-)  # bytes from which on a file lies in huge pages, where the system has such: weights come from memory faster then
+HUGE = 2 << 20  # bytes; a larger file lies in huge pages, if the system has them, which are read faster
 NAMES = {False: "symbiosis-commons", True: "symbiosis-weights"}
 
 

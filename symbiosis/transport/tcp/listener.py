@@ -213,9 +213,7 @@ class TcpListener:
             self.reactor.attempt(None, self._join_or_refuse, knock)
 
     def _join_or_refuse(self, knock: Knock) -> None:
-        self._socket.getsockopt(
-            zmq.EVENTS
-        )  # makes ZeroMQ notice connections that are gone, so that `send` fails for them
+        self._socket.getsockopt(zmq.EVENTS)  # ZeroMQ notices connections that are gone, so that `send` fails for them
         try:
             self._join(knock)
         except CallError as error:
@@ -289,8 +287,7 @@ class TcpListener:
         return tracker
 
     def too_many(self, peer: TcpPeer, weight: int = 1) -> bool:
-        """Count refusals, and hang up on a client after too many, which bars its tenant for a while. Return whether it was hung up
-        on."""
+        """Count refusals. After too many, hang up and bar the tenant for a while. Return whether that was done."""
         self._refusals[peer.tenant or peer.identity] += weight
         if self._refusals[peer.tenant or peer.identity] <= REFUSALS:
             return False
