@@ -15,7 +15,7 @@ from symbiosis.security.ownership import check_folder, why_not_ours
 
 RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
 OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
-Policy = Literal["immediate", "lockstep", "opportunistic"]
+PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/scheduling/rules.py` says what they do
 BETWEEN_URLS = re.compile(r"[\s,]+(?=\w+://)")
 DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
 
@@ -32,7 +32,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     device: str = "cpu"
     mps: bool = False
     dtype: str | None = None
-    policy: Policy = "opportunistic"
+    policy: PolicyName = "opportunistic"
     max_wait_us: int | None = None
     max_batch_tokens: int = 4096
     batch_invariant: bool = False

@@ -28,6 +28,7 @@ from symbiosis.executor.outcomes import Outcomes
 from symbiosis.executor.scheduling.advice import Advisor
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.queue import Item
+from symbiosis.executor.scheduling.rules import IMMEDIATE
 from symbiosis.executor.sessions import Sessions
 from symbiosis.executor.work import DeviceCall, DeviceWork, HostCall, Round, call_error
 from symbiosis.protocol import Call, Hello, Op, Priority, Welcome
@@ -71,7 +72,7 @@ class Dispatch:
         self.gpu, self.device, self.stream = self.engine.gpu, self.engine.device, self.engine.gpu.stream
         self.cohort = Cohort(batcher, self.gpu.join, outcomes.went_together, self._enqueue)
         self.background = Background(options.train_share)
-        self._advisor = Advisor(options.policy != "immediate" and not options.batch_invariant)
+        self._advisor = Advisor(batcher.rules.policy.joins)
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
         self.draining = False  # set when no new calls are taken
 
@@ -86,7 +87,7 @@ class Dispatch:
 
     def wait_for_nobody(self) -> None:
         """Answer every call that has arrived without waiting for others to join, because the executor ends."""
-        self._batcher.rules.policy, self.background.share = "immediate", 1.0
+        self._batcher.rules.policy, self.background.share = IMMEDIATE, 1.0
         if self.gpu.rounds is not None:
             self.gpu.rounds.drain()
 
@@ -250,7 +251,7 @@ class Dispatch:
                 "calls are answered one by one here: MPS does not serve the executor, Triton is missing, or --no-rounds is set",
             )
         large = bool(members) and members[0].large
-        if large and self._batcher.rules.policy == "lockstep" and not again:
+        if large and self._batcher.rules.policy.waits_for_all and not again:
             raise CallError(Code.UNKNOWN_OP, "large calls take turns under lockstep, and are answered one by one")
         # an executor before this one may have measured another limit
         most = math.inf if again or large else self.gpu.join_below
@@ -275,7 +276,7 @@ class Dispatch:
             self.background.decoded = now
         if self.cohort.takes(work, now):
             return True
-        if work.large and self._batcher.rules.policy != "lockstep":
+        if work.large and not self._batcher.rules.policy.waits_for_all:
             if session.number in self._batcher.callers.live:  # others may be waiting for a smaller call of this session
                 self.cohort.disband()
             self._batcher.away(session.number)

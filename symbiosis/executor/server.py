@@ -25,6 +25,7 @@ from symbiosis.executor.observe.snapshot import Snapshot
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.contention import Contention
 from symbiosis.executor.scheduling.queue import Batch
+from symbiosis.executor.scheduling.rules import POLICIES
 from symbiosis.executor.sessions import Sessions
 from symbiosis.kernels.few_rows import MOST_ROWS
 from symbiosis.security.keys import Keyring
@@ -63,7 +64,7 @@ class Server:
             LatestFigures(lambda: self.snapshot()), self.reactor.attempt,
         )  # fmt: skip
         self.engine, self.gpu = self.dispatch.engine, self.dispatch.gpu
-        self.contention = Contention() if self.batcher.rules.policy == "opportunistic" and not store.on_gpu else None
+        self.contention = Contention() if self.batcher.rules.policy.foresees and not store.on_gpu else None
         self.listeners: list[Listener] = []
         self._more = self._stopped = False
         self._turn = threading.Lock()  # held by the worker that runs the loop
@@ -150,7 +151,7 @@ class Server:
     def _leaves_time(self, batch: Batch) -> bool:
         """Whether to pass the turn on while `batch` is computed. Not for a few rows: calls that arrive meanwhile should gather, because
         together they run faster, and on all workers' cores."""
-        gathers = batch.rows <= MOST_ROWS and self.batcher.rules.policy != "immediate"
+        gathers = batch.rows <= MOST_ROWS and self.batcher.rules.policy.joins
         return not gathers and self.batcher.costs.of_turn(batch) > LONG_S
 
     def _compute_meanwhile(self, batch: Batch) -> None:
@@ -250,7 +251,7 @@ class Server:
     def snapshot(self) -> Snapshot:
         """Return the current figures. Callable from any thread."""
         return snapshot_of(
-            self.ledger, list(self.sessions.values()), self.sessions.usage, self.batcher.rules.policy,
+            self.ledger, list(self.sessions.values()), self.sessions.usage, self.batcher.rules.policy.name,
             [listener.url for listener in self.listeners], self.dispatch.waiting,
         )  # fmt: skip
 
@@ -258,7 +259,7 @@ class Server:
 def _batcher(options: Options, on_gpu: bool) -> Batcher:
     max_wait_us = MAX_WAIT_US[on_gpu] if options.max_wait_us is None else options.max_wait_us
     return Batcher(
-        options.policy,
+        POLICIES[options.policy],
         max_wait_us / 1e6,
         options.max_batch_tokens,
         options.heartbeat_s,

@@ -9,6 +9,7 @@ import torch
 import symbiosis
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.queue import Item
+from symbiosis.executor.scheduling.rules import OPPORTUNISTIC
 from tests.conftest import tiny_llama
 
 
@@ -33,7 +34,7 @@ def test_results_in_company_are_those_alone(serve: Callable, url: str) -> None:
 def test_a_call_is_cut_in_the_same_way_whoever_else_calls() -> None:
     cuts = []
     for others in (False, True):
-        batcher, now = Batcher("opportunistic", 0.002, 512, invariant=True), 0.0
+        batcher, now = Batcher(OPPORTUNISTIC, 0.002, 512, invariant=True), 0.0
         batcher.join(1, "one")
         batcher.join(2, "two")
         for _ in range(20):

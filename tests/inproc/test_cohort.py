@@ -13,6 +13,7 @@ from symbiosis.executor.account import Account
 from symbiosis.executor.gpu.cohort import Cohort
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.queue import Item
+from symbiosis.executor.scheduling.rules import IMMEDIATE, OPPORTUNISTIC, Policy
 from symbiosis.protocol import Limits
 
 MAX_WAIT, PRODUCT_S, MAX_ROWS = 2e-3, 1e-4, 4096
@@ -22,7 +23,7 @@ KEYS = ("a", "b", "c")
 class Executor:
     """A batcher and a cohort as the server drives them; calls have sessions, keys and numbers."""
 
-    def __init__(self, sessions: int, policy: Any = "opportunistic", spread: float = 1.0) -> None:
+    def __init__(self, sessions: int, policy: Policy = OPPORTUNISTIC, spread: float = 1.0) -> None:
         self.now, self.answered, self.products = 1.0, Counter[int](), list[list[int]]()
         self.failing = False
         self.batcher = Batcher(policy, MAX_WAIT, MAX_ROWS, spread=spread)
@@ -171,7 +172,7 @@ def test_what_was_not_foreseen_goes_through_the_queue(event: str, together: Exec
         together.batcher.leave(2)
         numbers.pop()
     elif event == "draining":
-        together.batcher.rules.policy = "immediate"
+        together.batcher.rules.policy = IMMEDIATE
     else:
         together.failing = True
         numbers.append(together.call(3, "a"))

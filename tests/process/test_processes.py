@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from symbiosis.client.session import Session
-from symbiosis.config import Policy
+from symbiosis.config import PolicyName
 from symbiosis.executor.model.load import load_model
 from symbiosis.protocol import Op
 from tests import programs
@@ -285,7 +285,7 @@ def double(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("double"), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("policy", get_args(Policy))
+@pytest.mark.parametrize("policy", get_args(PolicyName))
 def test_a_trainer_and_generators_come_and_go(start: Callable, double: Path, tmp_path: Path, policy: str) -> None:
     """Each gets what it would get alone, whoever shares the executor meanwhile; and each joins and leaves when it likes."""
     unsplit = load_model(str(double))

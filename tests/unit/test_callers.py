@@ -4,14 +4,14 @@ from itertools import pairwise
 
 from symbiosis.executor.scheduling.callers import Callers
 from symbiosis.executor.scheduling.queue import Item
-from symbiosis.executor.scheduling.rules import Rules
+from symbiosis.executor.scheduling.rules import IMMEDIATE, Rules
 from symbiosis.executor.scheduling.tenant_use import ACTIVE_S
 
 COUNT, EVERY_S = 1000, 0.01
 
 
 def called_one_after_another(tenants: bool) -> Callers:
-    callers = Callers(Rules("immediate"), ())
+    callers = Callers(Rules(IMMEDIATE), ())
     for number in range(COUNT):
         callers.join(number, f"tenant-{number}" if tenants else None, watches=False)
     for number in range(COUNT):

@@ -10,6 +10,7 @@ from symbiosis.executor.scheduling import contention as module
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.contention import MOST, Contention
 from symbiosis.executor.scheduling.queue import Item
+from symbiosis.executor.scheduling.rules import OPPORTUNISTIC
 
 PRODUCT_S, THINKS_S = 1e-4, 1e-3
 
@@ -73,7 +74,7 @@ def test_this_machine_says_it() -> None:
 @pytest.mark.parametrize(("many", "waits"), [(1.0, False), (4.0, True)])
 def test_who_comes_soon_is_waited_for_if_a_product_costs_more(many: float, waits: bool) -> None:
     """Two who make the same two calls in turn, the second two products' time behind the first."""
-    batcher, now = Batcher("opportunistic", max_wait=1e-2), 1.0
+    batcher, now = Batcher(OPPORTUNISTIC, max_wait=1e-2), 1.0
     batcher.rules.contention = many
     for session in (1, 2):
         batcher.join(session)
@@ -95,7 +96,7 @@ def test_who_comes_soon_is_waited_for_if_a_product_costs_more(many: float, waits
 @pytest.mark.parametrize("after_others", [False, True])
 def test_who_joins_does_at_first_what_those_did_who_left(after_others: bool) -> None:
     """Two who come anew, one behind the other by half a product: do they meet at their second call already?"""
-    batcher, now = Batcher("opportunistic", max_wait=1e-2), 1.0
+    batcher, now = Batcher(OPPORTUNISTIC, max_wait=1e-2), 1.0
     rounds = 3 if after_others else 1
     for number in range(rounds):
         sessions = (2 * number + 1, 2 * number + 2)
@@ -118,7 +119,7 @@ def test_who_joins_does_at_first_what_those_did_who_left(after_others: bool) -> 
 
 def test_who_pauses_for_long_and_stays_away_holds_up_nobody() -> None:
     """One decodes; another makes a round of the same calls every half second, three times, and never again."""
-    batcher, now, product, keys = Batcher("opportunistic", max_wait=1e-2, overdue=3.0), 1.0, 2e-4, 20
+    batcher, now, product, keys = Batcher(OPPORTUNISTIC, max_wait=1e-2, overdue=3.0), 1.0, 2e-4, 20
     at: dict[int, float | None] = {1: now, 2: now}
     made = {1: 0, 2: 0}
     for session in at:

@@ -19,6 +19,7 @@ from symbiosis.executor.model.store import Store
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.cutting import LONG, SLICE_S
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
+from symbiosis.executor.scheduling.rules import IMMEDIATE, OPPORTUNISTIC
 from symbiosis.executor.work import HostCall
 from symbiosis.protocol import SEED_BYTES, Call, Op, View
 from symbiosis.transport.inproc import InprocPeer
@@ -152,7 +153,7 @@ def test_boxes_are_the_cells_between_two(grid: list[int], data: st.DataObject) -
 def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> None:
     """Whatever the call is: each turn takes about as long as it may, but for what a single cell takes."""
     plan = make_plan(call, STORE, OPTIONS)
-    batcher, now = Batcher("opportunistic", max_rows=4096), 0.0
+    batcher, now = Batcher(OPPORTUNISTIC, max_rows=4096), 0.0
     batcher.costs._usual = pace
     for session, tenant in ((1, "large"), (2, "small")):
         batcher.join(session, tenant)
@@ -188,7 +189,7 @@ def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> 
 
 
 def test_what_a_session_that_left_had_begun_is_not_computed_further() -> None:
-    batcher = Batcher("immediate")
+    batcher = Batcher(IMMEDIATE)
     batcher.join(1)
     batcher.add(Item(1, "read", 1, 0, 0.0, None, False, False, price=100, cells=10, turns=5))
     batch = batcher.next_batch(0.0)
@@ -202,7 +203,7 @@ def test_what_a_session_that_left_had_begun_is_not_computed_further() -> None:
 
 
 def test_sessions_without_keys_do_not_wait_for_large_calls_of_others_either() -> None:
-    batcher, now = Batcher("opportunistic", max_rows=4096), 0.0
+    batcher, now = Batcher(OPPORTUNISTIC, max_rows=4096), 0.0
     for session in (1, 2):
         batcher.join(session)
     sizes = []
@@ -221,7 +222,7 @@ def test_sessions_without_keys_do_not_wait_for_large_calls_of_others_either() ->
 
 
 def test_a_tenant_that_says_its_calls_are_urgent_has_no_more_turns_than_others() -> None:
-    batcher, now = Batcher("immediate"), 0.0
+    batcher, now = Batcher(IMMEDIATE), 0.0
     batcher.join(1, "urgent")
     batcher.join(2, "modest")
     turns = []

@@ -8,21 +8,20 @@ the sessions (`callers.py`, `forecast.py`) and what products cost (`costs.py`).
 from collections.abc import Hashable, Sequence
 from math import inf
 
-from symbiosis.config import Policy
 from symbiosis.executor.scheduling.callers import ALONE_S, Callers
 from symbiosis.executor.scheduling.costs import Costs
 from symbiosis.executor.scheduling.cutting import Cutting
 from symbiosis.executor.scheduling.forecast import note
 from symbiosis.executor.scheduling.queue import Batch, Item, Queues
 from symbiosis.executor.scheduling.ranking import Ranking
-from symbiosis.executor.scheduling.rules import Rules
+from symbiosis.executor.scheduling.rules import Policy, Rules
 from symbiosis.executor.scheduling.waiting import Awaited, Waiting
 
 
 class Batcher:
     """Queues, and the policy over them.
 
-    >>> batcher = Batcher("immediate")
+    >>> batcher = Batcher(IMMEDIATE)
     >>> batcher.join(7)
     >>> batcher.add(Item(session=7, key=("layer", 0), rows=3, priority=0, arrived=0.0))
     >>> [piece.stop for piece in batcher.next_batch(now=0.0).slices]
@@ -47,7 +46,7 @@ class Batcher:
         self._ranking = Ranking(self.rules, self._queues, self.callers)
         self._cutting = Cutting(self.rules, self._queues, self.callers, self.costs, self._ranking)
         self._caller, self._since = 0, 0.0  # the session that called last, and since when no other did
-        self._alone_s = max(ALONE_S, idle_s) if self.rules.policy == "lockstep" else ALONE_S
+        self._alone_s = max(ALONE_S, idle_s) if self.rules.policy.waits_for_all else ALONE_S
 
     def __len__(self) -> int:
         return self._queues.count() + len(self._begun)
@@ -61,7 +60,7 @@ class Batcher:
         """Whether a call of this session can meet no other, because nobody else has called lately. Such a call need not be added."""
         if session != self._caller:
             self._caller, self._since = session, now
-        if not self.idle or (self.rules.policy != "immediate" and now - self._since < self._alone_s):
+        if not self.idle or (self.rules.policy.joins and now - self._since < self._alone_s):
             return False
         self.unseen(session)
         return True
@@ -123,7 +122,7 @@ class Batcher:
     @property
     def awaited(self) -> Awaited | None:
         """The calls that were foreseen when the last product began, as long as no call waits."""
-        return self.waiting.awaited if not self._queues and self.rules.policy == "opportunistic" else None
+        return self.waiting.awaited if not self._queues and self.rules.policy.foresees else None
 
     def done(self, batch: Batch, seconds: float, now: float) -> None:
         """Note that a turn of a batch has run and its replies, if any, are sent."""

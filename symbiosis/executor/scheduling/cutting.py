@@ -69,7 +69,7 @@ class Cutting:
     def _beside(self, head: Item, queue: Queue, most: int, most_rows: int) -> list[Slice]:
         stop = min(head.rows, head.start + most_rows) if head.divisible else head.rows
         pieces, rows = [Slice(head, head.start, stop)], stop - head.start
-        if len(queue) == 1 or self._rules.policy == "immediate" or not head.joinable or rows >= self._rules.join_below:
+        if len(queue) == 1 or not self._rules.policy.joins or not head.joinable or rows >= self._rules.join_below:
             return pieces
         passed: set[int] = set()  # no call of a session overtakes an earlier one
         taken = Counter([self._callers[head].tenant])

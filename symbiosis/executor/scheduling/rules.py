@@ -1,12 +1,25 @@
-"""How calls are batched: the provider's choices, and what was measured on this machine."""
+"""How calls are batched: the policies, the provider's choices, and what was measured on this machine."""
 
 from dataclasses import dataclass
 from math import inf
 
-from symbiosis.config import Policy
-
-WRITTEN = ("immediate", "lockstep", "opportunistic")  # the policies that the code knows
 JOIN_BELOW = 256  # a product of so many rows is bound by arithmetic: joining two gains nothing and costs copies
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What a policy does with calls. One that does neither of these runs every call by itself, at once."""
+
+    name: str
+    joins: bool = False  # calls of one key may run as one product
+    waits_for_all: bool = False  # a call runs when every active session waits for an answer
+    foresees: bool = False  # a call waits for those that are expected, as long as that pays
+
+
+IMMEDIATE = Policy("immediate")
+LOCKSTEP = Policy("lockstep", joins=True, waits_for_all=True)
+OPPORTUNISTIC = Policy("opportunistic", joins=True, foresees=True)
+POLICIES = {policy.name: policy for policy in (IMMEDIATE, LOCKSTEP, OPPORTUNISTIC)}
 
 
 @dataclass(slots=True)
@@ -24,10 +37,5 @@ class Rules:
     contention: float = 1.0  # threads that want each core
 
     def __post_init__(self) -> None:
-        if self.policy not in WRITTEN:
-            raise NotImplementedError(
-                f"{self.policy} is a policy that nobody has written: say what it does wherever `rules.policy` is asked for "
-                "(waiting, ranking, cutting, batcher, dispatch, server), then add it to WRITTEN in symbiosis/executor/scheduling/rules.py"
-            )
         if self.invariant:
-            self.policy = "immediate"
+            self.policy = IMMEDIATE

@@ -47,11 +47,11 @@ class Waiting:
             return [], {}
         self.wake, self.awaited = inf, None
         queues = list(self._queues.values())
-        if self._rules.policy == "lockstep":
+        if self._rules.policy.waits_for_all:
             if self._all_wait(now):
                 return queues, self._behind(queues[0][0]) if len(queues) > 1 else {}
             return [queue for queue in queues if self._callers[queue[0]].watches], {}
-        if self._rules.policy == "opportunistic" and not self._all_here(queues):
+        if self._rules.policy.foresees and not self._all_here(queues):
             due = self._due(now)
             queues = [queue for queue in queues if self._is_ready(queue, due.get(queue[0].key), now)]
             if queues:
@@ -64,7 +64,7 @@ class Waiting:
         and the last is expected soon after the first."""
         self.awaited = None
         self._callers.forget_silent(now)
-        if self._rules.policy != "opportunistic" or len(self._callers.live) < 2:
+        if not self._rules.policy.foresees or len(self._callers.live) < 2:
             return
         live = self._callers.live.values()
         key = next(iter(live)).next
@@ -90,7 +90,7 @@ class Waiting:
 
     def _still_waits(self, now: float) -> bool:
         """Whether the awaited calls have yet to arrive, and no other call has."""
-        if self.awaited is None or len(self._queues) > 1 or self._rules.policy != "opportunistic":
+        if self.awaited is None or len(self._queues) > 1 or not self._rules.policy.foresees:
             return False
         key, calls, until, since = self.awaited
         queue = self._queues.get(key)
