@@ -21,6 +21,7 @@ from symbiosis.executor.scheduling.waiting import Awaited, Waiting
 class Batcher:
     """Queues, and the policy over them.
 
+    >>> from symbiosis.executor.scheduling.rules import IMMEDIATE
     >>> batcher = Batcher(IMMEDIATE)
     >>> batcher.join(7)
     >>> batcher.add(Item(session=7, key=("layer", 0), rows=3, priority=0, arrived=0.0))
