@@ -38,7 +38,7 @@ from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 if TYPE_CHECKING:
     from symbiosis.transport.cuda.client import DeviceLine
 
-TURN_S = 0.5e-3  # a thread that waited so long for the others gets a connection of its own
+LANE_AFTER_S = 0.5e-3  # a thread that waited so long for the others gets a connection of its own
 MOST_LANES, OF_A_TENANT = 16, 4  # in a process: of the sessions that a tenant may have, one in so many
 LANE_JOIN_S = 2.0
 
@@ -187,8 +187,8 @@ class Session(Reconnecting):
         return results
 
     def _contended(self) -> Lane | None:
-        """Open a connection for this thread alone if others keep it waiting. None means that it takes its turn."""
-        if self._lock.acquire(timeout=TURN_S):
+        """Open a connection for this thread alone if others keep it waiting. None means that it shares the session's."""
+        if self._lock.acquire(timeout=LANE_AFTER_S):
             self._lock.release()
             return None
         return self._lanes.open(lambda: self._join_within(LANE_JOIN_S), self._may_have_more)

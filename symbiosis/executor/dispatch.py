@@ -295,10 +295,10 @@ class Dispatch:
         """Launch rationed calls whose time has come, and foreseen calls that are complete. Return whether the foreseen calls go before
         the queue."""
         while work := self.background.next(now):
-            self._attempt(work.peer, self._launch_in_turn, work, now)
+            self._attempt(work.peer, self._launch_rationed, work, now)
         return bool(self.cohort) and self.cohort.step(now)
 
-    def _launch_in_turn(self, work: DeviceWork, now: float) -> None:
+    def _launch_rationed(self, work: DeviceWork, now: float) -> None:
         """Launch a call that was rationed."""
         work.peer.session.end()
         self._launch(work, now)

@@ -44,8 +44,7 @@ NO_DESCRIPTOR = (
 
 
 class Server:
-    """Owns the reactor and the listeners. `stop`, `drain`, `health` and `snapshot` may be called from any thread; everything else runs
-    in the worker that has the turn."""
+    """Owns the reactor and the listeners. `stop`, `drain`, `health` and `snapshot` may be called from any thread; everything else runs in the worker that runs the loop."""
 
     dispatch_class: type[Dispatch] = Dispatch
 
@@ -67,10 +66,10 @@ class Server:
         self.contention = Contention() if self.batcher.rules.policy.foresees and not store.on_gpu else None
         self.listeners: list[Listener] = []
         self._more = self._stopped = False
-        self._turn = threading.Lock()  # held by the worker that runs the loop
+        self._loop = threading.Lock()  # held by the worker that runs it
         self._failure: BaseException | None = None  # what ended the first worker that failed
         self._mistakes = 0  # bugs of the executor, each of which ended one peer
-        self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of workers without the turn
+        self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of the other workers
         self._next_tick = 0.0
         self._no_descriptor = Alarm()
 
@@ -103,12 +102,12 @@ class Server:
             raise self._failure
 
     def _work(self) -> None:
-        """Run one worker. One worker at a time has the turn: it listens, decides and answers. While it computes a long product, it
-        passes the turn on."""
+        """Run one worker. One worker at a time runs the loop: it listens, decides and answers. To compute a long product, it leaves the
+        loop to another."""
         torch.set_grad_enabled(False)  # a setting of this thread
         torch.set_flush_denormal(True)  # here and in threads that compute for it: denormal numbers are 30 times as slow
         torch.get_num_threads()  # applies that number to this thread: until then BLAS takes all cores, and so rounds differently
-        with self._turn:
+        with self._loop:
             try:
                 while not self._over():
                     self.reactor.poll(self._patience())
@@ -149,21 +148,21 @@ class Server:
             self._more = self._more or not self.batcher.idle
 
     def _leaves_time(self, batch: Batch) -> bool:
-        """Whether to pass the turn on while `batch` is computed. Not for a few rows: calls that arrive meanwhile should gather, because
+        """Whether to leave the loop to another worker while `batch` is computed. Not for a few rows: calls that arrive meanwhile should gather, because
         together they run faster, and on all workers' cores."""
         gathers = batch.rows <= MOST_ROWS and self.batcher.rules.policy.joins
         return not gathers and self.batcher.costs.of_turn(batch) > LONG_S
 
     def _compute_meanwhile(self, batch: Batch) -> None:
-        """Compute `batch` without the turn. The worker that has it then sends the replies."""
+        """Compute `batch` while another worker runs the loop, which then sends the replies."""
         self._computing += 1
-        self._turn.release()
+        self._loop.release()
         try:
             seconds = self.engine.compute(batch)
             self._computed.append((batch, seconds))
-            self.reactor.wake()  # so that the worker that has the turn replies at once
+            self.reactor.wake()  # so that the worker in the loop replies at once
         finally:
-            self._turn.acquire()
+            self._loop.acquire()
 
     def _answer(self, batch: Batch, seconds: float) -> None:
         self._computing -= 1

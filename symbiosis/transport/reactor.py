@@ -96,7 +96,7 @@ class Reactor:
         self._epoll = select.epoll()
         self._bells: tuple[Bell, ...] = ()
         self._looks: tuple[tuple[Callable[[], bool], Bell], ...] = ()
-        self.turns = 0  # passes of the loop
+        self.passes = 0  # of the loop
         self._quiet = False  # nothing happened during the last sleep
         self._callbacks: dict[int, tuple[Callable[[], object], Served | None]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -141,7 +141,7 @@ class Reactor:
 
     def poll(self, timeout: float) -> None:
         """Wait up to `timeout` seconds for something to happen, and handle it."""
-        self.turns += 1
+        self.passes += 1
         if self._bells and CAN_SPIN:
             short = timeout <= SHORTEST_SLEEP_S
             found = (
@@ -151,7 +151,7 @@ class Reactor:
                 self._sleep(timeout)
                 return
             self._quiet = False
-            if found and self.turns % DESCRIPTORS_EVERY:
+            if found and self.passes % DESCRIPTORS_EVERY:
                 return
             timeout = 0.0
         self._handle(self._epoll.poll(timeout))

@@ -138,7 +138,7 @@ def test_rows_may_lie_in_memory_as_they_like(bias: bool, rows: str, way: str, sh
 def test_threads_share_what_is_mapped(share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what they do is called, over connections of their own where they would wait for each other."""
     monkeypatch.setattr(rule, "WORTH_JOINING", 0)
-    monkeypatch.setattr("symbiosis.client.session.TURN_S", 0.0)
+    monkeypatch.setattr("symbiosis.client.session.LANE_AFTER_S", 0.0)
     model = tiny_llama()
     split = symbiosis.wrap(copy.deepcopy(model), share(model, policy="immediate").endpoint)
     advise(session_of(split), others=1)

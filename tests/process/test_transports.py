@@ -429,7 +429,7 @@ def test_connecting_to_nobody_is_a_lost_connection(url: str) -> None:
 # ---------------------------------------------------------------- the reactor
 
 
-def test_what_is_added_meanwhile_waits_for_the_next_turn() -> None:
+def test_what_is_added_meanwhile_waits_for_the_next_pass() -> None:
     """A callback that calls itself again must not keep the loop from anything else."""
     reactor, turns = Reactor(), []
 

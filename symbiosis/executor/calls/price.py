@@ -37,7 +37,7 @@ def price_of(call: Call, shape: tuple[int, ...], cells: int, store: Store, optio
             "or raise --max-call-multiplications",
         )
     scratch = scratch_of(call, prod(shape), store, options)
-    least = max(scratch / MOST_SCRATCH, 1 if call.by_rows else work / store.turn(options.max_batch_tokens))
+    least = max(scratch / MOST_SCRATCH, 1 if call.by_rows else work / store.multiplications(options.max_batch_tokens))
     turns = max(1, min(cells, ceil(least)))  # a call of no rows takes one turn, too
     values = prod(call.shape) if call.op.traits.has_payload else 0
     rows = values * (8 if call.op is Op.LOOKUP else ITEMSIZE[call.dtype]) + 4 * call.groups

@@ -51,7 +51,7 @@ class Store:
         self.file: BinaryIO | None = None  # holds the served weights if clients may map them
         self.on_gpu = any(weight.is_cuda for weight in self.weights)
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
-        self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._linear() for bits in integers}
+        self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._matrices() for bits in integers}
         for digits_DKN in {digits.shape: digits for digits in self._digits.values() if digits.is_cuda}.values():
             warm(digits_DKN)
 
@@ -93,7 +93,7 @@ class Store:
     def served(self) -> list[Layer]:
         return [layer for layer in self.manifest if layer.kind in SERVED_KINDS]
 
-    def _linear(self) -> list[int]:
+    def _matrices(self) -> list[int]:
         """Return the numbers of the served linear and Conv1D layers."""
         return [number for number, layer in enumerate(self.manifest) if layer.kind in ("linear", "conv1d")]
 
@@ -115,7 +115,7 @@ class Store:
             _check_view(weight, view)
         return matrix_of(weight, self.manifest[layer].turns(op), view)
 
-    def turn(self, rows: int) -> int:
+    def multiplications(self, rows: int) -> int:
         """Return the multiplications of so many rows by the largest served matrix."""
         return rows * self._largest
 

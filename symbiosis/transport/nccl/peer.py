@@ -118,7 +118,7 @@ class NcclPeer(TcpPeer):
         self._sending: Transfer | None = None
         self._taking = False  # a call whose rows came by NCCL
         self._comm: Communicator | None = None  # while the other side is there
-        self._turn = threading.Lock()  # of whoever uses or ends it
+        self._in_use = threading.Lock()  # held by whoever uses or ends it
         self._left = threading.Event()
         if reason := why_not_by_nccl(home.inbox, wire, hello):
             raise CallError(Code.UNKNOWN_OP, f"this executor takes no rows by NCCL: {reason}")
@@ -246,7 +246,7 @@ class NcclPeer(TcpPeer):
             if admitted:
                 refuse(self, BY_NCCL, CallError(Code.RESOURCE, NO_MEMORY))
             raise  # the rows are on their way, and there is no place for them
-        with self._turn:
+        with self._in_use:
             for rows in place.payload:
                 self._communicator.receive(rows, self._stream.cuda_stream)
             self._came.record(self._stream)
@@ -345,7 +345,7 @@ class NcclPeer(TcpPeer):
         before = self._sending
         since = before.since if before and not before.done else monotonic()
         self._sending = Transfer(rows.nbytes, self._went, since)
-        with self._turn:
+        with self._in_use:
             self._communicator.send(rows, self._stream.cuda_stream)
             self._went.record(self._stream)
 
@@ -374,7 +374,7 @@ class NcclPeer(TcpPeer):
         end = monotonic() + LAST_S
         while self._left.is_set() and self._sending and not self._sending.done and monotonic() < end:
             sleep(1e-3)
-        with self._turn:
+        with self._in_use:
             self._comm = None
         comm.abort()
         _free_streams.append(self._stream)

@@ -9,7 +9,7 @@ import zmq
 from symbiosis.protocol import Limits
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.discard import Discard
-from symbiosis.transport.tcp.turns import Turns
+from symbiosis.transport.tcp.unread import Unread
 
 MOST_FRAMES = 64  # frames of a message; a valid one has at most 3
 MOST_UNREAD = 256 << 20  # bytes of a tenant's unread messages, unless it is a single one
@@ -31,7 +31,7 @@ class Intake:
         """`whose` tells the tenant of a message. `is_too_much` is called with a message that cannot be kept."""
         self._socket, self._reactor, self._whose, self._is_too_much = socket, reactor, whose, is_too_much
         self._discard = Discard(socket)
-        self.turns = Turns[str | bytes, Frames](limits.max_in_flight, min(MOST_UNREAD, limits.max_tenant_bytes))
+        self.unread = Unread[str | bytes, Frames](limits.max_in_flight, min(MOST_UNREAD, limits.max_tenant_bytes))
 
     @property
     def blocked(self) -> bool:
@@ -66,5 +66,5 @@ class Intake:
 
     def _keep(self, frames: Frames) -> None:
         whose, nbytes = self._whose(frames), sum(map(len, frames))
-        if self.blocked or not self.turns.put(whose, frames[0].bytes, frames, nbytes):
+        if self.blocked or not self.unread.put(whose, frames[0].bytes, frames, nbytes):
             self._is_too_much(frames)

@@ -84,8 +84,8 @@ class TcpListener:
     def _drain(self) -> None:
         """Read messages, as many as may be read before the next product. ZeroMQ's descriptor tells of changes only, so if some are
         left, run again soon."""
-        intake, turns, heard = self._intake, self._intake.turns, Counter[str | bytes]()
-        room = AT_ONCE if self._drained != self.reactor.turns else 0
+        intake, unread, heard = self._intake, self._intake.unread, Counter[str | bytes]()
+        room = AT_ONCE if self._drained != self.reactor.passes else 0
         if room:
             intake.unblock()
             self._let_in()
@@ -93,26 +93,25 @@ class TcpListener:
             if self._socket.closed:
                 return
             room -= intake.take_in(room)
-            if not turns.waiting and room and not intake.blocked:
+            if not unread.waiting and room and not intake.blocked:
                 return
-            if not turns.waiting or self._products_first(heard):
+            if not unread.waiting or self._products_first(heard):
                 break
-            heard[turns.next] += 1
-            self._active[0].add(turns.next)
-            self._handle(turns.take())
-        self._drained = self.reactor.turns
+            heard[unread.next] += 1
+            self._active[0].add(unread.next)
+            self._handle(unread.take())
+        self._drained = self.reactor.passes
         self._drain_soon()
 
     def _products_first(self, heard: Counter[str | bytes]) -> bool:
         """Whether to compute before reading on, because one tenant has had many messages read while others call, or all messages of a
         tenant that was heard are read."""
-        turns = self._intake.turns
-        many = heard[turns.next] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
-        return many or turns.waiting < heard.keys()
+        unread = self._intake.unread
+        many = heard[unread.next] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
+        return many or unread.waiting < heard.keys()
 
     def _whose(self, frames: Frames) -> str | bytes:
-        """Return whose turn it takes to read a message: a tenant's; without keys a connection's, or that of all that have not
-        joined."""
+        """Return the tenant that a message counts for; without keys its connection, or `STRANGERS` if that has not joined."""
         identity = frames[0].bytes
         peer = self._peers.get(identity)
         if peer is not None:
@@ -150,7 +149,7 @@ class TcpListener:
         peer, tenant = self._peers.get(identity), None
         if peer is not None:
             peer.heard = True
-        elif not room and self._intake.turns.holds(identity):  # it would overtake messages that wait
+        elif not room and self._intake.unread.holds(identity):  # it would overtake messages that wait
             self.hang_up(TcpPeer(self, identity, wire=self._wire_below(frames[0])))
             return
         try:

@@ -11,7 +11,7 @@ import pytest
 from symbiosis.errors import Code
 from symbiosis.transport.tcp.listener import AT_ONCE, OF_ONE
 from symbiosis.transport.tcp.peer import TcpPeer
-from symbiosis.transport.tcp.turns import MOST_OF_ONE, Turns
+from symbiosis.transport.tcp.unread import MOST_OF_ONE, Unread
 from tests.processes import until
 from tests.realm import WAIT_S, Raw, Realm
 
@@ -19,64 +19,64 @@ MOST_BYTES = 1 << 20
 CONNECTIONS, CALLS = 20, 3  # 60 calls: fewer than are read at once of one tenant alone
 
 
-def waiting(**messages: int) -> Turns[str, str]:
+def waiting(**messages: int) -> Unread[str, str]:
     """So many of each tenant, each of 100 bytes, and each over a connection of its own."""
-    turns = Turns[str, str](most=8, most_bytes=MOST_BYTES)
+    unread = Unread[str, str](most=8, most_bytes=MOST_BYTES)
     for tenant, count in messages.items():
         for number in range(count):
-            turns.put(tenant, f"{tenant}{number}".encode(), f"{tenant}{number}", 100)
-    return turns
+            unread.put(tenant, f"{tenant}{number}".encode(), f"{tenant}{number}", 100)
+    return unread
 
 
-def taken(turns: Turns[str, str]) -> list[str]:
-    return [turns.take() for _ in range(len(turns))]
+def taken(unread: Unread[str, str]) -> list[str]:
+    return [unread.take() for _ in range(len(unread))]
 
 
-def test_everybody_has_a_turn_and_everybodys_messages_keep_their_order() -> None:
-    turns = waiting(a=4, b=2, c=1)
-    assert taken(turns) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
-    assert not turns.waiting
+def test_tenants_are_read_one_after_the_other_and_their_messages_keep_their_order() -> None:
+    unread = waiting(a=4, b=2, c=1)
+    assert taken(unread) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]
+    assert not unread.waiting
 
 
 def test_who_comes_later_waits_for_one_message_of_each() -> None:
-    turns = waiting(a=100)
-    assert turns.take() == "a0"
-    turns.put("b", b"b", "b0", 100)
-    assert taken(turns)[:3] == ["a1", "b0", "a2"]
+    unread = waiting(a=100)
+    assert unread.take() == "a0"
+    unread.put("b", b"b", "b0", 100)
+    assert taken(unread)[:3] == ["a1", "b0", "a2"]
 
 
 def test_much_of_one_connection_has_no_room_and_others_have() -> None:
-    turns = waiting(a=3)
-    assert all(turns.put("b", b"one", f"b{number}", 100) for number in range(8))
-    assert not turns.put("b", b"one", "one more", 100)
-    assert turns.put("b", b"another", "of another", 100) and turns.put("c", b"c", "c0", 100)
-    assert [turns.take() for _ in range(2)] == ["a0", "b0"]
-    assert turns.put("b", b"one", "one more", 100)
+    unread = waiting(a=3)
+    assert all(unread.put("b", b"one", f"b{number}", 100) for number in range(8))
+    assert not unread.put("b", b"one", "one more", 100)
+    assert unread.put("b", b"another", "of another", 100) and unread.put("c", b"c", "c0", 100)
+    assert [unread.take() for _ in range(2)] == ["a0", "b0"]
+    assert unread.put("b", b"one", "one more", 100)
 
 
 def test_many_bytes_of_one_tenant_have_no_room_but_for_one_large_message() -> None:
-    turns = waiting()
-    assert turns.put("a", b"1", "large", 10 * MOST_BYTES)
-    assert not turns.put("a", b"2", "small", 1)
-    assert turns.put("b", b"3", "large of b", 10 * MOST_BYTES)
-    assert turns.take() == "large"
-    assert turns.put("a", b"2", "small", 1)
-    assert not turns.put("a", b"2", "large", 10 * MOST_BYTES)
+    unread = waiting()
+    assert unread.put("a", b"1", "large", 10 * MOST_BYTES)
+    assert not unread.put("a", b"2", "small", 1)
+    assert unread.put("b", b"3", "large of b", 10 * MOST_BYTES)
+    assert unread.take() == "large"
+    assert unread.put("a", b"2", "small", 1)
+    assert not unread.put("a", b"2", "large", 10 * MOST_BYTES)
 
 
 def test_very_many_messages_of_one_tenant_have_no_room() -> None:
     """However many connections they came by."""
-    turns = waiting(a=MOST_OF_ONE)
-    assert not turns.put("a", b"one more", "one more", 100) and turns.put("b", b"b", "b0", 100)
-    turns.take()
-    assert turns.put("a", b"one more", "one more", 100)
+    unread = waiting(a=MOST_OF_ONE)
+    assert not unread.put("a", b"one more", "one more", 100) and unread.put("b", b"b", "b0", 100)
+    unread.take()
+    assert unread.put("a", b"one more", "one more", 100)
 
 
 def test_a_message_without_room_leaves_no_empty_queue() -> None:
-    """Its connection's others wait for another turn, that of who has not joined."""
-    turns = Turns[str, str](most=1, most_bytes=MOST_BYTES)
-    assert turns.put("strangers", b"1", "hello", 100) and not turns.put("a", b"1", "call", 100)
-    assert taken(turns) == ["hello"] and not turns.waiting
+    """The connection's other messages wait among those of clients that have not joined."""
+    unread = Unread[str, str](most=1, most_bytes=MOST_BYTES)
+    assert unread.put("strangers", b"1", "hello", 100) and not unread.put("a", b"1", "call", 100)
+    assert taken(unread) == ["hello"] and not unread.waiting
 
 
 class Held:
@@ -98,7 +98,7 @@ class Held:
 
     def _all_came(self) -> bool:
         self._listener._intake.take_in(AT_ONCE)
-        return self._come(self._listener._intake.turns)
+        return self._come(self._listener._intake.unread)
 
     def __enter__(self) -> None:
         assert self._held.wait(WAIT_S)
@@ -129,7 +129,7 @@ def test_one_call_is_answered_before_anothers_many_are_read(tmp_path: Path, monk
 
     server.dispatch.arrived = arrive  # type: ignore[method-assign]
     monkeypatch.setattr(TcpPeer, "reply", answer)
-    held = Held(realm, lambda turns: len(turns) == CONNECTIONS * CALLS + 1)
+    held = Held(realm, lambda unread: len(unread) == CONNECTIONS * CALLS + 1)
     with held:
         for number in range(CALLS):
             for raw in many:
@@ -152,14 +152,14 @@ def test_a_flood_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     realm = Realm(tmp_path)
     realm.let_in("mallory")
     flood, alice = Raw.joined(realm.endpoint("mallory")), Raw.joined(realm.endpoint("alice"))
-    put, came = Turns.put, list[str]()
+    put, came = Unread.put, list[str]()
 
-    def look(turns: Any, tenant: str, *rest: Any) -> bool:
+    def look(unread: Any, tenant: str, *rest: Any) -> bool:
         came.append(tenant)
-        return put(turns, tenant, *rest)
+        return put(unread, tenant, *rest)
 
-    monkeypatch.setattr(Turns, "put", look)
-    held = Held(realm, lambda turns: len(came) == 50 + 1)
+    monkeypatch.setattr(Unread, "put", look)
+    held = Held(realm, lambda unread: len(came) == 50 + 1)
     with held:
         for number in range(50):
             flood.send(number)

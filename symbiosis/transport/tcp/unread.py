@@ -1,4 +1,4 @@
-"""Unread messages by tenant. Tenants take turns, however much one of them has sent."""
+"""Unread messages by tenant. They are read tenant by tenant, however much one of them has sent."""
 
 from collections import Counter, deque
 from collections.abc import Hashable, Set
@@ -11,19 +11,21 @@ Message = TypeVar("Message")
 MOST_OF_ONE = 1024  # messages of a tenant, over all its connections
 
 
-class Turns(Generic[Tenant, Message]):
+class Unread(Generic[Tenant, Message]):
     """A queue for each tenant. It bounds the messages of a connection, and a tenant's bytes unless they are a single message.
 
-    >>> turns = Turns[str, int](most=8, most_bytes=1 << 20)
+    >>> unread = Unread[str, int](most=8, most_bytes=1 << 20)
     >>> for tenant, message in (("a", 1), ("a", 2), ("a", 3), ("b", 4)):
-    ...     assert turns.put(tenant, b"a connection", message, nbytes=100)
-    >>> [turns.take() for _ in range(4)]
+    ...     assert unread.put(tenant, b"a connection", message, nbytes=100)
+    >>> [unread.take() for _ in range(4)]
     [1, 4, 2, 3]
     """
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most, self._most_bytes = most, most_bytes
-        self._queues: dict[Tenant, deque[tuple[bytes, Message, int]]] = {}  # in the order of their turns; none is empty
+        self._queues: dict[
+            Tenant, deque[tuple[bytes, Message, int]]
+        ] = {}  # in the order in which they come next; none is empty
         self._kept = Counter[bytes]()  # messages of each connection
         self._nbytes = Counter[Tenant]()
 
@@ -37,7 +39,7 @@ class Turns(Generic[Tenant, Message]):
 
     @property
     def next(self) -> Tenant:
-        """The tenant whose turn it is: the one that has waited longest for its turn."""
+        """The tenant to read from next: the one that has waited longest."""
         return next(iter(self._queues))
 
     def holds(self, connection: bytes) -> bool:
@@ -56,7 +58,7 @@ class Turns(Generic[Tenant, Message]):
         return True
 
     def take(self) -> Message:
-        """Return the oldest message of the tenant whose turn it is. Its turn is then over."""
+        """Return the oldest message of the next tenant, which then comes last."""
         tenant = self.next
         queue = self._queues.pop(tenant)
         connection, message, nbytes = queue.popleft()
