@@ -126,6 +126,7 @@ def serve(
     max_body_bytes: Annotated[int | None, typer.Option(help="Largest body of a request. Default: 16 MiB.")] = None,
     max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent. Default: 1 GiB.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Most requests under way, those that wait included. Default: 4096.")] = None,
+    max_step_s: Annotated[float | None, typer.Option(help="A step that takes longer hangs, and the server ends with status 1. Default: 600.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
 ) -> None:  # fmt: skip
     """Serve MODEL and any number of adapters of it by OpenAI's API."""

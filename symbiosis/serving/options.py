@@ -38,10 +38,11 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_body_bytes: int = 16 << 20
     max_adapter_bytes: int = 1 << 30
     max_requests: int = 4096
+    max_step_s: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_tenant_batch", "adapters_in_batch", "memory", "adapter_memory", "max_rank", "first_token_s", "prefill_tokens", "drain_s",
-                     "max_body_bytes", "max_adapter_bytes", "max_requests"):  # fmt: skip
+                     "max_body_bytes", "max_adapter_bytes", "max_requests", "max_step_s"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < 2**62:
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")

@@ -5,7 +5,9 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +20,7 @@ import pytest
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
+from symbiosis.serving.http.link.pulse import SILENT_S
 from tests.serving_api import Api, Command, client, eventually, http_process
 
 pytestmark = pytest.mark.fault
@@ -49,7 +52,7 @@ def api(engine: Engine) -> Iterator[Api]:
         yield api
 
 
-def raw(api: Api, text: str) -> socket.socket:
+def raw(api: Api | Command, text: str) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2])), timeout=60)
     connection.sendall(text.encode())
     return connection
@@ -209,3 +212,97 @@ def test_what_is_under_way_is_finished_on_sigterm(command: Command) -> None:
     assert reasons[-1] == "length" and ended == [0]
     with pytest.raises(httpx.ConnectError):
         httpx.get(command.url)
+
+
+# ---------------------------------------------------------------- processes that hang, and what they leave behind
+
+
+@pytest.fixture
+def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where servers have their temporary folders; its path is short enough for a socket's."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setenv("XDG_RUNTIME_DIR", f"{folder}/none")
+        yield Path(folder)
+
+
+@pytest.fixture
+def own(folders: Path) -> Iterator[Command]:
+    """A server that a test may end."""
+    command = Command()
+    yield command
+    command.close()
+
+
+def test_an_http_process_that_hangs_is_started_again(own: Command) -> None:
+    wanted, hung = _text(own), own.child("serving.http.process")
+    os.kill(hung, signal.SIGSTOP)
+    eventually(lambda: any("HTTP process has said nothing" in line for line in own.errors))
+    eventually(lambda: not Path(f"/proc/{hung}").exists())
+    eventually(lambda: _text(own) == wanted)
+
+
+def test_an_engine_that_hangs_ends_the_server(own: Command) -> None:
+    children = [own.child("serving.http.process"), own.child("serve.executor")]
+    os.kill(own.process.pid, signal.SIGSTOP)
+    eventually(lambda: _health(own) == (503, "the engine does not answer"))
+    assert own.process.wait(60) == -signal.SIGKILL
+    eventually(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    assert any("the engine's process" in line and "the server ends" in line for line in own.errors)
+
+
+def _health(command: Command) -> tuple[int, str]:
+    answer = httpx.get(f"{command.url}/health", timeout=60)
+    return answer.status_code, answer.json()["status"]
+
+
+def test_a_step_that_takes_too_long_ends_the_server() -> None:
+    command = Command("--max-step-s", "0.001")
+    try:
+        executor = command.child("serve.executor")
+        with pytest.raises(openai.APIConnectionError):
+            client(command.url).completions.create(**LONG, n=32)
+        assert command.process.wait(60) == 1
+        assert any("longer than --max-step-s 0.001" in line for line in command.errors)
+        eventually(lambda: not Path(f"/proc/{executor}").exists())
+    finally:
+        command.close()
+
+
+def test_servers_that_freeze_together_go_on(own: Command) -> None:
+    wanted = _text(own)
+    frozen = [own.process.pid, own.child("serving.http.process"), own.child("serve.executor")]
+    for process in frozen:
+        os.kill(process, signal.SIGSTOP)
+    time.sleep(SILENT_S + 5)
+    for process in frozen:
+        os.kill(process, signal.SIGCONT)
+    assert _text(own) == wanted and own.end() == 0
+    assert not any("said nothing" in line for line in own.errors)
+
+
+def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, folders: Path) -> None:
+    living = set(folders.rglob("serve-*"))
+    assert len(living) == 2
+    upload = raw(own, "PUT /v1/adapters/x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n.")
+    eventually(lambda: list(folders.rglob("adapter_model.safetensors")))
+    os.killpg(own.process.pid, signal.SIGKILL)
+    own.process.wait(60)
+    upload.close()
+    eventually(lambda: not _serves(own))
+    second = Command()
+    try:
+        left = {path for path in folders.rglob("*") if not path.is_dir() or path.name.startswith("serve-")}
+        assert not left & living and len([path for path in left if path.is_dir()]) == 2
+        assert not list(folders.rglob("adapter_model.safetensors"))
+        assert second.end() == 0
+        assert {path for path in folders.rglob("*") if not path.is_dir()} == set()
+    finally:
+        second.close()
+
+
+def _serves(command: Command) -> bool:
+    try:
+        return bool(httpx.get(f"{command.url}/health", timeout=60))
+    except httpx.TransportError:
+        return False

@@ -446,3 +446,11 @@ def test_a_new_version_is_never_answered_by_what_the_old_one_left(engine: Engine
     with pytest.raises(UnknownAdapter, match="mine"):
         engine.generate(list(prompt), adapter="mine")
     assert greedy(engine, prompt) == expected(prompt, 30)[0]
+
+
+def test_what_fails_between_two_steps_ends_no_engine(engine: Engine) -> None:
+    def fail() -> None:
+        raise RuntimeError("between two steps")
+
+    engine._loop.ask(fail)
+    assert len(greedy(engine, PROMPTS[0], 3)) == 3 and engine.is_alive

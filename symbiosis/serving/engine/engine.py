@@ -191,6 +191,16 @@ class Engine:
         kept = ("steps", "prompt_tokens", "generated_tokens", "first_token_s", "between_tokens_s", "queue_s", "whole_s")
         return msgspec.structs.replace(now, **{name: counted[name] for name in kept})
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are computed at all; false when it is closed."""
+        return self._loop.is_alive
+
+    @property
+    def step_s(self) -> float:
+        """For how long the present step has been computed."""
+        return self._loop.step_s
+
     def generate(
         self,
         prompt: str | Tokens[int],

@@ -33,6 +33,7 @@ class Loop:
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._closing = False
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
@@ -61,13 +62,28 @@ class Loop:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    @property
+    def step_s(self) -> float:
+        """For how long the present step has been computed."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
+
     def _run(self) -> None:
-        while self._take_messages():
+        while True:
             try:
-                self._step(time.monotonic())
+                if not self._take_messages():
+                    return
+                self._step_began = time.monotonic()
+                self._step(self._step_began)
             except Exception as error:  # a defect of ours: who waits is told, and the next ones get their chance
                 logger.exception("the engine ends all requests")
                 self._end_all(f"the server failed: {type(error).__name__}")
+            finally:
+                self._step_began = None
 
     def _take_messages(self) -> bool:
         """Do what was asked since the last step; with nothing to run, wait for more. False when all is done and the engine closes."""

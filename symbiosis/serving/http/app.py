@@ -171,7 +171,7 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
     front.administrator(request)
     name = request.path_params["name"]
     _check_name(front, name)
-    with tempfile.TemporaryDirectory(prefix="symbiosis-adapter-") as folder:
+    with tempfile.TemporaryDirectory(prefix="symbiosis-adapter-", dir=front.options.uploads) as folder:
         await received(front, request, Path(folder))
         return _json(await front.remote.ask(AdapterInfo, "add", name, folder))
 
@@ -184,8 +184,9 @@ async def delete_adapter(front: Front, request: Request) -> ASGIApp:
 
 async def health(front: Front, request: Request) -> ASGIApp:
     """200 while requests are taken."""
-    there = front.remote.is_there and not front.remote.drained.is_set()
-    return Response(status_code=200 if there else 503)
+    state = front.state
+    told = {"status": state, "requests": front.remote.under_way, "step_s": round(front.remote.step_s, 3)}
+    return _json(told, 200 if state == "serving" else 503)
 
 
 async def version(front: Front, request: Request) -> ASGIApp:
@@ -210,8 +211,8 @@ async def shown_page(front: Front, request: Request) -> ASGIApp:
     return page.response()
 
 
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 def _decoded(kind: Any, data: bytes) -> Any:

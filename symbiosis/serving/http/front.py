@@ -35,6 +35,15 @@ class Front:
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
 
+    @property
+    def state(self) -> str:
+        """In a word: only a server that is "serving" takes requests."""
+        if not self.remote.is_there:
+            return "the engine has ended"
+        if self.remote.is_silent:
+            return "the engine does not answer"
+        return "ending" if self.remote.drained.is_set() else "serving"
+
     def tenant(self, request: HttpRequest) -> Tenant:
         return self.keys.tenant(request.headers.get("authorization"))
 

@@ -17,6 +17,9 @@ from symbiosis.serving.http.app import make_app
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.link.http_side import Remote
 from symbiosis.serving.http.link.messages import FrontOptions, Started
+from symbiosis.serving.http.link.pulse import BEAT_S, SILENT_S
+
+logger = logging.getLogger("symbiosis")
 
 HEAD_S = 20.0  # a connection that has not sent the head of a request by then is closed
 LAST_WORDS_S = 5.0  # for answers under way when the engine has ended
@@ -46,10 +49,20 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
         server_header=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
     )  # fmt: skip
     server = uvicorn.Server(config)
-    ending = asyncio.create_task(_end(server, remote))
+    tasks = [asyncio.create_task(_end(server, remote)), asyncio.create_task(_watch(remote, options.engine))]
     await server.serve(sockets=[listener])
-    ending.cancel()
+    for task in tasks:
+        task.cancel()
     remote.close()
+
+
+async def _watch(remote: Remote, engine: int) -> None:
+    """An engine's process that hangs is ended, and the whole server with it: it could neither answer nor end by itself."""
+    while remote.beat() or not engine:
+        await asyncio.sleep(BEAT_S / 2)
+    if remote.is_there:
+        logger.critical("the engine's process (%d) has said nothing for %g s: the server ends", engine, SILENT_S)
+        os.kill(engine, signal.SIGKILL)
 
 
 async def _end(server: uvicorn.Server, remote: Remote) -> None:

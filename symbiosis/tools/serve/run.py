@@ -1,6 +1,8 @@
 """The engine's process: it starts the other two, starts them again when they die, and drains when it is told to end."""
 
 import logging
+import os
+import shutil
 import signal
 import socket
 import sys
@@ -10,16 +12,17 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from symbiosis.config import runtime_dir
 from symbiosis.errors import SymbiosisError
 from symbiosis.executor.model.checkpoint import located
-from symbiosis.security.ownership import make_folder
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
+from symbiosis.serving.http.link.pulse import SILENT_S
 from symbiosis.serving.options import ServeOptions
 from symbiosis.tools.serve.children import Child, executor_code, http_code
+from symbiosis.tools.serve.folders import own_folder
 from symbiosis.tools.serve.preflight import folder_of, named
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ logger = logging.getLogger("symbiosis")
 
 LOOK_EVERY_S = 0.1
 START_S = 600.0
+END_S = 20.0  # for the engine, when nothing is under way any more
 OPEN = (
     "anybody who can connect to %s may use this server, and load adapters: give --api-keys FILE, and encrypt what others can read "
     "(a proxy with TLS)"
@@ -53,10 +57,12 @@ class Server:
         """Until SIGTERM or SIGINT; a second one does not wait for what is under way."""
         with ExitStack() as stack:
             stack.enter_context(self._signals())
+            self._folder = stack.enter_context(own_folder(runtime_dir()))
+            self._uploads = stack.enter_context(own_folder(uploads_dir()))
             stack.callback(self._http.stop, signal.SIGKILL)
             stack.callback(self._executor.stop)
             try:
-                endpoint = self._options.executor or self._start_executor(stack)
+                endpoint = self._options.executor or self._start_executor()
                 self._start_http()  # while the engine is made ready
                 engine = stack.enter_context(self._engine(endpoint))
                 self._welcome(engine)
@@ -81,20 +87,21 @@ class Server:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _start_executor(self, stack: ExitStack) -> str:
-        make_folder(runtime_dir())
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="serve-", dir=runtime_dir()))
-        endpoint = f"local://{folder}/executor.sock"
+    def _start_executor(self) -> str:
+        endpoint = f"local://{self._folder}/executor.sock"
         self._executor.start(executor_code(str(self._options.model), endpoint, self._options.dtype))
         return endpoint
 
     def _start_http(self) -> None:
         options = self._options
+        for left in self._uploads.iterdir():
+            shutil.rmtree(left, ignore_errors=True)
         self._ours, theirs = socket.socketpair()
         front = FrontOptions(
             model=model_name(options), folder=str(located(str(options.model))), api_keys=options.api_keys,
             adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
+            uploads=str(self._uploads), engine=os.getpid(),
         )  # fmt: skip
         with theirs:
             code = http_code(self._listener, theirs, front)
@@ -145,12 +152,29 @@ class Server:
         if self._executor.is_dead:
             logger.error("the executor died (status %d) and is started again; requests wait", self._executor.status)
             self._executor.start(executor_code(str(self._options.model), endpoint, self._options.dtype))
+        assert self._link is not None
+        if not engine.is_alive:
+            self._give_up("the engine's thread has died")
+        if engine.step_s > self._options.max_step_s:
+            self._give_up(f"a step has taken longer than --max-step-s {self._options.max_step_s:g}: it hangs")
+        if self._link.is_lost:
+            logger.error("the HTTP process has said nothing for %g s and is killed", SILENT_S)
+            self._http.stop(signal.SIGKILL)
         if self._http.is_dead:
             logger.error("the HTTP process died (status %d) and is started again", self._http.status)
-            assert self._link is not None
             self._link.close()
             self._start_http()
             self._welcome(engine)
+
+    def _give_up(self, reason: str) -> NoReturn:
+        """The engine's thread could keep an orderly end waiting for ever."""
+        logger.critical("%s: the server ends", reason)
+        self._http.stop(signal.SIGKILL)
+        self._executor.stop()
+        for folder in (self._folder, self._uploads):
+            shutil.rmtree(folder, ignore_errors=True)
+        logging.shutdown()
+        os._exit(1)
 
     def _drain(self) -> None:
         assert self._link is not None
@@ -160,7 +184,15 @@ class Server:
         self._link.drain()
         if not self._http.wait(self._options.drain_s):
             logger.warning("not all requests were finished within %g s", self._options.drain_s)
+        too_long = threading.Timer(END_S, self._give_up, [f"the engine has not ended within {END_S:g} s"])
+        too_long.daemon = True
+        too_long.start()
         self._link.close()
+
+
+def uploads_dir() -> Path:
+    """Where adapters lie that are being sent: they may be large."""
+    return Path(tempfile.gettempdir()) / f"symbiosis-{os.getuid()}"
 
 
 def model_name(options: ServeOptions) -> str:

@@ -19,17 +19,20 @@ from symbiosis.serving.http.link.messages import (
     AdapterInfo,
     Answer,
     Ask,
+    Beat,
     Cancel,
     Drain,
     FromEngine,
     Outputs,
     Refused,
     Submit,
+    ToEngine,
     Welcome,
     encoder,
     framed,
     to_engine,
 )
+from symbiosis.serving.http.link.pulse import BEAT_S, Pulse
 from symbiosis.serving.request import Output, Request
 
 logger = logging.getLogger("symbiosis")
@@ -42,6 +45,8 @@ class Serves(Protocol):
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
     def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    @property
+    def step_s(self) -> float: ...
     def has_loaded(self, name: str) -> bool: ...
     def add(self, name: str, source: Any) -> Any: ...
     def remove(self, name: str) -> None: ...
@@ -62,6 +67,8 @@ class Link:
     ) -> None:
         self._engine, self._connection, self._load = engine, connection, load
         self._unsent: SimpleQueue[FromEngine | Output | None] = SimpleQueue()
+        self._pulse, self.is_lost = Pulse(), False  # lost: the other process hangs
+        self._closing = threading.Event()
         self._open: dict[int, int] = {}  # requests under way: completions that have not finished
         self._submissions: dict[int, Future[None]] = {}
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")
@@ -71,7 +78,7 @@ class Link:
         self._unsent.put(welcome)
         self._threads = [
             threading.Thread(target=run, name=f"serve-{run.__name__.strip('_')}", daemon=True)
-            for run in (self._read, self._write)
+            for run in (self._read, self._write, self._beat)
         ]
         for thread in self._threads:
             thread.start()
@@ -81,6 +88,7 @@ class Link:
         self._unsent.put(Drain())
 
     def close(self) -> None:
+        self._closing.set()
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._unsent.put(None)
@@ -103,7 +111,8 @@ class Link:
                 self._cancel(id)
             self._unsent.put(None)
 
-    def _take(self, message: Submit | Cancel | Ask) -> None:
+    def _take(self, message: ToEngine) -> None:
+        self._pulse.beat()
         if isinstance(message, Submit):
             id = message.request.id
             self._open[id] = message.request.completions
@@ -115,8 +124,13 @@ class Link:
                 self._submissions[id].add_done_callback(lambda _: self._submissions.pop(id, None))
         elif isinstance(message, Cancel):
             self._cancel(message.id, message.has_stopped)
-        else:
+        elif isinstance(message, Ask):
             (self._loading if message.verb == "add" else self._pool).submit(self._answer, message)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(BEAT_S):
+            self._unsent.put(Beat(self._engine.step_s))
+            self.is_lost = self._pulse.is_lost
 
     def _submit(self, request: Request) -> None:
         try:

@@ -13,6 +13,7 @@ from symbiosis.serving.http.link.messages import (
     LENGTH,
     Answer,
     Ask,
+    Beat,
     Cancel,
     Drain,
     FromEngine,
@@ -24,6 +25,7 @@ from symbiosis.serving.http.link.messages import (
     framed,
     from_engine,
 )
+from symbiosis.serving.http.link.pulse import SILENT_S, Pulse
 from symbiosis.serving.request import Output, Request
 
 Result = TypeVar("Result")
@@ -36,9 +38,11 @@ class Remote:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
         self.welcome, self.drained = welcome, asyncio.Event()
         self._reader, self._writer = reader, writer
+        self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
         self._ids = count(1)
         self._takers: dict[int, tuple[OnOutput, int]] = {}  # with the completions that have not finished
         self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._pulse.beat()  # it has said that it is ready
         self.ended = asyncio.create_task(self._read())
 
     @classmethod
@@ -103,7 +107,14 @@ class Remote:
             if not answer.done():
                 answer.set_exception(gone())
 
+    def beat(self) -> bool:
+        """Tells the engine's process that this one runs; whether that one does. To be called at least every second."""
+        self._tell(Beat())
+        self.is_silent = self._pulse.look() > SILENT_S / 3
+        return not self._pulse.is_lost
+
     def _take(self, message: FromEngine) -> None:
+        self._pulse.beat()
         if isinstance(message, Outputs):
             for output in message.outputs:
                 self._give(output)
@@ -114,6 +125,8 @@ class Remote:
             answer = self._asked.get(message.number)
             if answer is not None and not answer.done():
                 answer.set_result(message)
+        elif isinstance(message, Beat):
+            self.step_s = message.step_s
         elif isinstance(message, Drain):
             self.drained.set()
 

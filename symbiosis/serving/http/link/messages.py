@@ -19,6 +19,8 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 16 << 20
     max_adapter_bytes: int = 1 << 30
     max_requests: int = 4096  # under way
+    uploads: str | None = None  # the folder for adapters that are sent; None: the system's for what is temporary
+    engine: int = 0  # the process that is to end if it hangs; 0: none
 
 
 class Started(msgspec.Struct, frozen=True):
@@ -27,6 +29,12 @@ class Started(msgspec.Struct, frozen=True):
     listener: int  # file descriptors
     link: int
     options: FrontOptions
+
+
+class Beat(msgspec.Struct, tag=True, frozen=True):
+    """From either, every second: it runs."""
+
+    step_s: float = 0.0  # from the engine: for how long it has computed its present step
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
@@ -95,8 +103,8 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
 
 
-ToEngine = Submit | Cancel | Ask
-FromEngine = Welcome | Outputs | Refused | Answer | Drain
+ToEngine = Submit | Cancel | Ask | Beat
+FromEngine = Welcome | Outputs | Refused | Answer | Drain | Beat
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)
 from_engine = msgspec.msgpack.Decoder(FromEngine)
