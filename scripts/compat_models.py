@@ -32,7 +32,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 import symbiosis
 from symbiosis.client.weights.remote_weight import RemoteWeight
@@ -53,14 +52,7 @@ MOSTLY = 0.9  # of the parameters of linear layers and experts
 Stage = Callable[[nn.Module, dict[str, Tensor]], list[Tensor]]
 
 # What may differ, or be served less than mostly, and why: (architecture, stage) -> cause.
-FOLDED = "torch rounds products of frozen weights and transposed stacks otherwise; equal if it flattens them to rows"
 EXCEPTIONS: dict[tuple[str, str], str] = {
-    ("falcon_mamba", "step"): FOLDED,
-    ("fsmt", "step"): FOLDED,
-    ("jamba", "step"): FOLDED,
-    ("led", "step"): FOLDED,
-    ("longformer", "step"): FOLDED,
-    ("mamba", "step"): FOLDED,
     ("blt", "served"): "freezes a part of itself, so that wrap takes the rest for layers which the client trains",
 }
 
@@ -370,19 +362,6 @@ def shares(model: nn.Module, split: nn.Module) -> tuple[float, float]:
     return total(served) / total(sizes), total(possible & served) / total(possible) if possible else 1.0
 
 
-class Folded(TorchFunctionMode):
-    """Products with stacks of rows as one product of all rows: what torch itself does with unfrozen weights."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear and args[0].dim() > 2:
-            y = func(args[0].reshape(-1, args[0].shape[-1]), *args[1:], **(kwargs or {}))
-            return y.view(*args[0].shape[:-1], -1)
-        if func in (torch.matmul, Tensor.matmul, Tensor.__matmul__) and args[0].dim() == 2 < args[1].dim():
-            columns = args[1].mT
-            return (columns.reshape(-1, columns.shape[-1]) @ args[0].t()).view(*columns.shape[:-1], -1).mT
-        return func(*args, **(kwargs or {}))
-
-
 # ---------------------------------------------------------------- one model after another
 
 
@@ -468,10 +447,6 @@ def difference(
     """What is to be said of results that differ."""
     if not same(run(copy.deepcopy(model), inputs), expected):
         return "the unsplit model differs from itself"
-    with Folded():
-        folded = run(copy.deepcopy(model), inputs)
-    if same(got, folded):
-        return FOLDED
     if [x.shape for x in got] != [x.shape for x in expected]:
         return "other shapes"
     return f"off by {max((a - b).abs().max().item() for a, b in zip(got, expected, strict=True)):.1e}"

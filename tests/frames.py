@@ -27,7 +27,7 @@ from symbiosis.protocol import (
 IN, OUT, MATRICES = 8, 16, 3
 FILLED = {
     "layer": 1, "dtype": "int32", "shape": (0,), "bias": True, "view": View((), (), 0), "groups": 1, "gradient": True,
-    "also": (0,), "seeded": True,
+    "also": (0,), "seeded": True, "columns": True,
 }  # fmt: skip
 EMPTY = {name: getattr(Call(Op.STATS, 0, "float32"), name) for name in FILLED}
 ODD_SHAPES: list[tuple[int, ...]] = [
@@ -135,7 +135,8 @@ class Calls:
         view = self._view(prod(self._shapes[number]))[0] if self.chance.random() < 0.7 else None
         *stack, k, n = view.size if view else self._shapes[number]
         shape = (*stack, rows, k) if self._op is Op.PRODUCT else (*stack, n, rows)
-        return Call(self._op, number, self._float(), shape, view=view)
+        columns = len(shape) == 3 and self.chance.random() < 0.5
+        return Call(self._op, number, self._float(), shape, view=view, columns=columns)
 
     def _grouped(self, rows: int) -> Call:
         number = self.chance.choice(self._layers["tensor"])

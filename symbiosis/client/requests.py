@@ -30,12 +30,13 @@ def call_of(
     groups: int,
     gradient: bool,
     also: tuple[int, ...],
+    columns: bool = False,
 ) -> Call:
     """Return the (cached) Call with these fields."""
     name = DTYPE_NAME.get(dtype)
     if name is None:
         raise CallError(Code.BAD_DTYPE, f"layer {layer}: {dtype} cannot be sent. Use one of {', '.join(DTYPES)}")
-    return Call(op, layer, name, shape, bias, priority, view, groups, gradient, also)
+    return Call(op, layer, name, shape, bias, priority, view, groups, gradient, also, columns=columns)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -58,6 +59,18 @@ def priority_of(x: Tensor, training: bool) -> Priority:
     if training:
         return Priority.TRAIN
     return Priority.DECODE if x.numel() <= DECODE_ROWS * x.shape[-1] else Priority.PREFILL
+
+
+def lies_by_columns(op: Op, x: Tensor) -> bool:
+    """Whether `x` is a stack that libraries multiply column by column, as it lies in a CPU's memory.
+
+    >>> lies_by_columns(Op.PRODUCT, torch.zeros(3, 8, 5).mT), lies_by_columns(Op.PRODUCT, torch.zeros(3, 5, 8))
+    (True, False)
+    """
+    if x.dim() != 3 or x.device.type != "cpu" or "columns" not in op.traits.uses:
+        return False
+    (_, rows, columns), (_, down, along) = x.shape, x.stride()
+    return (along != 1 or down < columns) and down == 1 and along >= rows
 
 
 def goes_in_parts(call: Call, shapes: Shapes) -> bool:

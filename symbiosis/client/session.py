@@ -24,6 +24,7 @@ from symbiosis.client.layers.groups import Groups, Member
 from symbiosis.client.requests import (
     call_of,
     goes_in_parts,
+    lies_by_columns,
     pieces_of,
     refuse_tracers,
     refuse_transforms,
@@ -99,9 +100,11 @@ class Session(Reconnecting):
             return self._by_cpu(call, (), CPU)[0]
         refuse_transforms(x)
         refuse_tracers()
-        payload = (x.detach(),) if ends is None else (x.detach(), ends)
-        groups = 0 if ends is None else ends.numel()
-        call = call_of(op, layer, dtype or x.dtype, tuple(x.shape), bias, priority, view, groups, gradient, also)
+        columns = lies_by_columns(op, x)
+        rows = x.detach().mT if columns else x.detach()
+        payload = (rows,) if ends is None else (rows, ends)
+        groups, shape = 0 if ends is None else ends.numel(), tuple(x.shape)
+        call = call_of(op, layer, dtype or x.dtype, shape, bias, priority, view, groups, gradient, also, columns)
         if x.is_cuda and op.traits.multiplies and (line := self._line(x.device)):
             self.stats.enqueue(call)
             return line.call(call, payload)

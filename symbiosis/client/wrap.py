@@ -133,7 +133,8 @@ def attach(
     for places, index in plan:
         if private:
             private.learn(index, parameter_of(places[0]).detach())
-        replace(places, Handle(session, index, session.manifest[index]), biases, device)
+        handle = Handle(session, index, session.manifest[index], is_frozen=not parameter_of(places[0]).requires_grad)
+        replace(places, handle, biases, device)
     root = base_model(model)
     if trainable and device is None:
         warn_when_trained(root)

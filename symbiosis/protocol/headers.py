@@ -18,7 +18,7 @@ import msgspec
 from symbiosis.errors import Code, ProtocolError
 from symbiosis.protocol.ops import DTYPES, ITEMSIZE, MAX_DIM, MAX_GROUP, SEED_BYTES, Op, Priority
 
-VERSION = 8
+VERSION = 9
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 LONGEST_TEXT = 1024  # bytes of a refusal's text
@@ -55,6 +55,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
     gradient: bool = False  # made by a backward pass, where loss scaling may cause infinities
     also: tuple[int, ...] = ()  # the other layers of a group
     seeded: bool = False
+    columns: bool = False  # the payload's matrices lie column by column, in which order libraries round otherwise
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
@@ -68,6 +69,9 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
 
     @cached_property
     def payload_shape(self) -> tuple[int, ...]:
+        """As it lies in memory."""
+        if self.columns and len(self.shape) > 1:
+            return (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return (SEED_BYTES,) if self.seeded else self.shape
 
     @cached_property
@@ -134,8 +138,8 @@ class Reply(msgspec.Struct, frozen=True):
 _OPS = {int(op): op for op in Op}
 _PRIORITIES = {int(p): p for p in Priority}
 _CODES = {int(c): c for c in Code}
-_FLAG_BIAS, _FLAG_VIEW, _FLAG_GRADIENT, _FLAG_SEEDED = 1, 2, 4, 8
-_ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT | _FLAG_SEEDED
+_FLAG_BIAS, _FLAG_VIEW, _FLAG_GRADIENT, _FLAG_SEEDED, _FLAG_COLUMNS = 1, 2, 4, 8, 16
+_ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT | _FLAG_SEEDED | _FLAG_COLUMNS
 # magic, version, nothing, seq
 _HEAD = struct.Struct("<4sHHQ")
 # op, flags, dtype, priority, dims, view dims, other layers | layer, groups, other layers | shape | view size, stride, offset
@@ -161,7 +165,7 @@ def call_body(call: Call) -> bytes:
     """Return a call's header without its number."""
     size, stride, offset = call.view if call.view is not None else ((), (), 0)
     flags = call.bias * _FLAG_BIAS | (call.view is not None) * _FLAG_VIEW
-    flags |= call.gradient * _FLAG_GRADIENT | call.seeded * _FLAG_SEEDED
+    flags |= call.gradient * _FLAG_GRADIENT | call.seeded * _FLAG_SEEDED | call.columns * _FLAG_COLUMNS
     return _CALL.pack(
         call.op, flags, _DTYPE_CODE[call.dtype], call.priority, len(call.shape), len(size), len(call.also),
         call.layer, call.groups, *_pad(call.also, MAX_GROUP - 1), *_pad(call.shape), *_pad(size), *_pad(stride), offset,
@@ -198,10 +202,10 @@ def parse_call_body(body: bytes) -> Call:
         raise ProtocolError(Code.BAD_SHAPE, f"a shape has at most {MAX_DIM} dimensions of at most 2^63 - 1")
     shape, size, stride = (tuple(sizes[at : at + n]) for at, n in ((0, dims), (MAX_DIM, vdims), (2 * MAX_DIM, vdims)))
     view = View(size, stride, offset) if flags & _FLAG_VIEW else None
-    bias, gradient, seeded = (bool(flags & flag) for flag in (_FLAG_BIAS, _FLAG_GRADIENT, _FLAG_SEEDED))
-    call = checked(
-        Call(_OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority], view, groups, gradient, also, seeded)
-    )
+    bias, gradient = bool(flags & _FLAG_BIAS), bool(flags & _FLAG_GRADIENT)
+    as_sent = bool(flags & _FLAG_SEEDED), bool(flags & _FLAG_COLUMNS)
+    asked = _OPS[op], layer, DTYPES[dtype], shape, bias, _PRIORITIES[priority]
+    call = checked(Call(*asked, view, groups, gradient, also, *as_sent))
     if call_body(call) != body:
         raise ProtocolError(Code.BAD_FRAME, "a call header holds numbers where it has to be empty")
     return call

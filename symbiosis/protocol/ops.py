@@ -61,8 +61,8 @@ TRAITS: dict[Op, Traits] = {
         multiplies=True,
     ),  # fmt: skip
     Op.DGRAD: Traits(frozenset(("layer", "dtype", "shape", "also", "seeded")), by_rows=True, multiplies=True),
-    Op.PRODUCT: Traits(_BY_VIEW, by_rows=True, activations=True, multiplies=True),
-    Op.LEFT: Traits(_BY_VIEW, activations=True, multiplies=True),
+    Op.PRODUCT: Traits(_BY_VIEW | {"columns"}, by_rows=True, activations=True, multiplies=True),
+    Op.LEFT: Traits(_BY_VIEW | {"columns"}, activations=True, multiplies=True),
     Op.GROUPED: Traits(_BY_VIEW | {"groups"}, activations=True, multiplies=True, indices=True),
     Op.LOOKUP: Traits(frozenset(("layer", "dtype", "shape")), indices=True),
     Op.NORMS: Traits(frozenset(("layer", "dtype"))),

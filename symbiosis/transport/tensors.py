@@ -98,6 +98,11 @@ def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
     return rows, tensor_at(memory, call.nbytes - 4 * call.groups, "int32", (call.groups,))
 
 
+def as_multiplied(call: Call, x: Tensor) -> Tensor:
+    """The payload with the strides that it has in the unsplit model's product, on which roundings depend."""
+    return x.mT if call.columns else x
+
+
 def check_values(call: Call, payload: Sequence[Tensor], layer: Layer) -> None:
     """Raise `CallError` unless ids and ends of groups are in range, which the header does not tell."""
     if call.op is Op.LOOKUP:

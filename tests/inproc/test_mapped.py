@@ -1,6 +1,7 @@
 """Clients that map the executor's weights: the same bits whether a product is called or made directly, for layers and whole models."""
 
 import copy
+import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -135,6 +136,71 @@ def test_rows_may_lie_in_memory_as_they_like(bias: bool, rows: str, way: str, sh
     assert (figures.calls, figures.direct) == ((0, 2) if way == "direct" else (2, 0))
 
 
+STACKS: dict[str, Callable[[int], Tensor]] = {
+    "transposed": lambda rows: torch.randn(rows, 3, 256).transpose(0, 1),
+    "channels first": lambda rows: torch.randn(3, 256, rows).transpose(1, 2),
+    "expanded": lambda rows: torch.randn(1, rows, 256).expand(3, rows, 256),
+    "the last of each": lambda rows: torch.randn(3, rows + 4, 256)[:, -rows:],
+    "every second": lambda rows: torch.randn(3, rows, 512)[..., ::2],
+    "four dimensions": lambda rows: torch.randn(2, rows, 3, 256).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("way", ["direct", "called", "unshared", "compiled"])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_stacks_that_are_not_contiguous_round_as_in_the_unsplit_model(
+    bias: bool, frozen: bool, way: str, share: Share
+) -> None:
+    """Torch multiplies each matrix by itself if the weight is frozen, else all rows at once, and adds the bias afterwards."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.Linear(256, 192, bias=bias)]).requires_grad_(not frozen)
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=way in ("direct", "called"))
+    if way == "called":
+        advise(session_of(split), rationed=True)
+    layer = torch.compile(split[0], backend="aot_eager", dynamic=False) if way == "compiled" else split.train()[0]
+    for name, stack in STACKS.items():
+        for rows in (1, 2, 3, 5, 8):
+            given = stack(rows)
+            found = []
+            for one in (model[0], layer):
+                x = given.detach().requires_grad_()
+                y = one(x)
+                y.backward(torch.linspace(-1, 1, y.numel()).view(y.shape))
+                with torch.no_grad():
+                    found.append((y.detach(), x.grad, one(given)))
+            assert all(map(torch.equal, *found)), (name, rows)
+
+
+def test_a_weight_that_is_frozen_later_multiplies_as_a_frozen_one(share: Share) -> None:
+    """`get_peft_model` freezes a base after `wrap`, and copies of it remember."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.Linear(256, 192)])
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=False)
+    x = STACKS["transposed"](3)
+    with torch.no_grad():
+        before = model[0](x)
+        assert torch.equal(split[0](x), before)
+        for parameter in (*model.parameters(), *split.parameters()):
+            parameter.requires_grad = False
+        assert not torch.equal(model[0](x), before)  # or this test shows nothing
+        for one in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
+            assert torch.equal(one[0](x), model[0](x))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_stacks_times_a_remote_tensor_round_as_in_the_unsplit_model(frozen: bool, share: Share) -> None:
+    """As models write it that use a layer's weight (mamba)."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([nn.Linear(256, 192)]).requires_grad_(not frozen)
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=False)
+    for name, stack in STACKS.items():
+        given = stack(3)
+        with torch.no_grad():
+            assert torch.equal(given @ split[0].weight.t(), given @ model[0].weight.t()), name
+            assert torch.equal(split[0].weight @ given.mT, model[0].weight @ given.mT), name
+
+
 def test_threads_share_what_is_mapped(share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of what they do is called, over connections of their own where they would wait for each other."""
     monkeypatch.setattr(rule, "WORTH_JOINING", 0)
@@ -178,7 +244,10 @@ def test_a_replica_is_mapped_in_place_of_the_one_that_ends(
         assert torch.equal(split(ids).logits, expected) and session.endpoint == urls[0]
         first.close()
         assert torch.equal(split(ids).logits, expected)
-        until(lambda: session.endpoint == urls[1] and session._connection is not None, "joining the other one")
+        until(
+            lambda: session.endpoint == urls[1] and session.mapped._page is not None,
+            "mapping what the other one shares",
+        )
         assert torch.equal(split(ids).logits, expected)
     assert symbiosis.stats(split).calls == 0 and session.stats.reconnects == 1
     until(lambda: sum(s.direct.rows for s in second.server.sessions.values()) > 0, "figures told to the other one")

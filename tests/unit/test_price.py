@@ -79,6 +79,8 @@ def calls(draw: st.DrawFn, few: st.SearchStrategy[int] = rows) -> Call:
                 Call(Op.PRODUCT, EXPERTS, dtype, (G, T, K), view=STACK),
                 Call(Op.LEFT, LINEAR, dtype, (K, T), view=WEIGHT),
                 Call(Op.LEFT, EXPERTS, dtype, (G, N, T)),
+                Call(Op.PRODUCT, EXPERTS, dtype, (G, T, K), view=STACK, columns=True),
+                Call(Op.LEFT, EXPERTS, dtype, (G, N, T), columns=True),
                 Call(Op.GROUPED, EXPERTS, "float32", (T, K), groups=G),
                 Call(Op.LOOKUP, NUMBER["embedding"], dtype, (T,)),
                 Call(Op.NORMS, LINEAR, "float32"),
@@ -99,7 +101,7 @@ def payload_of(call: Call) -> tuple[Tensor, ...]:
         return (torch.arange(SEED_BYTES, dtype=torch.uint8),)
     if call.op in (Op.READ, Op.NORMS):
         return ()
-    values = torch.randn(call.shape) if call.dtype[:3] != "int" else torch.randint(-(2**30), 2**30, call.shape)
+    values = torch.randn(call.payload_shape) if call.dtype[:3] != "int" else torch.randint(-(2**30), 2**30, call.shape)
     x = values.to(TORCH_DTYPE[call.dtype])
     if call.op is not Op.GROUPED:
         return (x,)

@@ -113,7 +113,7 @@ def test_the_table_of_what_ops_use_is_this() -> None:
     """The payload, the matrix and the arithmetic follow from these words; who adds one, adds checks of it."""
     assert {op.name: " ".join(sorted(names)) for op in Op for names in [op.traits.uses]} == {
         "FORWARD": "also bias dtype gradient layer seeded shape", "DGRAD": "also dtype layer seeded shape",
-        "PRODUCT": "dtype gradient layer shape view", "LEFT": "dtype gradient layer shape view",
+        "PRODUCT": "columns dtype gradient layer shape view", "LEFT": "columns dtype gradient layer shape view",
         "GROUPED": "dtype gradient groups layer shape view", "LOOKUP": "dtype layer shape", "NORMS": "dtype layer",
         "READ": "dtype layer view", "ECHO": "dtype shape", "STATS": "",
     }  # fmt: skip
@@ -304,7 +304,7 @@ OP, FLAGS, DTYPE, PRIORITY, DIMS, VIEW_DIMS = range(HEAD_SIZE, HEAD_SIZE + 6)
     ("decode", "frame", "at", "value", "code"),
     [
         (decode_call, CALL, OP, len(Op), Code.UNKNOWN_OP),
-        (decode_call, CALL, FLAGS, 16, Code.BAD_FRAME),
+        (decode_call, CALL, FLAGS, 32, Code.BAD_FRAME),
         (decode_call, CALL, DTYPE, len(DTYPES), Code.BAD_FRAME),
         (decode_call, CALL, PRIORITY, len(Priority), Code.BAD_FRAME),
         (decode_call, CALL, DIMS, MAX_DIM + 1, Code.BAD_SHAPE),

@@ -16,7 +16,7 @@ from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
 from symbiosis.kernels.product import product
 from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View
-from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, check_values
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_multiplied, check_values
 
 Payload = tuple[Tensor, ...]
 
@@ -124,10 +124,10 @@ class Mapped:
         return self._matrix(call.layer, call.op, call.view).to(TORCH_DTYPE[call.dtype], copy=True)
 
     def _product(self, call: Call, payload: Payload) -> Tensor:
-        return product(payload[0], self._operand(call), None)
+        return product(as_multiplied(call, payload[0]), self._operand(call), None)
 
     def _left(self, call: Call, payload: Payload) -> Tensor:
-        return torch.matmul(self._operand(call), payload[0])
+        return torch.matmul(self._operand(call), as_multiplied(call, payload[0]))
 
     def _grouped(self, call: Call, payload: Payload) -> Tensor:
         return grouped(payload[0], self._operand(call), payload[1])

@@ -23,7 +23,8 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.connection.lifetime import session_of
 from symbiosis.client.layers.bias import add_rest, who_adds_bias
 from symbiosis.client.layers.groups import Member
-from symbiosis.client.requests import is_watched, priority_of, refuse_transforms
+from symbiosis.client.layers.stacks import can_be_stacked, is_one_matrix, is_strided, product_of_stack
+from symbiosis.client.requests import is_watched, priority_of, refuse_transforms, unshared
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import CallError, Code, RemoteWeightError
@@ -34,25 +35,32 @@ INVERSE = {Op.FORWARD: Op.DGRAD, Op.DGRAD: Op.FORWARD}  # what makes the gradien
 _library = torch.library.Library("symbiosis", "DEF")
 # Graphs that a compiler replays would neither announce calls nor see their errors.
 _library.define(
-    "product(Tensor x, int session, int layer, int op, int width, bool bias, int priority) -> Tensor",
+    "product(Tensor x, int session, int layer, int op, int width, bool bias, int priority, bool stacked) -> Tensor",
     tags=torch.Tag.cudagraph_unsafe,
 )
 
 
-def _product(x: Tensor, session: Session, layer: int, op: Op, width: int, bias: bool, priority: Priority) -> Tensor:
-    """Multiply the rows of `x` by the layer's weight, in the executor. `width` is the width of the result."""
+def _product(
+    x: Tensor, session: Session, layer: int, op: Op, width: int, bias: bool, priority: Priority, stacked: bool
+) -> Tensor:
+    """Multiply the rows of `x` by the layer's weight, in the executor. `width` is the width of the result, `stacked` whether each matrix
+    of `x` is multiplied by itself."""
     if not x.numel():
         return x.new_zeros(*x.shape[:-1], width)
+    if stacked:
+        return product_of_stack(x, session, layer, op, width, priority)
     return session.rows(op, (Member(layer, width, bias),), x, priority)[0]
 
 
-def _shape_of_product(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
+def _shape_of_product(
+    x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int, stacked: bool
+) -> Tensor:
     return x.new_empty(*x.shape[:-1], width)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
     """Keep what the op's gradient needs."""
-    x, ctx.session, ctx.layer, op, *_ = inputs
+    x, ctx.session, ctx.layer, op, *_, ctx.stacked = inputs
     ctx.inverse, ctx.width = INVERSE[Op(op)], x.shape[-1]
 
 
@@ -68,10 +76,10 @@ class EagerProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        session, layer, op, *_ = ctx.how
+        session, layer, op, *_, stacked = ctx.how
         if is_watched():  # the backward pass alone: compiled autograd traces it
-            return _gradient_by_op(dy, session.number, layer, INVERSE[op], ctx.width), None, None
-        how = session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN
+            return _gradient_by_op(dy, session.number, layer, INVERSE[op], ctx.width, stacked), None, None
+        how = session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN, stacked
         if dy.requires_grad and torch.is_grad_enabled():
             return _tracked_product(dy, how, None), None, None
         return _product(dy, *how), None, None
@@ -115,18 +123,19 @@ class GroupProduct(torch.autograd.Function):
         return dx.view(ctx.shape), None, None, None
 
 
-def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int) -> Tensor:
-    return _product(x, session_of(session), layer, Op(op), width, bias, Priority(priority))
+def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, priority: int, stacked: bool) -> Tensor:
+    return _product(x, session_of(session), layer, Op(op), width, bias, Priority(priority), stacked)
 
 
 def _gradient_of_op(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     """As an op again: a compiler traces this in a thread that does not know that it is compiling."""
-    dx = _gradient_by_op(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width)
-    return dx, None, None, None, None, None, None
+    dx = _gradient_by_op(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, ctx.stacked)
+    return dx, None, None, None, None, None, None, None
 
 
-def _gradient_by_op(dy: Tensor, session: int, layer: int, op: Op, width: int) -> Tensor:
-    return torch.ops.symbiosis.product(dy, session, layer, int(op), width, False, int(Priority.TRAIN))  # type: ignore[no-any-return]
+def _gradient_by_op(dy: Tensor, session: int, layer: int, op: Op, width: int, stacked: bool = False) -> Tensor:
+    how = session, layer, int(op), width, False, int(Priority.TRAIN), stacked
+    return torch.ops.symbiosis.product(dy, *how)  # type: ignore[no-any-return]
 
 
 _library.impl("product", _op, "CompositeExplicitAutograd")
@@ -137,18 +146,41 @@ torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_con
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
     """Have the executor compute `layer`, together with other layers that are known to receive the same tensor."""
     handle, bias, given = weight.handle, own_tensor(layer, "bias"), x
-    if torch._C._is_any_autocast_enabled():
-        x = _as_autocast(x)
+    x = _as_autocast(x)
     if x.dtype is not weight.dtype:
         _refuse_other_rows(x, weight)
     watched = is_watched()
     added, left = (False, False) if bias is None else who_adds_bias(handle, bias, x.dtype, watched)
     if watched:  # alone: a compiler knows neither a tensor's identity nor its version
         number, priority = handle.session.number, int(priority_of(x, layer.training and torch.is_grad_enabled()))
-        y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority)
+        y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority, False)
     else:
         y = _with_others(layer, given, x, handle.session, Member(handle.index, width, added))
     return add_rest(y, bias, handle.bias if added else None) if left else y
+
+
+def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
+    """Rows that do not lie one after another, multiplied as `F.linear` would by the unsplit weight: as one matrix if the weight is not
+    frozen, else matrix by matrix. The bias is added afterwards."""
+    bias, handle, session = own_tensor(layer, "bias"), weight.handle, weight.handle.session
+    if (mapped := _mapped(layer, weight, x)) is not None:
+        rows = x if handle.is_frozen else x.reshape(-1, x.shape[-1])
+        y = unshared(F.linear(rows, mapped), (*x.shape[:-1], width))
+    else:
+        if x.dtype is not weight.dtype:
+            _refuse_other_rows(x, weight)
+        stacked = handle.is_frozen and not is_one_matrix(x) and can_be_stacked(x, session)
+        training = layer.training and torch.is_grad_enabled()
+        if is_watched():
+            traced = session.number, handle.index, int(Op.FORWARD), width, False, int(priority_of(x, training)), stacked
+            y = torch.ops.symbiosis.product(x, *traced)
+        elif stacked:
+            refuse_transforms(x)
+            own = session, handle.index, Op.FORWARD, width, False, priority_of(x, training), True
+            y = _tracked_product(x, own, None)
+        else:
+            y = _with_others(layer, x, x, session, Member(handle.index, width, False))
+    return y if bias is None else add_rest(y, bias, None)
 
 
 def _refuse_other_rows(x: Any, weight: RemoteWeight) -> None:
@@ -183,7 +215,7 @@ def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, m
                 return groups.keep(given, group, list(GroupProduct.apply(x, session, group, priority)))  # type: ignore[no-untyped-call]
             made = groups.keep(given, group, session.rows(Op.FORWARD, group, x.detach() if tracked else x, priority))
     if tracked:
-        how = session, member.layer, Op.FORWARD, member.width, member.bias, priority
+        how = session, member.layer, Op.FORWARD, member.width, member.bias, priority, False
         return _tracked_product(x, how, None if made is None else (made,))
     if made is None and x.numel():
         return session.rows(Op.FORWARD, (member,), x, priority)[0]
@@ -192,6 +224,8 @@ def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, m
 
 def _as_autocast(x: Tensor) -> Tensor:
     """Cast `x` as autocast would, which leaves double precision alone."""
+    if not torch._C._is_any_autocast_enabled():
+        return x
     kind = "cuda" if x.is_cuda else x.device.type
     if not torch.is_autocast_enabled(kind) or not x.is_floating_point() or x.dtype == torch.float64:
         return x
@@ -252,6 +286,9 @@ class VirtLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         weight = own_tensor(self, "weight")
         if is_as_served(weight):
+            fused = own_tensor(self, "bias") is not None
+            if is_strided(x, fused) and is_strided(x := _as_autocast(x), fused):
+                return _product_of_strided(self, x, weight, self.out_features)
             if (mapped := _mapped(self, weight, x)) is not None:
                 return F.linear(x, mapped, own_tensor(self, "bias"))
             return remote_product(self, x, weight, self.out_features)

@@ -50,8 +50,11 @@ def _rows_times(x: Tensor, weight: RemoteView) -> Tensor:
     return _call(op, weight, x.to(weight.dtype), weight.view_of() if op is Op.PRODUCT else None)
 
 
-def _is_repeated(weight: RemoteView) -> bool:
-    """Whether a stack of matrices is one matrix, again and again: then all rows that it multiplies make one call."""
+def _is_folded(weight: RemoteView) -> bool:
+    """Whether a stack of matrices is one matrix, again and again, that multiplies all rows at once: as torch multiplies by a weight that
+    is not frozen, and as rows can be masked."""
+    if weight.handle.is_frozen and not weight.handle.session.keeps_secrets:
+        return False
     return weight.dim() == 3 > len(weight.handle.layer.shape) and (weight.stride(0) == 0 or weight.shape[0] == 1)
 
 
@@ -62,10 +65,10 @@ def times(x: Any, weight: Any) -> Any:
             return NotImplemented
         if weight.numel() == 0:
             return weight.new_zeros(*x.shape[:-1], weight.shape[-1])
-        if _is_repeated(x):
+        if _is_folded(x):
             return times(weight.transpose(1, 2), x.transpose(1, 2)).transpose(1, 2)
         return _call(Op.LEFT, x, weight.to(x.dtype), x.view_of())
-    if _is_repeated(weight):
+    if _is_folded(weight):
         return _rows_times(x.reshape(-1, x.shape[-1]), weight[0]).view(*x.shape[:-1], weight.shape[-1])
     return _rows_times(x, weight)
 

@@ -68,6 +68,8 @@ class RemoteWeight(RemoteView):
             self._refuse_training()
             self._is_to_be_trained = True
             self._is_param = self._is_param
+        elif not flag and self._is_a_parameter:
+            self.handle.is_frozen = True
         return self
 
     @property
@@ -168,7 +170,7 @@ class RemoteWeight(RemoteView):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         handle = self.handle
-        parts = handle.session, handle.index, handle.layer, handle.private, handle.bias
+        parts = handle.session, handle.index, handle.layer, handle.private, handle.bias, handle.is_frozen
         return _unpickled, (*parts, self.view_of(), self.dtype, self.device, self._is_param)
 
     @classmethod
@@ -215,12 +217,13 @@ def _unpickled(
     layer: Layer,
     private: Tensor | None,
     bias: Tensor | None,
+    is_frozen: bool,
     view: View,
     dtype: Any,
     device: Any,
     param: bool,
 ) -> RemoteWeight:
-    return _remade(Handle(session, index, layer, private, bias), view, dtype, device, param)
+    return _remade(Handle(session, index, layer, private, bias, is_frozen), view, dtype, device, param)
 
 
 def _view(func: Any, args: Any, kwargs: Any) -> Any:

@@ -51,11 +51,12 @@ class Handle:
     layer: Layer
     private: Tensor | None = None
     bias: Tensor | None = None  # what the executor adds if it is asked to: a copy that nobody else can reach
+    is_frozen: bool = False  # whether the unsplit weight would require no grad
 
     def snapshot(self) -> "Handle":
         """The executor's tensor as it is, for what is a copy to the caller: writes to the one do not show in the other."""
         assert self.private is None
-        return Handle(self.session, self.index, self.layer, bias=self.bias)
+        return Handle(self.session, self.index, self.layer, bias=self.bias, is_frozen=self.is_frozen)
 
     def is_same_tensor(self, other: "Handle") -> bool:
         if self is other:
@@ -66,7 +67,7 @@ class Handle:
     def copy(self, memo: dict[int, Any]) -> "Handle":
         if id(self) not in memo:
             private = None if self.private is None else self.private.clone()
-            memo[id(self)] = Handle(self.session, self.index, self.layer, private, self.bias)
+            memo[id(self)] = Handle(self.session, self.index, self.layer, private, self.bias, self.is_frozen)
         return memo[id(self)]
 
 

@@ -12,7 +12,7 @@ from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import norms
 from symbiosis.kernels.product import product
 from symbiosis.protocol import Call, Op
-from symbiosis.transport.tensors import TORCH_DTYPE
+from symbiosis.transport.tensors import TORCH_DTYPE, as_multiplied
 
 Index = tuple[slice, ...]
 Part = tuple[Index, Tensor]  # a part of the result, and where it belongs there
@@ -51,13 +51,16 @@ class Ops:
 
     def _product(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
         stack, columns, rows = box[0], columns_of(box[1], out.shape[2]), rows_of(box[2], out.shape[1])
-        x_GTK, v_GKN = self._here(payload[0][stack, rows]), self._operand(call, stack, slice(None), columns)
+        x_GTK, v_GKN = (
+            self._here(as_multiplied(call, payload[0])[stack, rows]),
+            self._operand(call, stack, slice(None), columns),
+        )
         return (stack, rows, columns), product(x_GTK, v_GKN, None)
 
     def _left(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
         *stack, blocks, panels = box
         rows, columns = rows_of(blocks, out.shape[-2]), columns_of(panels, out.shape[-1])
-        x = self._here(payload[0][(*stack, slice(None), columns)])
+        x = self._here(as_multiplied(call, payload[0])[(*stack, slice(None), columns)])
         return (*stack, rows, columns), torch.matmul(self._operand(call, *stack, rows), x)
 
     def _grouped(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:

@@ -22,6 +22,8 @@ def check_call(call: Call, store: Store, options: Options) -> tuple[int, ...]:
         raise CallError(Code.UNKNOWN_OP, "STATS does not belong to a layer, so it cannot be registered")
     if call.seeded:
         _check_seeded(call, options)
+    if call.columns and len(call.shape) != 3:
+        raise CallError(Code.BAD_SHAPE, f"a stack of matrices may lie column by column, not a shape {call.shape}")
     if call.also:
         _check_group(call, store, options)
     elif call.op is not Op.ECHO:
