@@ -18,7 +18,7 @@ from symbiosis.text import shown
 
 
 class InLines(typer.core.TyperCommand):
-    """Errors that tell the user what is wrong end a command with a line each; any other is a bug, and shows where."""
+    """A command that ends with a line for each error of the user's. Any other exception is a bug, and shows its traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -52,11 +52,11 @@ def symbiosis(version: Version = False) -> None:
 def executor(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
     listen: Annotated[list[str] | None, typer.Option(help="Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = None,
-    device: Annotated[str | None, typer.Option(help="Where the weights live. Default: cpu.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device that holds the weights: cpu, cuda or cuda:NUMBER. Default: cpu.")] = None,
     mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
     policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,
-    max_wait_us: Annotated[int | None, typer.Option(help="Longest that a call waits for others to join it, if that pays. Default: 10000, on a GPU 2000.")] = None,
+    max_wait_us: Annotated[int | None, typer.Option(help="Longest time, in microseconds, that a call waits for others to join it, if that pays. Default: 10000, on a GPU 2000.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Maximum rows of one product. Default: 4096.")] = None,
     batch_invariant: Annotated[bool | None, typer.Option("--batch-invariant/--no-batch-invariant", help="A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined then.")] = None,
     workers: Annotated[int | None, typer.Option(help="How many large products a CPU computes at the same time, each with OMP_NUM_THREADS threads. Joined products of few rows use as many threads. Default: 1.")] = None,
@@ -66,9 +66,9 @@ def executor(
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
     share_weights: Annotated[bool | None, typer.Option("--share-weights/--no-share-weights", help="Let clients of your own user at local:// map the weights read-only, and multiply by them themselves where a call brings nothing. On a CPU only. Default: they may, unless a --max-tenant-...-per-s is set.")] = None,
     integers: Annotated[list[int] | None, typer.Option(help="Also serve integer products, with weights quantised to 8 or 16 bits, for clients that hide their rows. Repeatable.")] = None,
-    operator: Annotated[str | None, typer.Option(help="Who runs this executor. Clients that split their rows between two executors need two operators.")] = None,
+    operator: Annotated[str | None, typer.Option(help="Name of whoever runs this executor. Clients that split their rows between two executors need two operators.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics at http://127.0.0.1:PORT/metrics, and /health for probes: 200 while calls are answered, else 503.")] = None,
-    metrics_host: Annotated[str | None, typer.Option(help="Where to serve them. Default: 127.0.0.1. Whoever can connect can read who the tenants are and what they use.")] = None,
+    metrics_host: Annotated[str | None, typer.Option(help="Where to serve --metrics-port. Default: 127.0.0.1. Anybody who can connect can read who the tenants are and what they use.")] = None,
     key: Annotated[str | None, typer.Option(help="This executor's .key file (symbiosis keygen): tcp:// is then encrypted, and for --tenants only.")] = None,
     tenants: Annotated[str | None, typer.Option(help="Folder with the .pub file of each tenant; read again when it changes.")] = None,
     nccl: Annotated[bool | None, typer.Option("--nccl/--no-nccl", help="With keys: let tenants' GPUs send rows by NCCL, which neither encrypts nor authenticates them. Without keys they always may.")] = None,
@@ -106,7 +106,7 @@ def executor(
 
 @app.command(cls=InLines)
 def serve(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Else --config must say it.", show_default=False)] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
     executor: Annotated[str | None, typer.Option(metavar="URL", help="The executor that holds MODEL. Default: one is started, which trainers may use, too.")] = None,
     adapters: Annotated[list[str] | None, typer.Option(metavar="DIR | NAME=PATH", help="A folder of adapters, each in a folder of its name, or one adapter. Repeatable.")] = None,
     host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = None,
@@ -119,9 +119,9 @@ def serve(
     adapter_memory: Annotated[int | None, typer.Option(help="Bytes of the host's memory for adapters. Default: a quarter of what is free.")] = None,
     max_rank: Annotated[int | None, typer.Option(help="Largest rank of an adapter. Default: 256.")] = None,
     policy: Annotated[str | None, typer.Option(help="fcfs (default), abort (what can no longer begin in time gives way) or vtc (fair shares for API keys).")] = None,
-    first_token_s: Annotated[float | None, typer.Option(help="Of policy abort: the seconds within which a first token must come. Default: 6.")] = None,
+    first_token_s: Annotated[float | None, typer.Option(help="With --policy abort, the seconds within which a first token must come. Default: 6.")] = None,
     prefill_tokens: Annotated[int | None, typer.Option(help="Most tokens of prompts in one step. Default: 512.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of the executor that is started. Default: that of the checkpoint.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="dtype of the executor that is started. Default: that of the checkpoint.")] = None,
     drain_s: Annotated[float | None, typer.Option(help="On SIGTERM or ctrl-C, the longest wait for what is under way; a second one ends at once. Default: 30.")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Largest body of a request. Default: 16 MiB.")] = None,
     max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent. Default: 1 GiB.")] = None,
@@ -209,7 +209,7 @@ def bench(
 
 @app.command(cls=InLines)
 def keygen(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Of the executor or tenant that the keys are for.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the executor or tenant that the keys are for.")],
     folder: Annotated[Path, typer.Option("--output", "-o", help="Folder to put them in.")] = Path(),
     expires: Annotated[
         str | None,
@@ -245,7 +245,7 @@ def pads(
 
 
 class LevelName(StrEnum):
-    """What `symbiosis audit` takes: the levels of privacy, and none."""
+    """The levels of privacy that `symbiosis audit` attacks, and none."""
 
     NONE = "none"
     NOISE = "noise"
