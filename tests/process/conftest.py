@@ -1,6 +1,6 @@
 """Fixtures of tests that start processes, or look at what executors see."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +8,22 @@ import pytest
 from torch import nn
 
 import symbiosis
+from symbiosis.client.session import Session
 from symbiosis.tools.make_pads import make
+from tests.conftest import tiny_llama
 from tests.private import TOKENS
+
+
+@pytest.fixture
+def executor(url: str, serve: Callable) -> symbiosis.Executor:
+    return serve(tiny_llama(), listen=[url], policy="immediate")
+
+
+@pytest.fixture
+def session(executor: symbiosis.Executor) -> Iterator[Session]:
+    session = Session(executor.endpoint)
+    yield session
+    session.close()
 
 
 @pytest.fixture
