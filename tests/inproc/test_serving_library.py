@@ -131,6 +131,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "change",
+    [config(lora_alpha=1e6), tensors(lambda t: t.update({Q + "lora_B.weight": torch.full((64, 4), 3e38)}))],
+    ids=["scaled", "large"],
+)
+def test_values_that_are_not_finite_once_scaled(change: Callable[[Path], None], folder: Path) -> None:
+    served = make_ready(llama().to(torch.float16), MEMORY)
+    change(folder)
+    tensors(
+        lambda t: t.update(
+            {Q + "lora_A.weight": torch.full((4, 64), 1.0), Q + "lora_B.weight": t[Q + "lora_B.weight"] + 1}
+        )
+    )(folder)
+    with pytest.raises(AdapterError, match="infinite or not numbers: scaled, they are beyond what torch.float16 holds"):
+        Library(served).add("mine", folder)
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_what_is_wrong_is_said_when_it_is_loaded(name: str, served: Served, folder: Path) -> None:
     damage, message = DAMAGES[name]

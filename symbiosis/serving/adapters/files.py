@@ -1,6 +1,7 @@
 """An adapter's files, as PEFT saves them. What is read is data only: nothing in them is ever run."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,10 @@ class AdapterWeights:
 def read_folder(folder: Path) -> AdapterWeights:
     """An adapter that PEFT's `save_pretrained` wrote."""
     if not folder.is_dir():
-        raise AdapterError(f"{folder} is not a folder: an adapter is what PEFT's save_pretrained writes")
+        raise AdapterError(f"{folder.name!r} is not a folder: an adapter is what PEFT's save_pretrained writes")
     config = _bytes(folder, CONFIG, MOST_CONFIG_BYTES)
     if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
-        raise AdapterError(f"{folder} has {PICKLE}, a pickle, which could run anything: {HOW_TO_CONVERT}")
+        raise AdapterError(f"{folder.name!r} has {PICKLE}, a pickle, which could run anything: {HOW_TO_CONVERT}")
     return AdapterWeights.parse(config, _bytes(folder, TENSORS, MOST_TENSOR_BYTES))
 
 
@@ -53,12 +54,18 @@ def state_of(folder: Path) -> tuple[int, ...] | None:
 def _bytes(folder: Path, name: str, most: int) -> bytes:
     file = folder / name
     if not file.is_file():
-        raise AdapterError(f"{folder} has no {name}: an adapter is what PEFT's save_pretrained writes")
+        raise AdapterError(f"{folder.name!r} has no {name}: an adapter is what PEFT's save_pretrained writes")
     if not file.resolve().is_relative_to(folder.resolve()):
-        raise AdapterError(f"{file} is a link to a file outside of its folder: put the file itself there")
+        raise AdapterError(f"{file.name} is a link to a file outside of its folder: put the file itself there")
     if file.stat().st_size > most:
         raise AdapterError(f"{name} has more than {most} bytes, which is more than an adapter's may have")
     return file.read_bytes()
+
+
+def check_finite(values: Iterable[tuple[str, Tensor]], why: str) -> None:
+    for name, tensor in values:
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise AdapterError(f"{shown(name)} has values that are infinite or not numbers: {why}")
 
 
 def _config(data: bytes) -> dict[str, Any]:
@@ -78,7 +85,5 @@ def _tensors(data: bytes) -> dict[str, Tensor]:
         raise AdapterError(f"{TENSORS} cannot be read ({shown(str(error))}): was it cut off? Copy it again") from None
     if not tensors:
         raise AdapterError(f"{TENSORS} holds no tensors: gather the adapter's weights before they are saved")
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise AdapterError(f"{shown(name)} has values that are infinite or not numbers: its training has diverged")
+    check_finite(tensors.items(), "its training has diverged")
     return tensors

@@ -149,6 +149,8 @@ class Library:
                 return self._loader.load(name, weights, version)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
+        except OSError as error:
+            raise AdapterError(f"adapter {name!r}: its files cannot be read: {error.strerror}") from None
 
     def _keep(self, new: Found) -> LoadedAdapter:
         name = new.adapter.name

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.adapters.files import AdapterWeights
+from symbiosis.serving.adapters.files import AdapterWeights, check_finite
 from symbiosis.serving.adapters.kinds import Base, LoadedAdapter, NotFused, Part, fused_parts
 from symbiosis.serving.adapters.layers import Skeleton, peft_layers
 from symbiosis.serving.adapters.patterns import check_numbers, check_patterns
@@ -49,6 +49,10 @@ class Loader:
             except NotFused:
                 layers = peft_layers(weights, self.base, self.skeleton)
         self._check_places([*parts, *layers])
+        scaled = [(name, t) for name, part in parts.items() for t in part.tensors]
+        scaled += [("prompt_embeddings", t) for pair in prefix for t in pair]
+        scaled += [] if prompt is None else [("prompt_embeddings", prompt)]
+        check_finite(scaled, f"scaled, they are beyond what {self.base.dtype} holds")
         self._check_room(parts)
         virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
         ranks = [len(part.down) for part in parts.values() if part.down is not None]

@@ -19,9 +19,9 @@ from symbiosis.serving.http import metrics, page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.front import Front
+from symbiosis.serving.http.incoming.uploads import received
 from symbiosis.serving.http.link.messages import AdapterInfo
 from symbiosis.serving.http.replies import Reply, Stream
-from symbiosis.serving.http.uploads import received
 
 Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
@@ -65,7 +65,7 @@ def make_app(front: Front) -> ASGIApp:
         route("/figures", figures),
         route("/", shown_page),
     ]
-    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path}
+    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
     return _counted(Starlette(routes=routes, exception_handlers=handlers), front)
 
 
@@ -85,6 +85,10 @@ def _counted(app: ASGIApp, front: Front) -> ASGIApp:
 
 def _answered(request: Request, error: ApiError) -> Response:
     return error.response()
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more").response()
 
 
 def _unknown_path(request: Request, error: HTTPException) -> Response:
@@ -239,7 +243,10 @@ def _within(front: Front, path: str) -> Path:
     if front.options.adapters is None:
         raise wrong(f"the server was started without a folder of --adapters to load from: {SEND_IT}", "lora_path")
     folder = Path(front.options.adapters).resolve()
-    found = (folder / path).resolve()
+    try:
+        found = (folder / path).resolve()
+    except (OSError, ValueError):  # such as a zero in its name
+        found = folder
     if not found.is_relative_to(folder) or found == folder:
         raise wrong(f"{path[:200]!r} does not lie in the folder of --adapters: {SEND_IT}", "lora_path")
     return found

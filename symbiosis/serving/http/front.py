@@ -7,13 +7,13 @@ from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
 from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.detokenize import Text, chat_tokens, prompt_tokens
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.generation import Generation
+from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.keys import Keys, Tenant
 from symbiosis.serving.http.link.http_side import Remote
 from symbiosis.serving.http.link.messages import FrontOptions
@@ -23,7 +23,6 @@ from symbiosis.serving.request import Request, Sampling
 Made = TypeVar("Made")
 LONG_TEXT = 20_000  # characters: tokens of more are made in a thread, so that nobody waits for them
 ROLES = ("system", "developer", "user", "assistant", "tool")
-BODY_S = 60.0  # the longest time between two pieces of a body
 
 
 class Front:
@@ -32,6 +31,7 @@ class Front:
     def __init__(self, remote: Remote, tokenizer: Any, options: FrontOptions) -> None:
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
         self.keys = Keys(Path(options.api_keys) if options.api_keys else None)
+        self.bodies = Bodies()
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
 
@@ -55,30 +55,7 @@ class Front:
 
     async def body(self, request: HttpRequest) -> bytes:
         """All of it, if it is not too large and comes in time."""
-        pieces = bytearray()
-        await self.pieces(request, self.options.max_body_bytes, pieces.extend)
-        return bytes(pieces)
-
-    async def pieces(self, request: HttpRequest, most: int, take: Callable[[bytes], object]) -> None:
-        length = request.headers.get("content-length", "0")
-        received = 0
-        if length.isdecimal() and int(length) > most:
-            raise _too_large(most)
-        stream = request.stream()
-        try:
-            while True:
-                async with asyncio.timeout(BODY_S):
-                    piece = await anext(stream, None)
-                if piece is None:
-                    return
-                received += len(piece)
-                if received > most:
-                    raise _too_large(most)
-                take(piece)
-        except TimeoutError:
-            raise ApiError(408, f"nothing of the body came for {BODY_S:g} s") from None
-        except ClientDisconnect:
-            raise ApiError(400, "the body broke off") from None
+        return await self.bodies.read(request, self.options.max_body_bytes)
 
     def adapter(self, model: str) -> str | None:
         """What the engine calls it: None is the base."""
@@ -176,7 +153,3 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(part, str) for part in parts):
         raise wrong("messages may have parts of the type text only: this server reads no images or sound", "messages")
     return {**message, "content": "\n".join(map(str, parts))}
-
-
-def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {most} bytes")

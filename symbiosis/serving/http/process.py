@@ -32,9 +32,14 @@ class Protocol(HttpToolsProtocol):
         super().connection_made(transport)
         self.loop.call_later(HEAD_S, self._close_if_silent)
 
-    def _close_if_silent(self) -> None:
-        if self.cycle is None and not self.transport.is_closing():
+    def _close_if_silent(self, before: Any = None) -> None:
+        """`before` is what was answered last when one looked last: if it still is, no head has come since."""
+        if self.transport.is_closing():
+            return
+        if self.cycle is None or (self.cycle is before and before.response_complete):
             self.transport.close()
+        else:
+            self.loop.call_later(HEAD_S, self._close_if_silent, self.cycle)
 
 
 async def serve(listener: socket.socket, link: socket.socket, options: FrontOptions) -> None:

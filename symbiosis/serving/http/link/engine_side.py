@@ -1,6 +1,7 @@
 """The engine's end of the link to the process that speaks HTTP. Whatever that process does, the engine never waits for it."""
 
 import logging
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -37,6 +38,7 @@ from symbiosis.serving.request import Output, Request
 
 logger = logging.getLogger("symbiosis")
 
+PATH = re.compile(r"(?<![\w./])(?:local://)?/(?!v1/)[^\s'\",;()]+")
 MOST_UNREAD = 500_000  # outputs
 
 
@@ -139,7 +141,7 @@ class Link:
             self._open.pop(request.id, None)
             message, status = _said(error)
             if isinstance(error, AdapterError) and not isinstance(error, UnknownAdapter):
-                logger.warning("%s", message)
+                logger.warning("%s", error)
                 status = HTTPStatus.INTERNAL_SERVER_ERROR  # what lies in the server's folder is not the client's fault
             self._unsent.put(Refused(request.id, message, status))
 
@@ -149,6 +151,8 @@ class Link:
             self._open[output.request] -= 1
             if not self._open[output.request]:
                 del self._open[output.request]
+        if output.error is not None:
+            output = msgspec.structs.replace(output, error=without_paths(output.error))
         self._unsent.put(output)
         if self._unsent.qsize() > MOST_UNREAD:  # the other process does not read any more
             with suppress(OSError):
@@ -220,9 +224,20 @@ def _info(adapter: Any) -> AdapterInfo:
     return AdapterInfo(**{name: getattr(adapter, name) for name in AdapterInfo.__struct_fields__})
 
 
+def without_paths(text: str) -> str:
+    """A message for people who are not to know where things lie on this host.
+
+    >>> without_paths("no executor at local:///run/user/0/executor.sock any more: see GET /v1/models")
+    'no executor at ... any more: see GET /v1/models'
+    """
+    return PATH.sub("...", text)
+
+
 def _said(error: Exception) -> tuple[str, int]:
     """What a client is told of it, and the status of HTTP."""
     if isinstance(error, SymbiosisError):
-        return str(error), HTTPStatus.NOT_FOUND if type(error).__name__ == "UnknownAdapter" else HTTPStatus.BAD_REQUEST
+        return without_paths(str(error)), HTTPStatus.NOT_FOUND if type(
+            error
+        ).__name__ == "UnknownAdapter" else HTTPStatus.BAD_REQUEST
     logger.error("a request failed", exc_info=error)
     return f"the server failed: {type(error).__name__}. Its log says more", HTTPStatus.INTERNAL_SERVER_ERROR

@@ -18,7 +18,7 @@ async def received(front: Front, request: Request, folder: Path) -> None:
     """`folder` gets the two files of an adapter; what is in them is checked when it is loaded."""
     weights = folder / "adapter_model.safetensors"
     with weights.open("wb") as file:
-        await front.pieces(request, front.options.max_adapter_bytes, file.write)
+        await front.bodies.pieces(request, front.options.max_adapter_bytes, file.write)
     (folder / "adapter_config.json").write_text(await asyncio.to_thread(_config, weights))
 
 

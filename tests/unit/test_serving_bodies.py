@@ -1,0 +1,71 @@
+"""Bodies that come slowly, in part or not at all: each has its time, and too many of them cost the slowest."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.incoming.bodies import Bodies
+
+
+def request(*pieces: bytes, every_s: float = 0.0, ends: bool = True) -> Request:
+    left = list(pieces)
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(every_s if left or ends else 3600)
+        piece = left.pop(0) if left else b""
+        return {"type": "http.request", "body": piece, "more_body": bool(left) or not ends}
+
+    return Request({"type": "http", "headers": []}, receive)
+
+
+def run(test: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
+def test_a_body_in_pieces() -> None:
+    async def test() -> None:
+        assert await Bodies().read(request(b"ab", b"", b"c"), 3) == b"abc"
+        with pytest.raises(ApiError, match="larger than 2 bytes"):
+            await Bodies().read(request(b"ab", b"c"), 2)
+
+    run(test)
+
+
+def test_who_sends_a_byte_now_and_then_is_not_waited_for() -> None:
+    async def test() -> None:
+        with pytest.raises(ApiError, match=r"did not come in time: \d+ bytes") as error:
+            await Bodies(longest_s=0.3).read(request(*[b"x"] * 10_000, every_s=0.02), 1 << 20)
+        assert error.value.status == 408
+
+    run(test)
+
+
+def test_bytes_that_come_have_time() -> None:
+    async def test() -> None:
+        slow = request(*[b"x" * (1 << 13)] * 8, every_s=0.1)
+        assert len(await Bodies(longest_s=0.3).read(slow, 1 << 20)) == 1 << 16
+
+    run(test)
+
+
+@pytest.mark.parametrize("bounds", [{"most": 3}, {"most_bytes": 12}])
+def test_too_many_cost_the_slowest(bounds: dict[str, int]) -> None:
+    async def test() -> None:
+        bodies = Bodies(**bounds)
+        slow = []
+        for _ in range(3):
+            slow.append(asyncio.create_task(bodies.read(request(b"abc", ends=False), 100)))
+            await asyncio.sleep(0.01)
+        assert not any(task.done() for task in slow)
+        assert await bodies.read(request(b"quick"), 100) == b"quick"
+        with pytest.raises(ApiError, match="3 bytes of it"):
+            await slow[0]
+        assert not slow[1].done() and not slow[2].done()
+        for task in slow[1:]:
+            task.cancel()
+
+    run(test)
