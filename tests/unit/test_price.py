@@ -1,5 +1,6 @@
 """What a call costs is known before it is computed; the work of any is done in turns, and what tenants hold is bounded."""
 
+from functools import cache
 from math import prod
 
 import pytest
@@ -109,6 +110,12 @@ def payload_of(call: Call) -> tuple[Tensor, ...]:
     return x, ends.to(torch.int32)
 
 
+@cache
+def engine_of_the_store() -> Engine:
+    """One for all: an engine measures formulas when it is made."""
+    return Engine(STORE, lambda *_: None, lambda *_: None)
+
+
 def computed(call: Call, cuts: list[float]) -> Tensor:
     """What the engine makes of it in turns, which end at these parts of all cells."""
     plan, payload = make_plan(call, STORE, OPTIONS), payload_of(call)
@@ -116,7 +123,7 @@ def computed(call: Call, cuts: list[float]) -> Tensor:
     peer = InprocPeer()
     work = HostCall(peer, 1, call, payload, out, plan, must_be_finite(call, payload, OPTIONS))
     item = Item(1, plan.key, plan.rows, 0, 0.0, work)
-    engine = Engine(STORE, lambda *_: None, lambda *_: None)
+    engine = engine_of_the_store()
     ends = sorted({max(1, int(cut * plan.cells)) for cut in cuts} | {plan.cells})
     with torch.no_grad():
         for first, last in zip([0, *ends], ends, strict=False):

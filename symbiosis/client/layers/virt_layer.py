@@ -155,7 +155,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
         number, priority = handle.session.number, int(priority_of(x, layer.training and torch.is_grad_enabled()))
         y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority, False)
     else:
-        y = _with_others(layer, given, x, handle.session, Member(handle.index, width, added))
+        y = _grouped_product(layer, given, x, handle.session, Member(handle.index, width, added))
     return add_rest(y, bias, handle.bias if added else None) if left else y
 
 
@@ -179,7 +179,7 @@ def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width
             own = session, handle.index, Op.FORWARD, width, False, priority_of(x, training), True
             y = _tracked_product(x, own, None)
         else:
-            y = _with_others(layer, x, x, session, Member(handle.index, width, False))
+            y = _grouped_product(layer, x, x, session, Member(handle.index, width, False))
     return y if bias is None else add_rest(y, bias, None)
 
 
@@ -197,7 +197,7 @@ def _refuse_other_rows(x: Any, weight: RemoteWeight) -> None:
         )
 
 
-def _with_others(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
+def _grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
     """The product of `x`, from a group's earlier call if it was made there. `given` is the layer's input, before any cast."""
     refuse_transforms(x)
     groups = session.groups
