@@ -72,7 +72,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(f"operator is a name of at most {LONGEST_NAME} printable characters")
         check_dtype(self.dtype)
         if not set(self.integers) <= {8, 16}:
-            raise ConfigError(f"integers is how many bits quantised weights have, 8 or 16, not {self.integers}")
+            raise ConfigError(f"integers must be 8 or 16, the bits of quantised weights, not {self.integers}")
         self._check_together()
         self.check_device(self.on_gpu)
 

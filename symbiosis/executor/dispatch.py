@@ -263,7 +263,7 @@ class Dispatch:
     def forget(self, peer: GpuPeer, prepared: Sequence[Prepared]) -> None:
         self.cohort.disband()
         if peer.session.in_flight:
-            raise CallError(Code.BAD_FRAME, "calls are forgotten when all are answered")
+            raise CallError(Code.BAD_FRAME, "calls can be forgotten only when all are answered: wait for the replies")
         self.gpu.forget([work for work in prepared if isinstance(work, (DeviceCall, Round))])
 
     def on_doorbell(self, prepared: Prepared) -> bool:

@@ -111,7 +111,7 @@ def _check_model(model: Any, options: Options) -> None:
         if said and getattr(options, name) not in _own(model, name):
             raise ConfigError(
                 f"{name}={getattr(options, name)!r} is for models that the executor loads, and this one is {' and '.join(_own(model, name))}: "
-                f"use model.to(...) before"
+                f"call model.to(...) first"
             )
 
 

@@ -298,7 +298,7 @@ COMMANDS: dict[str, str] = {
     "executor --workers 0 demo": "workers must be positive, not 0",
     "executor --train-share 2 demo": "train-share is a fraction of the time, above 0 and at most 1, not 2.0",
     "executor --heartbeat-s nan demo": "heartbeat-s",
-    "executor --integers 9 demo": "integers is how many bits quantised weights have, 8 or 16, not (9,)",
+    "executor --integers 9 demo": "integers must be 8 or 16, the bits of quantised weights, not (9,)",
     "executor --metrics-port 99999 demo": "metrics-port must be a port from 0 to 65535",
     "executor --metrics-port 1 --metrics-host nowhere.invalid demo": "cannot serve metrics at nowhere.invalid:1",
     "executor --key /typo demo": "key and tenants go together",

@@ -31,7 +31,7 @@ def check_call(call: Call, store: Store, options: Options) -> tuple[int, ...]:
     shape = shape_of_reply(call, store.manifest)
     if len(shape) > MAX_DIM:
         raise CallError(
-            Code.BAD_SHAPE, f"the reply {shape} has more than {MAX_DIM} dimensions: ask for a view of fewer"
+            Code.BAD_SHAPE, f"the reply {shape} has more than {MAX_DIM} dimensions: ask for a view of fewer dimensions"
         )
     if prod(shape) * ITEMSIZE[call.dtype] > options.max_call_bytes:
         raise CallError(Code.TOO_LARGE, f"the reply {shape} exceeds {options.max_call_bytes} bytes: send fewer rows")
@@ -89,7 +89,7 @@ def _check_view(call: Call, view: View, layer: Layer, options: Options) -> None:
     """Bound a view's size. An element that a view repeats is many elements to a product and to a reply. So a view that repeats elements
     may not be larger than the tensor, except for a product with a stack of one matrix, as `expand` makes it."""
     if prod(view.size) > max(prod(layer.shape), options.max_call_bytes):
-        raise CallError(Code.BAD_VIEW, f"{layer.name}: a view of shape {view.size} exceeds what any call may be")
+        raise CallError(Code.BAD_VIEW, f"{layer.name}: a view of shape {view.size} exceeds the size that any call may have")
     stacked = call.op is not Op.READ and len(view.size) == 3 and view.stride[0] == 0
     larger = prod(view.size[stacked:]) > prod(layer.shape)
     if larger and not _are_distinct(view.size[stacked:], view.stride[stacked:]):
@@ -117,8 +117,8 @@ def _check_integers(call: Call, layer: Layer, store: Store) -> None:
     if call.bias or not store.offers(call.layer, bits):
         raise CallError(
             Code.BAD_DTYPE,
-            f"{layer.name}: this executor does not multiply {call.dtype} by it. For linear layers, without bias, it "
-            f"would: start it with --integers {bits}",
+            f"{layer.name}: this executor does not multiply {call.dtype} rows by it: start it with --integers {bits}, "
+            "and ask for linear layers, without bias",
         )
 
 

@@ -155,7 +155,9 @@ class TcpListener:
         try:
             tenant = self._admitted(peer, frames[0])
             if len(frames) >= MOST_FRAMES:
-                raise ProtocolError(Code.BAD_FRAME, f"a message of {MOST_FRAMES} frames or more is not one of ours")
+                raise ProtocolError(
+                    Code.BAD_FRAME, f"a message of {MOST_FRAMES} frames or more is not a Symbiosis message"
+                )
             if frames[0].buffer[:4] == MAGIC_CALL:
                 self._call(peer, frames, room)
             else:
