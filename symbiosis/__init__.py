@@ -68,5 +68,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """What completion shows, before anything has been used."""
+    """Return the names for completion, before anything has been imported."""
     return sorted({*globals(), *__all__})

@@ -33,7 +33,7 @@ logger = logging.getLogger("symbiosis.mps")
 
 
 class State(Enum):
-    """What there is in a directory of pipes."""
+    """The state of a directory of pipes."""
 
     ABSENT = "no daemon"
     SILENT = "a daemon that does not answer"
@@ -168,7 +168,7 @@ def alone(pipes: Path) -> bool:
 
 
 def daemon_pid(pipes: Path) -> str:
-    """What tells one daemon from another at the same place."""
+    """Return the daemon's process id, which tells one daemon from another at the same place."""
     try:
         return (pipes / f"{CONTROL}.pid").read_text().strip()
     except OSError:
@@ -176,7 +176,7 @@ def daemon_pid(pipes: Path) -> str:
 
 
 def how_to_join(pipes: Path) -> str:
-    """What clients need: CUDA reads the variable when a process initialises it, and never again."""
+    """Return what to tell clients. CUDA reads the variable when a process initialises it, and never again."""
     if pipes == DEFAULT_PIPES:
         return f"CUDA MPS is in {pipes}: clients on this host need no variable"
     return f"CUDA MPS is in {pipes}: on this host start clients that use CUDA with {PIPES}={pipes}"

@@ -1,4 +1,4 @@
-"""What users pass, checked where it comes in: an error names the argument, says what it was, and what to write."""
+"""Checks the arguments that users pass. An error names the argument, says what it was, and what to write."""
 
 import math
 from collections.abc import Sequence
@@ -88,7 +88,7 @@ def priority(value: Any) -> Priority | None:
 
 
 def dtype(value: Any) -> torch.dtype | None:
-    """Of floats, by torch's name for it; None where the executor's is wanted."""
+    """Return a floating-point dtype, which may be given by torch's name for it, or None for the executor's."""
     if value is None or value == "auto":
         return None
     named = value.removeprefix("torch.") if isinstance(value, str) else str(value).removeprefix("torch.")

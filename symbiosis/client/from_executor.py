@@ -122,7 +122,8 @@ def _no_more_than(modules: int) -> Iterator[None]:
 
 
 def _must_fit(model: nn.Module, welcome: Welcome, where: str) -> None:
-    """Before there is memory for anything: what the executor holds has these shapes, and this host has room for the client's own."""
+    """Raise, before anything is allocated, unless the executor's tensors have the model's shapes and this host has room for the
+    client's own."""
     held = {layer.name: layer for layer in welcome.manifest}
     own: dict[str, int] = {}
     missing = set(held)
@@ -226,6 +227,6 @@ def _put(module: nn.Module, name: str, number: int, own: _Own, filled: dict[int,
 
 
 def _compute_buffers(model: nn.Module, module: nn.Module) -> None:
-    """What the model's own initialisation puts into this module's buffers; its parameters are filled afterwards."""
+    """Fill this module's buffers by the model's own initialisation. Its parameters are filled afterwards."""
     with torch.no_grad():
         model._init_weights(module)  # type: ignore[operator]

@@ -50,7 +50,8 @@ def values_later() -> Iterator[None]:
 
 
 def say_what_is_left_out(root: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """To whoever asks for the base model's: who saves an adapter asks for more, and keeps nothing of the base. A loader wants names."""
+    """Warn a program that asks for the base model's state dict if it lacks remote weights. PEFT asks with a prefix, to save an adapter,
+    and loaders want names only."""
     if prefix or sys._getframe(2).f_globals.get("__name__") == LOADER:  # who called `state_dict`, which calls this
         return
     left_out = [weight for weight in remote_weights(root) if weight.handle.private is None and not may_read(weight)]
@@ -63,7 +64,7 @@ def say_what_is_left_out(root: nn.Module, state: dict[str, Any], prefix: str, me
 
 
 def put_in_remote(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded, put the remote weights into it that it holds as plain values: loading them changes nothing. Values
+    """Before a state dict is loaded, replace plain values that equal remote weights by these, so that loading changes nothing. Values
     that differ from the executor's stay, and count as a write."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, RemoteWeight) and _is_served(state.get(prefix + name), parameter.handle):

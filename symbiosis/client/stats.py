@@ -1,4 +1,4 @@
-"""What one client has seen of its executor."""
+"""A client's own measurements of its executor."""
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -8,7 +8,7 @@ from symbiosis.protocol import Call, Reply
 
 @dataclass
 class Stats:
-    """What one client has seen of its executor. Waits and computing are the executor's, the round trip is the client's."""
+    """A client's own measurements. The executor reports waits and computing, the client measures the round trip."""
 
     calls: int = 0
     rows: int = 0
@@ -39,7 +39,7 @@ class Stats:
         self.batched_calls += reply.batch
 
     def enqueue(self, call: Call) -> None:
-        """Of a call that a GPU makes no more is known than that."""
+        """Count a call that a GPU makes, of which no more is known."""
         rows, nbytes, op = _figures(call)
         self.calls += 1
         self.rows += rows
@@ -59,7 +59,7 @@ class Stats:
         return replace(self, by_op=dict(self.by_op))
 
     def taken_back(self, old: "Stats") -> "Stats":
-        """What was counted since `old`; it is not counted any more."""
+        """Return what was counted since `old`, and take it off."""
         made = replace(
             self, **{name: getattr(self, name) - value for name, value in vars(old).items() if name != "by_op"}
         )

@@ -89,7 +89,7 @@ def _config_class(model_type: object, where: str) -> type[PreTrainedConfig]:
 
 
 class _Taken:
-    """What is taken of a told configuration; and the names of what is not."""
+    """Takes values from an executor's configuration, and collects the names of those left out."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -166,7 +166,7 @@ def _is_plain(config_class: type[PreTrainedConfig], name: str, value: object) ->
 
 
 def _field_names(config_class: type[PreTrainedConfig]) -> set[str]:
-    """What the class has values for: its fields, and what it makes of them."""
+    """Return the names that a configuration of this class has values for: its fields, and those that it derives."""
     declared = (
         {field.name for field in dataclasses.fields(config_class)} if dataclasses.is_dataclass(config_class) else set()
     )

@@ -75,7 +75,7 @@ def _put_first(callback: TrainerCallback) -> None:
 
 
 def figures_per_step(before: Stats, now: Stats, steps: int) -> dict[str, float]:
-    """What happened between two moments of one client, for each of `steps` steps."""
+    """Return a client's figures between two moments, for each of `steps` steps."""
     calls = now.calls - before.calls
     return {
         "executor_calls": calls / steps,

@@ -47,7 +47,7 @@ def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) 
 
 
 def _names(model: nn.Module) -> dict[RemoteWeight, str]:
-    """Those of the remote weights in this model, which the executor may call otherwise."""
+    """Return the names of the remote weights in this model. The executor's names may differ."""
     found: dict[RemoteWeight, str] = {}
     for _, name, module in modules_in_base(base_model(model)):
         for leaf, parameter in module._parameters.items():

@@ -1,4 +1,4 @@
-"""What `wrap` warns of: what is no error, as it may be meant."""
+"""The warnings of `wrap`, about things that are no errors because they may be intended."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ DECIDES = ("*rope_*", "*norm*", "*_eps", "*epsilon*", "*_act", "*activation*", "
 
 
 def warn_of_differences(model: nn.Module, session: Session, report: WrapReport) -> None:
-    """What is no error, as it may be meant, but gives other results than the executor's model."""
+    """Warn of differences that may be intended, but give other results than the executor's model."""
     shapes = [f"{name}: {reason}" for name, reason in report.kept.items() if reason.startswith(OTHER_SHAPE)]
     if shapes:
         logger.warning(
@@ -86,7 +86,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _settings(config: dict[str, Any], path: str = "") -> dict[str, Any]:
-    """What decides results, by its name; that of a part by the part's and its own."""
+    """Return the settings that decide results, by name; those of a part as `part.name`."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, dict):

@@ -77,13 +77,13 @@ class Lane:
 
 
 class Mine(threading.local):
-    """What the thread that asks has."""
+    """The lane of the thread that asks."""
 
     lane: Lane | None = None
 
 
 class Lanes:
-    """Those of one session."""
+    """The lanes of one session."""
 
     def __init__(self) -> None:
         self.mine = Mine()
@@ -92,7 +92,7 @@ class Lanes:
         self._not_before = 0.0
 
     def __len__(self) -> int:
-        """Of open ones."""
+        """Return how many are open."""
         return sum(not lane.closed for lane in self._lanes)
 
     def open(self, join: Callable[[], transport.Connection], may: Callable[[], bool]) -> Lane | None:

@@ -14,7 +14,7 @@ from symbiosis.transport.base import Connection
 
 
 class Living(Protocol):
-    """What is asked of a session here."""
+    """What this module needs of a session."""
 
     number: int
 
@@ -37,12 +37,12 @@ def register(session: Living) -> int:
 
 
 def sessions() -> list[Any]:
-    """Those of this process."""
+    """Return the sessions of this process."""
     return list(_sessions.values())
 
 
 def session_of(number: int) -> Any:
-    """For compiled graphs, which have its number only."""
+    """Return the session of this number, for compiled graphs, which have no more than that."""
     session = _sessions.get(number)
     if session is None:
         raise RemoteWeightError(

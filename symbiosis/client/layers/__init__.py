@@ -1,1 +1,1 @@
-"""What stands in the place of frozen layers, and which layers those are."""
+"""The proxies of frozen layers, and the choice of layers that get one."""

@@ -1,4 +1,4 @@
-"""Who adds a layer's bias: the executor, inside the product, where the sum rounds once as in the unsplit layer; or the client.
+"""Decides who adds a layer's bias: the executor, inside the product, where the sum rounds once as in the unsplit layer, or the client.
 
 The executor can only add the base's bias. The client's may change at any time, and torch does not report every change: fused
 optimizers, `.data`, numpy and DLPack raise no version. So each call compares the client's values with those that the executor adds.

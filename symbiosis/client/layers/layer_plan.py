@@ -1,4 +1,4 @@
-"""Where a model's parameters sit, and which of them go to the executor.
+"""Finds a model's parameters, and decides which of them go to the executor.
 
 Names decide, as the executor's manifest has them; never what happens to be an `nn.Linear`. That is what keeps an adapter's own
 layers on the client.
@@ -22,7 +22,7 @@ OTHER_SHAPE = "its shape"
 
 @dataclass
 class ParameterSite:
-    """Where one parameter of the client's model sits: a module may be reached by several names."""
+    """The place of one parameter in the client's model. A module may be reached by several names."""
 
     owner: nn.Module
     name: str
@@ -32,7 +32,7 @@ class ParameterSite:
 
 @dataclass
 class WrapReport:
-    """What `wrap` did: how many layers went to the executor, and which candidates stayed, each with the reason."""
+    """The outcome of `wrap`: how many layers went to the executor, and which candidates stayed, each with the reason."""
 
     wrapped: list[str] = field(default_factory=list)
     kept: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class WrapReport:
 def plan_wrap(
     model: nn.Module, manifest: Sequence[Layer], patterns: Sequence[str] | None
 ) -> tuple[list[tuple[list[ParameterSite], int]], WrapReport]:
-    """Which parameters become remote: places of one tensor, and the layer's number."""
+    """Return the parameters that become remote, as the places of each tensor and the layer's number, and the report."""
     served = {layer.name: index for index, layer in enumerate(manifest) if layer.kind != "client"}
     by_tensor: dict[int, list[ParameterSite]] = {}
     for place in places_of(model, served):
@@ -151,8 +151,8 @@ def base_model(model: nn.Module) -> nn.Module:
 
 
 def executors_names(root: nn.Module, served: Collection[str]) -> Callable[[str], str]:
-    """What the executor calls a layer of this model. They differ where a task's class calls its base otherwise than the bare base or
-    another task's does (`bert.encoder`, `encoder`): what both call it is found by which of the ways finds most layers."""
+    """Return a function from a layer's name in this model to the executor's name. They differ if the two sides' classes call the base
+    differently (`bert.encoder`, `encoder`). Of the ways to rename, the one that finds most layers is taken."""
     prefix = getattr(root, "base_model_prefix", "")
     names = {name for _, name, _ in modules_in_base(root)}
     ways = [

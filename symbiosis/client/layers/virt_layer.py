@@ -128,7 +128,7 @@ def _op(x: Tensor, session: int, layer: int, op: int, width: int, bias: bool, pr
 
 
 def _gradient_of_op(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """As an op again: a compiler traces this in a thread that does not know that it is compiling."""
+    """Return the op's gradient, by the op again: a compiler traces this in a thread that does not know that it is compiling."""
     dx = _gradient_by_op(dy, ctx.session, ctx.layer, ctx.inverse, ctx.width, ctx.stacked)
     return dx, None, None, None, None, None, None, None
 
@@ -275,7 +275,7 @@ class VirtLinear(nn.Linear):
 
     @property
     def qconfig(self) -> Any:
-        """What `torch.ao.quantization` gives every layer that it may replace."""
+        """The attribute that `torch.ao.quantization` gives every layer that it may replace."""
         raise AttributeError("qconfig")
 
     @qconfig.setter

@@ -50,7 +50,7 @@ class Martingale:
 
 
 class Drift:
-    """What the answers of one layer, in one direction, are off by."""
+    """Tracks by how much the answers of one layer, in one direction, are off."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,12 +100,12 @@ class Drift:
 
     @staticmethod
     def _foretold(martingale: Martingale, off_TM: Tensor, by_TM: Tensor, steady: float) -> None:
-        """What may be steady cannot make the sum grow."""
+        """Add rows to a martingale. A steady error of the allowed size cannot make its sum grow."""
         along_T, most_T = (off_TM * by_TM).sum(1), steady * vector_norm(by_TM, dim=1)
         martingale.add(along_T - most_T, (along_T.abs() + most_T).square())
 
     def _new(self, truth_TM: Tensor, eps: float) -> Tensor:
-        """Which rows are unlike all others of this window."""
+        """Return which rows are unlike all others of this window."""
         keys_TM = truth_TM[:, :KEYED].float()
         near = max(ALIKE * eps, 2**-9) * (KEYED / truth_TM.shape[1]) ** 0.5
         new_T = ~(torch.cdist(keys_TM, keys_TM).tril(-1) + torch.ones(len(keys_TM), len(keys_TM)).triu() < near).any(1)

@@ -22,7 +22,7 @@ SMALLEST = 1e-290
 
 
 class Quantum(NamedTuple):
-    """What a client knows of a quantised layer: its units, and the largest norms of a column and of a row of `q`."""
+    """A client's knowledge of a quantised layer: its units, and the largest norms of a column and of a row of `q`."""
 
     unit_N: Tensor
     column: float
@@ -30,7 +30,7 @@ class Quantum(NamedTuple):
 
     @classmethod
     def of(cls, digits_DKN: Tensor, unit_N: Tensor) -> "Quantum":
-        """Of the layer that `quantise` made these of."""
+        """Measure the layer that `quantise` made these digits and units of."""
         inputs = digits_DKN.shape[1]
         columns, rows = [], torch.zeros(inputs, dtype=torch.float64)
         for block_DKN in digits_DKN.split(max(1, BLOCK // inputs), dim=-1):
@@ -64,6 +64,6 @@ def to_integers(x_TK: Tensor, norm: float, dtype: torch.dtype) -> tuple[Tensor, 
 
 
 def to_floats(y_TN: Tensor, step_T1: Tensor, unit_N: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """What integers are worth, in `dtype`."""
+    """Return the values that integers stand for, in `dtype`."""
     worth = y_TN.double() * step_T1
     return (worth if unit_N is None else worth * unit_N).to(dtype)

@@ -41,14 +41,14 @@ class Level(Protocol):
         ...
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
-        """What each member makes of the rows (on the CPU), without its bias."""
+        """Return each member's product with the rows (on the CPU), without its bias."""
         ...
 
     def close(self) -> None: ...
 
 
 class Privacy(Protocol):
-    """What the user says: which level, with which options."""
+    """What users pass as `privacy=`: a level with its options."""
 
     def level(self, proofs: Proofs | None) -> Level: ...
 
@@ -129,7 +129,7 @@ class PrivateSession(Pinned):
         return other
 
     def learn(self, layer: int, weight: Tensor) -> None:
-        """What must be known of a layer before its weight is given away."""
+        """Learn what the level needs of a layer, before `wrap` gives its weight away."""
         outputs_first = self.manifest[layer].kind == "linear"
         rows = (weight if outputs_first else weight.t()).to(torch.promote_types(weight.dtype, torch.float32))
         self._norms[layer] = rows.square().sum(-1).cpu()
@@ -196,7 +196,7 @@ class PrivateSession(Pinned):
         return weight if view is None else weight.as_strided(*view)
 
     def all_stats(self) -> Stats:
-        """With those of the other operators' sessions."""
+        """Return the figures of this session and of the sessions with other operators."""
         total = self.stats.copy()
         for other in self.others:
             total.add(other.stats)
@@ -230,7 +230,8 @@ def asked(
 
 
 def must_be_two_operators(one: Pinned, two: Pinned) -> None:
-    """What is shared among executors protects against either, not against who runs both."""
+    """Raise `WrapError` unless two sessions have different operators: splitting rows does not protect against one who runs both
+    executors."""
     nameless = next((session for session in (one, two) if not _owner(session)), None)
     if nameless is not None:
         raise WrapError(
@@ -245,7 +246,7 @@ def must_be_two_operators(one: Pinned, two: Pinned) -> None:
 
 
 def _owner(session: Pinned) -> str:
-    """As names are compared: nobody is another by capitals and spaces."""
+    """Return the operator's name as it is compared: capitals and spaces at the ends do not count."""
     return session.welcome.operator.strip().casefold()
 
 

@@ -112,7 +112,7 @@ class NoiseLevel:
         return [y_TN - size_T1 * effect_PN[chosen_T] for y_TN, effect_PN in zip(results, effects, strict=True)]
 
     def _choice(self, rows: int) -> Tensor:
-        """Which noise vector each row takes."""
+        """Choose the noise vector of each row."""
         pool, every = self.options.pool, self.options.every
         if not every:
             return keystream(new_key(), (rows, 1), torch.int64)[:, 0].remainder(pool)

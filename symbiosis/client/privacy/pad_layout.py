@@ -1,4 +1,4 @@
-"""What a file of pads looks like.
+"""The layout of a file of pads.
 
 magic, the head's length and checksum | head | rows used, of each stream | effects, checksums | effects, checksums | ...
 """
@@ -20,7 +20,7 @@ _PAGE = 4096
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """What one layer makes of a stream's pads: `width` values for each row, from `start` of the file on; then the checksums."""
+    """One layer's products with a stream's pads: `width` values for each row, from byte `start` of the file on, then the checksums."""
 
     layer: str
     digest: str
@@ -51,7 +51,7 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 def row_checksums(values_TN: Tensor) -> Tensor:
-    """Of a matrix in memory.
+    """Return a checksum of each row of a matrix in memory.
 
     >>> row_checksums(torch.zeros(2, 1, dtype=torch.int32)).tolist() == [zlib.crc32(bytes(4))] * 2
     True
@@ -60,12 +60,12 @@ def row_checksums(values_TN: Tensor) -> Tensor:
 
 
 def opening(head: bytes) -> bytes:
-    """What a file with this head begins with."""
+    """Return the bytes that a file with this head begins with."""
     return HEAD.pack(MAGIC, len(head), zlib.crc32(head))
 
 
 def data_start(contents: Contents) -> int:
-    """Where the effects may begin; starts and the size are numbers of up to 8 bytes in the head."""
+    """Return where the effects may begin. Starts and sizes are numbers of up to 8 bytes in the head."""
     head = len(msgspec.msgpack.encode(contents)) + 9 * sum(len(stream.effects) for stream in contents.streams)
     return _page(HEAD.size + head + 9 + COUNTER.size * len(contents.streams))
 

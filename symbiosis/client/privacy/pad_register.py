@@ -1,4 +1,4 @@
-"""How many pads of each file this user has used on this machine, kept apart from the files.
+"""The register of how many pads of each file this user has used on this machine. It is kept apart from the files.
 
 A copy of a pad file, or one that was restored from a backup, says that fewer of its pads are used than this register does. What
 goes back together with the file (a snapshot of the whole machine), or was never here (a copy on another machine), is not noticed.
@@ -40,7 +40,7 @@ class Counters:
 
 
 def packed(number: int) -> bytes:
-    """As it is written."""
+    """Return a counter as it is written."""
     return COUNTER.pack(number, zlib.crc32(number.to_bytes(8)))
 
 
@@ -60,7 +60,7 @@ def locked(fd: int, path: Path) -> Iterator[None]:
 
 
 def folder() -> Path:
-    """Where the register is: `$XDG_STATE_HOME/symbiosis/pads`, else in `~/.local/state`."""
+    """Return the folder of the register: `$XDG_STATE_HOME/symbiosis/pads`, else in `~/.local/state`."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "symbiosis" / "pads"
 
 

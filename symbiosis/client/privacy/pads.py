@@ -79,7 +79,7 @@ class PadFile:
 
     @staticmethod
     def create(path: Path, contents: Contents) -> None:
-        """With nothing used, and room for the effects; for its owner's eyes only."""
+        """Create a file with no pad used and room for the effects, for its owner's eyes only."""
         head = msgspec.msgpack.encode(contents)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(opening(head) + head)
@@ -99,8 +99,8 @@ class PadFile:
         return fd
 
     def forget_parent(self) -> None:
-        """In a forked child: what is written off is the parent's, so is the lock of its descriptor, and a thread that holds our lock
-        is not here."""
+        """Start anew in a forked child. The pads written off are the parent's, as is the lock of its descriptor, and a thread that held
+        this object's lock does not exist here."""
         self._closing()
         self._fd = -1
         self._lock = threading.Lock()
@@ -122,7 +122,7 @@ class PadFile:
             return first
 
     def _write_off(self, stream: int, rows: int, mine: int, end: int) -> tuple[int, int]:
-        """On the disk, before they are used."""
+        """Mark pads as used on the disk, before they are used."""
         with self._alone() as (counters, known):
             used = counters[stream]
             self._must_not_be_behind(stream, used, max(known[stream], end))
@@ -136,7 +136,7 @@ class PadFile:
 
     @contextmanager
     def _alone(self) -> Iterator[tuple[Counters, Counters]]:
-        """How many pads are used, says the file, and says the register; both for nobody else."""
+        """Lock the file and the register, and yield how many pads each says are used."""
         self._must_be_the_same()
         with locked(self._fd, self.path), registered(self._name, len(self.contents.streams)) as known:
             try:
@@ -149,7 +149,8 @@ class PadFile:
                 ) from None
 
     def _must_be_the_same(self) -> None:
-        """What lies at the path is still what was opened: else its numbers, pads and effects do not belong together."""
+        """Raise unless the file at the path is still the one that was opened: else its counters, pads and effects would not belong
+        together."""
         if self._fd < 0:
             self._fd = self._open()
         opened = os.fstat(self._fd)
@@ -195,7 +196,7 @@ class PadFile:
         return keystream(contents.key, shape, contents.dtype, stream, first)
 
     def effect(self, effect: Effect, first: int, rows: int) -> Tensor:
-        """What the layer makes of these pads, if the disk has kept it."""
+        """Return the layer's product with these pads, or raise if the disk has not kept it."""
         row = effect.width * self.contents.dtype.itemsize
         values = self._part(effect.start + first * row, rows * row, self.contents.dtype).view(rows, effect.width)
         checksums = effect.start + self.contents.tokens * row + first * CHECKSUM.itemsize

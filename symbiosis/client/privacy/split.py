@@ -94,7 +94,7 @@ class SplitLevel(IntegerLevel):
         return [mine - theirs for mine, theirs in zip(first, other, strict=True)]
 
     def _thread(self) -> ThreadPoolExecutor:
-        """For the second half; a forked child needs its own."""
+        """The thread that calls for the second half. A forked child gets its own."""
         pid, pool = self._pool
         if pid != os.getpid():
             pool = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-share")

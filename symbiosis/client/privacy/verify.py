@@ -45,7 +45,8 @@ LOW = 2.0**10  # times the smallest normal number: rows below it are not counted
 
 
 class Proof(NamedTuple):
-    """For one layer and direction: R, and W R, as integers' digits or, in pieces, as it is; and the norms of W and of its columns."""
+    """What tests the answers of one layer in one direction: R, and W R as digits of integers or, in pieces, as floats, and the norms of
+    W and of its columns."""
 
     r: Tensor
     s: Tensor
@@ -58,7 +59,7 @@ class Proof(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of an answer."""
+        """The width of an answer."""
         return self.r.shape[-2]
 
 
@@ -73,7 +74,7 @@ class Compared(NamedTuple):
 
 
 class Proofs:
-    """What a client keeps to test the answers of its executors."""
+    """A client's proofs, by which it tests the answers of its executors."""
 
     def __init__(self) -> None:
         self.checked = 0
@@ -118,7 +119,7 @@ class Proofs:
             raise _wrong(session, op, layer, "wrongly: many answers, taken together, are off by what no rounding makes")
 
     def wrong(self, op: Op, layer: int, x_TK: Tensor, y_TN: Tensor) -> Tensor:
-        """For each row, whether it is not what `op` makes of it."""
+        """Return which rows of an answer are wrong."""
         proof = self._known[layer, op]
         return _differ(proof, x_TK, y_TN) if proof.is_integer else _compare(proof, x_TK, y_TN).wrong_T
 

@@ -32,7 +32,8 @@ def _call(op: Op, weight: RemoteView, x: Tensor, view: View | None, ends: Tensor
 
 
 def _op_by(weight: RemoteView) -> Op:
-    """What `x @ V` is: FORWARD or DGRAD, which other clients' calls can join, if V is the whole weight as it lies or transposed."""
+    """Return the op that computes `x @ V`: FORWARD or DGRAD, which other clients' calls can join, if V is the whole weight or its
+    transpose, else PRODUCT."""
     kind, base = weight.handle.layer.kind, weight.handle.layer.shape
     if kind == "tensor" or weight.dim() != 2:
         return Op.PRODUCT
@@ -121,7 +122,7 @@ def _grouped(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype:
 
 
 def _grouped_backward(x: Any, weight: Any, offs: Any, dy: Any) -> Any:
-    """Of compiled experts: the gradient of the rows, and that of the weight, which nobody wants."""
+    """Return the gradients of compiled experts: that of the rows, and a stand-in for that of the weight, which nobody wants."""
     if not isinstance(weight, RemoteView) or isinstance(x, RemoteView):
         return NotImplemented
     return _grouped(dy, weight.transpose(-2, -1), offs), stand_in(weight)

@@ -63,7 +63,8 @@ class RemoteWeight(RemoteView):
         self.requires_grad_(flag)
 
     def requires_grad_(self, flag: bool = True) -> "RemoteWeight":  # type: ignore[override]
-        """To be trained, a parameter becomes the client's own: this very object, which modules and optimizers know."""
+        """Make the parameter trainable, which makes it the client's own. It stays the same object, which modules and optimizers
+        know."""
         if flag and self.is_whole:  # nn.Parameter(W.t()), as PEFT writes it, asks too, and means nothing by it
             self._refuse_training()
             self._is_to_be_trained = True
@@ -74,7 +75,7 @@ class RemoteWeight(RemoteView):
 
     @property
     def _is_param(self) -> bool:
-        """What `nn.Parameter` sets at last, also on the tensor that it has just asked to require grad."""
+        """The flag that `nn.Parameter` sets last, also on a tensor that it has just asked to require grad."""
         return self._is_a_parameter
 
     @_is_param.setter
@@ -109,18 +110,18 @@ class RemoteWeight(RemoteView):
         return self._read("__dlpack__").__dlpack__(**how)
 
     def data_ptr(self) -> int:
-        """Who compares addresses to find what is tied finds it; nothing lies there."""
+        """Return an address by which tied weights can be found. Nothing lies there."""
         handle, offset = self.handle, int(self.storage_offset()) * self.element_size()
         if handle.private is not None:
             return handle.private.data_ptr() + offset
         return NOWHERE + (handle.session.number << 52) + (handle.index << 38) + offset
 
     def untyped_storage(self) -> Any:
-        """Of a private copy; else torch's own, which tells tensors apart and has no memory."""
+        """Return the storage of a private copy, else torch's own, which tells tensors apart and has no memory."""
         return super().untyped_storage() if self.handle.private is None else self.handle.private.untyped_storage()
 
     def storage(self) -> Any:
-        """What `safetensors` asks for at last, of each tensor that it saves."""
+        """Return the storage of a private copy, or refuse. `safetensors` asks for it last, for each tensor that it saves."""
         if self.handle.private is not None:
             return self.handle.private.storage()
         raise WeightRead(
@@ -259,7 +260,7 @@ def _write(func: Any, written: list[Any], args: Any, kwargs: Any) -> Any:
 
 
 def remote_weights(model: nn.Module) -> Iterator[RemoteWeight]:
-    """Those of a wrapped model; who is tied to another comes as often."""
+    """Yield the remote weights of a wrapped model. A tied one comes as often as it is used."""
     for module in model.modules():
         for parameter in module._parameters.values():
             if isinstance(parameter, RemoteWeight):

@@ -1,4 +1,4 @@
-"""Where a remote tensor lies: a view (size, stride, storage offset) into a tensor that the executor holds.
+"""Handles of remote tensors, and their place: a view (size, stride, storage offset) into a tensor that the executor holds.
 
 So every view of it is another one, and whatever strides a matrix product wants travel with the call.
 """
@@ -200,7 +200,7 @@ def stand_in(weight: Tensor) -> Tensor:
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What `func` would change, lists of tensors (`_foreach_...`) included."""
+    """Return the arguments that `func` would change, lists of tensors (`_foreach_...`) included."""
     written = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -89,7 +89,9 @@ def _check_view(call: Call, view: View, layer: Layer, options: Options) -> None:
     """Bound a view's size. An element that a view repeats is many elements to a product and to a reply. So a view that repeats elements
     may not be larger than the tensor, except for a product with a stack of one matrix, as `expand` makes it."""
     if prod(view.size) > max(prod(layer.shape), options.max_call_bytes):
-        raise CallError(Code.BAD_VIEW, f"{layer.name}: a view of shape {view.size} exceeds the size that any call may have")
+        raise CallError(
+            Code.BAD_VIEW, f"{layer.name}: a view of shape {view.size} exceeds the size that any call may have"
+        )
     stacked = call.op is not Op.READ and len(view.size) == 3 and view.stride[0] == 0
     larger = prod(view.size[stacked:]) > prod(layer.shape)
     if larger and not _are_distinct(view.size[stacked:], view.stride[stacked:]):

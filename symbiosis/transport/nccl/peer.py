@@ -236,16 +236,10 @@ class NcclPeer(TcpPeer):
         known = self._places.get(body)
         call = known.call if known else parse_call_body(body)
         if not call.parts or call.nbytes > self._inbox.limits.max_call_bytes:
-            raise CallError(
-                Code.TOO_LARGE,
-                "rows by NCCL are checked before they are sent: there must be some, and no more than a call may have",
-            )
+            raise CallError(Code.TOO_LARGE, "a call by NCCL has rows, and no more than any call may have")
         admitted = self._inbox.admits(self, BY_NCCL, call)
         if not admitted and call.nbytes > MOST_IN_VAIN:
-            raise CallError(
-                Code.BUSY,
-                "there is no room for this call, which is too large to be received and thrown away: send it again later",
-            )
+            raise CallError(Code.BUSY, "there is no room for a call of this size: send it again later")
         try:
             place = self._place = known or self._new_place(call, body, admitted)
         except torch.OutOfMemoryError:
