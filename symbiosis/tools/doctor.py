@@ -76,7 +76,7 @@ def check_versions() -> Check:
 
 
 def check_threads() -> Check:
-    """How many threads torch takes in each process; the executor and every client have such a pool."""
+    """Check how many threads torch takes in each process: the executor and every client have such a pool."""
     import torch
 
     usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -201,7 +201,7 @@ def check_executor(endpoint: str, wanted: bool) -> Iterator[Check]:
 
 
 def socket_problem(endpoint: str) -> str:
-    """What is wrong with the file of a local:// endpoint, if it is one; "" if nothing is."""
+    """Return what is wrong with the file of a local:// endpoint, or ""."""
     path = socket_path(endpoint)
     if path is None:
         return ""

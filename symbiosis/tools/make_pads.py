@@ -154,7 +154,7 @@ def _measured(streams: list[Stream], model: nn.Module, weights: Weights, trainin
 
 
 def _operand(model: nn.Module, layer: str, weight: Tensor) -> Tensor:
-    """What rows are multiplied by."""
+    """Return the matrix that rows are multiplied by."""
     return weight if isinstance(model.get_submodule(layer), Conv1D) else weight.t()
 
 

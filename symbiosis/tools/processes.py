@@ -50,7 +50,7 @@ class Child:
 
     @property
     def endpoints(self) -> list[str]:
-        """Of an executor: where it serves, as its first line says."""
+        """The endpoints of an executor, from its first line."""
         return self.lines[0].rpartition(" at ")[2].split()
 
     @property

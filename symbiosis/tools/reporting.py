@@ -1,4 +1,4 @@
-"""How scripts and `symbiosis demo` report: a table for people and, as the last line, one JSON object for programs."""
+"""Reports of scripts and `symbiosis demo`: a table for people and, as the last line, one JSON object for programs."""
 
 import importlib.metadata
 import json
@@ -25,7 +25,7 @@ class Bar:
         return self.value <= self.bar if self.relation == "<=" else self.value >= self.bar
 
     def told(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the figure for the JSON object."""
         return {"name": self.name, "value": self.value, "bar": self.bar, "holds": self.holds}
 
 

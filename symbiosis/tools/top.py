@@ -142,7 +142,7 @@ def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
 
 
 def _tenants(before: Snapshot, now: Snapshot, seconds: float) -> list[Table]:
-    """Who has had how much since the start, and of the executor's time lately; nothing where there are no keys."""
+    """Show what each tenant has used since the start, and its recent share of the executor's time; nothing without keys."""
     if not any(now.tenants):
         return []
     table = _table(f"{len(now.tenants)} tenants", "tenant")
@@ -183,7 +183,7 @@ def _since(then: LayerFigures | None, now: LayerFigures) -> LayerFigures:
 
 
 def _sizes(now: Snapshot) -> Table:
-    """How many calls ran as one product, since the start."""
+    """Show how many calls ran as one product, since the start."""
     table = _table("calls per product", "calls", "products", "")
     most = max(now.batch_sizes.values(), default=1)
     for size, count in sorted(now.batch_sizes.items()):

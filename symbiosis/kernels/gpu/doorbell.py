@@ -16,13 +16,14 @@ from triton.language.extra.cuda import globaltimer
 from symbiosis.kernels.gpu.gather import PLACES
 
 LET_GO = 1 << 30
-LONGEST_S = 1e9  # that a kernel waits, about
+LONGEST_S = 1e9  # about as long as a kernel can wait
 LOOKS, ZEROS = 64, 1024  # at what is waited for, for each at what ends that; words of a table that are cleared at once
 WORD, BLOCK = 8, 4096  # bytes that a thread copies at once; how often, within the kernel that calls
 
 
 class DoorbellWords(NamedTuple):
-    """A client's: three in device memory; the address of one in the host's, and what it becomes if nobody ever answers."""
+    """A client's words: three in device memory, the address of one in the host's, and the value that this takes if no answer ever
+    comes."""
 
     bell: Tensor
     reply: Tensor
@@ -35,7 +36,7 @@ class DoorbellWords(NamedTuple):
 def wait_for_answer(  # type: ignore[no-untyped-def]
     reply, over, error, number, ended, limit, VOID: tl.constexpr, LET_GO: tl.constexpr, LOOKS: tl.constexpr
 ):  # fmt: skip
-    """Unless it has `ended` already."""
+    """Wait for the reply word, unless the wait has `ended` already."""
     begun, looks = globaltimer(), number * 0
     seen = tl.atomic_add(reply, 0, sem="acquire", scope="sys")
     while (seen != number) & (seen != LET_GO) & (ended == 0):
@@ -109,10 +110,10 @@ def call(words: DoorbellWords, seconds: float, number: int, rows: Tensor, place:
 def wait(
     table: Tensor, turn: Tensor, stop: Tensor, late: Tensor, behind: int, seconds: float, error: int = 0, void: int = 0
 ) -> None:
-    """Until all whom the page is going to answer (`kernels.gpu.gather`) have rung for that: their bells lie so many bytes behind their
-    reply words. If `stop` is set, or after so many seconds, the table is cleared from this page on, so that nothing is copied and nobody
-    answered any more, and `late` is set. These two lie in the host's memory. `error`: the address of a word there that becomes `void`
-    then, before who was waited for is let go: what is computed from now on is wrong."""
+    """Wait until all clients that the page answers (`kernels.gpu.gather`) have rung. Their bells lie `behind` bytes after their reply
+    words. If `stop` is set, or after so many seconds, the table is cleared from this page on, so that nothing more is copied or
+    answered, and `late` is set. Both words lie in the host's memory. `error` is the address of a word there that then becomes `void`,
+    before the clients are let go: what they compute from then on is wrong."""
     pages, stride = table.shape
     _wait[(1,)](
         table, turn, stop, late, pages, stride, int(seconds * 1e9), behind, error, void, LET_GO, PLACES, LOOKS, ZEROS,
@@ -121,14 +122,14 @@ def wait(
 
 
 def load_wait(device: torch.device, seconds: float, error: int = 0, void: int = 0) -> None:
-    """CUDA loads the executor's kernel for this now, and not when somebody waits for it: that takes a tenth of a second."""
+    """Make CUDA load the executor's kernel now, which takes a tenth of a second, and not when somebody waits for it."""
     table, turn = (torch.zeros(1, words, dtype=torch.int64, device=device) for words in (2 * PLACES, 1))
     stop, late = (torch.zeros(1, dtype=torch.int32, pin_memory=True) for _ in range(2))
     wait(table, turn, stop, late, 0, seconds, error, void)
 
 
 def load_call(device: torch.device) -> None:
-    """CUDA loads the client's kernels now: while a stream waits, it could not."""
+    """Make CUDA load the client's kernels now, which it cannot do while a stream waits."""
     words, rows = torch.ones(3, 64, dtype=torch.int32, device=device), torch.ones(2, 64, device=device)
     mine = DoorbellWords(words[0, :1], words[1, :1], words[2, :1], words.data_ptr(), 0xFFFF)
     for place in rows:

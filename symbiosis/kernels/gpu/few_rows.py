@@ -19,7 +19,8 @@ from symbiosis.kernels.gpu.gather import IN, PLACES, answer_page
 
 
 class Tiles(NamedTuple):
-    """How a matrix is cut: columns and width of a piece, and stages of the pipeline that loads them. Measured."""
+    """The tiles that a matrix is cut into: their columns and width, and the stages of the pipeline that loads them. The values were
+    measured."""
 
     N: int
     K: int
@@ -90,7 +91,7 @@ class FewRowsKernel:
     def __init__(
         self, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int, cut: Tiles | None = None
     ) -> None:
-        """For up to so many `rows`."""
+        """Prepare the kernel for up to so many `rows`."""
         self._kept, self._count = (matrices, biases), len(matrices)
         self._rows = padded(rows)
         self._cut = cut or _cut(matrices, self._rows)
@@ -123,7 +124,7 @@ def _cut(matrices: Sequence[Tensor], rows: int) -> Tiles:
 
 
 def load(weights: Sequence[Tensor]) -> None:
-    """CUDA loads the kernels for these (N x K) now, and not when somebody waits for them."""
+    """Make CUDA load the kernels for these weights (N x K) now, and not when somebody waits for them."""
     kinds = {(w.dtype, w.shape[1]): w.t() for w in weights if takes([w.t()], 1)}
     for v_KN in kinds.values():
         for rows, fine in FINE.items():

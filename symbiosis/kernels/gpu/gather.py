@@ -98,7 +98,7 @@ def _grid(copies: int, nbytes: int) -> tuple[int, int]:
 
 
 def reference(page: Tensor, first: int, copies: int, memory: Tensor) -> None:
-    """What a copying kernel does, on `memory` (of 8-byte words) whose addresses count from 0, as bytes."""
+    """Do what a copying kernel does, on `memory` (of 8-byte words) whose addresses count from 0, in bytes."""
     for source, target, count in page[first : first + 3 * copies].view(-1, 3).tolist():
         memory[target // 8 : target // 8 + count] = memory[source // 8 : source // 8 + count].clone()
 

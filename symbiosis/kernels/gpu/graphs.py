@@ -1,4 +1,4 @@
-"""What a stream does, as a CUDA graph."""
+"""Captures CUDA graphs."""
 
 import gc
 from collections.abc import Callable
@@ -8,8 +8,8 @@ import torch
 
 
 def captured(run: Callable[[], object], pool: Any) -> "torch.cuda.CUDAGraph":
-    """The graph of what `run` enqueues on the current stream. Nothing is freed meanwhile: a graph that ends as garbage, with memory
-    that CUDA takes back, would spoil the one that is being made."""
+    """Return the graph of what `run` enqueues on the current stream. Garbage is not collected meanwhile: a graph that ended then, and
+    gave memory back to CUDA, would spoil the one being captured."""
     graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
     gc.disable()
     try:

@@ -24,8 +24,8 @@ ALIGNED = 16  # bytes at which rows of digits begin
 
 
 class Blocks(NamedTuple):
-    """How a product is cut. `inside`: rows are taken apart by the wide kernel, not before it. `turn`: what happens to weights
-    whose bytes of a sum do not lie side by side: transposed `before`, `inside` by hand, or by Triton as it will (`never`)."""
+    """The blocks that a product is cut into. With `inside`, the wide kernel splits rows into digits itself. `turn` says how weights
+    whose summed bytes do not lie side by side are transposed: `before`, `inside` by hand, or by Triton as it likes (`never`)."""
 
     M: int
     BN: int
@@ -102,7 +102,7 @@ def _bytes(x, P: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _places(P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """By how much digits are shifted, in the order of `_bytes`."""
+    """Return the shift of each digit, in the order of `_bytes`."""
     upper = tl.reshape(tl.arange(0, P // 2), (P // 2, 1, 1, 1, 1))
     return 16 * upper + 8 * tl.reshape(tl.arange(0, 2), (1, 1, 2, 1, 1))
 

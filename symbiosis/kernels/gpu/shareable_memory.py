@@ -15,7 +15,8 @@ SOURCE, FLAGS = Path(__file__).with_suffix(".c"), ["-O2", "-ldl"]
 
 @cache
 def _allocator() -> "torch.cuda.memory.CUDAPluggableAllocator | None":
-    """In C, because torch asks for memory while it holds a lock for which others wait who hold Python's."""
+    """Return an allocator in C. One in Python could deadlock: torch asks for memory while it holds a lock that threads with Python's
+    lock wait for."""
     try:
         with compiled(SOURCE, *FLAGS) as library:
             return torch.cuda.memory.CUDAPluggableAllocator(library, "take", "give")
@@ -25,7 +26,7 @@ def _allocator() -> "torch.cuda.memory.CUDAPluggableAllocator | None":
 
 
 def new_pool() -> "torch.cuda.MemPool | None":
-    """For one graph; it must outlive it. None where such memory cannot be had."""
+    """Return a pool for one graph, which it must outlive, or None if such memory cannot be had."""
     allocator = _allocator()
     try:
         return None if allocator is None else torch.cuda.MemPool(allocator.allocator())

@@ -20,8 +20,8 @@ LEAST_S = 5.0  # that a kernel waits: in nanoseconds a number of 64 bits, as all
 
 
 class CallWords(NamedTuple):
-    """Where a client's are: the bell in the host's memory, two in the device's; one in the host's, and what it becomes if nobody ever
-    answers."""
+    """Addresses of a client's words: the bell in the host's memory, two in the device's, one for errors in the host's, and the value
+    that this takes if no answer ever comes."""
 
     bell: int
     reply: int
@@ -31,7 +31,7 @@ class CallWords(NamedTuple):
 
 
 class Lies(NamedTuple):
-    """Where the rows of a registered call are wanted, and each of its results is left: addresses and bytes."""
+    """The places of a registered call's rows and of each result: addresses and bytes."""
 
     number: int
     rows: tuple[int, int]
@@ -73,17 +73,18 @@ def _call(  # type: ignore[no-untyped-def]
 
 
 class SmallCalls:
-    """Those of one client."""
+    """The small calls of one client."""
 
     def __init__(self, words: CallWords, seconds: float, device: torch.device) -> None:
-        """A call waits for so long, at most. CUDA loads the kernels now, and not while a stream waits."""
+        """A call waits for at most `seconds`. CUDA loads the kernels now, which it cannot do while a stream waits."""
         bell, reply, over, error, void = words
         self._words = bell, reply, over, error, int(min(max(seconds, LEAST_S), LONGEST_S) * 1e9)
         self._void = void
         self._runs = [self._load(results, device) for results in range(1, MOST_RESULTS + 1)]
 
     def prepared(self, lies: Lies) -> Callable[[int, Sequence[int], int], None]:
-        """What makes this call: given where the rows are, where each of its results is wanted, and a stream of the current device."""
+        """Return a function that makes this call, given where the rows are, where each result is wanted, and a stream of the current
+        device."""
         missing = MOST_RESULTS - len(lies.results)
         pairs = [*lies.results, *[(lies.rows[0], 0)] * missing]
         place, nbytes = lies.rows

@@ -38,8 +38,8 @@ def value_projection(view: OperatorView, public: PublicKnowledge) -> list[Tensor
 
 
 def gate_projection(view: OperatorView, public: PublicKnowledge) -> list[Tensor]:
-    """Where down_proj's input, divided by what up_proj makes, is positive, it shows what gate_proj (and dW) made: SiLU is one
-    to one there."""
+    """Estimate gate_proj's dW. Where down_proj's input, divided by up_proj's output, is positive, it shows gate_proj's output, dW
+    included, because SiLU is one to one there."""
     weight, equations = (
         public.weights[f"{MLP}.gate_proj"].double(),
         Equations(*public.weights[f"{MLP}.gate_proj"].shape),
@@ -63,7 +63,7 @@ def down_projection(view: OperatorView, public: PublicKnowledge) -> list[Tensor]
 
 
 def _gated(view: OperatorView, public: PublicKnowledge, *phases: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each call, the input of the gate, and what it let through: down_proj's input divided by what up_proj makes."""
+    """Yield, for each call, the gate's input and what it let through: down_proj's input divided by up_proj's output."""
     weight = public.weights[f"{MLP}.up_proj"].double()
     calls = (view.floats(Op.FORWARD, f"{MLP}.{name}", *phases, public=public) for name in ("gate_proj", "down_proj"))
     for x_TK, down_TN in zip(*calls, strict=True):
@@ -81,8 +81,8 @@ def _silu_inverse(y: Tensor) -> Tensor:
 
 
 class Equations:
-    """For the matrix that makes y of x, by least squares, with weights of their own for each column; many are zero. Of however
-    many tokens, no more is kept than the sums."""
+    """Least squares for the matrix that makes y of x, with weights for each column, many of them zero. Only sums are kept, however many
+    tokens there are."""
 
     def __init__(self, columns: int, width: int) -> None:
         self._gram_NKK = torch.zeros(columns, width, width, dtype=torch.float64)
@@ -110,7 +110,8 @@ MATRICES: dict[str, Callable[[OperatorView, PublicKnowledge], list[Tensor]]] = {
 
 
 def cosine(layer: str, estimates: list[Tensor], owner: Owner, public: PublicKnowledge) -> float:
-    """Of the estimated and the true dW, both without what is a multiple of W: that is no news. The mean over all estimates."""
+    """Return the cosine of the estimated and the true dW, both without their multiple of W, which is no news: the mean over all
+    estimates."""
     weight, true = public.weights[layer].double().flatten(), _true(layer, owner)
     along = F.normalize(weight, dim=0)
     true = true - (true @ along) * along
@@ -149,7 +150,7 @@ def distilled(view: OperatorView, public: PublicKnowledge, known: list[Tensor], 
 
 
 def stolen(student: torch.nn.Module, held_out: Tensor, owner: Owner, public: PublicKnowledge) -> float:
-    """How much of the adapter's effect the student has: 1 - KL to the owner's model / that of the base model."""
+    """Return how much of the adapter's effect the student has: 1 - its KL to the owner's model / that of the base model."""
     with torch.no_grad():
         copied, base = (
             _divergence(owner.logits, model(input_ids=held_out).logits) for model in (student, public.model)

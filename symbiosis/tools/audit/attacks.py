@@ -19,7 +19,7 @@ RIDGE = 1e-3
 
 
 def tokens(view: OperatorView, public: PublicKnowledge) -> list[Tensor]:
-    """What the first layer is given is one of as many rows as there are tokens: the nearest one, for each call."""
+    """Guess tokens: the first layer's input is one of as many rows as there are tokens, so take the nearest for each."""
     dictionary = F.normalize(public.dictionary().double(), dim=1)
     rows = view.rows(Op.FORWARD, "model.layers.0.self_attn.q_proj", *PHASES)
     return [(x_TK.double() @ dictionary.t()).argmax(1) for x_TK in rows]

@@ -13,7 +13,7 @@ LARGE, SMALL = 100.0, 0.4  # times a row's own root mean square
 
 
 def known_noise(view: OperatorView) -> OperatorView:
-    """That of `Noise`, whose effects this operator has computed."""
+    """Mask rows by the noise of `Noise`, whose effects this operator has computed."""
     options, drawn = Noise(), dict[int, Tensor]()
 
     def masked(entry: Entry) -> Tensor:
@@ -63,5 +63,5 @@ def few(view: OperatorView) -> OperatorView:
 
 
 def _size(entry: Entry) -> Tensor:
-    """Of each row."""
+    """Return the root mean square of each row."""
     return entry.rows.square().mean(1, keepdim=True).sqrt()

@@ -42,6 +42,6 @@ class UnmaskedLevel(IntegerLevel):
 
 
 def unequal_values(one: Owner, other: Owner) -> int:
-    """Of the trained adapters, which every product had a part in, and of the logits."""
+    """Count the values that differ in the trained adapters, which every product had a part in, and in the logits."""
     pairs = [(p, other.adapter[name]) for name, p in one.adapter.items()] + [(one.logits, other.logits)]
     return sum(int(torch.ne(a.view(torch.int32), b.view(torch.int32)).sum()) for a, b in pairs)

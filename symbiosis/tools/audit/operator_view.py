@@ -1,4 +1,4 @@
-"""What one operator has: its log as rows, beside the owner's true rows where an attack is scored."""
+"""One operator's view: its log as rows, and the owner's true rows beside them, for scoring attacks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,12 +80,12 @@ class OperatorView:
 
     @property
     def shares(self) -> list[int]:
-        """Which entries carry rows, rather than a seed; all, if there are only seeds."""
+        """Return the numbers of the entries with rows rather than a seed; of all, if there are only seeds."""
         answered = [n for n, entry in enumerate(self.entries) if not entry.lost]
         return [n for n in answered if not self.entries[n].seeded] or answered
 
     def rows(self, op: Op, layer: str, *phases: str) -> list[Tensor]:
-        """Of each call of this layer in these phases."""
+        """Return the rows of each call of this layer in these phases."""
         answered = [entry for entry in (*self.entries, *self.more) if not entry.lost]
         entries = [entry for entry in answered if not entry.seeded] or answered
         return [e.rows for e in entries if e.op is op and layer in e.layers and e.phase in phases]
@@ -108,8 +108,8 @@ class OperatorView:
         return found
 
     def cosine(self, claims: Sequence[Claim], truth: Sequence[Tensor], public: PublicKnowledge) -> float:
-        """Of the claimed and the true rows, both without the public mean: the mean over the rows of all claims. (Integers'
-        scale is not known, so claims lose the mean that they have.)"""
+        """Return the mean cosine of claimed and true rows, both without the public mean. (The scale of integers is not known, so claims
+        lose their own mean.)"""
         cosines = []
         for (key, less), together in _alike(self.entries, _some(claims)).items():
             claimed = torch.cat([claim.rows.double() for claim in together])
@@ -133,7 +133,7 @@ def _alike(entries: list[Entry], claims: Iterable[Claim]) -> dict[tuple[Key, Key
 
 
 def _some(claims: Sequence[Claim]) -> list[Claim]:
-    """As many as have `VALUES` values, from all over the log."""
+    """Return claims from all over the log, as many as have `VALUES` values."""
     left, chosen = VALUES, []
     for n in torch.randperm(len(claims), generator=torch.Generator().manual_seed(0)).tolist():
         chosen.append(claims[n])

@@ -31,8 +31,8 @@ ATTENDED = frozenset({"model.layers.0.self_attn.o_proj"})
 
 @dataclass(frozen=True)
 class Size:
-    """How much the owner does. `first`: how often every token is sent as the first of a sequence. `tokens`: how many more, of
-    known text and as first ones, the equations of the adapter are made of."""
+    """How much the owner does. Every token is sent `first` times as the first of a sequence. The equations of the adapter get `tokens`
+    more, of known text and as first ones."""
 
     steps: int
     logged_steps: int
@@ -76,7 +76,7 @@ def linear_layers(model: nn.Module) -> list[str]:
 
 @dataclass
 class Work:
-    """What the client trains on and asks for; every level gets the same."""
+    """The data that the client trains on and asks for. Every level gets the same."""
 
     training: Tensor
     known: Tensor

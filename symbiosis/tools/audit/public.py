@@ -1,4 +1,5 @@
-"""What every operator has before anything is sent: the model, text of its own, and what the layers' rows look like on it."""
+"""The knowledge that every operator has before anything is sent: the model, text of its own, and the statistics of the layers' rows on
+it."""
 
 from functools import cache
 from typing import Any
@@ -59,7 +60,7 @@ class PublicKnowledge:
         return self.taken(key, self._rows[key], integers).mean(0)
 
     def _covariance(self, key: Key, integers: bool) -> Tensor:
-        """With a little more in each direction, so that none is impossible."""
+        """Return the covariance of the rows, with a little more in each direction, so that none is impossible."""
         covariance = self.taken(key, self._rows[key], integers).t().cov()
         return covariance + RIDGE * covariance.diagonal().mean() * torch.eye(len(covariance))
 
@@ -71,7 +72,7 @@ class PublicKnowledge:
         return self._rows[key].double().square().mean().sqrt().item()
 
     def dictionary(self) -> Tensor:
-        """What the first layer is given for each token."""
+        """Return the first layer's input for each token."""
         with torch.no_grad():
             first = self.model.model.layers[0].input_layernorm
             return first(self.model.get_input_embeddings().weight)

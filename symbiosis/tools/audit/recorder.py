@@ -31,7 +31,7 @@ class Sent:
 
     @property
     def rows(self) -> Tensor:
-        """What the executor multiplies. Of a seed, what grows from it: its operator can do that, too."""
+        """The rows that the executor multiplies. A seed is expanded, which its operator can do, too."""
         if not self.call.seeded:
             return self.payload
         shape: tuple[int, int] = self.call.shape  # type: ignore[assignment]
@@ -40,7 +40,7 @@ class Sent:
 
 @dataclass
 class Bytes:
-    """How often each value of the top and the low byte of the integers (or of any byte of the seeds) was seen."""
+    """Counts the values of the top and the low byte of integers, or of all bytes of seeds."""
 
     top: Tensor = field(default_factory=lambda: torch.zeros(BYTE, dtype=torch.int64))
     low: Tensor = field(default_factory=lambda: torch.zeros(BYTE, dtype=torch.int64))

@@ -92,7 +92,7 @@ class Row:
 
     @property
     def limits(self) -> str:
-        """In words."""
+        """The bounds, in words."""
         if self.value is None:
             return "not sent"
         if (self.least, self.most) == ANY:
@@ -140,7 +140,7 @@ def audit(level: Level, size: Size, work: Work, public: PublicKnowledge, tcp: bo
 
 
 def say(stage: str) -> None:
-    """What the next minute or so is for; the table alone goes to the standard output."""
+    """Say what the next minute or so is for, on stderr: only the table goes to stdout."""
     print(f"audit: {stage} ...", file=sys.stderr, flush=True)
 
 
@@ -199,7 +199,7 @@ def judged(
 
 
 def unprotected(plain: Setup, size: Size, work: Work, public: PublicKnowledge) -> tuple[Scores, Scores]:
-    """What all attacks reach without masks, and those on masks where these are broken."""
+    """Return what all attacks reach without masks, and what attacks on masks reach if these are broken."""
     owner = own(*plain, work, size)
     view = OperatorView(plain.recorders[0])
     plain.recorders[0].server.dispatch.log.clear()  # the view has it: there may be gigabytes
@@ -207,7 +207,7 @@ def unprotected(plain: Setup, size: Size, work: Work, public: PublicKnowledge) -
 
 
 def control(name: str, plain: OperatorView, owner: Owner, public: PublicKnowledge) -> float:
-    """What an attack on masks reaches where these are broken."""
+    """Return what an attack on masks reaches if these are broken."""
     torch.manual_seed(0)
     view = BROKEN[name](plain)
     if name == SUBSPACE:
@@ -234,7 +234,7 @@ def attacked(view: OperatorView, owner: Owner, size: Size, work: Work, public: P
 
 
 def cosines(view: OperatorView, seen: OperatorView, owner: Owner, public: PublicKnowledge) -> Scores:
-    """Of the attacks that claim rows; `seen`: the log without noise."""
+    """Score the attacks that claim rows. `seen` is the log without noise."""
     truth = view.truth(owner, public)
     claims = {name: attack(seen) for name, attack in ROWS.items()}
     claims[SUBSPACE] = attacks.outside_the_subspace(view, public)
@@ -246,7 +246,7 @@ def true_tokens(owner: Owner) -> Tensor:
 
 
 def true_labels(owner: Owner) -> Tensor:
-    """Of each row of the logged training; the last token of a sequence has none."""
+    """Return the label of each row of the logged training. The last token of a sequence has none."""
     return torch.cat([F.pad(batch[:, 1:], (0, 1), value=NO_LABEL).flatten() for batch in owner.tokens["train"]])
 
 
@@ -256,13 +256,13 @@ def share_of(guessed: list[Tensor], true: Tensor) -> float | None:
 
 
 def commonest(true: Tensor) -> float:
-    """What always guessing the same achieves."""
+    """Return what guessing always the same label achieves."""
     counts = torch.bincount(true[true != NO_LABEL])
     return (counts.max() / counts.sum()).item()
 
 
 def limits_for(scores: Scores, owner: Owner) -> dict[str, tuple[float, float]]:
-    """Where the level promises that attacks learn nothing."""
+    """Return the bounds of each score under a level that promises that attacks learn nothing."""
     limits = dict.fromkeys(scores, (-COSINE, COSINE))
     limits[TOKENS] = 0.0, commonest(true_tokens(owner)) + POINT
     limits[LABELS] = limits[HEAD] = 0.0, commonest(true_labels(owner)) + POINT

@@ -31,7 +31,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Result:
-    """What one model computed."""
+    """The results of one model."""
 
     tensors: dict[str, list[Tensor]]
     text: str

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: bars that move, or plain lines when nobody watches."""
+"""The demo's display: bars that move, or plain lines if the output is not a terminal."""
 
 import time
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How a client of the demo tells its parent what it does: a JSON object per line on stdout."""
+"""The events that a client of the demo tells its parent: a JSON object per line on stdout."""
 
 import json
 import os

@@ -35,7 +35,7 @@ JOINED = (
 
 @dataclass
 class Outcome:
-    """What the demo found out."""
+    """The results of a demo."""
 
     clients: dict[str, dict[str, Any]]
     executor: Snapshot
@@ -60,7 +60,7 @@ def run(steps: int, tokens: int, keep: Path | None) -> int:
 
 @contextmanager
 def folders(keep: Path | None) -> Iterator[tuple[Path, Path]]:
-    """Where the socket is (its path must be short), and where adapters and logs go."""
+    """Yield the folder of the socket, whose path must be short, and that of adapters and logs."""
     with tempfile.TemporaryDirectory(prefix="symbiosis-demo-") as temporary:
         folder = keep or Path(temporary)
         try:
@@ -85,7 +85,7 @@ def split_and_compare(console: Console, endpoint: str, folder: Path, steps: int,
 def train_and_generate(
     console: Console, daemon: Child, endpoint: str, adapters: dict[str, Path], folder: Path, steps: int, tokens: int
 ) -> tuple[dict[str, dict[str, Any]], Snapshot]:
-    """What every client said last, and the executor's figures when all were done."""
+    """Return the last event of every client, and the executor's figures when all were done."""
     titles = {**{name: task.title for name, task in TASKS.items()}, GENERATOR: "The base model writes"}
     goals = {**dict.fromkeys(TASKS, steps), GENERATOR: tokens}
     session, deadline = Session(endpoint, observer=True, patience=5.0), time.monotonic() + CLIENTS_S

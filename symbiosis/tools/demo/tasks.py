@@ -1,4 +1,4 @@
-"""What the demo's two trainers learn, each by a PEFT method of its own."""
+"""The tasks of the demo's two trainers, each with a PEFT method of its own."""
 
 import random
 import re

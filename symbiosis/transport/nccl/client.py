@@ -81,7 +81,7 @@ class NcclConnection(TcpConnection):
         return reply, cut(result, shapes)
 
     def _read(self, nbytes: int, deadline: float) -> bytes:
-        """What comes next. Waking up takes longer than most calls: so look for a while first."""
+        """Read the next bytes. Look for them for a while before sleeping, because waking up takes longer than most calls."""
         assert self._side is not None
         raw = b""
         while len(raw) < nbytes:
@@ -106,7 +106,7 @@ class NcclConnection(TcpConnection):
         return True  # be it the end
 
     def _wait(self, stream: torch.cuda.Stream, deadline: float) -> None:
-        """Until the result is there."""
+        """Wait until the result is there."""
         while not spin(stream.query):
             if self._something_came():  # nothing is due: it is the end
                 raise ConnectionLost(f"the executor at {self._url} hung up")

@@ -1,5 +1,5 @@
-"""What torch does not offer of NCCL: a communicator of two ranks that is made and left at any time, on streams of our own. Through
-ctypes, from the library that torch has loaded."""
+"""A communicator of two ranks that can be made and left at any time, on streams of our own, which torch does not offer. It uses,
+through ctypes, the NCCL library that torch has loaded."""
 
 import ctypes
 import threading
@@ -56,7 +56,7 @@ def version() -> int:
 
 
 def new_unique() -> bytes:
-    """What two processes must know to meet. The one that calls this waits for both."""
+    """Return the bytes by which two processes meet. The one that calls this waits for both."""
     unique = _Unique()
     _check(_library().ncclGetUniqueId(ctypes.byref(unique)), "ncclGetUniqueId")
     return bytes(unique)
@@ -105,8 +105,8 @@ class Communicator:
         _check(code, "ncclRecv")
 
     def abort(self) -> None:
-        """What a stream still waits for ends, undone. Returns when the device is done with it: so no other stream of this process may
-        be waiting for something that only this thread can bring about."""
+        """End exchanges that a stream still waits for, undone. This returns when the device is done with them, so no other stream of
+        this process may wait for something that only this thread can do."""
         with self._ending:
             if not self._ended:
                 self._ended = True

@@ -76,7 +76,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class CallBuffers:
-    """Where the rows of a call lie whenever it comes, and the result of one that is prepared."""
+    """The place of a call's rows whenever it comes, and of the result of a prepared call."""
 
     call: Call
     payload: tuple[Tensor, ...]
