@@ -229,6 +229,15 @@ def test_bars_of_peft_methods(kind: str, script: Callable, capsys: pytest.Captur
     assert found["silent"][1] == (kind != "SILENT") and found["errors_not_ours"][1] == (kind != "ERROR")
 
 
+@pytest.mark.parametrize("kind", ["equal", "close", "refused", "unclear", "silent"])
+def test_bars_of_generation(kind: str, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """A silent difference, or an error that is not ours, is a failure."""
+    modes = script("compat_generation")
+    found = holding(modes.report([modes.Outcome("llama", "none", "greedy", "called", kind)], []), capsys)
+    assert found["silent"][1] == (kind != "silent") and found["unclear_errors"][1] == (kind != "unclear")
+    assert not holding(modes.report([], []), capsys)["tried"][1]
+
+
 @pytest.mark.parametrize(
     ("kind", "holds"), [("equal", True), ("refused", False), ("unclear", False), ("silent", False)]
 )
