@@ -10,6 +10,7 @@ from peft import LoraConfig, TaskType
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from symbiosis.errors import AdapterError
 from symbiosis.serving.adapters.library import Library
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
@@ -150,6 +151,49 @@ def test_kinds_that_are_computed_together(tmp_path: Path) -> None:
 
 def test_kinds_that_peft_computes(tmp_path: Path) -> None:
     check(llama(), BY_PEFT | {"LoRA": FUSED["rank 3"]}, tmp_path)
+
+
+@pytest.mark.parametrize("name", BY_PEFT)
+def test_what_peft_computes_leaves_the_base_as_it_is(name: str, tmp_path: Path) -> None:
+    base = llama()
+    serving = Serving(base)
+    before = {key: (value.data_ptr(), value.clone()) for key, value in base.state_dict().items()}
+    adapter = serving.library.add("a", saved(base, BY_PEFT[name](), tmp_path)[0])
+    for length in (4, 1):
+        sequence = sequence_of(prompt(length), adapter)
+        assert serving.residency.fetch(adapter)
+        run(serving.served, [(sequence, len(sequence.tokens))])
+        for key, value in base.state_dict().items():
+            assert value.data_ptr() == before[key][0] and torch.equal(value, before[key][1]), key
+    shared = {p.data_ptr() for p in base.parameters()}
+    own = {
+        p.data_ptr(): p.nbytes
+        for layer in adapter.layers.values()
+        for p in (*layer.parameters(), *layer.buffers())
+        if p.data_ptr() not in shared
+    }
+    assert adapter.bytes >= sum(own.values()) > 0
+
+
+@pytest.mark.parametrize("when", ["loaded", "run"])
+def test_what_changes_the_base_is_undone_and_refused(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As some of PEFT's ways to begin do."""
+    base = llama()
+    serving, (folder, _) = Serving(base), saved(base, BY_PEFT["LoHa"](), tmp_path)
+    before = {key: value.clone() for key, value in base.state_dict().items()}
+    method = {"loaded": "update_layer", "run": "forward"}[when]
+    kept = getattr(peft.tuners.loha.layer.Linear, method)
+
+    def writes(self: nn.Module, *arguments: object, **options: object) -> object:
+        self.get_base_layer().weight.data.mul_(2)
+        return kept(self, *arguments, **options)
+
+    monkeypatch.setattr(peft.tuners.loha.layer.Linear, method, writes)
+    with pytest.raises(AdapterError, match="changes the base's weights"):
+        serving.library.add("a", folder)
+    assert all(torch.equal(value, before[key]) for key, value in base.state_dict().items())
 
 
 def test_virtual_tokens(tmp_path: Path) -> None:

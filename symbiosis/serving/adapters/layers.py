@@ -7,12 +7,13 @@ product of the very rows of a group they hand out what was computed for it; othe
 import copy
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
+from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError, SymbiosisError
@@ -30,6 +31,7 @@ CANNOT = {
     "SHADOW": "it is a model of its own beside the base",
     "OSF": "it replaces the base's weights",
 }
+FIELDS = ("target_modules", "feedforward_modules", "modules_to_save", "target_parameters")  # that name layers
 OPTIONS = {  # of LoRA
     "alora_invocation_tokens": "it acts from certain tokens of a prompt on only",
     "layer_replication": "it changes the model's layers",
@@ -125,8 +127,94 @@ class Skeleton:
         return copy.deepcopy(model, dict(self._shared))
 
 
+class Untouched:
+    """The base's weights where an adapter may act, as they are before it is loaded: what changes them is undone, and refused."""
+
+    def __init__(self, base: Base, config: dict[str, Any]) -> None:
+        names = [name for field in FIELDS for name in _listed(config.get(field))]
+        modules = [module for path, module in base.modules.items() if not names or is_named(path, names)]
+        tensors = {id(t): t for module in modules for t in (*module.parameters(), *module.buffers())}
+        self._own = [(t, t.detach().clone()) for t in tensors.values() if not isinstance(t, RemoteWeight)]
+        self._remote = [p for p in base.model.parameters() if isinstance(p, RemoteWeight) and p.handle.private is None]
+
+    def check(self) -> None:
+        changed = [(now, before) for now, before in self._own if not _are_equal(now, before)]
+        written = [weight for weight in self._remote if weight.handle.private is not None]
+        for now, before in changed:
+            now.detach().copy_(before)
+        for weight in written:
+            weight.handle.private = None
+        if changed or written:
+            raise AdapterError("PEFT changes the base's weights for it, which are everybody's: it cannot be served")
+
+
+def _listed(named: Any) -> list[str]:
+    return [named] if isinstance(named, str) else [str(name).removesuffix(".weight") for name in named or ()]
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    """Bit by bit."""
+    return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+
+
 def peft_layers(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, nn.Module]:
-    """PEFT's layers of this adapter, by the names of those of the base that they act on."""
+    """PEFT's layers of this adapter, by the names of those of the base that they act on. Each has run once, and left the base as it was."""
+    untouched = Untouched(base, weights.config)
+    try:
+        layers = _made(weights, base, skeleton)
+        for name, layer in layers.items():
+            _try(name, layer, base)
+    finally:
+        untouched.check()
+    return layers
+
+
+@torch.no_grad()
+def _try(name: str, layer: nn.Module, base: Base) -> None:
+    """Rows like those of a step go through it."""
+    module = base.modules[name]
+    if isinstance(module, nn.Embedding):
+        x = torch.zeros(1, 2, dtype=torch.long)
+    elif (width := _width(module)) is not None:
+        x = torch.ones(1, 2, width, dtype=base.dtype)
+    else:
+        return
+    x = x.to(next(layer.parameters()).device)
+    try:
+        y = module(x).clone()
+        run_layer(layer, x, y, slice(0, 2))
+    except SymbiosisError as error:
+        raise AdapterError(f"it needs more of the base than its products: {error}") from None
+    except Exception as error:  # whatever PEFT's layers raise
+        raise AdapterError(
+            f"PEFT cannot compute it at {name}: {type(error).__name__}: {shown(str(error), 300)}"
+        ) from None
+    if not torch.isfinite(y).all():
+        raise AdapterError(f"at {name} it makes numbers that are infinite or not numbers: its values are too large")
+
+
+def _width(module: nn.Module) -> int | None:
+    """Of the rows that it takes."""
+    if isinstance(module, nn.Linear):
+        return module.in_features
+    if isinstance(module, Conv1D):
+        return int(module.nx)
+    weight = getattr(module, "weight", None)
+    return len(weight) if isinstance(weight, Tensor) and weight.dim() == 1 else None
+
+
+def own_bytes(layers: Iterable[nn.Module], base: Base) -> int:
+    """What they hold that is not the base's."""
+    shared = {t.data_ptr() for t in base.model.parameters() if not isinstance(t, RemoteWeight)}
+    found = {}
+    for layer in layers:
+        for tensor in (*layer.parameters(), *layer.buffers()):
+            if not isinstance(tensor, RemoteWeight) and tensor.data_ptr() not in shared:
+                found[tensor.data_ptr()] = tensor.nbytes
+    return sum(found.values())
+
+
+def _made(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, nn.Module]:
     _refuse(weights.config)
     model = skeleton.copy(own_biases=weights.config.get("bias", "none") not in ("none", None))
     shared = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}

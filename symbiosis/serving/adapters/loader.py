@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from symbiosis.errors import AdapterError
 from symbiosis.serving.adapters.files import AdapterWeights, check_finite
 from symbiosis.serving.adapters.kinds import Base, LoadedAdapter, NotFused, Part, fused_parts
-from symbiosis.serving.adapters.layers import Skeleton, peft_layers
+from symbiosis.serving.adapters.layers import Skeleton, own_bytes, peft_layers
 from symbiosis.serving.adapters.patterns import check_numbers, check_patterns
 from symbiosis.serving.adapters.probe import misplaced
 from symbiosis.serving.adapters.residency import place
@@ -57,8 +57,9 @@ class Loader:
         virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
         ranks = [len(part.down) for part in parts.values() if part.down is not None]
         held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
+        nbytes = max(sum(t.nbytes for t in held), own_bytes(layers.values(), self.base))
         return LoadedAdapter(
-            name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=sum(t.nbytes for t in held),
+            name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes,
             virtual=virtual, parts=parts, layers=layers, prompt=prompt, prefix=prefix,
         )  # fmt: skip
 
