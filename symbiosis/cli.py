@@ -107,6 +107,7 @@ def executor(
 @app.command(cls=InLines)
 def serve(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call MODEL. Default: as it is written here.")] = None,
     executor: Annotated[str | None, typer.Option(metavar="URL", help="The executor that holds MODEL. Default: one is started, which trainers may use, too.")] = None,
     adapters: Annotated[list[str] | None, typer.Option(metavar="DIR | NAME=PATH", help="A folder of adapters, each in a folder of its name, or one adapter. Repeatable.")] = None,
     host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = None,

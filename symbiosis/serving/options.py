@@ -19,6 +19,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     model: str | None = None
+    served_model_name: str | None = None  # None: as `model`
     executor: str | None = None  # None: one of its own
     adapters: tuple[str, ...] = ()
     host: str = "127.0.0.1"

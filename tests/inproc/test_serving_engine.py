@@ -273,6 +273,7 @@ def test_a_stream_gives_the_whole_text(engine: Engine) -> None:
         ({"min_tokens": 20}, "min_tokens"),
         ({"adapter": "nobody"}, "nobody"),
         ({"warmth": 1.0}, "warmth"),
+        ({"n": 2}, "one completion comes of this"),
     ],
 )
 def test_bad_input_is_refused_by_name(engine: Engine, wrong: dict[str, Any], says: str) -> None:

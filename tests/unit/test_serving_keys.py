@@ -9,6 +9,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.keys import Keys, Tenant, read_keys
 from symbiosis.serving.options import ServeOptions
+from symbiosis.tools.serve.run import model_name
 
 
 class Clock:
@@ -125,6 +126,11 @@ def test_only_administrators_change_adapters(tmp_path: Path) -> None:
         keys.administrator("Bearer secret-of-bob")
     assert refused.value.status == 403
     Keys(None).administrator(None)
+
+
+def test_a_name_for_clients() -> None:
+    assert model_name(ServeOptions(model="/models/base")) == "/models/base"
+    assert model_name(ServeOptions(model="/models/base", served_model_name="base")) == "base"
 
 
 def test_a_share_of_the_batch_is_for_keys() -> None:

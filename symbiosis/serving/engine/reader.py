@@ -52,6 +52,10 @@ class Asking:
         stop: str | Iterable[str],
         sampling: dict[str, Any],
     ) -> None:
+        if several := sorted(sampling.keys() & {"n", "completions"}):
+            raise ConfigError(
+                f"{several[0]}: one completion comes of this; ask again with another seed, or submit() a Request of several"
+            )
         if unknown := sorted(set(sampling) - set(Sampling.__struct_fields__)):
             known = ", ".join(Sampling.__struct_fields__)
             raise ConfigError(f"there is no {unknown[0]} to choose tokens by: there are {known}")

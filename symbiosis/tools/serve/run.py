@@ -197,7 +197,7 @@ def uploads_dir() -> Path:
 
 def model_name(options: ServeOptions) -> str:
     """What clients ask for."""
-    return str(options.model)
+    return options.served_model_name or str(options.model)
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
