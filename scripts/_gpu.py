@@ -10,11 +10,12 @@ import torch
 from _processes import Pace, wait_for
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import symbiosis
 from symbiosis.executor.server import Server
 from symbiosis.kernels.integers import modular_product, quantise
+from symbiosis.security.fingerprint import digest
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 TOKENS = 128  # that a decoder makes from one prompt, then it begins again
@@ -23,31 +24,39 @@ WARM_UP = 4  # steps before anything is measured; captured ones are recorded in 
 
 
 class Shape(NamedTuple):
-    """Sizes of the model; the default is Llama-2-7B."""
+    """Sizes of the model; the default is Llama-2-7B. `others`: what the family's configuration says besides."""
 
     layers: int = 32
     hidden: int = 4096
     inner: int = 11008
     heads: int = 32
     vocabulary: int = 32000
+    family: str = "llama"
+    others: tuple[tuple[str, int], ...] = ()
 
-    def config(self) -> LlamaConfig:
-        return LlamaConfig(
-            hidden_size=self.hidden, intermediate_size=self.inner, num_hidden_layers=self.layers,
-            num_attention_heads=self.heads, num_key_value_heads=self.heads, vocab_size=self.vocabulary,
-            max_position_embeddings=4096,
+    def config(self) -> Any:
+        if self.family == "gpt2":
+            return AutoConfig.for_model(
+                "gpt2", n_embd=self.hidden, n_inner=self.inner, n_layer=self.layers, n_head=self.heads,
+                vocab_size=self.vocabulary, n_positions=1024, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+            )  # fmt: skip
+        others = {"num_key_value_heads": self.heads} | dict(self.others)
+        return AutoConfig.for_model(
+            self.family, hidden_size=self.hidden, intermediate_size=self.inner, num_hidden_layers=self.layers,
+            num_attention_heads=self.heads, vocab_size=self.vocabulary, max_position_embeddings=4096, **others,
         )  # fmt: skip
 
     def build(self, device: str) -> nn.Module:
         """The model in bfloat16, with random weights."""
         torch.manual_seed(0)
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with torch.device(device):
-                return LlamaForCausalLM(self.config()).eval()
-        finally:
-            torch.set_default_dtype(before)
+        with torch.device(device):
+            model: nn.Module = AutoModelForCausalLM.from_config(self.config(), dtype=torch.bfloat16)
+        return model.eval()
+
+    @property
+    def attention(self) -> tuple[str, ...]:
+        """What an adapter is put on."""
+        return ("c_attn",) if self.family == "gpt2" else ATTENTION
 
 
 class Job(NamedTuple):
@@ -141,10 +150,16 @@ class Program:
             shape.build(device) if endpoint is None else symbiosis.from_executor(endpoint, device=device, exact=exact)
         )
         torch.manual_seed(5)
-        config = LoraConfig(r=lora.rank, target_modules=list(lora.targets), init_lora_weights="gaussian")
+        targets = list(lora.targets if shape.family == "llama" else shape.attention)
+        config = LoraConfig(r=lora.rank, target_modules=targets, init_lora_weights="gaussian")
         self._model = get_peft_model(model, config)
+        self._first = {name: p.detach().clone() for name, p in self._model.named_parameters() if p.requires_grad}
         self._steps: dict[tuple[Job, bool], Callable[[], Any]] = {}
         self._rewind: dict[tuple[Job, bool], Callable[[], Any]] = {}
+
+    def compile(self) -> None:
+        """From now on all steps are of the compiled model."""
+        self._model.forward = torch.compile(self._model.forward)
 
     def prepare(self, job: Job, captured: bool) -> None:
         """Everything is allocated, recorded and learned."""
@@ -180,7 +195,7 @@ class Program:
         cache = StaticCache(config=self._shape.config(), max_cache_len=job.length + TOKENS + 2 * WARM_UP)
         token = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
         position = torch.full((1, 1), job.length, device=self._device)
-        lengths = [layer.cumulative_length for layer in cache.layers]
+        lengths = [layer.cumulative_length for layer in cache.layers if hasattr(layer, "cumulative_length")]
 
         @torch.no_grad()
         def step() -> Tensor:
@@ -215,6 +230,26 @@ class Program:
             before, now = now, time.perf_counter()
             took.append(now - before)
         return Pace(took, now - begun)
+
+    def bits(self, job: Job, captured: bool, steps: int = 6) -> str:
+        """A hash of what a job's first steps make, from the adapter as it was at first, with deterministic attention."""
+        for name, parameter in self._model.named_parameters():
+            if name in self._first:
+                parameter.data.copy_(self._first[name])
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            step, _ = (self._trainer if job.kind == "train" else self._decoder)(job)
+            run = symbiosis.capture(step) if captured else step
+            made = [run().detach().clone() for _ in range(steps)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        return digest(torch.cat([one.detach().flatten().float() for one in (*made, *trained)]).cpu())
+
+    def direct(self) -> tuple[int, int]:
+        """Products that this program made by mapped weights, and calls."""
+        figures = symbiosis.stats(self._model)
+        return figures.direct, figures.calls
 
     def peak_bytes(self) -> int:
         """The most device memory that torch had in use."""

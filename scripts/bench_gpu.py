@@ -2,6 +2,8 @@
 
 * `step`      a LoRA training step at 2 × 512 and 2 × 64 tokens, and
 * `decode`    a token, of one program: the sides take turns.
+* `models`    the same of models of other families and sizes, and whether bits are equal.
+* `compiled`  a step that is compiled and captured, over the unsplit one that is captured only.
 * `many`      1 to 8 programs at once, captured (or `--eager`), against as many unsplit ones: decoders, trainers, trainers with long sequences.
 * `fit`       programs that do the same, one more at a time, until there is no memory for the next.
 * `mixed`     8 decoders, then 6 decoders beside 2 trainers.
@@ -104,16 +106,16 @@ class Setting:
         return count if self.on_gpu else min(count, 32)
 
     @contextmanager
-    def serving(self, kind: type[Serving] = Serving, **options: Any) -> Iterator[Worker]:
+    def serving(self, kind: type[Serving] = Serving, shape: Shape | None = None, **options: Any) -> Iterator[Worker]:
         """A new executor."""
-        arguments = self.shape, self.device, f"local://{self.folder}/executor.sock", self.options | options
+        arguments = shape or self.shape, self.device, f"local://{self.folder}/executor.sock", self.options | options
         with workers(kind, [arguments]) as started:
             yield started[0]
 
     @contextmanager
     def executor(self, **options: Any) -> Iterator[str]:
         """The endpoint of a new one."""
-        with self.serving(**options) as server:
+        with self.serving(Serving, **options) as server:
             yield server.call("endpoints")[0]
 
     def bar(self, name: str, value: float, relation: Any, bar: float) -> None:
@@ -200,6 +202,83 @@ def judge(setting: Setting, job: Job, times: dict[tuple[str, bool], float], peak
 
 def name_of(job: Job) -> str:
     return "decode" if job.kind == "decode" else f"train {job.batch}x{job.length}"
+
+
+# ---------------------------------------------------------------- models of other families
+
+QWEN3 = ("num_key_value_heads", 8), ("head_dim", 128)
+EXPERTS = (
+    ("num_key_value_heads", 4), ("head_dim", 128), ("num_experts", 128), ("num_experts_per_tok", 8),
+    ("moe_intermediate_size", 768),
+)  # fmt: skip
+MODELS = {  # with fewer layers than the real ones have
+    "Llama-7B": Shape(16),
+    "Llama-13B": Shape(16, 5120, 13824, 40),
+    "Gemma2-9B": Shape(16, 3584, 14336, 16, 256000, "gemma2", (("num_key_value_heads", 8), ("head_dim", 256))),
+    "GPT2-XL": Shape(24, 1600, 6400, 25, 50257, "gpt2"),
+    "Qwen3-MoE": Shape(8, 2048, 6144, 32, 151936, "qwen3_moe", EXPERTS),
+    "Qwen3-8B": Shape(16, 4096, 12288, 32, 151936, "qwen3", QWEN3),
+}
+OF_EACH = Job("decode", 1, 128), Job("decode", 2, 128), SHORT, Job("train", 1, 384), LONG
+EAGER_BAR, CAPTURED_BAR = 1.08, 1.03
+
+
+def models(setting: Setting) -> None:
+    """One split and one unsplit program of each model, taking turns; a second unsplit one tells whether bits repeat at all."""
+    rows = []
+    for model, shape in MODELS.items() if setting.on_gpu else [("tiny", setting.shape)]:
+        with ExitStack() as stack:
+            endpoint = stack.enter_context(setting.executor(shape=shape))
+            arguments = [
+                (endpoint, shape, setting.device),
+                (None, shape, setting.device),
+                (None, shape, setting.device),
+            ]
+            with same_cores(CORES):
+                split, unsplit, control = stack.enter_context(workers(Program, arguments))
+            for job, captured in itertools.product(OF_EACH, (False, True) if setting.on_gpu else (False,)):
+                name = f"{model}, {job.kind} {job.batch}x{job.length}, {'captured' if captured else 'eager'}"
+                progress(name)
+                ratio, took = ratio_of(setting, split, unsplit, job, captured)
+                made = [worker.call("bits", job, captured) for worker in (split, unsplit, control)]
+                same = "equal" if made[0] == made[1] else "differ" if made[1] == made[2] else "do not repeat"
+                key = name.replace(",", "").replace(" ", "_")
+                setting.bar(f"{key}_ratio", ratio, "<=", CAPTURED_BAR if captured else EAGER_BAR)
+                setting.report.bar(f"{key}_bits_equal", int(made[0] == made[1] or made[1] != made[2]), "==", 1)
+                direct, calls = split.call("direct")
+                rows.append((name, f"{took:.2f}", f"{ratio:.3f}", same, f"{direct}", f"{calls}"))
+    print_table(("one program", "unsplit ms", "split / unsplit", "bits", "direct so far", "calls"), rows)
+
+
+def ratio_of(setting: Setting, split: Worker, unsplit: Worker, job: Job, captured: bool) -> tuple[float, float]:
+    """What a step of one takes over that of the other, in milliseconds, and the other's; they take turns."""
+    measured: dict[Worker, list[float]] = {split: [], unsplit: []}
+    for worker in measured:
+        worker.call("prepare", job, captured)
+    for _ in range(setting.rounds):
+        for worker, found in measured.items():
+            found.append(median_ms(together([worker], "run", setting.seconds, job, captured)[0]))
+    for worker in measured:
+        worker.call("forget")
+    mine, others = (statistics.median(found) for found in measured.values())
+    return mine / others, others
+
+
+def compiled(setting: Setting) -> None:
+    """A split step that is compiled and captured, over the unsplit step that is captured."""
+    rows = []
+    with ExitStack() as stack:
+        endpoint = stack.enter_context(setting.executor())
+        arguments = [(endpoint, setting.shape, setting.device), (None, setting.shape, setting.device)]
+        with same_cores(CORES):
+            split, unsplit = stack.enter_context(workers(Program, arguments))
+        split.call("compile")
+        for job, bar in ((DECODE, 0.8), (SHORT, 0.9)):
+            progress(f"{name_of(job)}, compiled")
+            ratio, took = ratio_of(setting, split, unsplit, job, setting.on_gpu)
+            setting.bar(f"compiled_{name_of(job).replace(' ', '_')}_ratio", ratio, "<=", bar)
+            rows.append((name_of(job), f"{took:.2f}", f"{ratio:.3f}"))
+    print_table(("one program", "unsplit, captured ms", "split, compiled and captured / that"), rows)
 
 
 # ---------------------------------------------------------------- many programs
@@ -431,7 +510,7 @@ def cost(setting: Setting) -> None:
     """What a call takes of the executor's CPU, of one program and of many."""
     rows = []
     with ExitStack() as stack:
-        server = stack.enter_context(setting.serving(TimedServing))
+        server = stack.enter_context(setting.serving(TimedServing, share_weights=False))
         endpoint = server.call("endpoints")[0]
         crowd = stack.enter_context(workers(Program, [(endpoint, setting.shape, setting.device)] * setting.programs))
         for job, captured in itertools.product(setting.jobs, (False, True) if setting.on_gpu else (False,)):
@@ -499,6 +578,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch-invariant", action="store_true", help="start executors with --batch-invariant")
     parser.add_argument("--no-rounds", action="store_true", help="start executors with --no-rounds")
+    parser.add_argument("--no-share-weights", action="store_true", help="start executors with --no-share-weights")
+    parser.add_argument("--models", nargs="+", choices=MODELS, help="that `models` measures; default: all")
     parser.add_argument("--no-mps", action="store_true", help="let the processes take turns on the GPU")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: whether all runs, not how fast")
     return parser.parse_args()
@@ -507,6 +588,8 @@ def arguments() -> argparse.Namespace:
 SUITES: dict[str, Callable[[Setting], None]] = {
     "step": lambda setting: alone(setting, [LONG, SHORT]),
     "decode": lambda setting: alone(setting, [DECODE]),
+    "models": models,
+    "compiled": compiled,
     "many": many,
     "fit": fit,
     "mixed": lambda setting: mixed(setting, LONG),
@@ -529,12 +612,18 @@ def main() -> int:
         else:
             shape, device, seconds, rounds = Shape(args.layers), "cuda", args.seconds, args.rounds
         jobs = [JOBS[name] for name in args.jobs]
-        options = {"rounds": not args.no_rounds, "serve": args.serve, "batch_invariant": args.batch_invariant}
+        options = {
+            "rounds": not args.no_rounds, "serve": args.serve, "batch_invariant": args.batch_invariant,
+            "share_weights": not args.no_share_weights,
+        }  # fmt: skip
+        for name in MODELS.keys() - set(args.models or MODELS):
+            del MODELS[name]
         judged = not (args.tiny or args.eager or args.batch_invariant or args.no_mps)
         setting = Setting(
             shape, device, seconds, rounds, args.programs, folder, report, judged, jobs, options, args.eager
         )
         report.figure("rounds", not args.no_rounds)
+        report.figure("share_weights", not args.no_share_weights)
         report.figure("layers", shape.layers)
         report.figure("batch_invariant", args.batch_invariant)
         report.figure("serves_head", "lm_head" in args.serve)

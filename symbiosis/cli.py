@@ -64,7 +64,7 @@ def executor(
     rounds: Annotated[bool | None, typer.Option("--rounds/--no-rounds", help="Under MPS, the GPU itself answers all calls of a captured step, without the CPU taking part in each. The default.")] = None,
     serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve, or, after !, to leave out. Repeatable. Default: all linear and expert layers except heads.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
-    share_weights: Annotated[bool | None, typer.Option("--share-weights/--no-share-weights", help="Let clients of your own user at local:// map the weights read-only, and multiply by them themselves where a call brings nothing. On a CPU only. Default: they may, unless a --max-tenant-...-per-s is set.")] = None,
+    share_weights: Annotated[bool | None, typer.Option("--share-weights/--no-share-weights", help="Let clients of your own user at local:// (on a GPU: on the same one) map the weights read-only, and multiply by them themselves where a call brings nothing. Default: they may, unless a --max-tenant-...-per-s is set.")] = None,
     integers: Annotated[list[int] | None, typer.Option(help="Also serve integer products, with weights quantised to 8 or 16 bits, for clients that hide their rows. Repeatable.")] = None,
     operator: Annotated[str | None, typer.Option(help="Name of whoever runs this executor. Clients that split their rows between two executors need two operators.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics at http://127.0.0.1:PORT/metrics, and /health for probes: 200 while calls are answered, else 503.")] = None,

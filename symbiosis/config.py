@@ -111,8 +111,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             )
         if self.mps and not self.on_gpu:
             raise ConfigError(f"mps shares a GPU, but device is {self.device}: add --device cuda, or leave out --mps")
-        if self.share_weights and self.on_gpu:
-            raise ConfigError(f"share-weights is for weights in the host's memory, but device is {self.device}")
         if self.share_weights and self._has_rates:
             raise ConfigError(
                 "with share-weights clients compute products themselves, and no rate limit can slow them down: leave out either share-weights or max-tenant-...-per-s"
@@ -125,8 +123,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def shares_weights(self) -> bool:
-        """Whether clients on this host may map the weights. By default they may on a CPU without rate limits."""
-        if self.share_weights is None and (self.on_gpu or self._has_rates):
+        """Whether clients on this host may map the weights. By default they may, unless there are rate limits."""
+        if self.share_weights is None and self._has_rates:
             return False
         return self.share_weights is not False and any(map(socket_path, self.listen))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from symbiosis.client.connection.lifetime import sessions
+from symbiosis.client.direct.ways import Part, Way, following, narrowed, ways
 from symbiosis.client.session import Session
 from symbiosis.client.stats import Stats
 from symbiosis.errors import CaptureError, ConfigError
@@ -47,6 +48,8 @@ class Graph:
     rings: "list[tuple[DeviceLine, int]]"
     pool: "torch.cuda.MemPool | None"  # of its memory; outlives it
     steps: "list[tuple[DeviceLine, Step]]"  # what executors know of it
+    parts: list[Part]  # what it multiplies by mapped weights
+    weights: list[dict[int, Tensor]]  # ... which must stay where they are
 
     def replay(self, given: list[Any]) -> Any:
         for mine, one in zip(self.given, given, strict=True):
@@ -60,6 +63,8 @@ class Graph:
             self.graph.replay()
         for session, stats in self.made:
             session.stats.add(stats)
+        for mapped, figures, decodes in self.parts:
+            mapped.repeat(figures, decodes)
         return self.result
 
     def __del__(self) -> None:
@@ -88,6 +93,8 @@ class Captured:
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()
         self._warming: OrderedDict[Any, list[Noted]] = OrderedDict()  # what runs called, for keys without a graph
         self._in_vain = 0  # of these keys, that were forgotten
+        self._asked: OrderedDict[Any, dict[int, tuple[bool, bool]]] = OrderedDict()  # what advice makes a difference
+        self._joins: dict[int, int] = {}  # of sessions, when their weights were mapped
         self._stream: Any = None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -96,23 +103,48 @@ class Captured:
             if not torch.cuda.is_available():
                 raise CaptureError("capture makes CUDA graphs, and there is no CUDA device: call the function itself")
             self._stream = torch.cuda.Stream(_device_of(given))
-        key = key_of(given, structure)
+        kind = key_of(given, structure)
         _free_ended()
-        graph = self._graphs.get(key)
+        asked = self._what_is_asked(kind)
+        chosen = ways(asked)
+        self._drop_what_was_unmapped(chosen)
+        graph = self._graphs.get((kind, chosen))
         if graph is None:
-            runs = self._warming.setdefault(key, [])
+            runs = self._warming.get((kind, chosen), [])
             if len(runs) < WARM_UP:
-                self._warming.move_to_end(key)
-                self._forget_what_does_not_come_again()
-                with noting() as noted:
-                    runs.append(noted)
-                    return self._aside(lambda: self._function(*arguments, **named))
-            graph = self._graphs[key] = self._capture(given, structure, runs[-1])
-            del self._warming[key]
+                with noting() as noted, following(chosen, asked):
+                    result = self._aside(lambda: self._function(*arguments, **named))
+                self._is_warming((kind, narrowed(chosen, asked)), noted)
+                return result
+            with following(chosen, asked) as parts:
+                graph = self._capture(given, structure, runs[-1])
+            graph.parts, graph.weights = parts, [part.mapped.weights for part in parts]
+            self._graphs[kind, chosen] = graph
+            del self._warming[kind, chosen]
             if len(self._graphs) > self._max_graphs:
                 self._graphs.popitem(last=False)
-        self._graphs.move_to_end(key)
+        self._graphs.move_to_end((kind, chosen))
         return graph.replay(given)
+
+    def _what_is_asked(self, kind: Any) -> dict[int, tuple[bool, bool]]:
+        asked = self._asked.setdefault(kind, {})
+        self._asked.move_to_end(kind)
+        if len(self._asked) > MOST_WARMING + self._max_graphs:
+            self._asked.popitem(last=False)
+        return asked
+
+    def _drop_what_was_unmapped(self, chosen: tuple[Way, ...]) -> None:
+        """Graphs that multiply by the weights of an executor that is gone: they would keep its memory."""
+        joins = {way.session: way.join for way in chosen}
+        if joins != self._joins:
+            self._joins = joins
+            for key in [key for key in self._graphs if any(way.join != joins.get(way.session) for way in key[1])]:
+                del self._graphs[key]
+
+    def _is_warming(self, key: Any, noted: Noted) -> None:
+        self._warming.setdefault(key, []).append(noted)
+        self._warming.move_to_end(key)
+        self._forget_what_does_not_come_again()
 
     def _forget_what_does_not_come_again(self) -> None:
         if len(self._warming) <= MOST_WARMING:
@@ -182,7 +214,7 @@ class Captured:
             made = [(session, session.stats.taken_back(old)) for session, old in before]
         rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
         made = [(session, stats) for session, stats in made if stats.calls]
-        return Graph(graph, mine, result, made, rings, pool, steps)
+        return Graph(graph, mine, result, made, rings, pool, steps, [], [])
 
 
 def _mend_random_numbers() -> None:

@@ -20,6 +20,7 @@ from symbiosis.client import arguments
 from symbiosis.client.connection import lifetime
 from symbiosis.client.connection.lanes import Lane, Lanes
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
+from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.layers.groups import Groups, Member
 from symbiosis.client.requests import (
     call_of,
@@ -106,6 +107,8 @@ class Session(Reconnecting):
         groups, shape = 0 if ends is None else ends.numel(), tuple(x.shape)
         call = call_of(op, layer, dtype or x.dtype, shape, bias, priority, view, groups, gradient, also, columns)
         if x.is_cuda and op.traits.multiplies and (line := self._line(x.device)):
+            if made := self._locally(call, payload, x.device):
+                return made[0]
             self.stats.enqueue(call)
             return line.call(call, payload)
         return self._by_cpu(call, payload, x.device)[0]
@@ -114,17 +117,29 @@ class Session(Reconnecting):
         """Ask every layer of `group` for its product with the rows of `x`, in one call. Results have the shape of `x`, but for the width."""
         refuse_transforms(x)
         call, shapes = rows_call(op, group, x.dtype, x.shape, priority)
+        payload = (x.detach() if x.requires_grad else x,)
         if x.is_cuda and (line := self._line(x.device)):
+            if made := self._locally(call, payload, x.device, shapes):
+                return made
             self.stats.enqueue(call)
             return line.rows(call, x, shapes)
-        return self._by_cpu(call, (x.detach() if x.requires_grad else x,), x.device, shapes)
+        return self._by_cpu(call, payload, x.device, shapes)
+
+    def _locally(
+        self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
+    ) -> list[Tensor] | None:
+        """The results of a call that mapped weights answer, on `device`; None if it should be sent."""
+        mapped = self.mapped
+        if mapped is None or (payload and device != mapped.device) or not mapped.takes(call):
+            return None
+        return [result.to(device) for result in mapped.answer(call, payload, shapes)]
 
     def _by_cpu(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor]:
         """The results, on `device`, of a call that this CPU makes: from mapped weights, or by sending it, in parts if it is large."""
-        if self.mapped is not None and device.type == "cpu" and self.mapped.takes(call):
-            return self.mapped.answer(call, payload, shapes)
+        if made := self._locally(call, payload, device, shapes):
+            return made
         if goes_in_parts(call, shapes):
             return self._in_parts(call, payload[0], device, shapes)
         if device.type == "cpu":
@@ -157,13 +172,21 @@ class Session(Reconnecting):
 
     def _open_line(self, device: torch.device) -> "DeviceLine | None":
         name = str(torch.cuda.get_device_properties(device).uuid)
-        line = transport.open_line(self.endpoint, lambda: self._hello(name), device, self.patience)
+        mapped = Mapped(self._connected().welcome.manifest, self.priority, device) if self.share else None
+        line = transport.open_line(self.endpoint, lambda: self._hello(name), device, self.patience, mapped)
         if line is not None:
             line.kernel = with_triton("gpu.small_call")
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
+            if mapped is not None and mapped.suffices:
+                self.mapped = mapped
         elif transport.may_go_by_nccl(self.endpoint):
             self._join_for(device)
         return line
+
+    def map_for(self, device: torch.device) -> None:
+        """Map the weights for a model on this GPU before its first call, where the executor may be on the same one."""
+        if self.share and device.type == "cuda" and self.endpoint.startswith("local://"):
+            self._line(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
 
     def _is_reconnect(self) -> bool:
         return super()._is_reconnect() and not self.lines

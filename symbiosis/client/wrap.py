@@ -136,6 +136,8 @@ def attach(
         handle = Handle(session, index, session.manifest[index], is_frozen=not parameter_of(places[0]).requires_grad)
         replace(places, handle, biases, device)
     root = base_model(model)
+    for used in {device} if device is not None else {parameter.device for parameter in root.parameters()}:
+        session.map_for(used)
     if trainable and device is None:
         warn_when_trained(root)
     if say_what_is_left_out not in root._state_dict_hooks.values():
@@ -235,7 +237,7 @@ def stats(model: nn.Module) -> Stats:
     for line in session.lines:  # the executor counts for the GPU
         session.stats.batched_calls, session.stats.reconnects = line.batched, line.reconnects
     if session.mapped is not None:
-        session.stats.direct, session.stats.direct_rows = session.mapped.calls, session.mapped.rows
+        session.stats.direct, session.stats.direct_rows, _ = session.mapped.figures
     return session.all_stats() if isinstance(session, PrivateSession) else session.stats
 
 

@@ -206,8 +206,8 @@ class Dispatch:
     def shared(self) -> BinaryIO:
         return self._store.shared()
 
-    def weights(self) -> BinaryIO | None:
-        return self._store.file
+    def weights(self) -> Sequence[BinaryIO]:
+        return self._store.files
 
     def multiplied(self, peer: Peer, direct: Direct) -> Advice:
         session, now = peer.session, monotonic()
@@ -274,6 +274,7 @@ class Dispatch:
         session.heard = now = monotonic()
         if work.priority == Priority.DECODE:
             self.background.decoded = now
+            self._advisor.decoded(session.number, now, called=True)
         if self.cohort.takes(work, now):
             return True
         if work.large and not self._batcher.rules.policy.waits_for_all:

@@ -10,7 +10,7 @@ import torch
 from symbiosis.endpoints import is_within_process, parts_of
 from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.protocol import Hello
-from symbiosis.transport.base import Connection, Listener, Peer, ServerPort
+from symbiosis.transport.base import Connection, Listener, Peer, ServerPort, Sharing
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import CPU
 
@@ -85,8 +85,11 @@ def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device, r
         return None
 
 
-def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patience: float) -> "DeviceLine | None":
-    """Return a line for a GPU's calls that no CPU waits for. If they must go through the host's memory, log why and return None."""
+def open_line(
+    url: str, hello: Callable[[], Hello], device: torch.device, patience: float, sharing: Sharing | None = None
+) -> "DeviceLine | None":
+    """Return a line for a GPU's calls that no CPU waits for. If they must go through the host's memory, log why and return None.
+    `sharing` wants the weights mapped, if the executor shares them."""
     scheme, address = parts_of(url)
     if scheme != "local" or device.type != "cuda":
         return None
@@ -94,7 +97,7 @@ def open_line(url: str, hello: Callable[[], Hello], device: torch.device, patien
     from symbiosis.transport.cuda.driver import CudaError
 
     try:
-        return DeviceLine(address, hello, device, patience)
+        return DeviceLine(address, hello, device, patience, sharing)
     except (CallError, CudaError) as error:
         logger.warning("%s: calls of %s go through the host's memory, which is slow: %s", url, device, error)
         return None

@@ -32,6 +32,27 @@ class Direct(NamedTuple):
     decoded: bool
 
 
+class Sharing(Protocol):
+    """What a connection tells of the served weights that its client may multiply by itself, and asks it for."""
+
+    def join(self, weights: dict[int, Tensor], page: Any) -> None:
+        """These are mapped now, by their numbers in the manifest; none, if the executor does not share them."""
+        ...
+
+    def leave(self) -> None:
+        """The executor is away."""
+        ...
+
+    def report(self) -> None:
+        """Write what was multiplied into the page."""
+        ...
+
+    @property
+    def suffices(self) -> bool:
+        """Whether the client can go on without an executor."""
+        ...
+
+
 class Connection(Protocol):
     """The client's end. It carries one call at a time: the session holds a lock around it."""
 
@@ -199,8 +220,8 @@ class ServerPort(Protocol):
         """Return the file with the tensors that every client holds for itself."""
         ...
 
-    def weights(self) -> BinaryIO | None:
-        """Return the file with the served weights, or None if they are not shared."""
+    def weights(self) -> Sequence[BinaryIO]:
+        """Return the files that hold the served weights; none if they are not shared."""
         ...
 
     def multiplied(self, peer: Peer, direct: Direct) -> Advice:

@@ -82,7 +82,7 @@ def test_tensors_begin_where_those_of_the_checkpoint_do(served: bool) -> None:
     x = torch.randn(1, 64)
     expected = [model[name](x) for name in "abc"]
     store.share() if served else store.shared()
-    file = store.file if served else store.shared()
+    file = store.files[0] if served else store.shared()
     assert file is not None
     held = shared_weights.taken(store.manifest, file.fileno(), served)
     assert len(held) == (6 if served else 3)

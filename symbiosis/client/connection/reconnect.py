@@ -90,7 +90,12 @@ class Reconnecting:
     @property
     def may_read(self) -> bool:
         """Whether weights may be read: the provider allows it, or they are mapped."""
-        return self.welcome.allow_read or self.mapped is not None
+        return self.welcome.allow_read or (self.mapped is not None and self.mapped.suffices)
+
+    @property
+    def _mapped_here(self) -> Mapped | None:
+        """The weights that are mapped by this connection, not by the line of a GPU."""
+        return self.mapped if self.mapped is not None and self.mapped.device is CPU else None
 
     def name(self, layer: int) -> str:
         known = self._welcome.manifest if self._welcome else []
@@ -115,7 +120,7 @@ class Reconnecting:
                     if _says_when(error) and time.perf_counter() + error.retry_s <= end:
                         self._slow_down(error)
                         continue
-                    if self.mapped is not None and is_away(error) and self.mapped.knows(call):
+                    if (mapped := self._mapped_here) is not None and is_away(error) and mapped.knows(call):
                         self._disconnect()
                         return None
                     self._look_elsewhere(error)
@@ -178,12 +183,13 @@ class Reconnecting:
             weights = connection.shared(served=True)
         except ConnectionLost:
             return  # the next call finds out, and joins again
-        if not weights:
+        mapped = self._mapped_here
+        if weights:
+            mapped = mapped or Mapped(connection.welcome.manifest, self.priority, CPU)
+            mapped.join(weights, connection.page)
+            self.mapped = mapped
+        elif mapped is not None:
             self.mapped = None
-            return
-        if self.mapped is None:
-            self.mapped = Mapped(connection.welcome.manifest, self.priority)
-        self.mapped.join(weights, connection.page)
 
     def look_for_executor(self) -> bool:
         """Whether an executor is back, for a session that went on alone when its executor went away."""
@@ -302,9 +308,9 @@ class Reconnecting:
 
     def _disconnect(self) -> None:
         if self._connection is not None:
-            if self.mapped is not None:
-                self.mapped.report()
-                self.mapped.leave()
+            if (mapped := self._mapped_here) is not None:
+                mapped.report()
+                mapped.leave()
                 self._is_away = True
             self._connection.close()
             self._connection = None
@@ -326,8 +332,8 @@ class Reconnecting:
             try:
                 if self._connection is not None:
                     self._connection.beat()
-                    if self.mapped is not None:
-                        self.mapped.report()
+                    if (mapped := self._mapped_here) is not None:
+                        mapped.report()
                         if self._connection.is_lost:
                             self._disconnect()
             finally:

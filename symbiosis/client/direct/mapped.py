@@ -5,7 +5,7 @@ with views, experts, lookups, norms, reads) arrives as a `Call`, and is answered
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,44 +16,85 @@ from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
 from symbiosis.kernels.product import product
 from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View
+from symbiosis.transport.base import Advice
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_multiplied, check_values
 
 Payload = tuple[Tensor, ...]
 
 
+class Figures(NamedTuple):
+    """What was multiplied by mapped weights."""
+
+    calls: int = 0
+    rows: int = 0
+    multiplications: int = 0
+
+    def since(self, before: "Figures") -> "Figures":
+        return Figures(
+            self.calls - before.calls, self.rows - before.rows, self.multiplications - before.multiplications
+        )
+
+
 class Mapped:
     """The mapped weights of one session. While the executor is away there is no `page` and no advice, so nothing is sent."""
 
-    def __init__(self, manifest: list[Layer], priority: Priority | None) -> None:
-        self._manifest, self._priority = manifest, priority
-        self._weights: dict[int, Tensor] = {}
+    def __init__(self, manifest: list[Layer], priority: Priority | None, device: torch.device) -> None:
+        self._manifest, self._priority, self.device = manifest, priority, device
+        self._on_cpu = device.type == "cpu"
+        self.weights: dict[int, Tensor] = {}
+        self.joins = 0
+        self.fixed: Advice | None = None  # what holds for a step that is captured, whatever is advised meanwhile
+        self.asked_for_tokens = self.asked_for_training = (
+            False  # whether advice made a difference, since somebody cleared this
+        )
         self._nbytes = 0.0  # of a weight, on average
         self._page: Any = None
         self._biases = {layer.name: number for number, layer in enumerate(manifest) if layer.name.endswith(".bias")}
         self.calls = self.rows = self.multiplications = 0
-        self._reported = 0, 0, 0  # when the executor was joined that is joined now
+        self._reported = Figures()  # when the executor was joined that is joined now
 
     def join(self, weights: dict[int, Tensor], page: Any) -> None:
         """Use the weights of the executor that this client has just joined."""
-        self._weights, self._page = weights, page
+        self.weights, self._page = weights, page
+        self.joins += 1
         matrices = [weight.nbytes for weight in weights.values() if weight.dim() > 1]
         self._nbytes = sum(matrices) / max(1, len(matrices))
-        self._reported = self.calls, self.rows, self.multiplications
+        self._reported = self.figures
 
     def leave(self) -> None:
         """Note that the executor is away. The weights stay mapped."""
         self._page = None
 
+    @property
+    def suffices(self) -> bool:
+        """Whether there are weights to multiply by."""
+        return bool(self.weights)
+
+    @property
+    def figures(self) -> Figures:
+        return Figures(self.calls, self.rows, self.multiplications)
+
     def report(self) -> None:
         """Tell the executor how much was multiplied since this client joined it."""
-        if self._page is not None:
-            now = self.calls, self.rows, self.multiplications
-            self._page.report(*(after - before for after, before in zip(now, self._reported, strict=True)))
+        if (page := self._page) is not None:
+            page.report(*self.figures.since(self._reported))
+
+    def advice(self) -> Advice:
+        """What the executor advises now; to send nothing, while it is away."""
+        return Advice() if (page := self._page) is None else Advice(page.others, page.rationed)
+
+    def repeat(self, figures: Figures, decodes: bool) -> None:
+        """Count what a captured step multiplies that runs again."""
+        self._count(*figures)
+        if decodes and (page := self._page) is not None:
+            page.decoded()
 
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """The weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
-        weight = self._weights.get(number)
-        if weight is None or x.is_cpu is not True or weight.dtype is not dtype or is_watched():
+        weight = self.weights.get(number)
+        if weight is None or x.is_cpu is not self._on_cpu or weight.dtype is not dtype or is_watched():
+            return None
+        if not self._on_cpu and x.device != self.device:
             return None
         rows, training = x.numel() // max(1, x.shape[-1]), training and torch.is_grad_enabled()
         if self._should_send(rows, Priority.TRAIN if training else Priority.PREFILL):
@@ -64,11 +105,14 @@ class Mapped:
 
     def _should_send(self, rows: int, priority: Priority) -> bool:
         page, training = self._page, (self._priority or priority) is Priority.TRAIN
-        if page is None:
-            return False
-        if rows <= DECODE_ROWS and not training:
-            page.decoded()
-        return should_send(rows, self._nbytes, training, page.others, page.rationed)
+        if training:
+            self.asked_for_training = True
+        elif rows <= DECODE_ROWS:
+            self.asked_for_tokens = True
+            if page is not None:
+                page.decoded()
+        advice = self.fixed or page
+        return advice is not None and should_send(rows, self._nbytes, training, advice.others, advice.rationed)
 
     def _count(self, calls: int, rows: int, multiplications: int) -> None:
         self.calls += calls
@@ -79,7 +123,7 @@ class Mapped:
         """Whether this call can be answered from the mapped weights."""
         if call.op not in ANSWERS and (call.op not in (Op.FORWARD, Op.DGRAD) or call.dtype not in FLOATS):
             return False
-        return all(layer in self._weights for layer in call.layers) and not (call.also and call.op is Op.DGRAD)
+        return all(layer in self.weights for layer in call.layers) and not (call.also and call.op is Op.DGRAD)
 
     def takes(self, call: Call) -> bool:
         """Whether this call should be answered here rather than sent. Tells the executor of tokens that are decoded."""
@@ -91,7 +135,8 @@ class Mapped:
         """Answer a call as the executor would."""
         if payload:
             payload = (payload[0].reshape(call.payload_shape).contiguous(), *payload[1:])
-            check_values(call, payload, self._manifest[call.layer])
+            if self._on_cpu:  # the values of a GPU's tensors are not looked at
+                check_values(call, payload, self._manifest[call.layer])
         if call.op.traits.multiplies:
             width = self._matrix(call.layer, call.op, call.view).shape[-1]
             self._count(1, call.rows, payload[0].numel() * width)
@@ -104,21 +149,21 @@ class Mapped:
         dtype = TORCH_DTYPE[call.dtype]
         results = []
         for layer in call.layers:
-            bias = self._weights[self._biases[f"{self._manifest[layer].name}.bias"]].to(dtype) if call.bias else None
+            bias = self.weights[self._biases[f"{self._manifest[layer].name}.bias"]].to(dtype) if call.bias else None
             results.append(product(x_TK, cast(self._matrix(layer, call.op, None), dtype), bias))
         return results
 
     def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
-        return matrix_of(self._weights[layer], self._manifest[layer].turns(op), view)
+        return matrix_of(self.weights[layer], self._manifest[layer].turns(op), view)
 
     def _operand(self, call: Call) -> Tensor:
         return cast(self._matrix(call.layer, call.op, call.view), TORCH_DTYPE[call.dtype])
 
     def _lookup(self, call: Call, payload: Payload) -> Tensor:
-        return self._weights[call.layer][payload[0]].to(TORCH_DTYPE[call.dtype])
+        return self.weights[call.layer][payload[0]].to(TORCH_DTYPE[call.dtype])
 
     def _norms(self, call: Call, _: Payload) -> Tensor:
-        return norms(self._weights[call.layer], self._manifest[call.layer].kind, TORCH_DTYPE[call.dtype])
+        return norms(self.weights[call.layer], self._manifest[call.layer].kind, TORCH_DTYPE[call.dtype])
 
     def _read(self, call: Call, _: Payload) -> Tensor:
         return self._matrix(call.layer, call.op, call.view).to(TORCH_DTYPE[call.dtype], copy=True)

@@ -1,6 +1,7 @@
 """The frozen layers of one base model: which are served, under which names, and the matrix that each op multiplies by."""
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import prod
@@ -48,7 +49,7 @@ class Store:
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self._commons: BinaryIO | None = None
-        self.file: BinaryIO | None = None  # holds the served weights if clients may map them
+        self.files: list[BinaryIO] = []  # hold the served weights if clients may map them
         self.on_gpu = any(weight.is_cuda for weight in self.weights)
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
         self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._matrices() for bits in integers}
@@ -72,9 +73,9 @@ class Store:
         return self._commons
 
     def share(self) -> None:
-        """Move the served weights into one sealed file that clients may map, as this process does. They move one by one, so that there
-        is never a second copy of more than one tensor."""
-        if self.on_gpu or self.file is not None:
+        """Move the served weights into memory that clients may map, as this process does, and nobody can change: one sealed file, or a
+        few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece."""
+        if self.files:
             return
         nothing = Tensor()
 
@@ -82,10 +83,22 @@ class Store:
             weight, self.weights[number] = self.weights[number], nothing
             return weight
 
-        self.file = shared_weights.publish(self.manifest, self._phase, moved, served=True)
-        for number, weight in shared_weights.taken(self.manifest, self.file.fileno(), served=True).items():
+        if self.on_gpu:
+            served = self._share_on_gpu(moved)
+        else:
+            self.files = [shared_weights.publish(self.manifest, self._phase, moved, served=True)]
+            served = shared_weights.taken(self.manifest, self.files[0].fileno(), served=True)
+        for number, weight in served.items():
             self.weights[number] = weight
         self.matrix.cache_clear()
+
+    def _share_on_gpu(self, moved: Callable[[int], Tensor]) -> dict[int, Tensor]:
+        from symbiosis.transport.cuda import weights
+
+        device = next(weight.device for weight in self.weights if weight.is_cuda)
+        pieces, served = weights.publish(self.manifest, device, moved)
+        self.files = [os.fdopen(piece.fd(), "rb", buffering=0) for piece in pieces]
+        return served
 
     def _phase(self, number: int) -> int:
         return shared_weights.phase(self.weights[number])

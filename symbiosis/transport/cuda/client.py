@@ -20,6 +20,7 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import ITEMSIZE, Call, Hello, Welcome
+from symbiosis.transport.base import Sharing
 from symbiosis.transport.cuda.driver import WRITE_32, DeviceMemory, MemOp, MemOps, copy, fill, shares_time, why_not
 from symbiosis.transport.cuda.link import Link
 from symbiosis.transport.cuda.step import RegisteredCall, Steps, doorbell
@@ -85,15 +86,22 @@ class DeviceLine:
     which stream made the last one, and what captured graphs still use.
     """
 
-    def __init__(self, address: str, hello: Callable[[], Hello], device: torch.device, patience: float) -> None:
-        """`hello`: what to join with; asked for whenever an executor is joined (again)."""
+    def __init__(
+        self,
+        address: str,
+        hello: Callable[[], Hello],
+        device: torch.device,
+        patience: float,
+        sharing: Sharing | None = None,
+    ) -> None:
+        """`hello`: what to join with; asked for whenever an executor is joined (again). `sharing`: who wants to map the weights."""
         if reason := why_not(device):
             raise CallError(Code.UNKNOWN_OP, reason)
         self._address, self.device = address, device
         self.kernel: Any = None  # the module `kernels.gpu.small_call`, where there is one
         self.noted: list[Call] | None = None  # the calls that are made, if somebody wants to know
         self.recorded = 0  # times that graphs, as they were captured, ring for the executor's CPU
-        self._link = Link(address, hello, device, patience, self._give_up)
+        self._link = Link(address, hello, device, patience, self._give_up, sharing)
         self.steps = Steps(self._link, device, self._registered_apart)
         self.words = self._link.words.words
         self._newest = 0  # segment for calls that are registered

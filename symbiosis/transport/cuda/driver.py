@@ -20,7 +20,7 @@ from symbiosis.transport.tensors import TORCH_DTYPE
 
 HIGHEST = -5  # priority of a stream, or what the GPU has
 
-_POSIX_FD, _PINNED, _ON_DEVICE, _READ_WRITE = 1, 1, 1, 3
+_POSIX_FD, _PINNED, _ON_DEVICE, _READ, _READ_WRITE = 1, 1, 1, 1, 3
 _PORTABLE_MAPPED = 3
 _CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD, _IS_SERVED_BY_MPS = 122, 103, 133
 _WAIT, _WRITE, _AT_LEAST, _EQUAL, _AS_IT_IS = 1, 2, 0, 1, 0
@@ -125,26 +125,33 @@ def _device(device: torch.device) -> int:
 class DeviceMemory:
     """An allocation of its own on one device, mapped for the use of another one (or the same)."""
 
-    def __init__(self, handle: int, nbytes: int, user: torch.device, address: int = 0) -> None:
+    def __init__(self, handle: int, nbytes: int, user: torch.device, address: int = 0, read_only: bool = False) -> None:
         """`address`: where somebody else has mapped it, who will also unmap it."""
         self._handle, self.nbytes, self.user, self.is_ours = ctypes.c_uint64(handle), nbytes, user, not address
         try:
-            self.address = address or self._map()
+            self.address = address or self._map(_READ if read_only else _READ_WRITE)
         except CudaError:
             _driver().cuMemRelease(self._handle)
             raise
 
-    def _map(self) -> int:
-        user, nbytes, address = self.user, self.nbytes, ctypes.c_uint64()
+    def _map(self, access: int) -> int:
+        nbytes, address = self.nbytes, ctypes.c_uint64()
         check(_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(nbytes), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_ulonglong(0)), "cuMemAddressReserve")  # fmt: skip
-        access = _Access(_Location(_ON_DEVICE, _device(user)), _READ_WRITE)
         try:
             check(_driver().cuMemMap(address, ctypes.c_size_t(nbytes), ctypes.c_size_t(0), self._handle, ctypes.c_ulonglong(0)), "cuMemMap")  # fmt: skip
-            check(_driver().cuMemSetAccess(address, ctypes.c_size_t(nbytes), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")  # fmt: skip
+            self._set_access(address.value, access)
         except CudaError:
             self._unmap(address.value)
             raise
         return address.value
+
+    def _set_access(self, address: int, flags: int) -> None:
+        access = _Access(_Location(_ON_DEVICE, _device(self.user)), flags)
+        check(_driver().cuMemSetAccess(ctypes.c_uint64(address), ctypes.c_size_t(self.nbytes), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")  # fmt: skip
+
+    def protect(self) -> None:
+        """From now on this process can only read it, too."""
+        self._set_access(self.address, _READ)
 
     def _unmap(self, address: int) -> None:
         _driver().cuMemUnmap(ctypes.c_uint64(address), ctypes.c_size_t(self.nbytes))
@@ -152,20 +159,20 @@ class DeviceMemory:
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "DeviceMemory":
-        properties = _Allocation(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, _device(device)))
-        size = ctypes.c_size_t()
-        check(_driver().cuMemGetAllocationGranularity(ctypes.byref(size), ctypes.byref(properties), 0), "cuMemGetAllocationGranularity")  # fmt: skip
-        nbytes = -(-nbytes // size.value) * size.value
+        properties, nbytes = (
+            _Allocation(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, _device(device))),
+            whole(nbytes, device),
+        )
         handle = ctypes.c_uint64()
         check(_driver().cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(properties), ctypes.c_ulonglong(0)), "cuMemCreate")  # fmt: skip
         return cls(handle.value, nbytes, device)
 
     @classmethod
-    def of_fd(cls, fd: int, nbytes: int, user: torch.device) -> "DeviceMemory":
+    def of_fd(cls, fd: int, nbytes: int, user: torch.device, read_only: bool = False) -> "DeviceMemory":
         """What another process made, for the use of our device."""
         handle = ctypes.c_uint64()
         check(_driver().cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_FD), "cuMemImportFromShareableHandle")  # fmt: skip
-        return cls(handle.value, nbytes, user)
+        return cls(handle.value, nbytes, user, read_only=read_only)
 
     @classmethod
     def at(cls, address: int, nbytes: int, user: torch.device) -> "DeviceMemory":
@@ -198,6 +205,13 @@ class DeviceMemory:
         if self.address:
             _driver().cuMemRelease(self._handle)
             self.address = 0
+
+
+def whole(nbytes: int, device: torch.device) -> int:
+    """How long the allocation is in which so many bytes have room."""
+    properties, size = _Allocation(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, _device(device))), ctypes.c_size_t()
+    check(_driver().cuMemGetAllocationGranularity(ctypes.byref(size), ctypes.byref(properties), 0), "cuMemGetAllocationGranularity")  # fmt: skip
+    return -(-nbytes // size.value) * size.value
 
 
 def allocation(address: int) -> tuple[int, int] | None:

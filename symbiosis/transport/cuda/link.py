@@ -7,6 +7,7 @@ the same numbers; so what is unanswered is answered by that one.
 import fcntl
 import itertools
 import logging
+import math
 import os
 import select
 import socket
@@ -34,19 +35,26 @@ from symbiosis.protocol import (
     Reply,
     Resume,
     Segment,
+    Share,
+    Shared,
     call_body,
     decode_from_executor,
 )
 from symbiosis.transport.accepted import Answers, accepted
-from symbiosis.transport.control import connected, received, send
+from symbiosis.transport.base import Sharing
+from symbiosis.transport.control import MOST_AT_ONCE, connected, received, send
 from symbiosis.transport.cuda.driver import CudaError, DeviceMemory, WordPage
-from symbiosis.transport.cuda.words import BEAT, FIRST_BYTES
+from symbiosis.transport.cuda.weights import mapped
+from symbiosis.transport.cuda.words import ANSWERED, BEAT, ENQUEUED, FIRST_BYTES
 from symbiosis.transport.local.client import BELL, must_be, read_letter
+from symbiosis.transport.local.segment import Slab
+from symbiosis.transport.local.shared_page import NBYTES, SharedPage
 from symbiosis.transport.patience import Patience, unavailable
 
 logger = logging.getLogger("symbiosis")
 JOIN_S = 10.0  # an executor may take to let us in
 PAUSE_S = 0.05  # between two attempts to find an executor again
+LONGEST_PAUSE_S = 0.5  # ... for which nobody waits
 FORGOTTEN_AT_ONCE = 512  # calls, in one message
 
 
@@ -60,9 +68,13 @@ class Link:
         device: torch.device,
         patience: float,
         on_failed: Callable[[], None],
+        sharing: Sharing | None = None,
     ) -> None:
-        """`hello`: what to join with; asked for whenever an executor is joined (again). `on_failed` is called by another thread."""
+        """`hello`: what to join with; asked for whenever an executor is joined (again). `on_failed` is called by another thread.
+        `sharing`: who wants to map the weights."""
         self.first = DeviceMemory.create(FIRST_BYTES, device)
+        self._device, self._sharing = device, sharing
+        self._page: SharedPage | None = None  # once the weights are mapped
         self._address, self._hello, self._patience, self._on_failed = address, hello, patience, on_failed
         self._url = f"local://{address}"
         self.reconnects, self.closed = 0, False
@@ -169,6 +181,8 @@ class Link:
                 self.welcome = accepted(read_letter(letter), self._url, hello)
                 os.dup2(awake, self.awake, inheritable=False)  # in one step: a call may be about to write there
             self.answers = Answers(self.welcome)
+            if self._sharing is not None:
+                self._map(sock, self._sharing)
             for number, memory in list(self.segments.items()):
                 with _descriptor(memory) as fd:
                     _exchange(sock, Segment(number, memory.nbytes), fd)
@@ -188,6 +202,30 @@ class Link:
             raise
         return sock
 
+    def _map(self, sock: socket.socket, sharing: Sharing) -> None:
+        """Map the served weights, if the executor shares them."""
+        send(sock, Share(weights=True))
+        with received(sock, decode_from_executor, MOST_AT_ONCE) as (answer, fds):
+            if isinstance(answer, Refusal):
+                raise answer.error()
+            if not isinstance(answer, Shared):
+                raise ProtocolError(Code.BAD_FRAME, f"{self._url} answers a Share with a {type(answer).__name__}")
+            if not fds:
+                sharing.join({}, None)
+                return
+            found = mapped(self.welcome.manifest, fds[:-1], self._device)
+            self._page = SharedPage(Slab(fds.pop(), NBYTES))
+        sharing.join(found, self._page)
+
+    def _unmap(self) -> None:
+        """The executor is away, or we leave: there is no advice any more. The weights stay mapped for who uses them."""
+        if self._sharing is not None:
+            self._sharing.report()
+            self._sharing.leave()
+        if self._page is not None:
+            self._page.close()
+            self._page = None
+
     # ------------------------------------------------------------------ the executor's life
 
     def _watch(self) -> None:
@@ -196,6 +234,8 @@ class Link:
         watched.register(self._socket.fileno(), select.POLLRDHUP)
         while not self.closed:
             self.words.words[BEAT] = (self.words.words[BEAT] + 1) & 0xFFFFFFFF
+            if self._sharing is not None:
+                self._sharing.report()
             if watched.poll(self.welcome.heartbeat_s / 4 * 1000) and not self.closed:
                 watched.unregister(self._socket.fileno())
                 if not self._find_another():
@@ -204,32 +244,43 @@ class Link:
         self._socket.close()  # what was joined again, perhaps, just when we were to leave
 
     def _find_another(self) -> bool:
-        waiting, found = Patience([self._url], self._patience, "patience=, $SYMBIOSIS_PATIENCE_S"), False
-        try:
-            with self._control:
-                self._socket.close()
-                found = self._joins_again(waiting)
-        finally:
-            waiting.end(self._url if found else None)
-        return found
+        with self._control:
+            self._socket.close()
+            self._unmap()
+            if self._goes_on_alone():
+                logger.warning("%s is away: this program goes on with the weights that it has mapped", self._url)
+                return self._joins_again(math.inf)
+            waiting, found = Patience([self._url], self._patience, "patience=, $SYMBIOSIS_PATIENCE_S"), False
+            try:
+                found = self._joins_again(self._patience)
+            finally:
+                waiting.end(self._url if found else None)
+            return found
 
-    def _joins_again(self, waiting: Patience) -> bool:
+    def _goes_on_alone(self) -> bool:
+        """Whether nothing is unanswered, and nothing will be asked."""
+        words = self.words.words
+        return self._sharing is not None and self._sharing.suffices and words[ENQUEUED] == words[ANSWERED]
+
+    def _joins_again(self, patience: float) -> bool:
+        give_up, pause = time.monotonic() + patience, PAUSE_S
         while not self.closed:
             try:
                 self._socket = self._join(JOIN_S)
                 self.reconnects += 1
                 return True
             except CallError as error:
-                if error.code not in (Code.DRAINING, Code.LIMIT):
+                if error.code not in (Code.DRAINING, Code.LIMIT) and patience < math.inf:
                     self._fail(error)
                     return False
                 cause: Exception = error
             except (OSError, ConnectionLost, CudaError) as error:
                 cause = error
-            if waiting.left < 0:
+            if time.monotonic() > give_up:
                 self._fail(self._unavailable(cause))
                 return False
-            time.sleep(PAUSE_S)
+            time.sleep(pause)
+            pause = PAUSE_S if patience < math.inf else min(2 * pause, LONGEST_PAUSE_S)
         return False
 
     def _unavailable(self, cause: Exception) -> ExecutorUnavailable:
@@ -243,10 +294,14 @@ class Link:
     def close(self) -> bool:
         """Hang up. Whether nothing of ours runs any more that uses the memory."""
         self.closed = True
+        if self._sharing is not None:
+            self._sharing.report()  # while the executor still looks
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the watcher
         over = _ends(self._watcher)
         self._socket.close()
+        if over:
+            self._unmap()
         return over
 
     def free(self) -> None:

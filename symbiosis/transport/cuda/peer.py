@@ -28,6 +28,8 @@ from symbiosis.protocol import (
     Reply,
     Resume,
     Segment,
+    Share,
+    Shared,
     decode_from_client,
     parse_call_body,
 )
@@ -59,6 +61,7 @@ from symbiosis.transport.cuda.words import (
     VOID,
     aligned,
 )
+from symbiosis.transport.local.shared_page import Offer
 
 
 class RemoteTensor(NamedTuple):
@@ -114,6 +117,7 @@ class DevicePeer:
         self._remote: dict[int, Remote] = {}
         self._replies: dict[int, MemOps] = {}
         self._rounds: dict[int, PreparedRound] = {}  # those of them that are rounds
+        self.offer = Offer(self._inbox, self, sock)
         self._waits = False  # by kernels
         self._looking = self._gone = False
         self._beats = 0
@@ -134,8 +138,11 @@ class DevicePeer:
     def control(self) -> None:
         """The socket is readable: a control message, or the client is gone."""
         said: Control | None = None
+        weights: list[int] = []
         try:
             with received(self._socket, decode_from_client) as (message, fds):
+                if isinstance(message, Share) and message.weights and not self._elsewhere:
+                    weights = self.offer.descriptors(on_gpu=True)
                 said = self._control(message, fds)
             if said is None:
                 self._gone = isinstance(message, Bye)
@@ -144,12 +151,9 @@ class DevicePeer:
             pass
         except (CallError, CudaError, OSError) as error:
             control.tell_refusal(self._socket, error)
-        if said is not None:
-            self._answer(said)
-
-    def _answer(self, message: Control) -> None:
         try:
-            answer(self._socket, message)
+            if said is not None:
+                answer(self._socket, said, weights)
         except (CallError, OSError):  # it reads nothing, or is gone
             self._listener.drop(self)
 
@@ -159,6 +163,8 @@ class DevicePeer:
             return Done()
         if fds:
             raise ProtocolError(Code.BAD_FRAME, f"a descriptor came with {type(message).__name__}, which takes none")
+        if isinstance(message, Share) and message.weights:
+            return Shared()
         if isinstance(message, Register):
             return Registered(self._register(message))
         if isinstance(message, Compose) and self._segments:
@@ -361,6 +367,7 @@ class DevicePeer:
         reactor.forget(self._awake)
         self._socket.close()
         os.close(self._awake)
+        self.offer.close()
         self._inbox.drain_gpu(self, self._free)
 
     def _free(self) -> None:

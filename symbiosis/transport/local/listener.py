@@ -73,8 +73,7 @@ class LocalListener:
         if peer in self._peers:
             self._peers.discard(peer)
             try:
-                if isinstance(peer, LocalPeer):
-                    peer.counsel()  # what it did last counts, too
+                peer.offer.counsel()  # what it did last counts, too
                 self.inbox.left(peer)
             finally:
                 peer.release()
@@ -86,8 +85,7 @@ class LocalListener:
     def _look_after(self, peer: LocalPeer | DevicePeer) -> None:
         if peer.beat_seen():
             self.inbox.heard(peer)
-        if isinstance(peer, LocalPeer):
-            peer.counsel()
+        peer.offer.counsel()
         if peer.session is None and monotonic() - peer.opened > JOIN_S:
             self.drop(peer)
 

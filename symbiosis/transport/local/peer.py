@@ -37,11 +37,10 @@ from symbiosis.protocol import (
     parse_call_body,
     split_call,
 )
-from symbiosis.security.ownership import peer_pid, peer_uid
+from symbiosis.security.ownership import peer_pid
 from symbiosis.transport import control
 from symbiosis.transport.base import PeerHome, refuse
 from symbiosis.transport.control import answer, received
-from symbiosis.transport.local import shared_page
 from symbiosis.transport.local.segment import (
     CALL_AT,
     CALL_BELL_AT,
@@ -56,7 +55,7 @@ from symbiosis.transport.local.segment import (
     reply_at,
     ring,
 )
-from symbiosis.transport.local.shared_page import SharedPage
+from symbiosis.transport.local.shared_page import Offer
 from symbiosis.transport.reactor import CAN_SPIN, fence
 from symbiosis.transport.tensors import split_payload
 
@@ -80,7 +79,7 @@ class LocalPeer:
         self.session = None
         self._listener, self._socket = listener, sock
         self._slab: Slab | None = None
-        self._page: SharedPage | None = None  # set if the client maps the weights
+        self.offer = Offer(listener.inbox, self, sock)
         self._bells: list[int] = []  # one for calls, one for replies
         self.opened = monotonic()
         self._beats, self._max_slab = 0, 0
@@ -113,7 +112,7 @@ class LocalPeer:
         elif isinstance(message, Grow) and self._slab:
             self._grow(message.nbytes)
         elif isinstance(message, Share) and self._slab:
-            fds = self._weights_and_page() if message.weights else [self._listener.inbox.shared().fileno()]
+            fds = self.offer.descriptors(on_gpu=False) if message.weights else [self._listener.inbox.shared().fileno()]
             answer(self._socket, Shared(), fds)
         else:
             self._listener.drop(self)
@@ -131,21 +130,6 @@ class LocalPeer:
         self._listener.reactor.watch(self._bells[0], self.look, self, on_change=True)
         self._listener.reactor.watch_bell(self)
         self.sleeping(not CAN_SPIN)
-
-    def _weights_and_page(self) -> list[int]:
-        """Return the descriptors of the served weights and the page; none if weights are not shared, or the client is another
-        user's."""
-        weights = self._listener.inbox.weights() if peer_uid(self._socket) == os.getuid() else None
-        if weights is None:
-            return []
-        if self._page is None:
-            self._page = SharedPage(Slab.create(shared_page.NBYTES))
-        return [weights.fileno(), self._page.slab.fd]
-
-    def counsel(self) -> None:
-        """Read the client's direct products from its page, and write advice there."""
-        if self._page is not None and self.session is not None:
-            self._page.advise(self._listener.inbox.multiplied(self, self._page.read()))
 
     def _grow(self, nbytes: int) -> None:
         assert self._slab
@@ -257,6 +241,4 @@ class LocalPeer:
         if self._slab:
             self._slab.close()
             self._slab = None
-        if self._page:
-            self._page.close()
-            self._page = None
+        self.offer.close()

@@ -6,9 +6,12 @@
 128    products made directly, their rows, their multiplications    written by the client with its heartbeat
 """
 
+import os
+import socket
 import struct
 
-from symbiosis.transport.base import Advice, Direct
+from symbiosis.security.ownership import peer_uid
+from symbiosis.transport.base import Advice, Direct, Peer, ServerPort
 from symbiosis.transport.local.segment import Slab
 
 NBYTES = 4096
@@ -50,3 +53,31 @@ class SharedPage:
 
     def close(self) -> None:
         self.slab.close()
+
+
+class Offer:
+    """The executor's end: what one client may map, and the page for the two of them."""
+
+    def __init__(self, inbox: ServerPort, peer: Peer, sock: socket.socket) -> None:
+        self._inbox, self._peer, self._socket = inbox, peer, sock
+        self._page: SharedPage | None = None  # once the client has mapped the weights
+
+    def descriptors(self, on_gpu: bool) -> list[int]:
+        """Those of the weights and of the page; none if weights are not shared, lie elsewhere, or the client is another user's."""
+        weights = self._inbox.weights()
+        elsewhere = on_gpu is not (self._inbox.device.type == "cuda")
+        if not weights or elsewhere or peer_uid(self._socket) != os.getuid():
+            return []
+        if self._page is None:
+            self._page = SharedPage(Slab.create(NBYTES))
+        return [*(file.fileno() for file in weights), self._page.slab.fd]
+
+    def counsel(self) -> None:
+        """Take what the client tells of its own products, and tell it what is advised."""
+        if self._page is not None and self._peer.session is not None:
+            self._page.advise(self._inbox.multiplied(self._peer, self._page.read()))
+
+    def close(self) -> None:
+        if self._page is not None:
+            self._page.close()
+            self._page = None

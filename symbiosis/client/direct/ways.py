@@ -1,0 +1,71 @@
+"""Which way a captured step takes: by mapped weights or by calls. It cannot decide product by product, so what is advised when the
+step begins holds for all of it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from symbiosis.client.connection.lifetime import sessions
+from symbiosis.client.direct.mapped import Figures, Mapped
+from symbiosis.transport.base import Advice
+
+
+class Way(NamedTuple):
+    """Of one session: what is advised, as far as that makes a difference, and since which join its weights are mapped."""
+
+    session: int
+    join: int
+    others: int | None
+    rationed: bool | None
+
+
+class Part(NamedTuple):
+    """What a step multiplies by the mapped weights of one session."""
+
+    mapped: Mapped
+    figures: Figures
+    decodes: bool
+
+
+def ways(asked: dict[int, tuple[bool, bool]]) -> tuple[Way, ...]:
+    """What is advised now. `asked`: by session, whether the step needs to know about tokens, and about training, where that is known."""
+    found = []
+    for session in sessions():
+        if (mapped := session.mapped) is not None and mapped.device.type == "cuda":
+            advice, (tokens, training) = mapped.advice(), asked.get(session.number, (True, True))
+            others, rationed = min(advice.others, 1) if tokens else None, advice.rationed if training else None
+            found.append(Way(session.number, mapped.joins, others, rationed))
+    return tuple(found)
+
+
+def narrowed(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> tuple[Way, ...]:
+    """These ways without the advice that makes no difference to a step, as is known once it has run."""
+
+    def one(way: Way) -> Way:
+        tokens, training = asked.get(way.session, (True, True))
+        return way._replace(others=way.others if tokens else None, rationed=way.rationed if training else None)
+
+    return tuple(map(one, chosen))
+
+
+@contextmanager
+def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> Iterator[list[Part]]:
+    """Products in the block go these ways. Afterwards it is known what was asked, and what was multiplied."""
+    by_number = {session.number: session.mapped for session in sessions()}
+    used = [(way, mapped) for way in chosen if (mapped := by_number.get(way.session)) is not None]
+    before = [mapped.figures for _, mapped in used]
+    for way, mapped in used:
+        mapped.asked_for_tokens = mapped.asked_for_training = False
+        mapped.fixed = Advice(way.others or 0, way.rationed or False)
+    parts: list[Part] = []
+    try:
+        yield parts
+    finally:
+        for (way, mapped), then in zip(used, before, strict=True):
+            mapped.fixed = None
+            tokens, training = asked.get(way.session, (False, False))
+            asked[way.session] = tokens or mapped.asked_for_tokens, training or mapped.asked_for_training
+            figures = mapped.figures.since(then)
+            if figures.calls or mapped.asked_for_tokens:
+                parts.append(Part(mapped, figures, mapped.asked_for_tokens))

@@ -1,0 +1,288 @@
+"""Weights that a program on the executor's GPU has mapped: products and captured steps by them or by calls, with the same bits."""
+
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import symbiosis
+from symbiosis.client.direct import mapped as direct
+from symbiosis.client.weights.remote_weight import remote_weights
+from symbiosis.transport.base import Advice
+from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral, wide_llama
+from tests.gpu.test_gpu_line import WAIT_S, Processes, lora, trainer
+from tests.processes import until, watching
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": tiny_llama, "gpt2": tiny_gpt2, "mixtral": tiny_mixtral, "wide": wide_llama,
+}  # fmt: skip
+
+
+def serve(where: str, ready: Any, asked: Any, name: str, options: dict[str, Any]) -> None:
+    """An executor that loads no file; it tells how much of the GPU's memory torch holds for it, whenever it is asked."""
+    words = {"share_weights": True, "heartbeat_s": 2.0} | options
+    with symbiosis.Executor(MODELS[name]().cuda(), listen=[f"local://{where}"], **words) as executor:
+        gc.collect()
+        torch.cuda.empty_cache()
+        ready.put(executor.endpoint)
+        while asked.get():
+            ready.put(torch.cuda.memory_allocated())
+
+
+class Served:
+    """An executor in a process of its own."""
+
+    def __init__(self, processes: Any, path: Path, name: str = "llama", **options: Any) -> None:
+        self._asked = processes.context.Queue()
+        self.process, self._told = processes.start(serve, f"{path}/executor.sock", self._asked, name, options)
+        self.endpoint: str = self._told.get(timeout=WAIT_S)
+
+    def allocated(self) -> int:
+        self._asked.put(True)
+        return int(self._told.get(timeout=WAIT_S))
+
+    def kill(self) -> None:
+        assert self.process.pid
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(10)
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    started = Processes()
+    yield started
+    started.end()
+
+
+@pytest.fixture
+def start(processes: Any, tmp_path: Path) -> Callable[..., Served]:
+    return lambda name="llama", **options: Served(processes, tmp_path, name, **options)
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1)).cuda()
+
+
+def session_of(model: nn.Module) -> Any:
+    return next(remote_weights(model)).handle.session
+
+
+@contextmanager
+def advised(monkeypatch: pytest.MonkeyPatch, model: nn.Module, advice: Advice) -> Iterator[None]:
+    """As if the executor advised that; small weights are worth joining, too."""
+    with monkeypatch.context() as patched:
+        patched.setattr("symbiosis.client.direct.rule.WORTH_JOINING", 0)
+        patched.setattr(direct.Mapped, "advice", lambda self: advice)
+        page = session_of(model).mapped._page
+        patched.setattr(type(page), "others", advice.others)
+        patched.setattr(type(page), "rationed", advice.rationed)
+        yield
+
+
+def adapter(model: nn.Module, name: str) -> nn.Module:
+    torch.manual_seed(3)
+    targets = "all-linear" if name != "mixtral" else ["q_proj", "v_proj"]
+    return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize("way", ["direct", "called"])
+def test_a_model_is_the_unsplit_one_either_way(
+    start: Callable[..., Served], name: str, way: str, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = start(name)
+    whole, split = MODELS[name]().cuda(), symbiosis.wrap(MODELS[name]().cuda(), served.endpoint)
+    before = symbiosis.stats(split).direct
+    with advised(monkeypatch, split, Advice(others=int(way == "called"), rationed=way == "called")):
+        with torch.no_grad():
+            assert torch.equal(split(ids[:, :1]).logits, whole(ids[:, :1]).logits)
+        losses = []
+        for model in (adapter(whole, name), adapter(split, name)):
+            model.train()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append((loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]))
+        torch.cuda.synchronize()
+    (loss, gradients), (other, others) = losses
+    assert torch.equal(loss, other) and gradients and all(map(torch.equal, gradients, others))
+    figures = symbiosis.stats(split)
+    if way == "direct":
+        assert figures.calls == 0 and figures.direct > before
+    else:
+        assert figures.calls > 0 and figures.direct == before
+
+
+def test_weights_lie_once_in_the_memory_of_the_gpu(start: Callable[..., Served], ids: Tensor) -> None:
+    """Neither the executor's allocator nor the client's holds a copy."""
+    served = start("wide")
+    torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS takes memory of its own
+    nbytes = sum(p.nbytes for name, p in wide_llama().named_parameters() if "proj" in name)
+    assert served.allocated() < nbytes / 4
+    torch.cuda.empty_cache()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    split = symbiosis.from_executor(served.endpoint, device="cuda")
+    with torch.no_grad():
+        assert torch.equal(split(ids).logits, wide_llama().cuda()(ids).logits)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert symbiosis.stats(split).calls == 0
+    assert torch.cuda.memory_allocated() - before < nbytes / 4
+    assert free - torch.cuda.mem_get_info()[0] < nbytes + (64 << 20)  # kernels and a segment; wide_llama() is gone
+
+
+def test_a_captured_step_takes_the_way_that_is_advised(
+    start: Callable[..., Served], ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a graph for each, makes neither twice, and gives the same bits."""
+    served = start()
+    whole, split = tiny_llama().cuda(), symbiosis.wrap(tiny_llama().cuda(), served.endpoint)
+    steps = [trainer(lora(whole)), symbiosis.capture(trainer(lora(split)))]
+    counts = []
+    for rationed in (False, True, False, True):
+        with advised(monkeypatch, split, Advice(others=1, rationed=rationed)):
+            before = symbiosis.stats(split).direct, symbiosis.stats(split).calls
+            for _ in range(5):
+                wanted, got = (step(ids).clone() for step in steps)
+                assert torch.equal(wanted, got)
+            torch.cuda.synchronize()
+            figures = symbiosis.stats(split)
+            counts.append((figures.direct - before[0], figures.calls - before[1]))
+    assert counts[0] == counts[2] and counts[0][1] == 0 and counts[0][0] > 0, counts
+    assert counts[1] == counts[3] and counts[1][0] == 0 and counts[1][1] > 0, counts
+    assert len(steps[1]._graphs) == 2
+
+
+def test_advice_that_makes_no_difference_makes_no_graph(
+    start: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many rows without gradients are never called."""
+    served = start()
+    split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint)
+    long = torch.randint(3, 100, (2, 32)).cuda()
+    with torch.no_grad():
+        run = symbiosis.capture(lambda ids: split(ids).logits)
+        for others, rationed in ((0, False), (1, True), (0, True)):
+            with advised(monkeypatch, split, Advice(others, rationed)):
+                for _ in range(3):
+                    run(long)
+    assert len(run._graphs) == 1 and symbiosis.stats(split).calls == 0
+
+
+def write_to_a_weight(endpoint: str, told: Any) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), endpoint)
+    weight = next(iter(session_of(split).mapped.weights.values()))
+    told.put("begins")
+    try:
+        weight.add_(1.0)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        told.put(str(error))
+        os._exit(3)
+    told.put("written")
+
+
+def test_a_stray_write_is_an_error_where_it_was_made(start: Callable[..., Served], processes: Any, ids: Tensor) -> None:
+    served = start()
+    split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint)
+    with torch.no_grad():
+        expected = split(ids).logits
+        process, told = processes.start(write_to_a_weight, served.endpoint)
+        assert told.get(timeout=WAIT_S) == "begins"
+        assert told.get(timeout=WAIT_S) != "written"
+        process.join(WAIT_S)
+        assert torch.equal(split(ids).logits, expected)
+
+
+@pytest.mark.fault
+def test_a_client_goes_on_without_its_executor_and_maps_anew(
+    start: Callable[..., Served], ids: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = start()
+    split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint, patience=2.0)
+    mapped = session_of(split).mapped
+    with torch.no_grad():
+        run = symbiosis.capture(lambda ids: split(ids).logits)
+        expected = [run(ids).clone() for _ in range(4)][-1]
+        old = next(iter(mapped.weights.values())).data_ptr()
+        served.kill()
+        until(lambda: "goes on with the weights" in caplog.text, "the loss of the executor")
+        for _ in range(20):
+            assert torch.equal(run(ids), expected) and torch.equal(split(ids).logits, expected)
+        start()
+        until(lambda: mapped.joins == 2, "the next executor", 30)
+        for _ in range(4):
+            assert torch.equal(run(ids), expected) and torch.equal(split(ids).logits, expected)
+    assert next(iter(mapped.weights.values())).data_ptr() != old
+    assert len(run._graphs) == 1 and symbiosis.stats(split).reconnects == 1
+
+
+def test_who_says_no_maps_nothing(start: Callable[..., Served], ids: Tensor) -> None:
+    served = start()
+    for words in ({"share": False}, {"privacy": symbiosis.Noise()}, {"verify": True}):
+        split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint, **words)  # type: ignore[arg-type]
+        with torch.no_grad():
+            split(ids)
+        assert session_of(split).mapped is None and symbiosis.stats(split).calls > 0
+
+
+def test_a_provider_who_says_no(start: Callable[..., Served], ids: Tensor) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), start(share_weights=False).endpoint)
+    with torch.no_grad():
+        assert torch.equal(split(ids).logits, tiny_llama().cuda()(ids).logits)
+    assert session_of(split).mapped is None and symbiosis.stats(split).calls > 0 and not session_of(split).may_read
+
+
+def test_what_is_mapped_can_be_read(start: Callable[..., Served], ids: Tensor) -> None:
+    served = start()
+    whole, split = lora(tiny_llama().cuda()), lora(symbiosis.wrap(tiny_llama().cuda(), served.endpoint))
+    with torch.no_grad():
+        merged, expected = split.merge_and_unload(), whole.merge_and_unload()  # type: ignore[operator]
+        assert torch.equal(merged(ids).logits, expected(ids).logits)
+        symbiosis.unwrap(merged)
+        assert torch.equal(merged(ids).logits, expected(ids).logits)
+
+
+def test_direct_rows_are_counted_by_the_executor(start: Callable[..., Served], ids: Tensor) -> None:
+    served = start()
+    split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint)
+    with torch.no_grad():
+        split(ids)
+    rows = symbiosis.stats(split).direct_rows
+    assert rows > 0
+    with watching(served.endpoint) as look:
+        until(lambda: sum(one.direct_rows for one in look().sessions) == rows, "the heartbeat's figures")
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_joins_leave_nothing(start: Callable[..., Served], ids: Tensor) -> None:
+    served = start("wide")
+
+    def join() -> None:
+        split = symbiosis.wrap(wide_llama().cuda(), served.endpoint)
+        with torch.no_grad():
+            split(ids)
+        session_of(split).close()
+        del split
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    for _ in range(3):
+        join()
+    held = torch.cuda.mem_get_info()[0], descriptors(), served.allocated()
+    for _ in range(20):
+        join()
+    until(lambda: descriptors() <= held[1], "its descriptors")
+    assert held[0] - torch.cuda.mem_get_info()[0] < 32 << 20 and served.allocated() == held[2]
