@@ -63,8 +63,8 @@ class Graph:
             self.graph.replay()
         for session, stats in self.made:
             session.stats.add(stats)
-        for mapped, figures, decodes in self.parts:
-            mapped.repeat(figures, decodes)
+        for part in self.parts:
+            part.happens()
         return self.result
 
     def __del__(self) -> None:
@@ -118,6 +118,8 @@ class Captured:
                 return result
             with following(chosen, asked) as parts:
                 graph = self._capture(given, structure, runs[-1])
+            for part in parts:
+                part.happens(-1)  # it was not run
             graph.parts, graph.weights = parts, [part.mapped.weights for part in parts]
             self._graphs[kind, chosen] = graph
             del self._warming[kind, chosen]

@@ -68,6 +68,14 @@ def start(processes: Any, tmp_path: Path) -> Callable[..., Served]:
     return lambda name="llama", **options: Served(processes, tmp_path, name, **options)
 
 
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One for the tests that leave it as it was."""
+    started = Processes()
+    yield Served(started, tmp_path_factory.mktemp("executor"))
+    started.end()
+
+
 @pytest.fixture
 def ids() -> Tensor:
     return torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1)).cuda()
@@ -98,9 +106,9 @@ def adapter(model: nn.Module, name: str) -> nn.Module:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("way", ["direct", "called"])
 def test_a_model_is_the_unsplit_one_either_way(
-    start: Callable[..., Served], name: str, way: str, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+    llama: Served, start: Callable[..., Served], name: str, way: str, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served = start(name)
+    served = llama if name == "llama" else start(name)
     whole, split = MODELS[name]().cuda(), symbiosis.wrap(MODELS[name]().cuda(), served.endpoint)
     before = symbiosis.stats(split).direct
     with advised(monkeypatch, split, Advice(others=int(way == "called"), rationed=way == "called")):
@@ -109,6 +117,7 @@ def test_a_model_is_the_unsplit_one_either_way(
         losses = []
         for model in (adapter(whole, name), adapter(split, name)):
             model.train()
+            torch.manual_seed(7)  # of dropout
             loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             losses.append((loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]))
@@ -141,11 +150,10 @@ def test_weights_lie_once_in_the_memory_of_the_gpu(start: Callable[..., Served],
 
 
 def test_a_captured_step_takes_the_way_that_is_advised(
-    start: Callable[..., Served], ids: Tensor, monkeypatch: pytest.MonkeyPatch
+    llama: Served, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has a graph for each, makes neither twice, and gives the same bits."""
-    served = start()
-    whole, split = tiny_llama().cuda(), symbiosis.wrap(tiny_llama().cuda(), served.endpoint)
+    whole, split = tiny_llama().cuda(), symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)
     steps = [trainer(lora(whole)), symbiosis.capture(trainer(lora(split)))]
     counts = []
     for rationed in (False, True, False, True):
@@ -162,12 +170,9 @@ def test_a_captured_step_takes_the_way_that_is_advised(
     assert len(steps[1]._graphs) == 2
 
 
-def test_advice_that_makes_no_difference_makes_no_graph(
-    start: Callable[..., Served], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_advice_that_makes_no_difference_makes_no_graph(llama: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many rows without gradients are never called."""
-    served = start()
-    split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint)
+    split = symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)
     long = torch.randint(3, 100, (2, 32)).cuda()
     with torch.no_grad():
         run = symbiosis.capture(lambda ids: split(ids).logits)
@@ -191,12 +196,11 @@ def write_to_a_weight(endpoint: str, told: Any) -> None:
     told.put("written")
 
 
-def test_a_stray_write_is_an_error_where_it_was_made(start: Callable[..., Served], processes: Any, ids: Tensor) -> None:
-    served = start()
-    split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint)
+def test_a_stray_write_is_an_error_where_it_was_made(llama: Served, processes: Any, ids: Tensor) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)
     with torch.no_grad():
         expected = split(ids).logits
-        process, told = processes.start(write_to_a_weight, served.endpoint)
+        process, told = processes.start(write_to_a_weight, llama.endpoint)
         assert told.get(timeout=WAIT_S) == "begins"
         assert told.get(timeout=WAIT_S) != "written"
         process.join(WAIT_S)
@@ -226,10 +230,9 @@ def test_a_client_goes_on_without_its_executor_and_maps_anew(
     assert len(run._graphs) == 1 and symbiosis.stats(split).reconnects == 1
 
 
-def test_who_says_no_maps_nothing(start: Callable[..., Served], ids: Tensor) -> None:
-    served = start()
+def test_who_says_no_maps_nothing(llama: Served, ids: Tensor) -> None:
     for words in ({"share": False}, {"privacy": symbiosis.Noise()}, {"verify": True}):
-        split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint, **words)  # type: ignore[arg-type]
+        split = symbiosis.wrap(tiny_llama().cuda(), llama.endpoint, **words)  # type: ignore[arg-type]
         with torch.no_grad():
             split(ids)
         assert session_of(split).mapped is None and symbiosis.stats(split).calls > 0
@@ -242,9 +245,8 @@ def test_a_provider_who_says_no(start: Callable[..., Served], ids: Tensor) -> No
     assert session_of(split).mapped is None and symbiosis.stats(split).calls > 0 and not session_of(split).may_read
 
 
-def test_what_is_mapped_can_be_read(start: Callable[..., Served], ids: Tensor) -> None:
-    served = start()
-    whole, split = lora(tiny_llama().cuda()), lora(symbiosis.wrap(tiny_llama().cuda(), served.endpoint))
+def test_what_is_mapped_can_be_read(llama: Served, ids: Tensor) -> None:
+    whole, split = lora(tiny_llama().cuda()), lora(symbiosis.wrap(tiny_llama().cuda(), llama.endpoint))
     with torch.no_grad():
         merged, expected = split.merge_and_unload(), whole.merge_and_unload()  # type: ignore[operator]
         assert torch.equal(merged(ids).logits, expected(ids).logits)
@@ -252,14 +254,13 @@ def test_what_is_mapped_can_be_read(start: Callable[..., Served], ids: Tensor) -
         assert torch.equal(merged(ids).logits, expected(ids).logits)
 
 
-def test_direct_rows_are_counted_by_the_executor(start: Callable[..., Served], ids: Tensor) -> None:
-    served = start()
-    split = symbiosis.wrap(tiny_llama().cuda(), served.endpoint)
+def test_direct_rows_are_counted_by_the_executor(llama: Served, ids: Tensor) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)
     with torch.no_grad():
         split(ids)
     rows = symbiosis.stats(split).direct_rows
     assert rows > 0
-    with watching(served.endpoint) as look:
+    with watching(llama.endpoint) as look:
         until(lambda: sum(one.direct_rows for one in look().sessions) == rows, "the heartbeat's figures")
 
 

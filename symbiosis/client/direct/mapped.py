@@ -83,10 +83,9 @@ class Mapped:
         """What the executor advises now; to send nothing, while it is away."""
         return Advice() if (page := self._page) is None else Advice(page.others, page.rationed)
 
-    def repeat(self, figures: Figures, decodes: bool) -> None:
-        """Count what a captured step multiplies that runs again."""
-        self._count(*figures)
-        if decodes and (page := self._page) is not None:
+    def decodes(self) -> None:
+        """Tell the executor that this client makes tokens."""
+        if (page := self._page) is not None:
             page.decoded()
 
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
@@ -100,7 +99,7 @@ class Mapped:
         if self._should_send(rows, Priority.TRAIN if training else Priority.PREFILL):
             return None
         products = 2 if x.requires_grad and torch.is_grad_enabled() else 1  # the gradient's, too
-        self._count(products, products * rows, rows * products * weight.numel())
+        self.count(products, products * rows, rows * products * weight.numel())
         return weight
 
     def _should_send(self, rows: int, priority: Priority) -> bool:
@@ -114,7 +113,8 @@ class Mapped:
         advice = self.fixed or page
         return advice is not None and should_send(rows, self._nbytes, training, advice.others, advice.rationed)
 
-    def _count(self, calls: int, rows: int, multiplications: int) -> None:
+    def count(self, calls: int, rows: int, multiplications: int) -> None:
+        """Book what was multiplied by mapped weights."""
         self.calls += calls
         self.rows += rows
         self.multiplications += multiplications
@@ -139,7 +139,7 @@ class Mapped:
                 check_values(call, payload, self._manifest[call.layer])
         if call.op.traits.multiplies:
             width = self._matrix(call.layer, call.op, call.view).shape[-1]
-            self._count(1, call.rows, payload[0].numel() * width)
+            self.count(1, call.rows, payload[0].numel() * width)
         answer = ANSWERS.get(call.op)
         results = self._products(call, payload[0]) if answer is None else [answer(self, call, payload)]
         return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results

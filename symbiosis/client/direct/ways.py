@@ -27,6 +27,12 @@ class Part(NamedTuple):
     figures: Figures
     decodes: bool
 
+    def happens(self, times: int = 1) -> None:
+        """Book that the step runs again; or that it did not run, but was captured."""
+        self.mapped.count(*(times * figure for figure in self.figures))
+        if self.decodes and times > 0:
+            self.mapped.decodes()
+
 
 def ways(asked: dict[int, tuple[bool, bool]]) -> tuple[Way, ...]:
     """What is advised now. `asked`: by session, whether the step needs to know about tokens, and about training, where that is known."""

@@ -21,7 +21,17 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import ITEMSIZE, Call, Hello, Welcome
 from symbiosis.transport.base import Sharing
-from symbiosis.transport.cuda.driver import WRITE_32, DeviceMemory, MemOp, MemOps, copy, fill, shares_time, why_not
+from symbiosis.transport.cuda.driver import (
+    WRITE_32,
+    DeviceMemory,
+    MemOp,
+    MemOps,
+    copy,
+    enter,
+    fill,
+    shares_time,
+    why_not,
+)
 from symbiosis.transport.cuda.link import Link
 from symbiosis.transport.cuda.step import RegisteredCall, Steps, doorbell
 from symbiosis.transport.cuda.words import (
@@ -97,6 +107,7 @@ class DeviceLine:
         """`hello`: what to join with; asked for whenever an executor is joined (again). `sharing`: who wants to map the weights."""
         if reason := why_not(device):
             raise CallError(Code.UNKNOWN_OP, reason)
+        enter(device)
         self._address, self.device = address, device
         self.kernel: Any = None  # the module `kernels.gpu.small_call`, where there is one
         self.noted: list[Call] | None = None  # the calls that are made, if somebody wants to know

@@ -313,11 +313,17 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
         check(code, "cuMemcpyAsync")
 
 
+def enter(device: torch.device) -> None:
+    """Make the device's context this thread's, without which the driver refuses."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()
+
+
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.ExternalStream:
     """One that nobody else gets, unlike torch's, which are 32 in all. It is never destroyed."""
     stream = ctypes.c_void_p()
+    enter(device)
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # the device's context is this thread's
         made = _driver().cuStreamCreateWithPriority(ctypes.byref(stream), _NON_BLOCKING, priority)
         check(made, "cuStreamCreateWithPriority")
     return torch.cuda.ExternalStream(stream.value, device)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from symbiosis.errors import Code, ProtocolError
 from symbiosis.protocol import ITEMSIZE, Layer
-from symbiosis.transport.cuda.driver import CudaError, DeviceMemory, whole
+from symbiosis.transport.cuda.driver import CudaError, DeviceMemory, enter, whole
 from symbiosis.transport.local.shared_weights import in_file
 
 ALIGNED = 512  # bytes, as torch's own allocator aligns tensors: products round alike
@@ -80,6 +80,7 @@ def mapped(manifest: Sequence[Layer], descriptors: Sequence[int], device: torch.
     places, sizes = layout(manifest)
     if len(descriptors) != len(sizes):
         raise ProtocolError(Code.BAD_FRAME, f"weights in {len(sizes)} pieces came with {len(descriptors)} descriptors")
+    enter(device)
     pieces = [
         Mapping.of_fd(fd, whole(nbytes, device), device, True) for fd, nbytes in zip(descriptors, sizes, strict=True)
     ]
