@@ -172,7 +172,8 @@ class Session(Reconnecting):
 
     def _open_line(self, device: torch.device) -> "DeviceLine | None":
         name = str(torch.cuda.get_device_properties(device).uuid)
-        mapped = Mapped(self._connected().welcome.manifest, self.priority, device) if self.share else None
+        welcome = self._connected().welcome
+        mapped = Mapped(welcome.manifest, self.priority, device) if self.share and welcome.shares_weights else None
         line = transport.open_line(self.endpoint, lambda: self._hello(name), device, self.patience, mapped)
         if line is not None:
             line.kernel = with_triton("gpu.small_call")
@@ -185,7 +186,12 @@ class Session(Reconnecting):
 
     def map_for(self, device: torch.device) -> None:
         """Map the weights for a model on this GPU before its first call, where the executor may be on the same one."""
-        if self.share and device.type == "cuda" and self.endpoint.startswith("local://"):
+        if (
+            device.type == "cuda"
+            and self.share
+            and self.welcome.shares_weights
+            and self.endpoint.startswith("local://")
+        ):
             self._line(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
 
     def _is_reconnect(self) -> bool:

@@ -82,8 +82,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class Welcome(Closed, frozen=True, tag="welcome"):
-    """The executor accepts, and says what it serves, under which limits, for which bits of `integers`, and who operates it. With NCCL,
-    the client sends the headers of its calls to `port`, beginning with `token` and where to meet it."""
+    """The executor accepts, and says what it serves, under which limits, for which bits of `integers`, who operates it, and whether it
+    shares its weights with clients that can map them. With NCCL, the client sends the headers of its calls to `port`, beginning with `token` and where to meet it."""
 
     session: int
     fingerprint: Word
@@ -97,6 +97,7 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     slab_bytes: int = 0
     integers: Annotated[tuple[int, ...], Meta(max_length=8)] = ()
     operator: Name = ""
+    shares_weights: bool = False
     port: int = 0
     token: Annotated[bytes, Meta(max_length=64)] = b""
 

@@ -385,7 +385,8 @@ SHARING: list[tuple[bool, dict[str, Any]]] = [
     (False, {"listen": ("tcp://127.0.0.1:0",)}),
     (False, {"listen": ("tcp://127.0.0.1:0",), "share_weights": True}),
     (False, {"share_weights": False}),
-    (True, {"device": "cuda"}),
+    (False, {"device": "cuda"}),
+    (True, {"device": "cuda", "share_weights": True}),
     (False, {"max_tenant_rows_per_s": 5}),
     (False, {"max_tenant_bytes_per_s": 5}),
 ]
