@@ -246,6 +246,7 @@ def models(setting: Setting) -> None:
                 setting.bar(f"{key}_ratio", ratio, "<=", CAPTURED_BAR if captured else EAGER_BAR)
                 setting.report.bar(f"{key}_bits_equal", int(made[0] == made[1] or made[1] != made[2]), "==", 1)
                 direct, calls = split.call("direct")
+                progress(f"... {took:.2f} ms unsplit, split / unsplit {ratio:.3f}, bits {same}")
                 rows.append((name, f"{took:.2f}", f"{ratio:.3f}", same, f"{direct}", f"{calls}"))
     print_table(("one program", "unsplit ms", "split / unsplit", "bits", "direct so far", "calls"), rows)
 
@@ -277,6 +278,7 @@ def compiled(setting: Setting) -> None:
             progress(f"{name_of(job)}, compiled")
             ratio, took = ratio_of(setting, split, unsplit, job, setting.on_gpu)
             setting.bar(f"compiled_{name_of(job).replace(' ', '_')}_ratio", ratio, "<=", bar)
+            progress(f"... {took:.2f} ms unsplit, ratio {ratio:.3f}")
             rows.append((name_of(job), f"{took:.2f}", f"{ratio:.3f}"))
     print_table(("one program", "unsplit, captured ms", "split, compiled and captured / that"), rows)
 
