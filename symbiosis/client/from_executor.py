@@ -196,7 +196,7 @@ class _Own:
     """Values of what is the client's own, by number: in shared memory where there is such, else read."""
 
     def __init__(self, session: Session, device: torch.device) -> None:
-        self._session, self._device, self._shared = session, device, session.shared()
+        self._session, self._device, self._shared = session, device, session.commons()
         self._given: set[int] = set()
 
     def __call__(self, number: int) -> Tensor:

@@ -232,11 +232,11 @@ class Session(Reconnecting):
         most = min(MOST_LANES, self.welcome.limits.max_tenant_sessions // OF_A_TENANT)
         return sum(len(session._lanes) for session in lifetime.sessions()) < most
 
-    def shared(self) -> dict[int, Tensor]:
+    def commons(self) -> dict[int, Tensor]:
         """Tensors that every client holds for itself, if an executor on this host shares them. The rest must be read."""
         with self._lock:
             try:
-                return self._connected().shared()
+                return self._connected().commons()
             except ConnectionLost:
                 self._disconnect()
                 return {}

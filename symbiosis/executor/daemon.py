@@ -76,7 +76,7 @@ def load_and_serve(model_name: str, options: Options) -> None:
         log(logging.WARNING, "more workers than cores: they take turns", workers=options.workers, cores=cores)
     store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
     if options.shares_weights:
-        store.share()
+        store.share_weights()
     gc.collect()
     gc.freeze()  # the model stays: searching it for garbage takes a tenth of a second
     server = Server(store, options)

@@ -203,10 +203,10 @@ class Dispatch:
         plan = self._plan(call)
         return plan.parts if plan.parts and call.op is Op.FORWARD else (plan.shape,)
 
-    def shared(self) -> BinaryIO:
-        return self._store.shared()
+    def commons(self) -> BinaryIO:
+        return self._store.commons()
 
-    def weights(self) -> Sequence[BinaryIO]:
+    def served_weights(self) -> Sequence[BinaryIO]:
         return self._store.files
 
     def multiplied(self, peer: Peer, direct: Direct) -> Advice:

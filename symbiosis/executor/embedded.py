@@ -50,7 +50,7 @@ class Executor:
             _check_model(model, chosen)
         store = Store(model, chosen.serve, chosen.integers)
         if shares:
-            store.share()
+            store.share_weights()
         self.server = self.server_class(store, chosen)
         self.server.listen(chosen.listen or (new_url(),))
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)

@@ -38,7 +38,7 @@ class Layer(Closed, frozen=True):
     digest: Word
     bias: bool = False
 
-    def turns(self, op: Op) -> bool:
+    def transposes(self, op: Op) -> bool:
         """Whether `op` multiplies rows by the transpose of this weight."""
         return op.traits.of_whole_layers and (op is Op.FORWARD) == (self.kind != "conv1d")
 

@@ -67,10 +67,14 @@ class Connection(Protocol):
         comes as fresh tensors on the device of the rows: one, or one of each of the `shapes`."""
         ...
 
-    def shared(self, served: bool = False) -> dict[int, Tensor]:
+    def commons(self) -> dict[int, Tensor]:
         """Return the client's own tensors, by number in the manifest, from memory that the clients of a host share until they change
-        it. If `served`, return the served weights instead, with the biases that the executor adds, read-only. Return nothing where
-        there is no such memory."""
+        it; nothing where there is no such memory."""
+        ...
+
+    def served_weights(self) -> dict[int, Tensor]:
+        """Return the served weights, by number in the manifest, with the biases that the executor adds, from memory that nobody can
+        change; nothing where they are not shared."""
         ...
 
     @property
@@ -216,11 +220,11 @@ class ServerPort(Protocol):
         """Return the shape of the reply to `call`, or raise `CallError` if the call is wrong."""
         ...
 
-    def shared(self) -> BinaryIO:
+    def commons(self) -> BinaryIO:
         """Return the file with the tensors that every client holds for itself."""
         ...
 
-    def weights(self) -> Sequence[BinaryIO]:
+    def served_weights(self) -> Sequence[BinaryIO]:
         """Return the files that hold the served weights; none if they are not shared."""
         ...
 

@@ -145,7 +145,10 @@ class InprocConnection:
             raise ConnectionLost(f"the executor at {self._listener.url} closed")
         return answer
 
-    def shared(self, served: bool = False) -> dict[int, Tensor]:
+    def commons(self) -> dict[int, Tensor]:
+        return {}
+
+    def served_weights(self) -> dict[int, Tensor]:
         return {}
 
     def beat(self) -> None:

@@ -62,7 +62,7 @@ def test_tied_tensors_stay_tied(serve: Callable[..., Any], tmp_path: Path) -> No
     model = symbiosis.from_executor(serve(tied, listen=[f"local://{tmp_path}/executor.sock"]).endpoint)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     store = Store(tied)
-    held = shared_weights.taken(store.manifest, store.shared().fileno())
+    held = shared_weights.taken(store.manifest, store.commons().fileno())
     at = {store.manifest[number].name: tensor.data_ptr() for number, tensor in held.items()}
     assert at["lm_head"] == at["model.embed_tokens"]
 
@@ -81,8 +81,8 @@ def test_tensors_begin_where_those_of_the_checkpoint_do(served: bool) -> None:
     assert len(set(before)) == 6, "the phases differ"
     x = torch.randn(1, 64)
     expected = [model[name](x) for name in "abc"]
-    store.share() if served else store.shared()
-    file = store.files[0] if served else store.shared()
+    store.share_weights() if served else store.commons()
+    file = store.files[0] if served else store.commons()
     assert file is not None
     held = shared_weights.taken(store.manifest, file.fileno(), served)
     assert len(held) == (6 if served else 3)
@@ -131,11 +131,11 @@ def test_tensors_that_hold_nothing_or_travel_not_are_left_to_reading() -> None:
             self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
 
     store = Store(Odd())
-    held = shared_weights.taken(store.manifest, store.shared().fileno())
+    held = shared_weights.taken(store.manifest, store.commons().fileno())
     assert {store.manifest[number].name for number in held} == {"scalar", "linear.bias"}
     assert all(torch.equal(value, store.weights[number]) for number, value in held.items())
     nothing = Store(nn.Sequential(nn.Linear(4, 4, bias=False)))
-    assert shared_weights.taken(nothing.manifest, nothing.shared().fileno()) == {}
+    assert shared_weights.taken(nothing.manifest, nothing.commons().fileno()) == {}
 
 
 def test_a_connection_that_breaks_meanwhile_is_joined_again(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:

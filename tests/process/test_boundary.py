@@ -308,7 +308,7 @@ AFTER: dict[str, tuple[Control | bytes, int]] = {
 @pytest.mark.parametrize("state", ["before", "after"])
 def test_what_is_said_at_the_wrong_time_leaves_nothing_open(state: str, executor: symbiosis.Executor) -> None:
     messages = BEFORE if state == "before" else AFTER
-    executor.server.store.shared()
+    executor.server.store.commons()
     sessions, open_before = len(executor.server.sessions), descriptors()
     for turn in range(1000):
         speaker = Speaker(executor.endpoint)
@@ -322,7 +322,7 @@ def test_what_is_said_at_the_wrong_time_leaves_nothing_open(state: str, executor
 
 
 def test_a_thousand_messages_of_one_client_leave_nothing_open(executor: symbiosis.Executor) -> None:
-    executor.server.store.shared()
+    executor.server.store.commons()
     speaker = Speaker(executor.endpoint).join()
     open_before = descriptors()
     for _ in range(1000):

@@ -180,7 +180,7 @@ class Reconnecting:
     def _map(self, connection: transport.Connection) -> None:
         """Map the served weights, if the executor shares them. The weights of a previous executor are freed once unused."""
         try:
-            weights = connection.shared(served=True)
+            weights = connection.served_weights()
         except ConnectionLost:
             return  # the next call finds out, and joins again
         mapped = self._mapped_here

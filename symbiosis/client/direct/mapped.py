@@ -154,7 +154,7 @@ class Mapped:
         return results
 
     def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
-        return matrix_of(self.weights[layer], self._manifest[layer].turns(op), view)
+        return matrix_of(self.weights[layer], self._manifest[layer].transposes(op), view)
 
     def _operand(self, call: Call) -> Tensor:
         return cast(self._matrix(call.layer, call.op, call.view), TORCH_DTYPE[call.dtype])

@@ -62,7 +62,7 @@ class Store:
         shape, dtype = tuple(weight.shape), DTYPE_NAME.get(weight.dtype, str(weight.dtype))
         self.manifest.append(Layer(name, kind, shape, dtype, sha, bias is not None))
 
-    def shared(self) -> BinaryIO:
+    def commons(self) -> BinaryIO:
         """Return the file with the tensors that every client holds for itself, which clients of this host and this process share."""
         if self._commons is None:
             self._commons = shared_weights.publish(self.manifest, self._phase, self.weights.__getitem__)
@@ -72,7 +72,7 @@ class Store:
                 self.matrix.cache_clear()
         return self._commons
 
-    def share(self) -> None:
+    def share_weights(self) -> None:
         """Move the served weights into memory that clients may map, as this process does, and nobody can change: one sealed file, or a
         few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece."""
         if self.files:
@@ -126,7 +126,7 @@ class Store:
         weight = self.weights[layer]
         if view is not None:
             _check_view(weight, view)
-        return matrix_of(weight, self.manifest[layer].turns(op), view)
+        return matrix_of(weight, self.manifest[layer].transposes(op), view)
 
     def multiplications(self, rows: int) -> int:
         """Return the multiplications of so many rows by the largest served matrix."""

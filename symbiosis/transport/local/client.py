@@ -174,26 +174,30 @@ class LocalConnection:
         WORD.pack_into(memory, CLIENT_SLEEPS_AT, 0)
 
     def _grow(self, nbytes: int) -> Slab:
-        try:
-            with self._asked(Grow(nbytes), Grown, 1) as (grown, fds):
-                slab = segment(fds[0], grown.nbytes, nbytes, 2 * nbytes)
-                fds.clear()
-        except OSError as error:
-            raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
+        with self._told_of_loss(), self._asked(Grow(nbytes), Grown, 1) as (grown, fds):
+            slab = segment(fds[0], grown.nbytes, nbytes, 2 * nbytes)
+            fds.clear()
         self._slab.close()
         self._slab = slab
         return slab
 
-    def shared(self, served: bool = False) -> dict[int, Tensor]:
+    def commons(self) -> dict[int, Tensor]:
+        with self._told_of_loss(), self._asked(Share(), Shared, 1) as (_, fds):
+            return shared_weights.taken(self.welcome.manifest, fds[0])
+
+    def served_weights(self) -> dict[int, Tensor]:
+        with self._told_of_loss(), self._asked(Share(weights=True), Shared, 0, 2) as (_, fds):
+            if not fds:
+                return {}
+            weights = shared_weights.taken(self.welcome.manifest, fds[0], served=True)
+            self.page = SharedPage(Slab(fds.pop(), shared_page.NBYTES))
+            return weights
+
+    @contextmanager
+    def _told_of_loss(self) -> Iterator[None]:
+        """Raise `ConnectionLost` where the socket broke."""
         try:
-            with self._asked(Share(served), Shared, *((0, 2) if served else (1,))) as (_, fds):
-                if not fds:
-                    return {}
-                weights = shared_weights.taken(self.welcome.manifest, fds[0], served)
-                if served:
-                    slab = Slab(fds.pop(), shared_page.NBYTES)
-                    self.page = SharedPage(slab)
-                return weights
+            yield
         except OSError as error:
             raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
 

@@ -112,7 +112,7 @@ class LocalPeer:
         elif isinstance(message, Grow) and self._slab:
             self._grow(message.nbytes)
         elif isinstance(message, Share) and self._slab:
-            fds = self.offer.descriptors(on_gpu=False) if message.weights else [self._listener.inbox.shared().fileno()]
+            fds = self.offer.descriptors(on_gpu=False) if message.weights else [self._listener.inbox.commons().fileno()]
             answer(self._socket, Shared(), fds)
         else:
             self._listener.drop(self)

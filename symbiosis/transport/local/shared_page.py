@@ -64,7 +64,7 @@ class Offer:
 
     def descriptors(self, on_gpu: bool) -> list[int]:
         """Those of the weights and of the page; none if weights are not shared, lie elsewhere, or the client is another user's."""
-        weights = self._inbox.weights()
+        weights = self._inbox.served_weights()
         elsewhere = on_gpu is not (self._inbox.device.type == "cuda")
         if not weights or elsewhere or peer_uid(self._socket) != os.getuid():
             return []

@@ -186,7 +186,10 @@ class TcpConnection:
             raise HandshakeFailed(f"the executor at {self._url} broke off the handshake: it is ending, or {asked}")
         raise ConnectionLost(f"no executor at {self._url}: the connection broke")
 
-    def shared(self, served: bool = False) -> dict[int, Tensor]:
+    def commons(self) -> dict[int, Tensor]:
+        return {}
+
+    def served_weights(self) -> dict[int, Tensor]:
         return {}
 
     def beat(self) -> None:
