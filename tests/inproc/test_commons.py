@@ -142,7 +142,7 @@ def test_a_connection_that_breaks_meanwhile_is_joined_again(endpoint: str, monke
     def broken(connection: LocalConnection, served: bool = False) -> dict[int, Tensor]:
         raise symbiosis.errors.ConnectionLost("broken")
 
-    monkeypatch.setattr(LocalConnection, "shared", broken)
+    monkeypatch.setattr(LocalConnection, "commons", broken)
     model = symbiosis.from_executor(endpoint)
     assert symbiosis.stats(model).by_op["READ"] > 1
     assert all(torch.equal(value, MODEL.state_dict()[name]) for name, value in own(model).items())
