@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
-from symbiosis.client.weights.view import Handle
 from symbiosis.protocol import Layer
 from symbiosis.security.fingerprint import digest
 from symbiosis.transport.tensors import TORCH_DTYPE
@@ -67,15 +67,18 @@ def put_in_remote(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any
     """Before a state dict is loaded, replace plain values that equal remote weights by these, so that loading changes nothing. Values
     that differ from the executor's stay, and count as a write."""
     for name, parameter in module._parameters.items():
-        if isinstance(parameter, RemoteWeight) and _is_served(state.get(prefix + name), parameter.handle):
+        if isinstance(parameter, RemoteWeight) and _is_served(state.get(prefix + name), parameter):
             state[prefix + name] = parameter
 
 
-def _is_served(given: Tensor | None, handle: Handle) -> bool:
-    """Whether what is to be loaded, if anything, is what the executor has."""
+def _is_served(given: Tensor | None, weight: RemoteWeight) -> bool:
+    """Whether what is to be loaded, if anything, is what the executor has, and this weight, if it has another dtype."""
     if given is None or isinstance(given, RemoteWeight) or given.device.type == "meta":
         return True
-    return handle.private is None and is_the_executors(given, handle.layer)
+    if weight.handle.private is not None or not is_the_executors(given, weight.handle.layer):
+        return False
+    served = TORCH_DTYPE[weight.handle.layer.dtype]
+    return weight.dtype is served or torch.equal(given.to(served).to(given.dtype), given)
 
 
 def is_the_executors(value: Tensor, layer: Layer) -> bool:

@@ -195,6 +195,11 @@ def _refuse_other_rows(x: Any, weight: RemoteWeight) -> None:
             f"{name}: torch does not multiply rows of dtype {x.dtype} by a weight of dtype {weight.dtype}: cast one of them, or use "
             "torch.autocast",
         )
+    if not weight.can_become(x.dtype):
+        raise RemoteWeightError(
+            f"{name}: autocast would cast a weight to {x.dtype} that was rounded to {weight.dtype}, and the executor rounds once: let "
+            f"both be the same dtype, or keep the model in {weight.handle.layer.dtype}"
+        )
 
 
 def _grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:

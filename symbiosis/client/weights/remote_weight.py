@@ -1,7 +1,7 @@
 """A weight that lives in the executor: what stands in a parameter's place, and what torch's operations make of it.
 
 * a matrix product (mm, addmm, bmm, grouped, ...) or an embedding lookup: a call to the executor (`remote_products`);
-* a view or a cast: another remote weight (`remote_view`);
+* a view or a cast: another remote weight (`remote_view`), unless an earlier cast lost digits that the executor's product would have;
 * `W + delta`: a `RemoteSum`, whose products are the remote product plus the local one (`remote_sum`);
 * anything else reads values: a `READ` where the provider allows it, else `WeightRead` naming layer, op and line;
 * a write: a private copy where reads are allowed, else `WeightWrite`.
@@ -48,11 +48,11 @@ class RemoteWeight(RemoteView):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if isinstance(value, RemoteWeight) and value.handle.is_same_tensor(self.handle):
-            torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
-            self.is_whole = value.is_whole
-        else:
+        if not isinstance(value, RemoteWeight) or not value.handle.is_same_layer(self.handle):
             self.privatise("data=", value)
+            value = RemoteWeight.whole(self.handle, value.dtype, value.device)
+        torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.handle, self.is_whole = value.handle, value.is_whole
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -151,14 +151,14 @@ class RemoteWeight(RemoteView):
             )
         if value is None:
             whole = RemoteWeight.whole(handle, self.dtype, self.device)
-            value = handle.private if handle.private is not None else whole.value().clone()
+            value = (handle.private if handle.private is not None else whole.value().clone()).to(self.dtype)
         elif isinstance(value, RemoteWeight | RemoteSum):
             value = value.value().clone()
         if tuple(value.shape) != handle.layer.shape:
             raise WeightWrite(
                 f"{what} would give {handle.layer.name!r} the shape {tuple(value.shape)} (at {call_site()})"
             )
-        handle.private = value.detach().to(self.dtype).contiguous()
+        handle.private = value.detach().contiguous()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RemoteWeight({self.handle.layer.name}, {tuple(self.shape)}, {self.dtype})"
@@ -182,8 +182,8 @@ class RemoteWeight(RemoteView):
             return func.decompose(*args, **kwargs)
         if is_view(func):
             return _view(func, args, kwargs)
-        if func is aten._to_copy.default and args[0].handle.private is None:
-            return args[0].converted(kwargs.get("dtype"), kwargs.get("device"))
+        if func is aten._to_copy.default:
+            return _cast(func, args, kwargs)
         if func in LIKE:
             return func(stand_in(args[0]), *args[1:], **kwargs)
         remote = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteWeight)]
@@ -233,6 +233,21 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(result, list | tuple):
         return [weight.like_me(part) for part in result]
     return weight.like_me(result)
+
+
+def _cast(func: Any, args: Any, kwargs: Any) -> Any:
+    """The executor's tensor in another dtype. What a cast rounds (`W.half().float()`) stays so, in a private copy."""
+    weight, handle = args[0], args[0].handle
+    dtype = kwargs.get("dtype") or weight.dtype
+    if handle.private is None and weight.can_become(dtype):
+        return weight.converted(dtype, kwargs.get("device"))
+    if handle.private is None:
+        _check_may_read(f"a cast to {dtype} of what was rounded to {weight.dtype}", weight)
+    if not weight.is_whole:
+        return _on_values(func, args, kwargs)
+    private = _on_values(func, args, kwargs).contiguous()
+    own = Handle(handle.session, handle.index, handle.layer, private, handle.bias, handle.is_frozen)
+    return RemoteWeight.whole(own, private.dtype, private.device)
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -66,6 +66,8 @@ class RemoteSum(Tensor):
         first = args[0]
         if is_composite(func):
             return func.decompose(*args, **kwargs)
+        if func is aten._to_copy.default and not first.weight.can_become(kwargs.get("dtype") or first.dtype):
+            return func(_readable(first, func).value(), **kwargs)
         if func is aten._to_copy.default or (is_view(func) and func is not aten.as_strided.default):
             weights, deltas = func(first.weight, *args[1:], **kwargs), func(first.delta, *args[1:], **kwargs)
             if isinstance(weights, list | tuple):
@@ -75,24 +77,29 @@ class RemoteSum(Tensor):
             return func(stand_in(first.weight), *args[1:], **kwargs)
         if func in _ADDS and isinstance(first, RemoteSum) and len(sums) == 1 and _keeps_layout(first.weight, kwargs):
             delta = func(first.delta, *args[1:], **kwargs)
-            if delta.shape == first.shape:
+            if delta.shape == first.shape and first.weight.can_become(delta.dtype):
                 return RemoteSum.of(first.weight, delta)
         if func is aten.add_.Tensor and isinstance(first, RemoteSum) and len(sums) == 1:
             first.delta.add_(*args[1:], **kwargs)
             return first
         if func in PRODUCTS and len(sums) == 1 and not isinstance(first if func in _WITH_BIAS else None, RemoteSum):
             return _both_terms(func, args, kwargs)
-        name = sums[0].weight.handle.layer.name
         for one in written_by(func, args, kwargs):
             if isinstance(one, RemoteSum):
                 one.refuse_write(func)
-        if not sums[0].weight.handle.session.may_read:
-            raise WeightRead(
-                f"{func} reads the values of the remote weight {name!r} plus a local change (at {call_site()}): "
-                "use another method, keep the layer on the client (wrap's layers=), or start the executor with --allow-read"
-            )
+        _readable(sums[0], func)
         args, kwargs = tree_map(lambda a: a.value() if isinstance(a, RemoteSum) else a, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _readable(one: RemoteSum, func: Any) -> RemoteSum:
+    handle = one.weight.handle
+    if not handle.session.may_read:
+        raise WeightRead(
+            f"{func} reads the values of the remote weight {handle.layer.name!r} plus a local change (at {call_site()}): "
+            "use another method, keep the layer on the client (wrap's layers=), or start the executor with --allow-read"
+        )
+    return one
 
 
 _WITH_BIAS = frozenset((aten.addmm.default, aten.baddbmm.default, aten.addmm_.default))
@@ -127,6 +134,8 @@ def _added(x: Any, y: Any, *, alpha: float = 1) -> Any:
     if isinstance(delta, RemoteView) or not isinstance(delta, Tensor) or delta.shape != weight.shape:
         return NotImplemented
     if delta.layout is not torch.strided or (alpha != 1 and weight is not x):
+        return NotImplemented
+    if not weight.can_become(torch.promote_types(weight.dtype, delta.dtype)):
         return NotImplemented
     return RemoteSum.of(weight, delta if alpha == 1 else delta * alpha, fresh=alpha != 1)
 

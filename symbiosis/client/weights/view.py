@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from symbiosis.client.session import Session
 from symbiosis.errors import RemoteWeightError
 from symbiosis.protocol import MAX_DIM, Layer, Op, View
+from symbiosis.transport.tensors import TORCH_DTYPE
 
 aten = torch.ops.aten
 
@@ -62,7 +63,10 @@ class Handle:
         if self is other:
             return True
         shared = self.private is None and other.private is None
-        return shared and self.session is other.session and self.index == other.index
+        return shared and self.is_same_layer(other)
+
+    def is_same_layer(self, other: "Handle") -> bool:
+        return self.session is other.session and self.index == other.index
 
     def copy(self, memo: dict[int, Any]) -> "Handle":
         if id(self) not in memo:
@@ -111,6 +115,11 @@ class RemoteView(Tensor):
         """The remote tensor with the geometry of `meta`."""
         return type(self)(self.handle, meta.shape, meta.stride(), int(meta.storage_offset()), self.dtype, self.device)
 
+    def can_become(self, dtype: torch.dtype) -> bool:
+        """Whether a cast of this tensor gives what one of the executor's gives: not if an earlier one lost digits."""
+        served = TORCH_DTYPE[self.handle.layer.dtype]
+        return dtype == self.dtype or holds(self.dtype, served)
+
     def converted(self, dtype: torch.dtype | None, device: Any) -> Self:
         return type(self)(self.handle.snapshot(), *self.view_of(), dtype or self.dtype, device or self.device)
 
@@ -157,6 +166,12 @@ def without_memory(
         return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
     with torch.inference_mode(False):
         return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
+
+
+@cache
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether `dtype` has all the numbers of `other`."""
+    return dtype == other or (other.is_floating_point and torch.promote_types(dtype, other) == dtype)
 
 
 @cache
