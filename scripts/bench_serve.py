@@ -3,6 +3,8 @@
     python scripts/bench_serve.py --cpu --quick
     python scripts/bench_serve.py --cpu      # 16 requests of 8 adapters at once, against PEFT one after another
 
+    python scripts/bench_serve.py step       # on a GPU: a decoding step with many adapters, Llama-7B shapes
+
 One process, so that both have the same threads. Both take turns in every round; the table has medians over the rounds.
 """
 
@@ -93,9 +95,28 @@ def by_peft(model: Any, names: list[str], length: int) -> tuple[float, list[list
     return time.perf_counter() - start, said
 
 
+def on_gpu(args: argparse.Namespace) -> int:
+    import _serve_gpu
+
+    report = Report(f"bench_serve {args.what}")
+    if args.what == "attention":
+        _serve_gpu.sweep_attention()
+    elif args.what == "adapters":
+        _serve_gpu.sweep_adapters()
+    elif args.tiny:
+        _serve_gpu.step_bench(report, True, args.compile, False, _serve_gpu.TINY, "cpu")
+    else:
+        _serve_gpu.step_bench(report, args.quick, args.compile, args.profile)
+    return report.finish()
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", required=True, help="on this machine's CPU, in float32")
+    parser.add_argument("what", nargs="?", choices=["step", "attention", "adapters"], help="on a GPU")
+    parser.add_argument("--cpu", action="store_true", help="on this machine's CPU, in float32")
+    parser.add_argument("--compile", action="store_true", help="step: with torch.compile")
+    parser.add_argument("--profile", action="store_true", help="step: tell which kernels take the time")
+    parser.add_argument("--tiny", action="store_true", help="step: of a tiny model, on a CPU by Triton's interpreter")
     parser.add_argument("--quick", action="store_true", help="shorter, and one round")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -103,6 +124,10 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     prepare(args.threads)
+    if args.what is not None:
+        return on_gpu(args)
+    if not args.cpu:
+        parser.error("say `step`, or --cpu")
     length, rounds = (16, 1) if args.quick else (64, 3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

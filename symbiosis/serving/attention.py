@@ -55,9 +55,31 @@ class attending_by:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
+    if torch.compiler.is_compiling():
+        return _by_op(module, query, key, value, **options), None
+    return attend_now(module, query, key, value, **options), None
+
+
+def attend_now(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     if _now.attend is None:
         raise RuntimeError("this model is served by symbiosis.serving, and is called through it only")
-    return _now.attend(module, query, key, value, **options), None
+    return _now.attend(module, query, key, value, **options)
+
+
+def _by_op(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """For a compiler, which is to look no further: `symbiosis/serving/gpu/compiled.py`."""
+    op = torch.ops.symbiosis.paged_attention
+    return op(query, key, value, module.symbiosis_layer, scaling, sliding_window, softcap, s_aux)  # type: ignore[no-any-return]
 
 
 def _no_mask(*_: object, local_size: int | None = None, **__: object) -> None:

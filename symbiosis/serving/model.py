@@ -27,6 +27,8 @@ class Served(ABC):
     batches: bool  # whether a step may have segments of several sequences
     whole_prompts: bool  # whether a prompt must be computed in one piece
     keeps_rows: bool = False  # whether its last layer is given the rows only whose logits are kept
+    runner: Any = None  # of a GPU's kernels: `symbiosis.serving.gpu`
+    fetcher: Any = None
 
     def __init__(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | None) -> None:
         self.model, self.config = model, text_config(model)
@@ -49,8 +51,15 @@ class Served(ABC):
     def logits(self, step: Step, rows: Tensor) -> Tensor:
         """Of these rows of the step: float32 [rows, vocabulary]."""
 
+    def serve(self, sequences: int, rows: int) -> None:
+        """From now on it is served, in steps of up to so many sequences and rows."""
+        if self.runner is not None:
+            self.runner.serve(sequences, rows)
+
     def release(self, sequence: Sequence) -> None:
         """What was computed of it is needed no more."""
+        if self.runner is not None:
+            self.runner.forget(sequence)
         self.blocks.release(sequence)
 
     def inputs(self, step: Step) -> dict[str, Any]:

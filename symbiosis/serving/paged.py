@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.serving.arena import KvShape
 from symbiosis.serving.attention import NAME, Lookup, Tables, attending_by
+from symbiosis.serving.gpu.runner import Runner, is_for
 from symbiosis.serving.model import Served, place_of, text_config
 from symbiosis.serving.request import Request
 from symbiosis.serving.step import Segment, Sequence, Step
@@ -50,7 +51,11 @@ class Paged(Served):
         references = _references(model)
         try:
             super().__init__(model, _layers(model), memory)
+            if is_for(self.device, self.dtype):
+                self.runner = Runner(model, self.arena, self.keeps_rows)
             self._prove(references)
+            if self.runner is not None:
+                self.fetcher = self.runner.find_layers(self._probe, model.get_output_embeddings())  # type: ignore[operator]
         except BaseException as error:
             with suppress(AttributeError, ValueError):
                 model.set_attn_implementation(before)  # type: ignore[operator]
@@ -61,14 +66,27 @@ class Paged(Served):
 
     @torch.inference_mode()
     def logits(self, step: Step, rows: Tensor) -> Tensor:
+        if self.runner is not None:
+            self.runner.make_room(step)
         for tell in self.before:
             tell(step, rows)
+        if self.runner is not None:
+            self.runner.remember = self.remember
+            return self.runner.logits(step, rows, lambda: self.inputs(step))  # type: ignore[no-any-return]
         words, rows = self.inputs(step), rows.to(self.device)
         if self.keeps_rows:
             words["logits_to_keep"] = rows
         with attending_by(Lookup(self.arena, step, self._tables, self.remember).attend):
             logits: Tensor = self.model(**words, use_cache=False).logits[0]
         return (logits if self.keeps_rows else logits[rows]).float()
+
+    def _probe(self) -> None:
+        """Compute something, so that it shows which layers there are."""
+        tokens = probe_tokens(self.model)[1]
+        sequence = Sequence(Request(id=0, prompt=tuple(tokens)), 0, tokens, None, 0.0)
+        self.blocks.grow(sequence, len(tokens))
+        self.forward(Step((Segment(sequence, 0, len(tokens), 0, True),)))
+        self.release(sequence)
 
     def _prove(self, references: list[Tensor]) -> None:
         """Two sequences in pieces, side by side, have the logits that each has alone."""

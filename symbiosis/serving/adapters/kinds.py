@@ -51,6 +51,10 @@ class Part:
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.down, self.up, self.before, self.gain, self.shift) if t is not None]
 
+    def to(self, device: str) -> "Part":
+        each = (self.down, self.up, self.before, self.gain, self.shift)
+        return Part(*(None if t is None else t.to(device) for t in each))
+
 
 @dataclass(slots=True, frozen=True, eq=False, kw_only=True)
 class LoadedAdapter(Adapter):
@@ -58,6 +62,7 @@ class LoadedAdapter(Adapter):
 
     parts: dict[str, Part] = field(default_factory=dict)
     layers: dict[str, nn.Module] = field(default_factory=dict)
+    packed: Any = None  # the numbers of its parts, as a GPU's kernels take them; the parts then only tell shapes
     prompt: Tensor | None = None  # [virtual, width]: embeddings in front of every prompt
     prefix: tuple[tuple[Tensor, Tensor], ...] = ()  # by layer: keys and values [virtual, heads * size]
 

@@ -58,9 +58,12 @@ class Loader:
         ranks = [len(part.down) for part in parts.values() if part.down is not None]
         held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
         nbytes = max(sum(t.nbytes for t in held), own_bytes(layers.values(), self.base))
+        packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts)
+        if packed is not None:
+            parts = {name: part.to("meta") for name, part in parts.items()}
         return LoadedAdapter(
             name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes,
-            virtual=virtual, parts=parts, layers=layers, prompt=prompt, prefix=prefix,
+            virtual=virtual, parts=parts, layers=layers, packed=packed, prompt=prompt, prefix=prefix,
         )  # fmt: skip
 
     def _check_places(self, names: list[str]) -> None:

@@ -6,7 +6,7 @@ columns that are not.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -60,6 +60,7 @@ class Resident:
     placed: dict[str, Placed]
     used: int  # the turn in which it was wanted last
     pins: int = 0
+    book: Any = None  # of one that a GPU's kernels compute
 
 
 def to_evict(residents: Iterable[tuple[int, Resident]], pages: int, turn: int) -> list[int]:
@@ -87,17 +88,25 @@ def _none(pages: int) -> bool:
     return False
 
 
+class Fetcher(Protocol):
+    """Copies what `LoadedAdapter.packed` holds to pages of the device, beside what goes on there."""
+
+    def fetch(self, packed: Any, pages: list[int]) -> Any: ...
+
+
 @dataclass(slots=True)
 class Residency:
     """Adapters on the device, by version.
 
     Args:
         arena: Whose pages they take.
+        fetcher: Of a GPU.
         others_make_room: Is asked for free pages if evicting adapters does not make enough; says whether there are.
     """
 
     arena: Arena
     others_make_room: Callable[[int], bool] = _none
+    fetcher: Fetcher | None = None
     evictions: int = 0
     fetches: int = 0
     _here: dict[int, Resident] = field(default_factory=dict)
@@ -108,7 +117,12 @@ class Residency:
         return len(self._here)
 
     def is_here(self, adapter: LoadedAdapter) -> bool:
-        return adapter.version in self._here
+        resident = self._here.get(adapter.version)
+        return resident is not None and (resident.book is None or resident.book.is_there())
+
+    def book(self, adapter: LoadedAdapter) -> Any:
+        """Where a GPU's kernels find it; None if others compute it."""
+        return self._here[adapter.version].book
 
     def placed(self, adapter: LoadedAdapter) -> dict[str, Placed]:
         """Where its rows lie, by the names of layers."""
@@ -117,7 +131,7 @@ class Residency:
     def pages_of(self, adapter: LoadedAdapter) -> int:
         if (resident := self._here.get(adapter.version)) is not None:
             return len(resident.pages)
-        return place(_shapes(adapter.parts), self.arena.page_elements)[0]
+        return place(shapes_of(adapter.parts), self.arena.page_elements)[0]
 
     def fetch(self, adapter: LoadedAdapter) -> bool:
         """Bring it here; False if there is no room for it now."""
@@ -125,7 +139,7 @@ class Residency:
         if (resident := self._here.get(adapter.version)) is not None:
             resident.used = self._turn
             return True
-        count, runs = place(_shapes(adapter.parts), self.arena.page_elements)
+        count, runs = place(shapes_of(adapter.parts), self.arena.page_elements)
         evictable = sum(len(each.pages) for each in self._here.values() if not each.pins)
         if count > self.arena.pool.free + evictable and not self.others_make_room(count - evictable):
             return False
@@ -137,8 +151,8 @@ class Residency:
         """Bring those that find room without evicting anything, in this order; says how many are here."""
         here = 0
         for adapter in adapters:
-            if not self.is_here(adapter):
-                count, runs = place(_shapes(adapter.parts), self.arena.page_elements)
+            if adapter.version not in self._here:
+                count, runs = place(shapes_of(adapter.parts), self.arena.page_elements)
                 try:
                     self._put(adapter, self.arena.pool.take(count), runs)
                 except NoRoom:
@@ -176,21 +190,25 @@ class Residency:
 
     def _put(self, adapter: LoadedAdapter, pages: list[int], runs: list[Run]) -> None:
         self.fetches += 1
+        if self.fetcher is not None and adapter.packed is not None:
+            book = self.fetcher.fetch(adapter.packed, pages)
+            self._here[adapter.version] = Resident(pages, adapter.bytes, {}, self._turn, book=book)
+            return
         placed = _copy(adapter.parts, runs, pages, self.arena)
         self._here[adapter.version] = Resident(pages, adapter.bytes, placed, self._turn)
 
 
-def _matrices(parts: dict[str, Part]) -> list[Tensor]:
+def matrices_of(parts: dict[str, Part]) -> list[Tensor]:
     """All of them, each with rows."""
     return [matrix for part in parts.values() for name in NAMES if (matrix := getattr(part, name)) is not None]
 
 
-def _shapes(parts: dict[str, Part]) -> list[tuple[int, int]]:
-    return [(len(matrix), matrix.shape[1]) for matrix in _matrices(parts)]
+def shapes_of(parts: dict[str, Part]) -> list[tuple[int, int]]:
+    return [(len(matrix), matrix.shape[1]) for matrix in matrices_of(parts)]
 
 
 def _copy(parts: dict[str, Part], runs: Sequence[Run], pages: list[int], arena: Arena) -> dict[str, Placed]:
-    matrices = _matrices(parts)
+    matrices = matrices_of(parts)
     pieces: list[list[Piece]] = [[] for _ in matrices]
     for run in _joined(runs, pages, arena.page_elements):
         values = arena.flat[run.offset : run.offset + run.rows * run.width].view(run.rows, run.width)

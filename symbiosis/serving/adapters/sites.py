@@ -66,6 +66,7 @@ class Sites:
     def __init__(self, served: Served, residency: Residency) -> None:
         self._served, self._residency = served, residency
         self._modules = dict(served.model.named_modules())
+        self._runner = served.runner
         self._known: set[int] = set()  # versions
         self._before: set[str] = set()
         self._after: set[str] = set()
@@ -79,6 +80,9 @@ class Sites:
         if adapter.version in self._known:
             return
         self._known.add(adapter.version)
+        if adapter.packed is not None and self._runner is not None:
+            self._runner.add(adapter)
+            return
         for name, part in adapter.parts.items():
             if part.before is not None:
                 self._put(name, self._before, nn.Module.register_forward_pre_hook, self._on_the_way_in)
@@ -96,15 +100,32 @@ class Sites:
                 ours.setdefault(adapter, []).append(segment)
         self._virtual = [s for adapter, of in ours.items() for s in of if s.position < adapter.virtual]
         owners = {row: adapter for adapter, of in ours.items() for s in of for row in range(s.first, s.first + s.rows)}
+        ours_kept = {i: owners[row] for i, row in enumerate(kept.tolist()) if row in owners}
+        if self._runner is not None:
+            is_plain = not self._virtual and all(adapter.packed is not None for adapter in ours)
+            self._runner.begin(is_plain, self._runs(owners), self._runs(ours_kept))
         self._all = self._shares(owners.items(), step.rows)
         if self._served.keeps_rows:
-            ours_kept = ((i, owners[row]) for i, row in enumerate(kept.tolist()) if row in owners)
-            self._kept = self._shares(ours_kept, len(kept))
+            self._kept = self._shares(ours_kept.items(), len(kept))
+
+    def _runs(self, owners: dict[int, LoadedAdapter]) -> list[tuple[int, int, Any]]:
+        """Rows behind each other of one adapter that the kernels compute: the first, how many, and where it is."""
+        runs: list[tuple[int, int, Any]] = []
+        for row in sorted(owners):
+            if (adapter := owners[row]).packed is None:
+                continue
+            book = self._residency.book(adapter)
+            if runs and runs[-1][2] is book and sum(runs[-1][:2]) == row:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1, book)
+            else:
+                runs.append((row, 1, book))
+        return runs
 
     def _shares(self, owners: Iterable[tuple[int, LoadedAdapter]], count: int) -> Shares:
         rows: dict[LoadedAdapter, list[int]] = {}
         for row, adapter in owners:
-            rows.setdefault(adapter, []).append(row)
+            if adapter.packed is None:
+                rows.setdefault(adapter, []).append(row)
         highest = max((adapter.rank for adapter in rows), default=0)
         numbers = list(rows.values())
         few = FewRows(numbers) if FewRows.fits(numbers, highest, self._served.dtype, self._served.device) else None

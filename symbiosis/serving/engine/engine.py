@@ -83,7 +83,7 @@ class Engine:
         self._own_model = from_executor(model) if isinstance(model, str) else None
         self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
         self.tokenizer = _tokenizer(tokenizer)
-        self._residency = Residency(self._served.arena, self._served.blocks.make_room)
+        self._residency = Residency(self._served.arena, self._served.blocks.make_room, self._served.fetcher)
         self._sites = Sites(self._served, self._residency)
         folder, most = Path(adapters) if adapters else None, adapter_memory or share_of_free(torch.device("cpu"))
         self._library = Library(self._served, folder, max_rank, most)
@@ -93,6 +93,7 @@ class Engine:
         self._scheduler = Scheduler(self._served.blocks, self._residency, rules, self._served.release)
         self._max_waiting = max_waiting
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
+        self._served.serve(max_batch, max_batch + prefill_tokens)
         self._loop = Loop(self._served, self._scheduler)
         self._library.on_replaced = self._forget
 

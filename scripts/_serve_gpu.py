@@ -1,0 +1,332 @@
+"""A decoding step of the server on a GPU: Llama-7B shapes with random bfloat16 weights, adapters of rank 16 on all seven projections."""
+# ruff: noqa: B023
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from _processes import progress
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from symbiosis.serving.adapter import Adapter
+from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
+from symbiosis.serving.adapters.residency import Residency
+from symbiosis.serving.adapters.sites import Sites
+from symbiosis.serving.alone import make_ready
+from symbiosis.serving.model import Served
+from symbiosis.serving.request import Request
+from symbiosis.serving.step import Segment, Sequence, Step
+from symbiosis.tools.reporting import Report, print_table
+
+RANK = 16
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a model."""
+
+    hidden: int = 4096
+    inner: int = 11008
+    layers: int = 32
+    heads: int = 32
+    vocabulary: int = 32000
+    memory: int = 70 * GIB
+
+    @property
+    def weight_bytes(self) -> int:
+        each = 4 * self.hidden**2 + 3 * self.hidden * self.inner
+        return 2 * (self.layers * each + self.vocabulary * self.hidden)
+
+    @property
+    def adapter_bytes(self) -> int:
+        return 2 * RANK * self.layers * (8 * self.hidden + 3 * (self.hidden + self.inner))
+
+    def cache_bytes(self, tokens: int) -> int:
+        return tokens * 2 * self.hidden * 2 * self.layers
+
+
+TINY = Size(256, 688, 2, 4, 512, 1 << 28)
+
+
+def build(size: Size, device: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=size.hidden, intermediate_size=size.inner, num_hidden_layers=size.layers,
+        num_attention_heads=size.heads, num_key_value_heads=size.heads, vocab_size=size.vocabulary,
+        max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            return LlamaForCausalLM(config).eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Bench:
+    """A served model, with adapters whose numbers are all alike: each has pages of its own."""
+
+    def __init__(self, size: Size, device: str, most: int, compiles: bool) -> None:
+        self.size = size
+        self.served: Served = make_ready(build(size, device), size.memory)
+        assert self.served.fetcher is not None, "there are no kernels for this device"
+        self.residency = Residency(self.served.arena, self.served.blocks.make_room, self.served.fetcher)
+        self.sites = Sites(self.served, self.residency)
+        self._packed: Any = None
+        self._parts = self._make_parts()
+        self.served.serve(most, most + 512)
+        if compiles:
+            self.served.runner.compile()
+
+    def _make_parts(self) -> dict[str, Part]:
+        parts = {}
+        for name, module in self.served.model.named_modules():
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                (N, K), like = module.weight.shape, {"dtype": torch.bfloat16}
+                parts[name] = Part(down=torch.randn(RANK, K, **like) / K**0.5, up=torch.randn(RANK, N, **like) * 0.01)
+        self._packed = self.served.fetcher.pack(parts)
+        return {name: part.to("meta") for name, part in parts.items()}
+
+    def adapters(self, count: int) -> list[LoadedAdapter]:
+        made = [
+            LoadedAdapter(
+                name=str(number), kind="LORA", rank=RANK, bytes=self.size.adapter_bytes, parts=self._parts,
+                packed=self._packed, version=Adapter.next_version(),
+            )
+            for number in range(count)
+        ]  # fmt: skip
+        for adapter in made:
+            assert self.residency.fetch(adapter)
+            self.residency.pin(adapter)
+        while not all(self.residency.is_here(adapter) for adapter in made):
+            time.sleep(0.001)
+        return made
+
+    def drop(self, adapters: list[LoadedAdapter]) -> None:
+        for adapter in adapters:
+            self.residency.unpin(adapter)
+            self.residency.forget(adapter.version)
+
+    @contextmanager
+    def requests(self, count: int, context: int, adapters: list[LoadedAdapter]) -> Iterator[Step]:
+        """A step of so many that decode; each has one of the adapters, in turn."""
+        sequences = []
+        for number in range(count):
+            adapter = adapters[number % len(adapters)] if adapters else None
+            sequences.append(Sequence(Request(id=number, prompt=(1,)), 0, [1] * context, adapter, 0.0))
+        sequences.sort(key=lambda sequence: sequence.version)
+        for sequence in sequences:
+            assert self.served.blocks.grow(sequence, context)
+        yield Step(tuple(Segment(sequence, row, 1, context - 1, True) for row, sequence in enumerate(sequences)))
+        for sequence in sequences:
+            self.served.release(sequence)
+
+    def step(self, step: Step) -> list[int]:
+        return self.served.forward(step).argmax(dim=-1).tolist()
+
+    def time(self, step: Step, seconds: float) -> float:
+        """Milliseconds of a step, its tokens on the host."""
+        for _ in range(4):
+            self.step(step)
+        times: list[float] = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(times) < 5:
+            start = time.perf_counter()
+            self.step(step)
+            times.append((time.perf_counter() - start) * 1e3)
+        return statistics.median(times)
+
+    def device_time(self, step: Step, count: int = 20) -> float:
+        """Milliseconds that the device takes for a step."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for _ in range(count):
+            self.served.forward(step)
+        events[1].record()
+        torch.cuda.synchronize()
+        return events[0].elapsed_time(events[1]) / count
+
+
+def copy_speed() -> float:
+    """Bytes a second that the device reads and writes when it copies."""
+    a = torch.empty(2 * GIB, dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    times = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        b.copy_(a)
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return 2 * a.numel() / min(times)
+
+
+def step_bench(
+    report: Report, quick: bool, compiles: bool, profiles: bool, size: Size = Size(), device: str = "cuda"
+) -> None:
+    most = 32 if quick else 128
+    speed = copy_speed() if device == "cuda" else 1e10
+    report.figure("copy_tb_per_s", speed / 1e12)
+    progress(f"copies {speed / 1e12:.2f} TB/s")
+    bench, rows = Bench(size, device, most, compiles), []
+    seconds = 0.3 if quick else 2.0
+    with torch.inference_mode():
+        for count, context in ((32, 512), (32, 2048), *([] if quick else [(128, 512)])):
+            times: dict[str, float] = {}
+            for kind, different in (("base", 0), ("identical", 1), ("distinct", count)):
+                adapters = bench.adapters(different)
+                with bench.requests(count, context, adapters) as step:
+                    progress(f"{count} requests of {context} tokens, {kind}")
+                    start = time.perf_counter()
+                    took = times[kind] = bench.time(step, seconds)
+                    progress(f"{took:.2f} ms (ready after {time.perf_counter() - start - seconds:.1f} s)")
+                    on_device = bench.device_time(step) if device == "cuda" else 0.0
+                    if profiles and kind != "identical" and device == "cuda":
+                        show_profile(lambda step=step: bench.step(step))
+                bench.drop(adapters)
+                moved = size.weight_bytes + size.cache_bytes(count * context) + different * size.adapter_bytes
+                floor = moved / speed * 1e3
+                name = f"{count}x{context}_{kind}"
+                rows.append((f"{count} x {context}, {kind}", f"{took:.2f}", f"{on_device:.2f}", f"{floor:.2f}", f"{took / floor:.2f}", f"{count / took * 1e3:,.0f}"))  # fmt: skip
+                report.figure(f"{name}_ms", took)
+                report.figure(f"{name}_device_ms", on_device)
+                if kind == "distinct" and count == 32:
+                    report.bar(f"{name}_over_floor", took / floor, "<=", 1.6 if context == 512 else 1.4)
+            report.bar(f"{count}x{context}_distinct_of_identical", times["identical"] / times["distinct"], ">=", 0.95)
+            report.bar(f"{count}x{context}_adapters_over_base", times["distinct"] / times["base"], "<=", 1.2)
+    print_table(("a step", "ms", "device ms", "floor ms", "x floor", "tokens/s"), rows)
+
+
+def show_profile(run: Callable[[], object]) -> None:
+    """Which kernels take the time of a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    kernels = sorted(found.key_averages(), key=lambda each: -each.device_time_total)
+    whole = sum(each.device_time_total for each in kernels)
+    print(f"kernels take {whole / 1e3:.2f} ms")
+    for each in kernels[:14]:
+        print(
+            f"  {each.device_time_total / 1e3:7.3f} ms {each.count:5d} x {each.device_time_total / each.count:6.1f} us  {each.key[:90]}"
+        )
+
+
+# ---------------------------------------------------------------- how kernels are cut
+
+
+def captured_time(run: Callable[[], object], times: int = 20) -> float:
+    """Milliseconds of one."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for _ in range(times):
+        graph.replay()
+    events[1].record()
+    torch.cuda.synchronize()
+    return events[0].elapsed_time(events[1]) / times
+
+
+def sweep_attention(layers: int = 8) -> None:
+    """The decode kernel over so many layers, by how it is cut."""
+    from symbiosis.kernels.gpu import paged_attention as kernels
+    from symbiosis.kernels.paged_attention import How
+
+    for rows, context, heads, shared in ((32, 512, 32, 32), (32, 2048, 32, 32), (32, 2048, 32, 8)):
+        blocks, page = context // 16, 2 * 16 * shared * 128
+        flat = torch.randn(rows * layers * blocks * page, device="cuda", dtype=torch.bfloat16)
+        pages = torch.randperm(rows * layers * blocks, device="cuda").int().view(rows, layers, blocks)
+        singles = torch.tensor([(row, row, context) for row in range(rows)], dtype=torch.int32, device="cuda")
+        query = torch.randn(heads, rows, 128, device="cuda", dtype=torch.bfloat16)
+        result = torch.empty(rows, heads, 128, device="cuda", dtype=torch.bfloat16)
+        found = []
+        for cut in (kernels.Decode(p, w, s) for p in (1, 2, 4) for w in (2, 4) for s in (2, 3)):
+            for split in (1, 2, 4):
+
+                def run(cut: Any = cut, split: int = split) -> None:
+                    for layer in range(layers):
+                        memory = kernels.Memory(flat, pages, 16, page, page // 2, shared, 128, 128, layer)
+                        kernels.decode(memory, How(0.09), query, singles, result, cut, split)
+
+                try:
+                    found.append((captured_time(run, 5) / layers * 1e3, tuple(cut), split))
+                except Exception as error:
+                    print("attention", cut, split, repr(error)[:150], flush=True)
+        found.sort()
+        speed = flat.nbytes / layers / found[0][0] / 1e6
+        default = [took for took, cut, split in found if cut == tuple(kernels.DECODE) and split == kernels.split_for(rows, shared, blocks)]  # fmt: skip
+        print(f"attention {rows} x {context}, {shared} heads of keys: {speed:.2f} TB/s;", [(f"{t:.1f} us", c, s) for t, c, s in found[:4]], "default", default, flush=True)  # fmt: skip
+
+
+def sweep_adapters() -> None:
+    """The two kernels of 32 rows of distinct and of one adapter, at the groups of a 7B model, by how they are cut."""
+    from symbiosis.kernels.gpu import adapter_rows as kernels
+
+    page, rows = 131072, 32
+    for K, widths in ((4096, [4096] * 3), (4096, [4096]), (4096, [11008] * 2), (11008, [4096])):
+        members = len(widths)
+        many = 8 * rows  # sets of adapters, so that nothing stays in the cache
+        each = RANK * members * K + RANK * sum(widths)
+        flat = torch.randn(many * each, device="cuda", dtype=torch.bfloat16)
+        begin, size = flat.data_ptr(), 2
+        stores, addresses = [], torch.zeros(1 + members, 8, rows, dtype=torch.int64)
+        for number in range(many):
+            at = begin + number * each * size
+            word = [RANK * members, *(at + r * K * size for r in range(RANK * members))]
+            records = [word]
+            at += RANK * members * K * size
+            for member, n in enumerate(widths):
+                records.append([RANK, RANK * member, 0, 0, *(at + r * n * size for r in range(RANK))])
+                at += RANK * n * size
+            for entry, record in enumerate(records):
+                stores.append(torch.tensor([*record, *[0] * 16], device="cuda"))
+                addresses[entry, number // rows, number % rows] = stores[-1].data_ptr()
+        x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
+        ys = [torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in widths]
+        low = torch.empty(rows, kernels.parts_of(K), 64, device="cuda")
+        distinct = torch.tensor([(row, 1) for row in range(rows)], dtype=torch.int32, device="cuda")
+        same = torch.zeros(rows, 2, dtype=torch.int32, device="cuda")
+        same[:2] = torch.tensor([(0, 16), (16, 16)])
+        sets = [addresses[:, number].contiguous().cuda() for number in range(8)]
+        for kind, words in (("distinct", distinct), ("identical", same)):
+            for what, cuts in (("SHRINK", ((128, 4), (256, 2), (256, 4), (512, 4), (512, 8), (1024, 8))), ("EXPAND", ((128, 2), (128, 4), (256, 2), (256, 4), (512, 4), (512, 8), (1024, 8)))):  # fmt: skip
+                found, before = [], getattr(kernels, what)
+                for columns, warps in cuts:
+                    for stages in (2, 4) if what == "SHRINK" else (2,):
+                        setattr(kernels, what, kernels.Cut(columns, warps, stages))
+
+                        def run(what: str = what, words: Any = words) -> None:
+                            for records in sets:
+                                tiles = kernels.Tiles(words, records)
+                                if what == "SHRINK":
+                                    kernels.shrink(x, tiles, rows, 0, page, low)
+                                else:
+                                    kernels.expand_(ys, tiles, rows, 1, page, low)
+
+                        try:
+                            found.append((captured_time(run, 5) / len(sets) * 1e3, columns, warps, stages))
+                        except Exception as error:
+                            print(what, columns, warps, repr(error)[:150], flush=True)
+                        finally:
+                            setattr(kernels, what, before)
+                found.sort()
+                default = [took for took, *cut in found if tuple(cut[:2]) == tuple(before)[:2]]
+                print(f"{what} {kind} {K} -> {widths}:", [f"{t:.1f} us {c} x {w} warps, {s}" for t, c, w, s in found[:4]], "default", [f"{t:.1f}" for t in default], flush=True)  # fmt: skip

@@ -1,0 +1,204 @@
+"""What adapters of low rank add to the products of a group of layers that see the same rows, on a GPU: one kernel shrinks the rows for
+all layers of the group, one expands them for all. `symbiosis/kernels/adapter_rows.py` is the formula.
+
+Rows of the batch come in tiles: up to `TILE` rows behind each other that are of one adapter; a tile of no rows, or without a record, is
+left at once. So a launch depends on how many tiles there may be, and not on the adapters: it can be part of a CUDA graph. A record says,
+in 64-bit words in the GPU's memory, what an adapter does; every row of its matrices has an address of its own, as it may lie anywhere,
+and one for each piece of so many columns if it is longer than a page:
+
+    shrink    rank of all layers of the group together; then the addresses of the rows of `down` of all of them
+    expand    rank of the layer, which of the group's is its first, where in the record the addresses of `gain` and of `shift` are (0: none);
+              then the addresses of the rows of `up`
+
+A record is followed by at least `BEHIND` words that may be read.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 16  # rows: a matrix unit multiplies at least so many
+RANKS = 16  # at once
+MOST_MEMBERS = 4
+SHRINK_HEAD, EXPAND_HEAD = 1, 4  # words of a record before the addresses
+BEHIND = RANKS
+SUPPORTED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+ALIGNED = 8  # elements: 16 bytes of the narrowest
+
+
+class Cut(NamedTuple):
+    """How a launch is divided. Measured."""
+
+    columns: int  # at once
+    warps: int
+    stages: int = 3
+
+
+SHRINK, EXPAND = Cut(256, 4), Cut(256, 4)
+BLOCKS = 4  # of ranks that are computed side by side; further ones follow in turn
+
+
+@triton.jit
+def _pointers(  # type: ignore[no-untyped-def]
+    record, r, ranks, at, columns, chunks, width, FLOAT: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr
+):  # fmt: skip
+    """Of the elements [r, columns] of the rows whose addresses begin at word `at`."""
+    if CHUNKED:
+        chunk = columns // width
+        address = tl.load(record + at + (r * chunks)[:, None] + chunk[None, :], mask=(r < ranks)[:, None], other=0)
+        pointers = address.to(tl.pointer_type(FLOAT)) + (columns - chunk * width)[None, :]
+    else:
+        address = tl.load(record + at + r)
+        pointers = address.to(tl.pointer_type(FLOAT))[:, None] + columns[None, :]
+        if ALIGNED:
+            pointers = tl.multiple_of(pointers, [16, 16])
+    return pointers
+
+
+@triton.jit(do_not_specialize=["entry"])
+def _shrink(  # type: ignore[no-untyped-def]
+    x, low, tiles, records, entry, most, K, stride, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
+    RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0), tl.program_id(2)
+    first, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    address = tl.load(records + entry * most + tile)
+    if (count > 0) & (address != 0):
+        record = address.to(tl.pointer_type(tl.int64))
+        ranks, chunks = tl.load(record).to(tl.int32), tl.cdiv(K, width)
+        t, k = tl.arange(0, TILE), tl.arange(0, COLUMNS)
+        each = tl.cdiv(tl.cdiv(K, SPLIT), COLUMNS) * COLUMNS
+        rows = (first + t).to(tl.int64)
+        for start in range(tl.program_id(1) * RANKS, ranks, tl.num_programs(1) * RANKS):
+            r = start + tl.arange(0, RANKS)
+            sums = tl.zeros((TILE, RANKS), tl.float32)
+            for begin in range(part * each, tl.minimum(K, (part + 1) * each), COLUMNS):
+                columns = begin + k
+                inside = columns < K
+                w = _pointers(record, r, ranks, HEAD, columns, chunks, width, FLOAT, CHUNKED, ALIGNED)
+                w_RK = tl.load(w, mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+                x_TK = tl.load(
+                    x + rows[:, None] * stride + columns[None, :],
+                    mask=(t < count)[:, None] & inside[None, :],
+                    other=0.0,
+                )
+                sums = tl.dot(x_TK, w_RK.T, sums, input_precision="ieee")
+            there = (t < count)[:, None] & (r < ranks)[None, :]
+            tl.store(low + ((rows * SPLIT + part) * room)[:, None] + r[None, :], sums, mask=there)
+
+
+@triton.jit(do_not_specialize=["entry"])
+def _expand(  # type: ignore[no-untyped-def]
+    y0, y1, y2, y3, N0, N1, N2, N3, low, tiles, records, entry, most, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr,
+    TILE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """The layers' records are entries behind each other, from `entry` on."""
+    tile, block = tl.program_id(0), tl.program_id(1)
+    first, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    end0 = tl.cdiv(N0, COLUMNS)
+    end1 = end0 + tl.cdiv(N1, COLUMNS)
+    end2 = end1 + tl.cdiv(N2, COLUMNS)
+    member = (block >= end0).to(tl.int32) + (block >= end1).to(tl.int32) + (block >= end2).to(tl.int32)
+    address = tl.load(records + (entry + member) * most + tile)
+    if (count > 0) & (address != 0):
+        before = tl.where(member == 0, 0, tl.where(member == 1, end0, tl.where(member == 2, end1, end2)))
+        N = tl.where(member == 0, N0, tl.where(member == 1, N1, tl.where(member == 2, N2, N3)))
+        y = y0.to(tl.int64)
+        y = tl.where(member == 1, y1.to(tl.int64), y)
+        y = tl.where(member == 2, y2.to(tl.int64), y)
+        y = tl.where(member == 3, y3.to(tl.int64), y)
+        record = address.to(tl.pointer_type(tl.int64))
+        ranks, begin = tl.load(record).to(tl.int32), tl.load(record + 1).to(tl.int32)
+        gain, shift = tl.load(record + 2), tl.load(record + 3)
+        t, chunks = tl.arange(0, TILE), tl.cdiv(N, width)
+        columns = (block - before) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < N
+        rows = (first + t).to(tl.int64)
+        to = y.to(tl.pointer_type(FLOAT)) + rows[:, None] * N + columns[None, :]
+        if ALIGNED:
+            to = tl.multiple_of(to, [16, 16])
+        there = (t < count)[:, None] & inside[None, :]
+        sums = tl.load(to, mask=there, other=0.0).to(tl.float32)
+        one = tl.arange(0, 1)
+        if gain != 0:
+            sums *= tl.load(
+                _pointers(record, one, 1, gain, columns, chunks, width, FLOAT, CHUNKED, ALIGNED),
+                mask=inside[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        if shift != 0:
+            sums += tl.load(
+                _pointers(record, one, 1, shift, columns, chunks, width, FLOAT, CHUNKED, ALIGNED),
+                mask=inside[None, :],
+                other=0.0,
+            ).to(tl.float32)
+        for start in range(0, ranks, RANKS):
+            r = start + tl.arange(0, RANKS)
+            w = _pointers(record, r, ranks, HEAD, columns, chunks, width, FLOAT, CHUNKED, ALIGNED)
+            w_RN = tl.load(w, mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+            known = (t < count)[:, None] & (r < ranks)[None, :]
+            low_TR = tl.zeros((TILE, RANKS), tl.float32)
+            for part in tl.static_range(SPLIT):
+                low_TR += tl.load(
+                    low + ((rows * SPLIT + part) * room + begin)[:, None] + r[None, :], mask=known, other=0.0
+                )
+            sums = tl.dot(low_TR.to(FLOAT), w_RN, sums, input_precision="ieee")
+        tl.store(to, sums.to(FLOAT), mask=there)
+
+
+def parts_of(width: int) -> int:
+    """Into how many parts the rows of a `down` of this width are cut, so that few rows occupy the whole GPU."""
+    return int(min(8, triton.next_power_of_2(max(1, width // 1024))))
+
+
+class Tiles(NamedTuple):
+    """Which rows of a batch are whose. `words`: int32 [tiles, first row and how many]. `records`: the address of the record of each entry
+    for each tile, int64 [entries, tiles]; 0: nothing to do."""
+
+    words: Tensor
+    records: Tensor
+
+
+def shrink(x_TK: Tensor, tiles: Tiles, count: int, entry: int, page: int, low: Tensor) -> None:
+    """Rows times all `down` of the group whose record is `entry`, in parts that are still to be added up, into `low` (float32 [rows, parts,
+    ranks of the group at most]). `count`: of tiles; `page`: elements."""
+    (_, K), parts = x_TK.shape, low.shape[1]
+    aligned = K % ALIGNED == 0 and page % ALIGNED == 0 and x_TK.dtype != torch.float32
+    _shrink[(count, min(BLOCKS, triton.cdiv(low.shape[2], RANKS)), parts)](
+        x_TK, low, tiles.words, tiles.records, entry, tiles.records.shape[1], K, x_TK.stride(0), low.shape[2], page,
+        SUPPORTED[x_TK.dtype], parts, TILE, RANKS, SHRINK.columns, SHRINK_HEAD, page < K, aligned, num_warps=SHRINK.warps,
+        num_stages=SHRINK.stages,
+    )  # fmt: skip
+
+
+def expand_(ys: Sequence[Tensor], tiles: Tiles, count: int, entry: int, page: int, low: Tensor) -> None:
+    """Adds what is missing to the products of each layer of a group, [rows, N], whose records are entries from `entry` on; multiplies
+    and shifts them before where adapters do."""
+    assert 0 < len(ys) <= MOST_MEMBERS and all(y.is_contiguous() for y in ys)
+    padded = [*ys, *[ys[0]] * (MOST_MEMBERS - len(ys))]
+    widths = [y.shape[1] for y in ys] + [0] * (MOST_MEMBERS - len(ys))
+    aligned = all(n % ALIGNED == 0 for n in widths) and page % ALIGNED == 0 and ys[0].dtype != torch.float32
+    blocks = sum(triton.cdiv(n, EXPAND.columns) for n in widths)
+    _expand[(count, blocks)](
+        *padded, *widths, low, tiles.words, tiles.records, entry, tiles.records.shape[1], low.shape[2], page,
+        SUPPORTED[ys[0].dtype], low.shape[1], TILE, RANKS, EXPAND.columns, EXPAND_HEAD, page < max(widths), aligned,
+        num_warps=EXPAND.warps, num_stages=EXPAND.stages,
+    )  # fmt: skip
+
+
+def tiles_of(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(first row, rows, number of the run) of the tiles of these runs of rows, each (first row, rows).
+
+    >>> tiles_of([(0, 2), (2, 20)])
+    [(0, 2, 0), (2, 16, 1), (18, 4, 1)]
+    """
+    return [
+        (row, min(TILE, first + rows - row), number)
+        for number, (first, rows) in enumerate(runs)
+        for row in range(first, first + rows, TILE)
+    ]

@@ -1,0 +1,324 @@
+"""Attention over keys and values that lie in pages, on a GPU. `attend` in `symbiosis/kernels/paged_attention.py` is the formula.
+
+Tables say which rows look at what: `Slots` finds pages, int32 [slots, layers, pages]; the rest names rows of the batch. What a table does
+not need of its room is -1, or no rows, and is left at once: a launch depends on how much there may be, and can be part of a CUDA graph.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from symbiosis.kernels.gpu.adapter_rows import SUPPORTED
+from symbiosis.kernels.paged_attention import How
+
+QUERIES = 64  # rows of a block of a longer segment
+KEYS = 64  # at once, of those
+LOG2_E = tl.constexpr(1.4426950408889634)
+EMPTY = -1
+
+
+class Memory(NamedTuple):
+    """Where keys and values lie. A page holds the keys of `block` tokens, a row of all heads for each, and from `values_at` on their
+    values. The pages of a sequence's slot: int32 [slots, layers, pages]."""
+
+    flat: Tensor
+    pages: Tensor
+    block: int
+    page: int  # elements
+    values_at: int
+    heads: int
+    key: int
+    value: int
+    layer: int
+
+
+class Decode(NamedTuple):
+    """How a launch is divided. Measured."""
+
+    pages: int = 4  # at once
+    warps: int = 4
+    stages: int = 3
+
+
+DECODE = Decode()
+PROGRAMS = 1024  # that occupy a GPU
+
+
+@triton.jit(do_not_specialize=["layer"])
+def _store(  # type: ignore[no-untyped-def]
+    k, v, flat, pages, slots, positions, layer, layers, most, page, values_at, k_row, k_head, v_row, v_head, HEADS: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, BLOCK: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    slot, position = tl.load(slots + row), tl.load(positions + row)
+    if slot >= 0:
+        number = tl.load(pages + (slot * layers + layer).to(tl.int64) * most + position // BLOCK).to(tl.int64)
+        e = tl.program_id(1) * ELEMENTS + tl.arange(0, ELEMENTS)
+        to, inside = flat + number * page, position % BLOCK
+        keys = tl.load(k + row * k_row + e // KEY * k_head + e % KEY, mask=e < HEADS * KEY)
+        tl.store(to + inside * HEADS * KEY + e, keys, mask=e < HEADS * KEY)
+        values = tl.load(v + row * v_row + e // VALUE * v_head + e % VALUE, mask=e < HEADS * VALUE)
+        tl.store(to + values_at + inside * HEADS * VALUE + e, values, mask=e < HEADS * VALUE)
+
+
+@triton.jit
+def _capped(scores, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
+    if SOFTCAP:
+        scores = softcap * (2.0 / (1.0 + tl.exp(-2.0 * scores / softcap)) - 1.0)
+    return scores * LOG2_E
+
+
+@triton.jit
+def _kept(  # type: ignore[no-untyped-def]
+    part, stats, sinks, result, at, head, row, heads, acc, most, sum, d, mask, head_mask, VALUE: tl.constexpr,
+    SPLIT: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Results of [heads], or what is still to be joined with other parts."""
+    if SPLIT == 1:
+        if SINKS:
+            sink = tl.load(sinks + head, mask=head_mask, other=0.0).to(tl.float32) * LOG2_E
+            new = tl.maximum(most, sink)
+            acc = acc * tl.exp2(most - new)[:, None]
+            sum = sum * tl.exp2(most - new) + tl.exp2(sink - new)
+        to = result + ((row * heads + head) * VALUE)[:, None] + d[None, :]
+        tl.store(to, (acc / sum[:, None]).to(result.dtype.element_ty), mask=mask)
+    else:
+        tl.store(part + (at * VALUE)[:, None] + d[None, :], acc, mask=mask)
+        tl.store(stats + at * 2, most, mask=head_mask)
+        tl.store(stats + at * 2 + 1, sum, mask=head_mask)
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def _decode(  # type: ignore[no-untyped-def]
+    q, flat, pages, singles, result, part, stats, sinks, layer, layers, most, page, values_at, q_row, q_head, window, scaling,
+    softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One head of keys, with the heads of queries that share it. ROWS: these, padded; 1 if there is one."""
+    head, number, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, slot, end = (
+        tl.load(singles + 3 * number).to(tl.int64),
+        tl.load(singles + 3 * number + 1),
+        tl.load(singles + 3 * number + 2),
+    )
+    if row >= 0:
+        begin = tl.where(window > 0, tl.maximum(end - window, 0), 0)
+        first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
+        each = tl.cdiv(tl.cdiv(last - first, SPLIT), PAGES) * PAGES
+        low = first + s * each
+        high = tl.minimum(low + each, last)
+        g, j = tl.arange(0, ROWS), tl.arange(0, PAGES * BLOCK)
+        dk, dv = tl.arange(0, KEYS), tl.arange(0, VALUES)
+        mine = g < GROUP
+        table = pages + (slot * layers + layer).to(tl.int64) * most
+        q_GD = tl.load(
+            q + row * q_row + ((head * GROUP + g) * q_head)[:, None] + dk[None, :],
+            mask=mine[:, None] & (dk < KEY)[None, :],
+            other=0.0,
+        )
+        top = tl.full((ROWS,), -float("inf"), tl.float32)
+        sum = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, VALUES), tl.float32)
+        for at in range(low, high, PAGES):
+            there = at + j // BLOCK < high
+            number_of = tl.load(table + at + j // BLOCK, mask=there, other=0).to(tl.int64)
+            token = at * BLOCK + j
+            seen = there & (token < end) & (token >= begin)
+            where = flat + number_of * page
+            k = where + (j % BLOCK * HEADS + head) * KEY
+            v = where + values_at + (j % BLOCK * HEADS + head) * VALUE
+            k_JD = tl.load(k[:, None] + dk[None, :], mask=seen[:, None] & (dk < KEY)[None, :], other=0.0)
+            v_JD = tl.load(v[:, None] + dv[None, :], mask=seen[:, None] & (dv < VALUE)[None, :], other=0.0)
+            if ROWS == 1:
+                scores = tl.sum(k_JD.to(tl.float32) * q_GD.to(tl.float32), 1)[None, :]
+            else:
+                scores = tl.dot(q_GD, k_JD.T, input_precision="ieee")
+            scores = tl.where(seen[None, :], _capped(scores * scaling, softcap, SOFTCAP), -float("inf"))
+            new = tl.maximum(top, tl.max(scores, 1))
+            weights, old = tl.exp2(scores - new[:, None]), tl.exp2(top - new)
+            if ROWS == 1:
+                added = tl.sum(weights.T * v_JD.to(tl.float32), 0)[None, :]
+            else:
+                added = tl.dot(weights.to(v_JD.dtype), v_JD, input_precision="ieee")
+            acc = acc * old[:, None] + added
+            sum = sum * old + tl.sum(weights, 1)
+            top = new
+        query = head * GROUP + g
+        to = (number * (HEADS * GROUP) + query) * SPLIT + s
+        mask = mine[:, None] & (dv < VALUE)[None, :]
+        _kept(
+            part,
+            stats,
+            sinks,
+            result,
+            to,
+            query,
+            row,
+            HEADS * GROUP,
+            acc,
+            top,
+            sum,
+            dv,
+            mask,
+            mine,
+            VALUE,
+            SPLIT,
+            SINKS,
+        )
+
+
+@triton.jit
+def _join(  # type: ignore[no-untyped-def]
+    part, stats, sinks, singles, result, heads, VALUE: tl.constexpr, VALUES: tl.constexpr, SPLIT: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    number, head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(singles + 3 * number).to(tl.int64)
+    if row >= 0:
+        s, d = tl.arange(0, SPLIT), tl.arange(0, VALUES)
+        at = (number * heads + head) * SPLIT + s
+        top, sum = tl.load(stats + 2 * at), tl.load(stats + 2 * at + 1)
+        most = tl.max(top, 0)
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            most = tl.maximum(most, sink)
+        weight = tl.where(sum > 0, tl.exp2(top - most), 0.0)
+        whole = tl.sum(sum * weight, 0)
+        if SINKS:
+            whole += tl.exp2(sink - most)
+        acc = tl.load(
+            part + (at * VALUE)[:, None] + d[None, :], mask=(d < VALUE)[None, :] & (sum > 0)[:, None], other=0.0
+        )
+        y = tl.sum(acc * weight[:, None], 0) / whole
+        tl.store(result + (row * heads + head) * VALUE + d, y.to(result.dtype.element_ty), mask=d < VALUE)
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def _prefill(  # type: ignore[no-untyped-def]
+    q, flat, pages, blocks, result, sinks, layer, layers, most, page, values_at, q_row, q_head, window, scaling, softcap,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Some rows behind each other of one sequence, and one head: each sees all tokens up to its own."""
+    number, head = tl.program_id(0), tl.program_id(1)
+    at = blocks + 4 * number
+    first, count, slot, position = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    if count > 0:
+        t, j = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+        dk, dv = tl.arange(0, KEYS), tl.arange(0, VALUES)
+        rows, mine = first + t, t < count
+        table = pages + (slot * layers + layer).to(tl.int64) * most
+        q_TD = tl.load(
+            q + (rows * q_row)[:, None] + head * q_head + dk[None, :],
+            mask=mine[:, None] & (dk < KEY)[None, :],
+            other=0.0,
+        )
+        top = tl.full((ROWS,), -float("inf"), tl.float32)
+        sum = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, VALUES), tl.float32)
+        begin = tl.where(window > 0, tl.maximum(position - window + 1, 0), 0)
+        end = position + count
+        for start in range(begin // COLUMNS * COLUMNS, end, COLUMNS):
+            token = start + j
+            seen = (token < end) & (token >= begin)
+            where = flat + tl.load(table + token // BLOCK, mask=seen, other=0).to(tl.int64) * page
+            k = where + (token % BLOCK * HEADS + head // GROUP) * KEY
+            v = where + values_at + (token % BLOCK * HEADS + head // GROUP) * VALUE
+            k_JD = tl.load(k[:, None] + dk[None, :], mask=seen[:, None] & (dk < KEY)[None, :], other=0.0)
+            scores = _capped(tl.dot(q_TD, k_JD.T, input_precision="ieee") * scaling, softcap, SOFTCAP)
+            own = (position + t)[:, None]
+            sees = seen[None, :] & (token[None, :] <= own) & ((window <= 0) | (token[None, :] > own - window))
+            scores = tl.where(sees, scores, -float("inf"))
+            new = tl.maximum(top, tl.max(scores, 1))
+            base = tl.where(new == -float("inf"), 0.0, new)  # a row that sees none of these
+            weights, old = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
+            v_JD = tl.load(v[:, None] + dv[None, :], mask=seen[:, None] & (dv < VALUE)[None, :], other=0.0)
+            acc = acc * old[:, None] + tl.dot(weights.to(v_JD.dtype), v_JD, input_precision="ieee")
+            sum = sum * old + tl.sum(weights, 1)
+            top = new
+        sum = tl.where(mine, sum, 1.0)
+        if SINKS:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            new = tl.maximum(top, sink)
+            acc = acc * tl.exp2(top - new)[:, None]
+            sum = sum * tl.exp2(top - new) + tl.exp2(sink - new)
+        to = result + ((rows * (HEADS * GROUP) + head) * VALUE)[:, None] + dv[None, :]
+        tl.store(to, (acc / sum[:, None]).to(result.dtype.element_ty), mask=mine[:, None] & (dv < VALUE)[None, :])
+
+
+def store(memory: Memory, key: Tensor, value: Tensor, slots: Tensor, positions: Tensor) -> None:
+    """Rows [heads, rows, size] become keys and values of the tokens at these positions, int32, of these slots; -1: of none."""
+    key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
+    elements = 1024
+    blocks = triton.cdiv(memory.heads * max(memory.key, memory.value), elements)
+    _store[(key.shape[1], blocks)](
+        key, value, memory.flat, memory.pages, slots, positions, memory.layer, *memory.pages.shape[1:], memory.page,
+        memory.values_at, key.stride(1), key.stride(0), value.stride(1), value.stride(0), memory.heads, memory.key,
+        memory.value, memory.block, elements, num_warps=4,
+    )  # fmt: skip
+
+
+def split_for(rows: int, heads: int, pages: int) -> int:
+    """Into how many parts the tokens that a row sees are cut, so that few rows occupy the whole GPU."""
+    wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * heads))
+    return int(max(1, min(wanted, triton.next_power_of_2(pages), 32)))
+
+
+def decode(
+    memory: Memory, how: How, query: Tensor, singles: Tensor, result: Tensor, cut: Decode = DECODE, split: int = 0
+) -> None:
+    """Of single rows: int32 [rows, 3] says which row of the queries [heads, rows, size] and of the result [rows, heads, size], of which
+    slot, and how many tokens it sees."""
+    query = query if query.stride(2) == 1 else query.contiguous()
+    heads, count = query.shape[0], len(singles)
+    group = heads // memory.heads
+    split = split or split_for(count, memory.heads, memory.pages.shape[2])
+    part = query.new_empty(count * heads * split * memory.value if split > 1 else 0, dtype=torch.float32)
+    stats = query.new_empty(count * heads * split * 2 if split > 1 else 0, dtype=torch.float32)
+    sinks = part if how.sinks is None else how.sinks
+    assert query.dtype in SUPPORTED
+    rows = 1 if group == 1 else max(16, triton.next_power_of_2(group))
+    _decode[(memory.heads, count, split)](
+        query, memory.flat, memory.pages, singles, result, part, stats, sinks, memory.layer, *memory.pages.shape[1:],
+        memory.page, memory.values_at, query.stride(1), query.stride(0), how.window or 0, how.scaling, how.softcap or 0.0,
+        memory.heads, group, memory.key, memory.value, _padded(memory.key), _padded(memory.value), rows, memory.block,
+        cut.pages, split, how.softcap is not None, how.sinks is not None, num_warps=cut.warps, num_stages=cut.stages,
+    )  # fmt: skip
+    if split > 1:
+        _join[(count, heads)](
+            part, stats, sinks, singles, result, heads, memory.value, _padded(memory.value), split, how.sinks is not None,
+            num_warps=1,
+        )  # fmt: skip
+
+
+def prefill(memory: Memory, how: How, query: Tensor, blocks: Tensor, result: Tensor) -> None:
+    """Of up to `QUERIES` rows behind each other: int32 [blocks, 4] says the first, how many, of which slot, and the first's position."""
+    query = query if query.stride(2) == 1 else query.contiguous()
+    heads = query.shape[0]
+    keys, values = _padded(memory.key), _padded(memory.value)
+    large = max(keys, values) > 128 or query.dtype == torch.float32
+    rows, columns = (32, 32) if large else (QUERIES, KEYS)
+    sinks = query if how.sinks is None else how.sinks
+    if rows < QUERIES:
+        blocks = _halved(blocks, rows)
+    _prefill[(len(blocks), heads)](
+        query, memory.flat, memory.pages, blocks, result, sinks, memory.layer, *memory.pages.shape[1:], memory.page,
+        memory.values_at, query.stride(1), query.stride(0), how.window or 0, how.scaling, how.softcap or 0.0, memory.heads,
+        heads // memory.heads, memory.key, memory.value, keys, values, memory.block, rows, columns, how.softcap is not None,
+        how.sinks is not None, num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def _halved(blocks: Tensor, rows: int) -> Tensor:
+    """Each block as blocks of fewer rows."""
+    begin = torch.arange(0, QUERIES, rows, device=blocks.device, dtype=blocks.dtype)
+    first, count, slot, position = (word.unsqueeze(1) for word in blocks.unbind(1))
+    parts = first + begin, (count - begin).clamp(0, rows), slot.expand(-1, len(begin)), position + begin
+    return torch.stack(parts, dim=-1).flatten(0, 1)
+
+
+def _padded(size: int) -> int:
+    return int(max(16, triton.next_power_of_2(size)))

@@ -1,0 +1,77 @@
+"""Attention of a step whose rows and pages lie in static tensors, by the GPU's kernels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from symbiosis.kernels import with_triton
+from symbiosis.kernels.paged_attention import How
+from symbiosis.serving.arena import Arena
+from symbiosis.serving.gpu.tables import Rows, Slots
+from symbiosis.serving.step import BLOCK
+
+
+@dataclass(slots=True, frozen=True)
+class Shape:
+    """How much of the tables a launch looks at."""
+
+    rows: int
+    singles: int  # sequences with one row
+    blocks: int  # of queries of longer segments
+    kept: int  # rows whose logits are wanted; 0: all
+
+
+@dataclass(slots=True, frozen=True)
+class TableAttention:
+    """Attends as transformers' attention interface asks for it."""
+
+    arena: Arena
+    slots: Slots
+    rows: Rows
+    shape: Shape
+    remember: Callable[[int, Tensor, Tensor], None] | None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """[1, heads, rows, size] of each; the result is [1, rows, heads, size]."""
+        layer, kernels, words, shape = (
+            module.layer_idx,
+            with_triton("gpu.paged_attention"),
+            self.rows.device,
+            self.shape,
+        )
+        assert isinstance(layer, int)
+        how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+        if self.remember is not None:
+            self.remember(layer, key, value)
+        of, arena = self.arena.layers[layer], self.arena
+        memory = kernels.Memory(
+            arena.flat,
+            self.slots.pages,
+            BLOCK,
+            arena.page_elements,
+            arena.values_at(layer),
+            of.heads,
+            of.key,
+            of.value,
+            layer,
+        )
+        kernels.store(memory, key[0], value[0], words["slots"][: shape.rows], words["positions"][: shape.rows])
+        result = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+        if shape.singles:
+            kernels.decode(memory, how, query[0], words["singles"][: shape.singles], result[0])
+        if shape.blocks:
+            kernels.prefill(memory, how, query[0], words["blocks"][: shape.blocks], result[0])
+        return result

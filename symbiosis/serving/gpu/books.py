@@ -1,0 +1,150 @@
+"""An adapter as a GPU's kernels find it: its pages as they will lie there, ready to be copied, and the records with the addresses of
+its rows (`symbiosis/kernels/gpu/adapter_rows.py`)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from symbiosis.serving.adapters.kinds import Part
+from symbiosis.serving.adapters.residency import NAMES, Run, matrices_of, place, shapes_of
+from symbiosis.serving.arena import Arena
+from symbiosis.serving.gpu.groups import Group
+
+SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 16
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Packed:
+    """The pages of one adapter in host memory. Its records: words, of which some are bytes from the beginning of a page, by number (-1:
+    the word is a number); and where each begins, by entry."""
+
+    pages: Tensor
+    words: Any
+    page_of: Any
+    begins: dict[int, int]
+    kept_begins: dict[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Book:
+    """The records of an adapter that is on the device, or on its way: their addresses, by entry; 0 where it does nothing."""
+
+    words: Tensor
+    addresses: Any
+    kept_addresses: Any
+    arrived: "torch.cuda.Event | None"
+    _kept: list[Any] = field(default_factory=list)  # until it has arrived
+
+    def is_there(self) -> bool:
+        if self.arrived is not None and self.arrived.query():
+            self.arrived = None
+            self._kept.clear()
+        return self.arrived is None
+
+
+class Fetcher:
+    """Packs adapters, and copies them to the device beside what is computed there."""
+
+    def __init__(self, arena: Arena, groups: Sequence[Group]) -> None:
+        self._arena, self._groups = arena, groups
+        self._is_gpu = arena.flat.is_cuda
+        self._stream = torch.cuda.Stream(arena.flat.device) if self._is_gpu else None
+        self._counts = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
+
+    def pack(self, parts: dict[str, Part]) -> Packed | None:
+        """None if the kernels do not compute all of it. May be called by any thread."""
+        names = {name for group in self._groups for name in group.names}
+        if not parts or any(name not in names or part.before is not None for name, part in parts.items()):
+            return None
+        page = self._arena.page_elements
+        count, runs = place(shapes_of(parts), page)
+        pages = torch.empty(count, page, dtype=self._arena.flat.dtype, pin_memory=self._is_gpu)
+        matrices = matrices_of(parts)
+        for run in runs:
+            to = pages[run.page, run.offset : run.offset + run.rows * run.width].view(run.rows, run.width)
+            to.copy_(matrices[run.matrix][run.row : run.row + run.rows, run.column : run.column + run.width])
+        return Packed(pages, *_records(parts, runs, page, pages.element_size(), self._groups))
+
+    def fetch(self, packed: Packed, pages: list[int]) -> Book:
+        """Begin to bring it to these pages."""
+        arena = self._arena
+        table, begin = arena.flat.view(-1, arena.page_elements), arena.flat.data_ptr()
+        numbers = np.array([*pages, 0], dtype=np.int64)[packed.page_of]  # of the last, for words that are numbers
+        words = np.where(packed.page_of >= 0, packed.words + begin + numbers * arena.page_bytes, packed.words)
+        host = torch.from_numpy(words)
+        if self._stream is None:
+            _copy_pages(table, packed.pages, pages)
+            return self._book(host, packed, None, [])
+        self._stream.wait_stream(torch.cuda.current_stream(arena.flat.device))  # what lay there before may be in use
+        with torch.cuda.stream(self._stream):
+            _copy_pages(table, packed.pages, pages)
+            pinned = host.pin_memory()
+            there = pinned.to(arena.flat.device, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return self._book(there, packed, arrived, [pinned, packed])
+
+    def _book(self, words: Tensor, packed: Packed, arrived: Any, kept: list[Any]) -> Book:
+        found = []
+        for count, begins in zip(self._counts, (packed.begins, packed.kept_begins), strict=True):
+            addresses = np.zeros(count, dtype=np.int64)
+            for entry, begin in begins.items():
+                addresses[entry] = words.data_ptr() + 8 * begin
+            found.append(addresses)
+        return Book(words, found[0], found[1], arrived, kept)
+
+
+def _copy_pages(table: Tensor, pages: Tensor, numbers: list[int]) -> None:
+    """Those that go behind each other go together."""
+    first = 0
+    for at in range(1, len(numbers) + 1):
+        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
+            table[numbers[first] : numbers[first] + at - first].copy_(pages[first:at], non_blocking=True)
+            first = at
+
+
+Where = tuple[int, int]  # page of the adapter's, and bytes from its beginning
+
+
+def _records(parts: dict[str, Part], runs: list[Run], page: int, size: int, groups: Sequence[Group]) -> tuple[Any, ...]:
+    where = _addresses(parts, runs, page, size)
+    words: list[Where] = []  # page -1: a number
+    begins: dict[bool, dict[int, int]] = {False: {}, True: {}}
+    for group in groups:
+        ours = [parts.get(name) for name in group.names]
+        if not any(ours):
+            continue
+        ranks = [0 if part is None or part.down is None else len(part.down) for part in ours]
+        begins[group.is_head][group.entry] = len(words)
+        words.append((-1, sum(ranks)))
+        for name in group.names:
+            words += where.get((name, "down"), [])
+        for member, (name, part) in enumerate(zip(group.names, ours, strict=True)):
+            if part is None:
+                continue
+            begins[group.is_head][group.entry + 1 + member] = len(words)
+            rows, gain, shift = (where.get((name, what), []) for what in ("up", "gain", "shift"))
+            gain_at, shift_at = EXPAND_HEAD + len(rows), EXPAND_HEAD + len(rows) + len(gain)
+            head = ranks[member], sum(ranks[:member]), gain_at if gain else 0, shift_at if shift else 0
+            words += [*((-1, word) for word in head), *rows, *gain, *shift]
+    words += [(-1, 0)] * BEHIND
+    page_of, numbers = np.array(words, dtype=np.int64).T
+    return numbers, page_of, begins[False], begins[True]
+
+
+def _addresses(parts: dict[str, Part], runs: list[Run], page: int, size: int) -> dict[tuple[str, str], list[Where]]:
+    """Of each piece of each row of each matrix, row by row."""
+    named = [
+        (layer, name, m) for layer, part in parts.items() for name in NAMES if (m := getattr(part, name)) is not None
+    ]
+    tables = [[[(0, 0)] * -(-m.shape[1] // page) for _ in range(len(m))] for _, _, m in named]
+    for run in runs:
+        for number in range(run.rows):
+            at = run.page, (run.offset + number * run.width) * size
+            tables[run.matrix][run.row + number][run.column // page] = at
+    found = zip(named, tables, strict=True)
+    return {(layer, name): [at for row in table for at in row] for (layer, name, _), table in found}

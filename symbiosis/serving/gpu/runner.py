@@ -1,0 +1,164 @@
+"""Runs the steps of a paged model on a GPU: each number of rows is one CUDA graph, whatever the adapters, once the engine serves.
+
+What cannot be in a graph runs as it is: adapters whose layers PEFT computes, virtual tokens, and log probabilities of whole prompts.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from symbiosis.client.capture import capture
+from symbiosis.errors import CaptureError
+from symbiosis.kernels import with_triton
+from symbiosis.serving.adapters.kinds import LoadedAdapter
+from symbiosis.serving.arena import Arena
+from symbiosis.serving.attention import attending_by
+from symbiosis.serving.gpu.adapting import Adapting, Run
+from symbiosis.serving.gpu.attention import Shape, TableAttention
+from symbiosis.serving.gpu.books import Fetcher
+from symbiosis.serving.gpu.compiled import compile_layers
+from symbiosis.serving.gpu.groups import find_groups
+from symbiosis.serving.gpu.tables import Rows, Slots
+from symbiosis.serving.step import Sequence as OneSequence
+from symbiosis.serving.step import Step
+
+logger = logging.getLogger("symbiosis")
+DTYPES = torch.bfloat16, torch.float16, torch.float32
+MOST_GRAPHS = 64
+FINEST = 32  # rows: steps of more are rounded up to a power of two, or to one and a half of it
+
+
+def is_for(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether there are kernels for it."""
+    return device.type == "cuda" and dtype in DTYPES and with_triton("gpu.paged_attention") is not None
+
+
+def bucket(rows: int) -> int:
+    """The number of rows of the graph for so many.
+
+    >>> [bucket(rows) for rows in (1, 3, 32, 33, 70, 100)]
+    [1, 4, 32, 48, 96, 128]
+    """
+    power = 1 << (rows - 1).bit_length()
+    return power * 3 // 4 if power > FINEST and rows <= power * 3 // 4 else power
+
+
+class Runner:
+    """Of one model, in one thread."""
+
+    def __init__(self, model: nn.Module, arena: Arena, keeps_rows: bool) -> None:
+        self._model, self._arena, self._keeps_rows = model, arena, keeps_rows
+        self._device = arena.flat.device
+        self._attention = with_triton("gpu.paged_attention")
+        self._slots = Slots(8, len(arena.layers), self._device)
+        self._rows = self._new_rows(64, 8)
+        self.adapting: Adapting | None = None
+        self.remember: Callable[[int, Tensor, Tensor], None] | None = None
+        self.is_plain = True  # this step: nothing acts in it but the kernels
+        self._state = 0  # tells graphs apart
+        self._captured: Any = None
+
+    def find_layers(self, run: Callable[[], object], head: Any) -> Fetcher:
+        """`run` computes something, so that it shows which layers there are. To be called once."""
+        groups = find_groups(self._model, run, head)
+        flat = self._arena.flat
+        self.adapting = Adapting(groups, self._rows, self._arena.page_elements, flat.dtype, self._device)
+        return Fetcher(self._arena, groups)
+
+    def compile(self, backend: str = "inductor") -> None:
+        """From now on the model's layers are compiled, when they first run."""
+        assert self.adapting is not None
+        self.adapting.put_everywhere()
+        count = compile_layers(self._model, len(self._arena.layers), backend)
+        logger.info("%d layers are compiled", count)
+
+    def add(self, adapter: LoadedAdapter) -> None:
+        assert self.adapting is not None
+        self.adapting.add(adapter)
+
+    def begin(self, is_plain: bool, runs: Sequence[Run], kept_runs: Sequence[Run]) -> None:
+        """Whose the step's rows are, and those whose logits are kept."""
+        self.is_plain = is_plain
+        if self.adapting is not None:
+            self.adapting.begin(runs, kept_runs)
+
+    def serve(self, sequences: int, rows: int) -> None:
+        """From now on, steps have up to so many sequences and rows, and are captured."""
+        self._resize(rows, sequences)
+        self._captured = capture(self._logits, max_graphs=MOST_GRAPHS) if self._device.type == "cuda" else self._logits
+
+    def make_room(self, step: Step) -> None:
+        """Before anybody tells of the step."""
+        self._resize(step.rows, len(step.segments))
+
+    def forget(self, sequence: OneSequence) -> None:
+        self._slots.forget(sequence)
+
+    def logits(self, step: Step, kept: Tensor, inputs: Callable[[], dict[str, Any]]) -> Tensor:
+        """Of the kept rows. `inputs` are what the model is called with if it runs as it is."""
+        self._rows.fill(step, self._slots, kept)
+        self._rows.upload()
+        if self.adapting is not None:
+            self.adapting.upload()
+        if self._captured is None or not self.is_plain or len(kept) > self._rows.sequences:
+            with torch.compiler.set_stance("force_eager"):  # compiled code does not see hooks
+                return self._run(Shape(step.rows, *self._counts(step), 0), inputs(), kept.to(self._device))
+        shape = self._shape(step, kept)
+        try:
+            with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+                logits: Tensor = self._captured(shape.rows, shape.singles, shape.blocks, shape.kept, self._key())
+        except CaptureError as error:
+            logger.warning("steps run without CUDA graphs: %s", error)
+            self._captured = self._logits
+            logits = self._logits(shape.rows, shape.singles, shape.blocks, shape.kept, self._key())
+        return logits[: len(kept)]
+
+    def _shape(self, step: Step, kept: Tensor) -> Shape:
+        singles, blocks = self._counts(step)
+        rows = min(bucket(step.rows), self._rows.rows)
+        if not blocks and kept.tolist() == list(range(step.rows)):
+            return Shape(rows, rows, 0, 0)
+        return Shape(rows, self._rows.sequences, self._rows.blocks_of(rows), self._rows.sequences)
+
+    def _counts(self, step: Step) -> tuple[int, int]:
+        longer = [segment.rows for segment in step.segments if segment.rows > 1]
+        return len(step.segments) - len(longer), sum(-(-rows // self._attention.QUERIES) for rows in longer)
+
+    def _key(self) -> int:
+        """Which layers have adapters in this step."""
+        adapting = self.adapting
+        return (self._state + self._slots.moved) << 32 | (adapting.state if adapting and adapting.acts else 0)
+
+    def _logits(self, rows: int, singles: int, blocks: int, kept: int, key: int) -> Tensor:
+        """What is captured: all that changes from step to step lies in the tables."""
+        words = self._rows.device
+        inputs = {
+            name: words[at][:rows].long().unsqueeze(0)
+            for name, at in (("input_ids", "ids"), ("position_ids", "positions"))
+        }
+        return self._run(Shape(rows, singles, blocks, kept), inputs, words["kept"][:kept].long() if kept else None)
+
+    def _run(self, shape: Shape, inputs: dict[str, Any], kept: Tensor | None) -> Tensor:
+        if kept is not None and self._keeps_rows:
+            inputs["logits_to_keep"] = kept
+        attention = TableAttention(self._arena, self._slots, self._rows, shape, self.remember)
+        with attending_by(attention.attend):
+            logits: Tensor = self._model(**inputs, use_cache=False).logits[0]
+        return (logits if kept is None or self._keeps_rows else logits[kept]).float()
+
+    def _resize(self, rows: int, sequences: int) -> None:
+        if rows <= self._rows.rows and sequences <= self._rows.sequences:
+            return
+        self._rows = self._new_rows(max(bucket(rows), self._rows.rows), max(sequences, self._rows.sequences))
+        self._state += 1
+        if self.adapting is not None:
+            self.adapting.resize(self._rows)
+
+    def _new_rows(self, rows: int, sequences: int) -> Rows:
+        return Rows(
+            rows, bucket(sequences), self._attention.QUERIES, with_triton("gpu.adapter_rows").TILE, self._device
+        )

@@ -1,0 +1,131 @@
+"""What the kernels read of a step: which row is which token of whom, where pages lie, which rows are of which adapter.
+
+All of it lies in two tensors that stay where they are, so that a CUDA graph can read them; a step fills them by one copy.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from symbiosis.serving.step import Block, Sequence, Step
+
+EMPTY = -1
+FIRST_BLOCKS = 64  # of a sequence, that there is room for at first
+
+
+class Slots:
+    """The pages of running sequences: int32 [slots, layers, blocks], on the device. A sequence has a slot while it has pages."""
+
+    def __init__(self, slots: int, layers: int, device: torch.device) -> None:
+        self.pages = torch.zeros(slots, layers, FIRST_BLOCKS, dtype=torch.int32, device=device)
+        self._free = list(range(slots))
+        self._known: WeakKeyDictionary[Sequence, tuple[int, list[Block]]] = WeakKeyDictionary()
+        self.moved = 0  # how often `pages` became another tensor
+
+    def of(self, sequence: Sequence) -> int:
+        """Its slot, in which all its blocks are."""
+        slot, blocks = self._known.get(sequence) or (self._new(), [])
+        new = sequence.blocks
+        if blocks != new:
+            same = len(blocks) if blocks == new[: len(blocks)] else 0
+            self._put(slot, same, new[same:])
+            self._known[sequence] = slot, list(new)
+        return slot
+
+    def forget(self, sequence: Sequence) -> None:
+        if (known := self._known.pop(sequence, None)) is not None:
+            self._free.append(known[0])
+
+    def _new(self) -> int:
+        if not self._free:
+            count = len(self.pages)
+            self._free = list(range(count, 2 * count))
+            self._grow(2 * count, self.pages.shape[2])
+        return self._free.pop()
+
+    def _put(self, slot: int, first: int, blocks: Items[Block]) -> None:
+        end = first + len(blocks)
+        if end > self.pages.shape[2]:
+            self._grow(len(self.pages), 1 << (end - 1).bit_length())
+        pages = torch.tensor([block.pages for block in blocks], dtype=torch.int32).T
+        self.pages[slot, :, first:end] = pages.to(self.pages.device, non_blocking=True)
+
+    def _grow(self, slots: int, blocks: int) -> None:
+        pages = self.pages.new_zeros(slots, self.pages.shape[1], blocks)
+        pages[: len(self.pages), :, : self.pages.shape[2]] = self.pages
+        self.pages, self.moved = pages, self.moved + 1
+
+
+class Rows:
+    """Numbers of a step's rows, in one tensor of 32-bit words: for each of up to so many rows, and for each of so many sequences."""
+
+    SECTIONS = ("ids", "positions", "slots", "singles", "blocks", "kept", "tiles", "kept_tiles")
+
+    def __init__(self, rows: int, sequences: int, queries: int, tile: int, device: torch.device) -> None:
+        self.rows, self.sequences, self._queries, self._tile = rows, sequences, queries, tile
+        sizes = {
+            "ids": (rows,), "positions": (rows,), "slots": (rows,), "singles": (sequences, 3),
+            "blocks": (self.blocks_of(rows), 4), "kept": (sequences,), "tiles": (self.tiles_of(rows), 2),
+            "kept_tiles": (self.tiles_of(sequences), 2),
+        }  # fmt: skip
+        lengths = [int(np.prod(size)) for size in sizes.values()]
+        self._host = torch.zeros(sum(lengths), dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._device = torch.zeros(sum(lengths), dtype=torch.int32, device=device)
+        mine, theirs = self._host.split(lengths), self._device.split(lengths)
+        self.host = {name: each.view(size).numpy() for (name, size), each in zip(sizes.items(), mine, strict=True)}
+        self.device = {name: each.view(size) for (name, size), each in zip(sizes.items(), theirs, strict=True)}
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+
+    def blocks_of(self, rows: int) -> int:
+        """Blocks of queries that so many rows have at most."""
+        return rows // self._queries + self.sequences
+
+    def tiles_of(self, rows: int) -> int:
+        return min(rows, rows // self._tile + self.sequences)
+
+    def wait(self) -> None:
+        """Until what was filled in last has been copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def fill(self, step: Step, slots: Slots, kept: Tensor) -> None:
+        self.wait()
+        host, count = self.host, step.rows
+        host["slots"][:] = host["singles"][:] = EMPTY
+        host["blocks"][:] = 0
+        singles: list[tuple[int, int, int]] = []
+        blocks: list[tuple[int, int, int, int]] = []
+        for segment in step.segments:
+            slot, end = slots.of(segment.sequence), segment.first + segment.rows
+            host["slots"][segment.first : end] = slot
+            if segment.rows == 1:
+                singles.append((segment.first, slot, segment.end))
+                continue
+            for at in range(0, segment.rows, self._queries):
+                rows = min(self._queries, segment.rows - at)
+                blocks.append((segment.first + at, rows, slot, segment.position + at))
+        _put(host["ids"], [token for segment in step.segments for token in segment.tokens])
+        host["ids"][count:] = 0
+        _put(host["positions"], [at for segment in step.segments for at in range(segment.position, segment.end)])
+        host["positions"][count:] = 0
+        _put(host["singles"], singles)
+        _put(host["blocks"], blocks)
+        host["kept"][:] = 0
+        host["kept"][: len(kept)] = kept[: self.sequences].numpy()
+
+    def upload(self) -> None:
+        """To the device, all at once."""
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+def _put(section: Any, values: Iterable[Any]) -> None:
+    values = list(values)
+    if values:
+        section[: len(values)] = values

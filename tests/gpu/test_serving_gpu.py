@@ -1,0 +1,163 @@
+"""The server on a GPU says what PEFT says, token by token, whatever else runs. With TRITON_INTERPRET=1 its kernels run on a CPU, too."""
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig, TaskType
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from symbiosis.serving import Engine
+from symbiosis.serving.adapters.library import Library
+from symbiosis.serving.adapters.residency import Residency
+from symbiosis.serving.adapters.sites import Sites
+from symbiosis.serving.alone import make_ready
+from symbiosis.serving.gpu import runner
+from tests.adapters import Made, off, run, saved, sequence_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() and not INTERPRETED, reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TINY = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.1,
+    "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA = {**TINY, "intermediate_size": 112, "num_key_value_heads": 2}
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+AS_ALONE = 2e-5  # sums in another order
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if INTERPRETED:
+        monkeypatch.setattr("symbiosis.serving.paged.is_for", lambda device, dtype: dtype in runner.DTYPES)
+        monkeypatch.setattr("symbiosis.kernels.gpu.paged_attention.PROGRAMS", 1)
+
+
+def llama(**changes: object) -> nn.Module:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**LLAMA, **changes})).eval().to(DEVICE)
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**TINY)).eval().to(DEVICE)
+
+
+def qwen() -> nn.Module:
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**LLAMA, "head_dim": 16, "num_key_value_heads": 1})
+    return Qwen3ForCausalLM(config).eval().to(DEVICE)
+
+
+def lora(rank: int, **options: object) -> LoraConfig:
+    return LoraConfig(**{"task_type": TaskType.CAUSAL_LM, "r": rank, "target_modules": ALL, **options})
+
+
+KINDS = {
+    "rank 1": lora(1),
+    "rank 7": lora(7, rank_pattern={"k_proj": 3}),
+    "rank 65": lora(65),
+    "lm_head": lora(4, target_modules=["lm_head", "v_proj"]),
+    "DoRA": lora(5, use_dora=True),
+    "lora_bias": lora(3, lora_bias=True),
+    "IA3": peft.IA3Config(
+        task_type=TaskType.CAUSAL_LM, target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "OFT": peft.OFTConfig(task_type=TaskType.CAUSAL_LM, oft_block_size=8, r=0, target_modules=["q_proj", "v_proj"]),
+    "prefix": peft.PrefixTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3),
+}
+
+
+def saved_kinds(base: nn.Module, folder: Path) -> dict[str, Made]:
+    made = {name: saved(base, config, folder / name.replace(" ", "-")) for name, config in KINDS.items()}
+    file = made["lm_head"][0] / "adapter_model.safetensors"
+    own = {name: tensor for name, tensor in load_file(file).items() if "base_layer" not in name}
+    save_file(own, file, {"format": "pt"})  # as with save_embedding_layers=False
+    return made
+
+
+@torch.inference_mode()
+def test_every_kind_in_one_batch_has_the_logits_it_has_alone(tmp_path: Path) -> None:
+    base = llama()
+    made = saved_kinds(base, tmp_path)
+    served = make_ready(deepcopy(base), 1 << 24)
+    assert served.runner is not None and served.fetcher is not None
+    residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
+    sites = Sites(served, residency)
+    library = Library(served)
+    served.serve(16, 128)
+    generator = torch.Generator().manual_seed(3)
+    asked = []
+    for number, (name, (folder, alone)) in enumerate([("base", (None, base)), *made.items()]):
+        adapter = None if folder is None else library.add(name.replace(" ", "-"), folder)
+        if adapter is not None:
+            assert residency.fetch(adapter)
+            while not residency.is_here(adapter):
+                pass
+        prompt = torch.randint(3, 96, (5 + 7 * (number % 4),), generator=generator).tolist()
+        asked.append((name, sequence_of(prompt, adapter), alone, prompt))
+    assert {name for name, sequence, *_ in asked if sequence.adapter and sequence.adapter.packed is None} == {
+        "IA3", "OFT", "prefix",
+    }  # fmt: skip
+    for subset in (asked, [one for one in asked if one[0] not in ("IA3", "OFT", "prefix")]):
+        first = [(sequence, len(sequence.tokens) - sequence.computed) for _, sequence, _, _ in subset]
+        logits = run(served, first)
+        for mine, (name, sequence, alone, _) in zip(logits, subset, strict=True):
+            tokens = sequence.tokens[sequence.virtual :]
+            expected = alone(input_ids=torch.tensor([tokens], device=DEVICE)).logits[0, -1].float()
+            assert off(mine, expected) < AS_ALONE, name
+            sequence.tokens.append(int(expected.argmax()))
+    assert sites is not None
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("build", [llama, gpt2, qwen])
+def test_the_engine_says_what_peft_says(build: Any, tmp_path: Path) -> None:
+    base = build()
+    modules = ["c_attn", "c_proj"] if build is gpt2 else ALL
+    configs = {f"r{rank}": lora(rank, target_modules=modules, fan_in_fan_out=build is gpt2) for rank in (1, 3, 8, 70)}
+    made = {
+        name: saved(base, config, tmp_path / name, seed=number, spread=0.05)
+        for number, (name, config) in enumerate(configs.items())
+    }
+    prompts = [list(range(3, 3 + n)) for n in (1, 5, 17, 35)]
+    length = 3 if INTERPRETED else 24
+    with Engine(deepcopy(base), adapters=tmp_path, memory=1 << 24, max_batch=4, prefill_tokens=32) as engine:
+        assert engine._served.runner is not None  # type: ignore[attr-defined]
+        for _ in range(1 if INTERPRETED else 3):  # the graphs are made, and then replayed
+            asked = list(answers(engine, [None, *made], prompts, length))
+            for (name, prompt), tokens in asked:
+                model = base if name is None else made[name][1]
+                ids = torch.tensor([prompt], device=DEVICE)
+                told = model.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False
+                )
+                assert tokens == told[0, len(prompt) :].tolist(), (name, len(prompt))
+
+
+def answers(engine: Engine, names: list[str | None], prompts: list[list[int]], length: int) -> Iterator[Any]:
+    """All at once."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    pairs = [(name, prompt) for name in names for prompt in prompts][: 6 if INTERPRETED else None]
+    with ThreadPoolExecutor(len(pairs)) as pool:
+        waiting = [
+            pool.submit(engine.generate, prompt, adapter=name, max_tokens=length, temperature=0.0)
+            for name, prompt in pairs
+        ]
+        for pair, one in zip(pairs, waiting, strict=True):
+            yield pair, list(one.result(110).tokens)
