@@ -97,7 +97,7 @@ def _expand(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The layers' records are entries behind each other, from `entry` on."""
+    """The layers' records are entries behind each other, from `entry` on. Long: one loop over pointers that it has just laid out."""
     tile, block = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     end0 = tl.cdiv(N0, COLUMNS)

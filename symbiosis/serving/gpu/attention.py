@@ -56,8 +56,18 @@ class TableAttention:
         how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
         if self.remember is not None:
             self.remember(layer, key, value)
+        memory = self._memory(layer)
+        kernels.store(memory, key[0], value[0], words["slots"][: shape.rows], words["positions"][: shape.rows])
+        result = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
+        if shape.singles:
+            kernels.decode(memory, how, query[0], words["singles"][: shape.singles], result[0])
+        if shape.blocks:
+            kernels.prefill(memory, how, query[0], words["blocks"][: shape.blocks], result[0])
+        return result
+
+    def _memory(self, layer: int) -> Any:
         of, arena = self.arena.layers[layer], self.arena
-        memory = kernels.Memory(
+        return with_triton("gpu.paged_attention").Memory(
             arena.flat,
             self.slots.pages,
             BLOCK,
@@ -68,10 +78,3 @@ class TableAttention:
             of.value,
             layer,
         )
-        kernels.store(memory, key[0], value[0], words["slots"][: shape.rows], words["positions"][: shape.rows])
-        result = query.new_empty(1, query.shape[2], query.shape[1], value.shape[-1])
-        if shape.singles:
-            kernels.decode(memory, how, query[0], words["singles"][: shape.singles], result[0])
-        if shape.blocks:
-            kernels.prefill(memory, how, query[0], words["blocks"][: shape.blocks], result[0])
-        return result
