@@ -38,11 +38,20 @@ def session_of(model: nn.Module) -> Session:
     return next(remote_weights(model)).handle.session
 
 
+others: set[str] = set()  # mapped by models that tests before left in some cache
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests() -> None:
+    others.clear()
+    others.update(mapped_files())
+
+
 def mapped_files(pid: int | str = "self") -> set[str]:
-    """The files of weights that a process has mapped, by their inodes."""
-    gc.collect()  # the models of tests before
+    """The files of weights that a process has mapped since the test began, by their inodes."""
+    gc.collect()
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line.split()[4] for line in lines if "symbiosis-weights" in line}
+    return {line.split()[4] for line in lines if "symbiosis-weights" in line} - others
 
 
 def logits(model: nn.Module) -> Tensor:

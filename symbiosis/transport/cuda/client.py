@@ -370,7 +370,7 @@ class DeviceLine:
         """The call, from now on made at `start` of the newest segment."""
         number, shape = self._link.register(call, self._newest, start)
         memory = self._link.segments[self._newest]
-        payload = [memory.tensor(start, call.payload_dtype, call.shape)]
+        payload = [memory.tensor(start, call.payload_dtype, call.payload_shape)]
         if call.groups:
             payload.append(memory.tensor(start + aligned(call.parts[0]), "int32", (call.groups,)))
         out = memory.tensor(start + sum(map(aligned, call.parts)), call.dtype, shape)

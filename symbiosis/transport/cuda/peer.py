@@ -231,7 +231,7 @@ class DevicePeer:
         shapes = self._inbox.results(call) if message.results else (shape,)
         if len(places_of) != len(shapes):
             raise CallError(Code.BAD_FRAME, "each result of a call has one place")
-        kinds = [(call.payload_dtype, call.shape), ("int32", (call.groups,))]
+        kinds = [(call.payload_dtype, call.payload_shape), ("int32", (call.groups,))]
         payload = [self._place(message.segment, start, *kind) for start, kind in zip(starts, kinds, strict=False)]
         outs = [self._place(*place, call.dtype, part) for place, part in zip(places_of, shapes, strict=True)]
         tensors, results = (tuple(place.tensor for place in places) for places in (payload, outs))
