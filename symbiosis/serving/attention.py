@@ -19,7 +19,7 @@ from symbiosis.serving.arena import Arena
 from symbiosis.serving.step import BLOCK, Block, Segment, Sequence, Step
 
 NAME = "symbiosis_paged"
-Attend = Callable[..., Tensor]
+Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, How], Tensor]
 
 
 class _Now(threading.local):
@@ -33,7 +33,7 @@ _now = _Now()
 
 
 class attending_by:
-    """Within the block, models of this thread attend by `attend(module, q, k, v, **options)`, of which each is [1, heads, rows, size];
+    """Within the block, models of this thread attend by `attend(module, q, k, v, how)`, of which q, k and v each is [1, heads, rows, size];
     the result is [1, rows, heads, size]."""
 
     def __init__(self, attend: Attend) -> None:
@@ -53,33 +53,37 @@ class attending_by:
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    if torch.compiler.is_compiling():
-        return _by_op(module, query, key, value, **options), None
-    return attend_now(module, query, key, value, **options), None
-
-
-def attend_now(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    if _now.attend is None:
-        raise RuntimeError("this model is served by symbiosis.serving, and is called through it only")
-    return _now.attend(module, query, key, value, **options)
-
-
-def _by_op(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_: Any,
+) -> tuple[Tensor, None]:
+    words = scaling, sliding_window, softcap, s_aux
+    if torch.compiler.is_compiling():  # which is to look no further: `symbiosis/serving/gpu/compiled.py`
+        return torch.ops.symbiosis.paged_attention(query, key, value, module.symbiosis_layer, *words), None
+    return attend_now(module, query, key, value, *words), None
+
+
+def attend_now(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """For a compiler, which is to look no further: `symbiosis/serving/gpu/compiled.py`."""
-    op = torch.ops.symbiosis.paged_attention
-    return op(query, key, value, module.symbiosis_layer, scaling, sliding_window, softcap, s_aux)  # type: ignore[no-any-return]
+    if _now.attend is None:
+        raise RuntimeError("this model is served by symbiosis.serving, and is called through it only")
+    how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, sinks)
+    return _now.attend(module, query, key, value, how)
 
 
 def _no_mask(*_: object, local_size: int | None = None, **__: object) -> None:
@@ -196,22 +200,10 @@ class Lookup:
             if segment.rows > 1
         ]
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """[1, heads, rows, size] of each; the result is [1, rows, heads, size]."""
         layer = module.layer_idx
         assert isinstance(layer, int)
-        how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
         if self._remember is not None:
             self._remember(layer, key, value)
         self._write(layer, key[0], value[0])
@@ -220,7 +212,7 @@ class Lookup:
             self._single.look(layer, query[0], how, result[0])
         for segment, together in self._longer:
             rows = slice(segment.first, segment.first + segment.rows)
-            if segment.position or (sliding_window is not None and sliding_window < segment.rows):
+            if segment.position or (how.window is not None and how.window < segment.rows):
                 together.look(layer, query[0], how, result[0])
             else:  # all that these rows see is in this very step
                 y = attend_within(query[:, :, rows], key[:, :, rows], value[:, :, rows], how)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.kernels.paged_attention import How
 from symbiosis.serving.arena import KvShape
 from symbiosis.serving.attention import NAME, Lookup, Tables, attending_by
 from symbiosis.serving.gpu.runner import Runner, is_for
@@ -118,12 +119,12 @@ def _layers(model: nn.Module) -> tuple[KvShape, ...]:
         raise CannotBatch(f"it takes no other attention ({error})") from None
     seen, windows = dict[int, KvShape](), dict[int, int | None]()
 
-    def look(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def look(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in seen:
             raise CannotBatch(f"{type(module).__name__} does not tell which layer it is")
         seen[layer] = KvShape(k.shape[1], k.shape[3], v.shape[3])
-        windows[layer] = options.get("sliding_window")
+        windows[layer] = how.window
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 

@@ -33,27 +33,11 @@ class TableAttention:
     shape: Shape
     remember: Callable[[int, Tensor, Tensor], None] | None
 
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
         """[1, heads, rows, size] of each; the result is [1, rows, heads, size]."""
-        layer, kernels, words, shape = (
-            module.layer_idx,
-            with_triton("gpu.paged_attention"),
-            self.rows.device,
-            self.shape,
-        )
+        layer, kernels = module.layer_idx, with_triton("gpu.paged_attention")
+        words, shape = self.rows.device, self.shape
         assert isinstance(layer, int)
-        how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
         if self.remember is not None:
             self.remember(layer, key, value)
         memory = self._memory(layer)

@@ -43,7 +43,7 @@ def _paged_attention(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     module: Any = SimpleNamespace(layer_idx=int(layer))
-    return attend_now(module, query, key, value, scaling=scaling, sliding_window=window, softcap=softcap, s_aux=sinks)
+    return attend_now(module, query, key, value, scaling, window, softcap, sinks)
 
 
 @_paged_attention.register_fake
