@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from symbiosis.client.connection.lifetime import sessions
-from symbiosis.client.direct.ways import Part, Way, following, narrowed, ways
+from symbiosis.client.direct.ways import Part, Way, advised, following, narrowed
 from symbiosis.client.session import Session
 from symbiosis.client.stats import Stats
 from symbiosis.errors import CaptureError, ConfigError
@@ -106,7 +106,7 @@ class Captured:
         kind = key_of(given, structure)
         _free_ended()
         asked = self._what_is_asked(kind)
-        chosen = ways(asked)
+        chosen = narrowed(advised(), asked)
         self._drop_what_was_unmapped(chosen)
         graph = self._graphs.get((kind, chosen))
         if graph is None:

@@ -44,9 +44,8 @@ class Mapped:
         self.weights: dict[int, Tensor] = {}
         self.joins = 0
         self.fixed: Advice | None = None  # what holds for a step that is captured, whatever is advised meanwhile
-        self.asked_for_tokens = self.asked_for_training = (
-            False  # whether advice made a difference, since somebody cleared this
-        )
+        # whether advice made a difference, since somebody cleared these
+        self.asked_for_tokens = self.asked_for_training = False
         self._nbytes = 0.0  # of a weight, on average
         self._page: Any = None
         self._biases = {layer.name: number for number, layer in enumerate(manifest) if layer.name.endswith(".bias")}

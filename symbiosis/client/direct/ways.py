@@ -34,19 +34,19 @@ class Part(NamedTuple):
             self.mapped.decodes()
 
 
-def ways(asked: dict[int, tuple[bool, bool]]) -> tuple[Way, ...]:
-    """What is advised now. `asked`: by session, whether the step needs to know about tokens, and about training, where that is known."""
+def advised() -> tuple[Way, ...]:
+    """What is advised now."""
     found = []
     for session in sessions():
         if (mapped := session.mapped) is not None and mapped.device.type == "cuda":
-            advice, (tokens, training) = mapped.advice(), asked.get(session.number, (True, True))
-            others, rationed = min(advice.others, 1) if tokens else None, advice.rationed if training else None
-            found.append(Way(session.number, mapped.joins, others, rationed))
+            advice = mapped.advice()
+            found.append(Way(session.number, mapped.joins, min(advice.others, 1), advice.rationed))
     return tuple(found)
 
 
 def narrowed(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> tuple[Way, ...]:
-    """These ways without the advice that makes no difference to a step, as is known once it has run."""
+    """These ways without the advice that makes no difference to a step, as is known once it has run. `asked`: by session, whether the
+    step needs to know about tokens, and about training."""
 
     def one(way: Way) -> Way:
         tokens, training = asked.get(way.session, (True, True))
