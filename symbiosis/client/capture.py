@@ -1,8 +1,8 @@
-"""A whole step of a client as one CUDA graph: its own kernels, and its calls to the executor among them.
+"""A whole step of a client as one CUDA graph: its own kernels, with its calls to the executor among them.
 
-What the step calls is known from its last run before. Where programs share the GPU by MPS, the executor is told, and answers all of it
-as one round, without a CPU for each call. It maps the memory that the step computes in, so that rows and results are not copied
-(`transport.cuda.step.Step`).
+The run before the capture shows which calls the step makes. Where programs share the GPU by MPS, the executor is told of them, and answers
+all of them as one round, without a CPU between them. It maps the memory in which the step computes, so that neither rows nor results are
+copied (`transport.cuda.step.Step`).
 """
 
 import logging
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("symbiosis")
 Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
-WARM_UP = 2  # calls of new shapes that run as they are, so that all is allocated and registered before a graph is made
-MOST_WARMING = 32  # kinds of arguments that have come, and may come again
-_ended: "list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool | None]]" = []  # graphs, to be freed when none is captured
+WARM_UP = 2  # runs with new shapes before the capture: they allocate and register everything
+MOST_WARMING = 32  # kinds of arguments without a graph that are remembered
+_ended: "list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool | None]]" = []  # graphs to free when no capture is under way
 
 
 @dataclass
 class Graph:
-    """One captured step: where what it is given must lie, what it returns, and the calls it makes of each session."""
+    """One captured step: its own copies of the arguments, what it returns, and the calls it makes in each session."""
 
     graph: torch.cuda.CUDAGraph
     given: list[Any]
     result: Any
     made: list[tuple[Session, Stats]]
     rings: "list[tuple[DeviceLine, int]]"
-    pool: "torch.cuda.MemPool | None"  # of its memory; outlives it
+    pool: "torch.cuda.MemPool | None"  # its memory, which must outlive it
     steps: "list[tuple[DeviceLine, Step]]"  # what executors know of it
-    parts: list[Part]  # what it multiplies by mapped weights
-    weights: list[dict[int, Tensor]]  # ... which must stay where they are
+    parts: list[Part]  # the products that it makes with mapped weights
+    weights: list[dict[int, Tensor]]  # those weights, which must stay where they are
 
     def replay(self, given: list[Any]) -> Any:
         for mine, one in zip(self.given, given, strict=True):
@@ -75,8 +75,8 @@ class Graph:
 
 
 def _free_ended() -> None:
-    """In a thread that captures nothing, when an executor knows, or before another step runs: CUDA takes back memory when all streams
-    have ended, and while it waits for that, other threads have to run."""
+    """Free graphs that are not used any more. Called in a thread that captures nothing: when an executor knows that they are gone, or before
+    another step runs. CUDA takes memory back only when all streams are done, and other threads have to run while it waits for that."""
     if _ended and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
         while _ended:
@@ -86,15 +86,15 @@ def _free_ended() -> None:
 
 
 class Captured:
-    """What `capture` returns: call it as the function."""
+    """What `capture` returns. It is called like the function."""
 
     def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
         self._function, self._max_graphs = function, max_graphs
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()
-        self._warming: OrderedDict[Any, list[Noted]] = OrderedDict()  # what runs called, for keys without a graph
-        self._in_vain = 0  # of these keys, that were forgotten
-        self._asked: OrderedDict[Any, dict[int, tuple[bool, bool]]] = OrderedDict()  # what advice makes a difference
-        self._joins: dict[int, int] = {}  # of sessions, when their weights were mapped
+        self._warming: OrderedDict[Any, list[Noted]] = OrderedDict()  # for keys without a graph: the calls of each run
+        self._in_vain = 0  # how many of these keys were forgotten
+        self._asked: OrderedDict[Any, dict[int, tuple[bool, bool]]] = OrderedDict()  # which advice makes a difference
+        self._joins: dict[int, int] = {}  # by session: the join at which its weights were mapped
         self._stream: Any = None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -119,7 +119,7 @@ class Captured:
             with following(chosen, asked) as parts:
                 graph = self._capture(given, structure, runs[-1])
             for part in parts:
-                part.happens(-1)  # it was not run
+                part.happens(-1)  # a capture computes nothing
             graph.parts, graph.weights = parts, [part.mapped.weights for part in parts]
             self._graphs[kind, chosen] = graph
             del self._warming[kind, chosen]
@@ -136,7 +136,7 @@ class Captured:
         return asked
 
     def _drop_what_was_unmapped(self, chosen: tuple[Way, ...]) -> None:
-        """Graphs that multiply by the weights of an executor that is gone: they would keep its memory."""
+        """Drop the graphs that multiply by weights of an executor that is gone, because they would keep its memory."""
         joins = {way.session: way.join for way in chosen}
         if joins != self._joins:
             self._joins = joins
@@ -161,7 +161,7 @@ class Captured:
             )
 
     def _aside(self, run: Callable[[], Any]) -> Any:
-        """On the stream that graphs are captured on, because autograd remembers where it ran first."""
+        """Run on the stream on which graphs are captured, because autograd remembers the stream on which it ran first."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -170,7 +170,8 @@ class Captured:
         return result
 
     def _capture(self, given: list[Any], structure: TreeSpec, noted: Noted) -> Graph:
-        """In memory that can be shared, and with rounds of what was noted, if that is what the step calls again."""
+        """Capture the step in memory that can be shared, with rounds of the calls that were noted. If the step makes other calls this time,
+        capture it once more, without them."""
         used = [(line, calls) for line, calls in noted if calls]
         if not used:
             return self._capture_in(None, given, structure, [])
@@ -220,24 +221,24 @@ class Captured:
 
 
 def _mend_random_numbers() -> None:
-    """After a capture that failed, torch would make none outside of graphs, until one succeeds."""
+    """Let torch draw random numbers again. After a capture that failed it draws none outside of graphs, until another capture succeeds."""
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device="cuda")
 
 
 def _ended_steps(used: Noted) -> "list[tuple[DeviceLine, Step]]":
-    """Of a step that was captured, or was to be."""
+    """End the step on each line, whether it was captured or failed, and return what the executors know of it."""
     return [(line, step) for line, _ in used if (step := line.steps.end())]
 
 
 def lines() -> "list[DeviceLine]":
-    """Over which this process's GPUs make calls."""
+    """Return the lines over which the GPUs of this process make calls."""
     return [line for session in sessions() for line in session.lines]
 
 
 @contextmanager
 def noting() -> Iterator[Noted]:
-    """What is called in the block."""
+    """Note the calls that are made in the block."""
     noted: Noted = []
     used = lines()
     for line in used:
@@ -251,24 +252,24 @@ def noting() -> Iterator[Noted]:
 
 
 def _owned(result: Any) -> Any:
-    """A tensor that lies where the executor writes replies, as one of our own."""
+    """Return a copy of a tensor that lies where the executor writes replies; anything else as it is."""
     return result.clone() if isinstance(result, Tensor) and any(line.owns(result) for line in lines()) else result
 
 
 def _device_of(given: list[Any]) -> torch.device | None:
-    """Where the tensors among it lie, else nowhere in particular: on the current device."""
+    """Return the GPU of the first tensor that is on one; None means the current device."""
     return next((one.device for one in given if isinstance(one, Tensor) and one.is_cuda), None)
 
 
 def key_of(given: list[Any], structure: TreeSpec) -> tuple[Any, ...]:
-    """What a graph is made for: another one may not be replayed in its place."""
+    """Return what a graph is made for. A graph may only be replayed for the same key."""
     kinds = tuple(map(_kind, given))
     autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     return repr(structure), kinds, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 def _kind(given: Any) -> Any:
-    """A tensor's shape and place; anything else is what it is, and of which type: 0 is not False."""
+    """Return a tensor's shape, dtype and device; of anything else its value and type, because 0 is not False."""
     if not isinstance(given, Tensor):
         try:
             hash(given)
@@ -287,13 +288,13 @@ def _kind(given: Any) -> Any:
 
 
 def capture(function: Callable[..., Any], *, max_graphs: int = 8) -> Captured:
-    """`function` as a CUDA graph for each combination of shapes that it is called with: no Python between its kernels.
+    """Make `function` a CUDA graph for each combination of shapes that it is called with: no Python runs between its kernels.
 
-    Works for split and for unsplit models. The first two calls with new shapes run as they are, the third captures; every call has
-    the effects of exactly one. Tensors among the arguments, also in lists, tuples and dicts, are copied into the graph's own; what
-    else is there (numbers, strings) belongs to the graph like the shapes: other numbers, another graph. What is returned is the graph's
-    own, too, and valid until the next call. What the function finds elsewhere (the model's mode, a scheduler's number) is as it
-    was when the graph was made. At most `max_graphs` graphs are kept, the least recently used one goes first.
+    This works for split and for unsplit models. The first two calls with new shapes run as they are, and the third captures; each call has
+    the effects of exactly one run. Tensors among the arguments, also within lists, tuples and dicts, are copied into the graph's own
+    tensors. Everything else (numbers, strings) belongs to the graph, as shapes do: for another number there is another graph. The result is
+    the graph's own and valid until the next call. Whatever the function finds elsewhere (the model's mode, a scheduler's number) stays as it
+    was when the graph was made. At most `max_graphs` graphs are kept; the least recently used one is dropped first.
 
     >>> import symbiosis
     >>> def train_step(ids):

@@ -75,7 +75,7 @@ def test_giving_back_a_gib_does_not_hold_who_does_it(what: str) -> None:
         until(lambda: resident() < before - GIB * 0.9, "the end of the memory")
         return pause
 
-    assert min(once() for _ in range(4)) < 0.03
+    assert any(once() < 0.03 for _ in range(4))
 
 
 def test_a_client_reads_the_last_reply_after_its_executor_has_gone() -> None:

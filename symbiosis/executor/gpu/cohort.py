@@ -1,7 +1,8 @@
-"""Calls of GPU clients who go on together: launched as soon as the last has rung, and accounted for while the GPU computes.
+"""Calls of several GPU clients that are foreseen to come together. They are launched as soon as the last one has rung.
 
-What a CPU does between the last bell and the launch, all clients wait for; what it does after the launch, nobody. So calls that
-the batcher has foreseen do not go through its queue, unless something else comes or one of them does not.
+All clients wait for whatever the CPU does between the last bell and the launch, and none waits for what it does afterwards. So calls
+that the batcher has foreseen skip its queue, and are counted while the GPU computes. If another call comes instead, or one of them does
+not come, they go through the queue as usual.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Cohort:
-    """Those of whom the batcher foresees that their next calls are one product."""
+    """The calls that the batcher has foreseen to run as one product, as far as they have come."""
 
     def __init__(
         self,
@@ -25,8 +26,8 @@ class Cohort:
         launched: "Callable[[Sequence[DeviceWork], float, float], None]",
         enqueue: "Callable[[DeviceWork, float], None]",
     ) -> None:
-        """`launch`: runs calls as one product, and says for how many seconds; `launched` hears of it, with the seconds that they waited
-        and those; `enqueue`: leaves a call, and when it came, to the batcher."""
+        """`launch` runs calls as one product and returns the seconds it takes. `launched` is told afterwards: the calls, the seconds that
+        they waited, and those seconds. `enqueue` leaves a call and its time of arrival to the batcher."""
         self._batcher, self._launch, self._launched, self._enqueue = batcher, launch, launched, enqueue
         self._rung: dict[int, tuple[DeviceWork, float]] = {}  # by session
         self._rows = 0
@@ -35,7 +36,7 @@ class Cohort:
         return len(self._rung)
 
     def takes(self, work: "DeviceWork", now: float) -> bool:
-        """Whether a call that has just come is one of theirs: then it waits here."""
+        """Whether a call that has just come was foreseen. Then it waits here."""
         awaited = self._batcher.awaited
         if awaited is None or work.plan.key != awaited.key or not work.joins:
             return False
@@ -49,7 +50,7 @@ class Cohort:
         return True
 
     def wake_at(self) -> float:
-        """When `step` wants to be asked again."""
+        """Return when to call `step` again."""
         if not self._rung:
             return inf
         awaited = self._batcher.awaited
@@ -59,7 +60,7 @@ class Cohort:
         return min(awaited.until, first + self._batcher.waiting.budget(awaited.key))
 
     def step(self, now: float) -> bool:
-        """Run what has come, or wait on. Else, what has come is the batcher's."""
+        """Run the calls if all have come, or go on waiting, and return True. Else hand those that have come to the batcher."""
         awaited = self._batcher.awaited
         if awaited is not None:
             complete = len(self._rung) == awaited.calls
@@ -69,7 +70,7 @@ class Cohort:
         return False
 
     def disband(self) -> None:
-        """The calls that have come wait in the batcher's queue, as any others."""
+        """Hand the calls that have come to the batcher, as ordinary calls."""
         rung, self._rung, self._rows = self._rung, {}, 0
         for work, arrived in rung.values():
             self._enqueue(work, arrived)

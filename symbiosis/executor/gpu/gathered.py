@@ -1,8 +1,8 @@
-"""Calls of several GPU clients as one product: their rows are gathered, multiplied, scattered and answered by one CUDA graph.
+"""Calls of several GPU clients as one product: one CUDA graph gathers their rows, multiplies, scatters the results and answers.
 
-There is one graph for each key, number of rows and number of sessions, these two rounded up; where the rows lie and which words
-answer the sessions stands in a table (`kernels.gpu.gather`), of which a page is filled in before each launch. Rows beyond those of
-the sessions hold what was left there, and what they make goes nowhere.
+There is one graph for each key, number of rows and number of sessions, the last two rounded up. A table (`kernels.gpu.gather`) says
+where the rows lie and which words answer the sessions; a page of it is filled in before each launch. The rows that rounding up adds
+hold whatever was left there, and their results are copied nowhere.
 """
 
 import struct
@@ -22,14 +22,14 @@ from symbiosis.protocol import Call
 
 GRAPHS_KEPT = 4096
 PAGES_KEPT = 1 << 14
-FINE = 128  # from twice as many rows on, they are rounded up to a multiple of this, below to a power of two
+FINE = 128  # numbers of rows above twice this are rounded up to a multiple of it, smaller ones to a power of two
 Multiply = Callable[[Call, list[Tensor], list[Tensor]], object]
 _serial = attrgetter("serial")
 
 
 @dataclass(slots=True)
 class Recipe:
-    """A product of so many rows of up to so many sessions, enqueued again and again."""
+    """One product that is enqueued again and again: its inputs, its results, and for how many sessions it has room."""
 
     call: Call
     x: list[Tensor]
@@ -41,7 +41,7 @@ class Recipe:
 
 @dataclass(slots=True)
 class Page:
-    """What the table must hold when certain calls meet, in three pieces, and what runs then."""
+    """The recipe for certain calls together, and the three pieces that its page of the table must hold."""
 
     recipe: Recipe
     answers: bytes
@@ -50,7 +50,7 @@ class Page:
 
 
 class Gatherer:
-    """On one GPU and stream."""
+    """Runs calls together, on one stream of one GPU."""
 
     most = rows.PLACES  # calls in one product
 
@@ -65,7 +65,7 @@ class Gatherer:
         self._scratch = torch.empty(0, dtype=torch.uint8, device=self._turn.device)
 
     def run(self, works: Sequence[DeviceCall]) -> None:
-        """Calls of one key whose addresses are known."""
+        """Run calls of one key, whose addresses are known."""
         if len(works) > self.most:
             raise ValueError(f"{len(works)} calls do not fit a page")
         works = sorted(works, key=_serial)
@@ -85,7 +85,7 @@ class Gatherer:
         self._turns += 1
 
     def _new_page(self, numbers: tuple[int, ...], key: Hashable, works: Sequence[DeviceCall]) -> Page:
-        """One after the other, the sessions' rows in each part of the recipe's input and result."""
+        """Write a page: the sessions' rows follow one another in each part of the recipe's inputs and results."""
         places = list(map(addresses_of, works))
         recipe = self._recipe(key, works[0], rounded(sum(place.rows for place in places)), power_of_two(len(works)))
         answers = [word for place in places for word in place.answer]
@@ -116,20 +116,20 @@ class Gatherer:
         return recipe
 
     def _new_recipe(self, work: DeviceCall, count: int, sessions: int) -> Recipe:
-        """Its tensors share the memory of all recipes, because one runs after the other."""
+        """Make a recipe. All recipes share one memory, because one runs after the other."""
         if (needed := nbytes_of(work, count)) > self._scratch.numel():  # older recipes keep what they have
             self._scratch = torch.empty(2 * needed, dtype=torch.uint8, device=self._turn.device)
         return Recipe(work.call, *parts_in(self._scratch, work, count), sessions)
 
 
 def nbytes_of(work: DeviceCall, count: int) -> int:
-    """What the parts of the input and the result of such a product take, for so many rows."""
+    """Return the bytes of the inputs and results of such a product of `count` rows."""
     places = addresses_of(work)
     return sum(_page(count * nbytes) for _, nbytes in (*places.inputs, *places.outputs))
 
 
 def parts_in(scratch: Tensor, work: DeviceCall, count: int) -> tuple[list[Tensor], list[Tensor]]:
-    """These parts."""
+    """Cut the inputs and the results of such a product out of `scratch`."""
     parts, start, places = [], 0, addresses_of(work)
     for _, width in (*places.inputs, *places.outputs):
         parts.append(scratch[start : start + count * width].view(work.out.dtype).view(count, -1))
@@ -139,7 +139,7 @@ def parts_in(scratch: Tensor, work: DeviceCall, count: int) -> tuple[list[Tensor
 
 
 def copies(places: Sequence[RowAddresses], inputs: list[Tensor], outputs: list[Tensor]) -> tuple[list[int], list[int]]:
-    """What the table says of copies before and after the product: one after the other, the sessions' rows in each of its parts."""
+    """Return the copies before and after the product, as the table lists them. In each part the sessions' rows follow one another."""
     x, y = ([part.data_ptr() for part in parts] for parts in (inputs, outputs))
     before: list[int] = []
     after: list[int] = []

@@ -1,4 +1,4 @@
-"""Memory of a GPU that an executor keeps for itself: programs that fill the GPU must not keep it from serving the others."""
+"""Memory that an executor keeps for its own products, so that a program that fills the GPU does not keep it from serving the others."""
 
 import logging
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ MOST = 1 / 16  # of the GPU's memory
 
 
 def headroom_bytes(weights: Sequence[Tensor], most_rows: int, gpu_bytes: int) -> int:
-    """What batches of so many rows take.
+    """Return how many bytes batches of so many rows take.
 
     >>> headroom_bytes([torch.empty(64, 32), torch.empty(8, 16, 256)], most_rows=1024, gpu_bytes=16 << 30) == 4 * 1024 * 256 * 4
     True
@@ -23,7 +23,7 @@ def headroom_bytes(weights: Sequence[Tensor], most_rows: int, gpu_bytes: int) ->
 
 
 def keep_headroom(weights: Sequence[Tensor], most_rows: int, device: torch.device) -> None:
-    """Take that memory on the current stream, and no more. It stays in torch's cache, which gives it back for what torch needs elsewhere."""
+    """Take that memory on the current stream, and free it again: it stays in torch's cache, and torch may use it elsewhere when it must."""
     _, gpu_bytes = torch.cuda.mem_get_info(device)
     part = headroom_bytes(weights, most_rows, gpu_bytes) // PARTS
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What programs on a GPU call is launched here, and answered by the GPU: a call alone, several as one product, or a round."""
+"""Launches the calls of GPU clients, which the GPU answers by itself: a call alone, several as one product, or a round."""
 
 import logging
 import math
@@ -35,15 +35,15 @@ _LAUNCHED = Reply(0)
 
 
 class Launcher:
-    """On one GPU; where there is none, it launches nothing but single calls.
+    """Launches on one GPU. Without a GPU it launches single calls only.
 
-    Large calls, which gain nothing from others, run on a stream of their own: products of few rows overtake them.
+    Large calls gain nothing from joining others. They run on a stream of their own, so that products of few rows overtake them.
     """
 
     def __init__(
         self, products: Products, ops: Ops, on_over: Callable[[Hashable, float], None], most_rows: int = 0
     ) -> None:
-        """`on_over` hears what rounds of a key took; `most_rows`: of a batch, for which memory is kept."""
+        """`on_over` is told how long rounds of a key took. Memory is kept for batches of `most_rows` rows."""
         self._products, self._ops, self._on_over, self._most_rows = products, ops, on_over, most_rows
         self._store, self.device = products.store, products.device
         self._gatherer: Gatherer | None = None
@@ -51,7 +51,7 @@ class Launcher:
         self._has_few_rows = False  # whether one kernel multiplies the few rows of several clients
         self._few: dict[Any, FewRowsKernel | None] = {}
         self.shares_time = True  # programs take turns on the GPU, as they do without MPS
-        self._overtaken_until = math.inf  # if a large call was launched: when the others wait for it
+        self._overtaken_until = math.inf  # after a large call was launched: from when on the others wait for it
         self._pace: Pace | None = None
         self.stream = 0  # of the device; 0 where there is none
         if self.device.type == "cuda":
@@ -63,7 +63,7 @@ class Launcher:
     # ------------------------------------------------------------------ the device
 
     def use_stream(self) -> None:
-        """From now on this thread's products run on the launcher's stream."""
+        """Run the products of this thread on the launcher's stream from now on."""
         if not self.stream:
             return
         torch.cuda.set_device(self.device)
@@ -85,12 +85,12 @@ class Launcher:
 
     @property
     def join_below(self) -> int:
-        """Rows from which on a call gains nothing from others."""
+        """The number of rows from which on a call gains nothing from joining others."""
         return self._pace.join_below if self._pace else JOIN_BELOW
 
     @property
     def works(self) -> bool:
-        """Whether the device does: one that broke, answers nobody any more."""
+        """Whether the GPU works. A broken one answers no calls any more."""
         try:
             if self.stream:
                 self._stream.query()
@@ -99,18 +99,18 @@ class Launcher:
         return True
 
     def wait(self) -> None:
-        """Until what was launched on our stream is done."""
+        """Wait until everything that was launched on this stream is done."""
         self._stream.synchronize()
 
     def _synchronize(self) -> None:
-        """With what no client is waited for."""
+        """Wait for both streams. Nothing on them waits for a client."""
         for stream in (self._stream, self._aside):
             stream.synchronize()
 
     # ------------------------------------------------------------------ how long it takes
 
     def estimate(self, work: Work, rows: int) -> float:
-        """The seconds that the GPU will take, if it was not waited for; of a large round, for what was launched last."""
+        """Return how many seconds the GPU takes for a call; for a large round, those of the calls that were launched last."""
         if not isinstance(work, Round):
             return self._estimate(work.call, rows)
         if work.large:
@@ -126,17 +126,17 @@ class Launcher:
 
     @property
     def most(self) -> int:
-        """Calls that `join` takes; 0 where it takes none."""
+        """How many calls `join` takes at most; 0 if it takes none."""
         return 0 if self._gatherer is None else self._gatherer.most
 
     def note_addresses(self, call: DeviceCall) -> None:
-        """Note where the rows of a call lie that a GPU makes again and again, if others can join it."""
+        """Note the addresses of a call's rows and results, if others can join the call."""
         if self._gatherer is not None and call.call.by_rows and call.peer.here:
             addresses = RowAddresses(call.inputs(), call.outputs(), call.peer.answer(call.number))
             call.addresses = addresses if addresses.aligned else None
 
     def join(self, works: Sequence[DeviceWork]) -> float:
-        """Compute and answer calls of this GPU of one key that can be copied word by word, or rounds. Returns the seconds that takes."""
+        """Compute and answer calls of one key together, or rounds of one key. Return the seconds it takes."""
         begun = perf_counter()
         self.let_pass()
         first, rows = works[0], sum(work.plan.rows for work in works)
@@ -149,7 +149,8 @@ class Launcher:
         return max(perf_counter() - begun, self.estimate(first, rows))
 
     def _few_rows(self, call: Call, rows: int) -> "FewRowsKernel | None":
-        """One kernel for the product of so many rows, which rounds in its own way; nothing if none takes the weights as they are."""
+        """Return the kernel that makes a product of so many rows in one go, or None if there is none for these weights. It rounds in its own
+        way."""
         if not self._has_few_rows or call.op is not Op.FORWARD:
             return None
         from symbiosis.kernels.gpu.few_rows import FewRowsKernel, padded, takes
@@ -165,20 +166,20 @@ class Launcher:
     # ------------------------------------------------------------------ one alone
 
     def launch(self, work: DeviceWork, piecemeal: bool = False) -> Reply:
-        """Answer a call that a GPU made, alone, as one CUDA graph if it comes again and again; a large round whole, or call by call."""
+        """Answer a call by itself, as one CUDA graph if it comes often. A large round goes call by call if `piecemeal` is set, else whole."""
         if work.large:
             return self._launch_large_round(work, piecemeal) if isinstance(work, Round) else self._launch_aside(work)
         self.let_pass()
         return self._launch(work)
 
     def let_pass(self) -> None:
-        """Nobody is overtaken for longer than any call waits for more urgent ones."""
+        """Let large calls pass that have been overtaken for as long as any call waits for more urgent ones."""
         if perf_counter() > self._overtaken_until:
             self._stream.wait_stream(self._aside)
             self._overtaken_until = math.inf
 
     def _launch_aside(self, work: DeviceWork) -> Reply:
-        """Where few rows overtake it."""
+        """Launch a large call on the stream where few rows overtake it."""
         with torch.cuda.stream(self._aside):
             reply = self._launch(work)
         self._overtaken_until = min(self._overtaken_until, perf_counter() + AGING_S)
@@ -230,7 +231,7 @@ class Launcher:
         call.peer.enqueue_reply()
 
     def _run(self, call: DeviceCall) -> None:
-        """The product of one call as a whole."""
+        """Compute one call as a whole."""
         if call.call.by_rows:
             self._products.multiply(call.call, call.inputs(), call.outputs())
         else:
@@ -239,7 +240,7 @@ class Launcher:
     # ------------------------------------------------------------------ the end of a client, or of its calls
 
     def drain(self, peer: Peer, then: Callable[[], None]) -> None:
-        """Wait for all that was launched for a client which is gone: it waits for nobody. `then`: now, or when its large round is over."""
+        """Wait for what was launched for a client that is gone. `then` is called afterwards; if a large round of it runs, when that is over."""
 
         def over() -> None:
             self._synchronize()
@@ -251,7 +252,7 @@ class Launcher:
             self.rounds.leave(peer, over)
 
     def forget(self, works: Sequence[DeviceWork]) -> None:
-        """These calls are over, and do not come again."""
+        """Forget calls that are over and do not come again."""
         for work in works:
             if isinstance(work, Round) and self.rounds is not None:
                 self.rounds.forget(work)
@@ -259,7 +260,7 @@ class Launcher:
 
 
 def _in_range(call: DeviceCall) -> tuple[Tensor, ...]:
-    """The payload; where it lies on a GPU, no CPU has checked where groups end."""
+    """Return the payload, with ends of groups that lie within the rows: no CPU has checked those, because they lie on the GPU."""
     if call.call.op is not Op.GROUPED:
         return call.payload
     rows, ends = call.payload
@@ -267,7 +268,7 @@ def _in_range(call: DeviceCall) -> tuple[Tensor, ...]:
 
 
 def _gatherer(products: Products, pool: Any) -> "Gatherer | None":
-    """For GPUs, and only there: it needs Triton, and what that compiles kernels with."""
+    """Make the gatherer, or return None where Triton, or the compiler that it needs, does not work."""
     try:
         from symbiosis.executor.gpu.gathered import Gatherer
 
@@ -281,7 +282,7 @@ def _gatherer(products: Products, pool: Any) -> "Gatherer | None":
 
 
 def _loaded(weights: Sequence[Tensor]) -> bool:
-    """Whether this GPU multiplies few rows by one kernel."""
+    """Whether the kernel for few rows runs on this GPU."""
     from symbiosis.kernels.gpu import few_rows
 
     try:

@@ -1,4 +1,4 @@
-"""What the GPU does for a round of calls: it waits for each, multiplies and answers, without a CPU (`executor.gpu.rounds`)."""
+"""Playbacks of rounds: for each call the GPU waits, multiplies and answers, without a CPU (`executor.gpu.rounds` begins them)."""
 
 import logging
 from collections import OrderedDict
@@ -20,25 +20,25 @@ from symbiosis.transport.cuda.driver import HIGHEST, WAIT_AT_LEAST, WRITE_32, Me
 from symbiosis.transport.cuda.words import LET_GO, ROUND_BELL, ROUND_REPLY, VOID
 
 Few = Callable[[Call, int], FewRowsKernel | None]
-LATE_S = 1.0  # that clients may take to make the next call of their rounds; then each goes on by itself
-VOID_S = 5.0  # ... where that cannot be, because results are written where something else may lie by then: this round is void
+LATE_S = 1.0  # how long clients may take to make the next call of a round before each goes on by itself
+VOID_S = 5.0  # the same for a round that cannot go on, because its results lie where the client may put other things: it is void then
 TABLES_KEPT = 64
 
 
 class Playback:
-    """What the GPU does for a round, again and again."""
+    """The GPU's work for a round, which it does again and again."""
 
     def __init__(self, device: torch.device, calls: int, priority: int) -> None:
         self._calls, self.priority, self.stream = calls, priority, torch.cuda.current_stream(device)
         self._over = torch.cuda.Event()
-        # each for the stream on which it was captured, and only there: cuBLAS's workspace is the stream's. None: it ran there once.
+        # A graph runs only on the stream on which it was captured, because cuBLAS has a workspace for each stream. None: it ran there once.
         self._graphs: dict[torch.cuda.Stream, torch.cuda.CUDAGraph | None] = {}
         self._captures = True
         self.begun, self.replayed, self.stopped = 0.0, False, False
         self.rounds: list[Round] = []
 
     def begin(self, rounds: list[Round], stream: torch.cuda.Stream, first: int, last: int) -> None:
-        """Answer these calls of the rounds, the last of them not. What was begun before is over, or for the calls before these."""
+        """Answer the calls from number `first` up to `last`, without `last`. Earlier work is over, or answers the calls before these."""
         self.rounds, self.stream, self.stopped = rounds, stream, False
         self.begun = perf_counter()
         stream.wait_stream(torch.cuda.current_stream())
@@ -58,15 +58,15 @@ class Playback:
         """Enqueue what has to run before the first call of the round, on the current stream."""
 
     def _enqueue(self, first: int, last: int) -> None:
-        """What a graph is made of."""
+        """Enqueue these calls. A graph captures this."""
         raise NotImplementedError
 
     def graphs_on(self, stream: torch.cuda.Stream) -> int:
-        """How near a run on this stream is to being a graph."""
+        """Return 2 if there is a graph for this stream, 1 if it ran there once, else 0."""
         return (self._graphs.get(stream) is not None) + (stream in self._graphs)
 
     def _graph_on(self, stream: torch.cuda.Stream) -> "torch.cuda.CUDAGraph | None":
-        """From the second time on."""
+        """Return the graph for this stream. There is one from the second run on."""
         if stream not in self._graphs or not self._captures:
             self._graphs[stream] = None
         elif self._graphs[stream] is None:
@@ -83,19 +83,19 @@ class Playback:
 
     @property
     def late(self) -> bool:
-        """Whether somebody was waited for in vain, and nobody answered from then on."""
+        """Whether a client did not come in time, so that no call was answered from then on."""
         return False
 
     def stop(self) -> None:
-        """Wait for nobody any more. To be called until it is over."""
+        """Stop waiting for clients. To be called again until the playback is over."""
         self.stopped = True
 
 
 class ByKernels(Playback):
-    """Kernels wait, and answer; a table, with a page for each call, tells them whom (`kernels.gpu.gather`)."""
+    """Kernels wait and answer. A table tells them for which clients: it has a page for each call (`kernels.gpu.gather`)."""
 
     def __init__(self, device: torch.device, products: "Sequence[InPlace | Gathered | AtOnce]", error: int = 0) -> None:
-        """`error`: where the client, of whom there is one then, is told that its round is void."""
+        """`error` is the address of the word that tells a client that its round is void. It is given for one client only."""
         super().__init__(device, len(products), HIGHEST)
         self._products, self._error = products, error
         width = rows.IN + max(product.words for product in products)
@@ -131,7 +131,7 @@ class ByKernels(Playback):
         return table
 
     def _page(self, rounds: list[Round], at: int) -> list[int]:
-        """The reply words, and what they become: the number of the call, counted from 1; then what the product wants to know."""
+        """Return a page: each reply word and its new value, which is the number of the call, counted from 1; then the product's own words."""
         words = [word for round in rounds for word in (round.reply.data_ptr(), at + 1)]
         padding = [0] * (2 * rows.PLACES - len(words))
         return words + padding + self._products[at].page([addresses_of(round.members[at]) for round in rounds])
@@ -141,15 +141,15 @@ class ByKernels(Playback):
         return bool(self._late[0])
 
     def stop(self) -> None:
-        """Answer nobody from the next call on that one of them has not made. Waits for the end of that, which is near."""
+        """Stop answering, from the next call on that a client has not made, and wait until the playback is over, which is soon."""
         super().stop()
         self._stop[0] = 1
         self._over.synchronize()
 
 
 class ByStream(Playback):
-    """One client's round of large calls: stream memory operations wait, and answer. A kernel would keep a place on the GPU, beside
-    which products of the size of the GPU do not fit."""
+    """One client's round of large calls, for which stream memory operations wait and answer. A kernel that waits would take up a place on
+    the GPU, and a product as large as the GPU would not fit beside it."""
 
     def __init__(self, device: torch.device, round: Round, multiply: Multiply) -> None:
         super().__init__(device, len(round.members), priority=0)
@@ -178,14 +178,14 @@ class ByStream(Playback):
         return not self._round.left and super().over
 
     def stop(self) -> None:
-        """The products that were enqueued are made, from whatever lies there."""
+        """Let the client go. The products that were enqueued are still made, of whatever lies there."""
         super().stop()
         self._let_us_go.enqueue(torch.cuda.current_stream().cuda_stream)
 
 
 class InPlace:
-    """A product of one client's rows where they lie. Who is waited for in vain is told that its round is void: what is written from then
-    on goes where something else may lie by then."""
+    """A product of one client's rows, made where they lie. If the client does not come in time, its round is void, because by then its
+    memory may hold other things."""
 
     words = 0  # of the page
 
@@ -201,7 +201,7 @@ class InPlace:
 
 
 class Gathered:
-    """A product for which the rows of up to so many sessions are brought together, and taken apart again."""
+    """A product of the rows of several sessions, which are gathered before and scattered after it."""
 
     def __init__(self, work: DeviceCall, x: list[Tensor], y: list[Tensor], multiply: Multiply, sessions: int) -> None:
         self._call, self._x, self._y, self._multiply, self._sessions = work.call, x, y, multiply, sessions
@@ -223,7 +223,7 @@ class Gathered:
 
 
 class AtOnce:
-    """A product that one kernel makes of rows where they lie."""
+    """A product that one kernel makes of the rows of several sessions, where they lie."""
 
     def __init__(self, few_rows: FewRowsKernel, done: Tensor) -> None:
         self._few_rows, self._done, self.words = few_rows, done, few_rows.words
@@ -239,22 +239,22 @@ class AtOnce:
 
 
 def load(device: torch.device) -> None:
-    """CUDA loads the kernels that wait."""
+    """Have CUDA load the kernels that wait."""
     error = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     kernel.load_wait(device, LATE_S, 0, VOID)
     kernel.load_wait(device, VOID_S, error.data_ptr(), VOID)
-    torch.cuda.synchronize()  # the word is ours until then
+    torch.cuda.synchronize()  # before the word is freed
 
 
 def for_one(device: torch.device, round: Round, multiply: Multiply) -> ByKernels:
-    """One client's round."""
+    """Make the playback of one client's round."""
     products = [InPlace(call.call, call.inputs(), call.outputs(), multiply) for call in round.members]
     return ByKernels(device, products, round.error)
 
 
 def rest(device: torch.device, round: Round, multiply: Multiply) -> ByKernels:
-    """One client's round that somebody else began, who may not quite have ended: results go to their places only if the client waits
-    for them."""
+    """Make the playback of the rest of a round that another executor began, and may still be ending. Results are copied to their places
+    only if the client waits for them."""
     scratch = torch.empty(max(nbytes_of(work, round.rows) for work in round.members), dtype=torch.uint8, device=device)
     products = [Gathered(work, *parts_in(scratch, work, round.rows), multiply, 1) for work in round.members]
     return ByKernels(device, products)
@@ -263,7 +263,7 @@ def rest(device: torch.device, round: Round, multiply: Multiply) -> ByKernels:
 def together(
     device: torch.device, round: Round, multiply: Multiply, few_rows: Few, count: int, sessions: int
 ) -> ByKernels:
-    """Rounds like this one, of up to so many clients, with up to so many rows."""
+    """Make the playback of rounds like this one, of up to `sessions` clients with up to `count` rows in all."""
     few = [few_rows(call, count) for call in round.calls]
     others = [work for work, product in zip(round.members, few, strict=True) if product is None]
     nbytes = max((nbytes_of(work, count) for work in others), default=0)
@@ -277,6 +277,6 @@ def together(
 
 
 def _each(places: list[RowAddresses], rows_at: Sequence[tuple[int, int]]) -> list[int]:
-    """The addresses of all rows, where each place's first one lies, and how many bytes each has."""
+    """Return the addresses of all rows. `rows_at` has the address of each place's first row, and the bytes of a row."""
     pairs = zip(places, rows_at, strict=True)
     return [address + row * nbytes for place, (address, nbytes) in pairs for row in range(place.rows)]

@@ -1,9 +1,9 @@
-"""The calls of captured steps: the GPU answers a whole round of them by itself, of one client or of several who go together.
+"""Rounds: all calls of a captured step, which the GPU answers by itself, for one client or for several together.
 
-What a client captured, it calls again and again in the same order. So all of it is enqueued ahead, as one CUDA graph: for each
-call what waits for the bells, the product, and the answers. A CPU only begins the round, when all who take part have
-rung for it. If one of several dies in the midst of it, or takes too long, that graph answers nobody any more, and the others' rounds
-go on from where they are, each by itself.
+A captured step makes the same calls in the same order each time. So the whole round is enqueued ahead, as one CUDA graph. For each
+call the graph waits for the clients' bells, multiplies, and answers. A CPU only begins the round, once every client that takes part
+has rung for it. If one of several clients dies in the middle, or takes too long, the graph stops answering, and the rounds of the
+other clients go on from where they are, each by itself.
 """
 
 import math
@@ -22,12 +22,12 @@ from symbiosis.transport.base import Peer, refuse
 from symbiosis.transport.cuda.driver import HIGHEST, new_stream
 
 RUNS_KEPT = 32
-END_S = 0.05  # between a round's last answer and its end, at most
-DRAIN_S = 20.0  # that an executor which ends lets a client take for the rest of its round
+END_S = 0.05  # at most, between a round's last answer and its end
+DRAIN_S = 20.0  # how long an executor that ends waits for the rest of a client's round
 
 
 class Rounds:
-    """On one GPU, which serves several programs at the same time."""
+    """The rounds of all clients of one GPU, on which several programs run at the same time."""
 
     def __init__(
         self,
@@ -36,22 +36,22 @@ class Rounds:
         on_over: Callable[[Hashable, float], None],
         device: torch.device,
     ) -> None:
-        """`few_rows`: what makes the product of a call and so many rows at once, if anything does; `on_over` hears what
-        rounds of a key take."""
+        """`few_rows` returns the kernel for a call and a number of rows, or None if there is none. `on_over` is told how long rounds of a
+        key take."""
         self._multiply, self._few_rows, self._on_over = multiply, few_rows, on_over
         self._device, self._streams = device, defaultdict[int, list[torch.cuda.Stream]](list)  # by priority
-        self._bare: dict[int, torch.cuda.Stream] = {}  # ... for which there was no memory
-        self._clients: defaultdict[int, set[Peer]] = defaultdict(set)  # of whose rounds each priority has some
-        self._give_up = math.inf  # when an executor that ends waits for nobody any more
+        self._bare: dict[int, torch.cuda.Stream] = {}  # by priority: a stream that still lacks its memory
+        self._clients: defaultdict[int, set[Peer]] = defaultdict(set)  # by priority: the clients with such rounds
+        self._give_up = math.inf  # when an executor that ends stops waiting for clients
         self._keys: dict[RoundKey, RoundKey] = {}
-        self._alone: dict[Round, Playback] = {}  # what answers one by itself
+        self._alone: dict[Round, Playback] = {}  # the playbacks that answer one round by itself
         self._together: OrderedDict[Hashable, list[ByKernels]] = OrderedDict()
         self._running: list[Playback] = []
         self._gone: list[tuple[Peer, Callable[[], None]]] = []  # clients, and what to do when their rounds are over
         load(device)
 
     def key_of(self, calls: Sequence[DeviceCall], most: float) -> RoundKey:
-        """The key of a round of these calls; raises `CallError` if they cannot be one, or one has `most` rows or more."""
+        """Return the key of a round of these calls. Raises `CallError` if they cannot be a round, or if one has `most` rows or more."""
         if not calls or any(call.addresses is None or call.plan.rows >= most for call in calls):
             raise CallError(
                 Code.UNKNOWN_OP, "a round has calls of few rows, which a program on the executor's own GPU makes"
@@ -62,8 +62,8 @@ class Rounds:
         return self._keys.setdefault(key, key)
 
     def make_room(self, round: Round) -> None:
-        """Streams for all clients with such rounds, now: when all run at once, there may be no memory left for that. Raises `CallError`
-        if there is none now."""
+        """Make a stream for each client with such rounds, now: when all run at once, no memory may be left for it. Raises `CallError` if
+        there is none now."""
         priority = 0 if round.large else HIGHEST
         clients = self._clients[priority] | {round.peer}
         try:
@@ -76,11 +76,12 @@ class Rounds:
 
     @property
     def running(self) -> bool:
-        """Whether something was begun of which nobody has seen the end."""
+        """Whether a round was begun whose end nobody has seen yet."""
         return bool(self._running)
 
     def begin(self, rounds: Sequence[Round]) -> None:
-        """Answer these small ones of one key together; by itself, who is in the midst of one, or kept others waiting."""
+        """Answer these small rounds of one key together. A round that an earlier executor began is answered by itself, and so is that of a
+        client that kept others waiting."""
         if len(rounds) > rows.PLACES:
             raise ValueError(f"{len(rounds)} rounds do not fit a page")
         if len(rounds) == 1:
@@ -93,7 +94,7 @@ class Rounds:
             self._go_on(round)
 
     def begin_large(self, round: Round, calls: int) -> None:
-        """Answer the next `calls` of it, from its beginning if none is left. Nobody waits for that."""
+        """Answer the next `calls` calls of a large round, without waiting for the GPU. If none are left, the round begins again."""
         if round.goes_on:
             self._begin_alone(round)
             return
@@ -106,7 +107,7 @@ class Rounds:
         self._begin(run, [round], first, last)
 
     def drain(self) -> None:
-        """From now on nothing is begun again for who was not answered to the end: it goes on at the executor that comes next."""
+        """Begin no more rests of rounds: the next executor answers them."""
         self._give_up = perf_counter() + DRAIN_S
 
     @property
@@ -114,7 +115,7 @@ class Rounds:
         return self._give_up < math.inf
 
     def look(self) -> None:
-        """See what is over. Who was not answered to the end goes on alone."""
+        """Look which rounds are over. A round that was not answered to its end goes on alone."""
         if perf_counter() > self._give_up:
             self._give_up_waiting()
         for run in [run for run in self._running if run.over]:
@@ -136,7 +137,7 @@ class Rounds:
             then()
 
     def _give_up_waiting(self) -> None:
-        """What was computed for those who are not answered to the end is void: their memory may hold anything."""
+        """Stop all rounds. What was computed for the unfinished ones is void, because their memory may hold anything."""
         for run in self._running:
             late = [] if run.over or run.stopped else [round for round in run.rounds if not round.gone]
             run.stop()
@@ -145,7 +146,7 @@ class Rounds:
                 refuse(round.peer, 0, CallError(Code.DRAINING, "the executor ended in the midst of a captured step"))
 
     def leave(self, peer: Peer, then: Callable[[], None]) -> None:
-        """A client is gone: what was begun for it ends. `then`: when nothing uses its memory any more."""
+        """End the rounds of a client that is gone. `then` is called when nothing uses its memory any more."""
         for clients in self._clients.values():
             clients.discard(peer)
         self._alone = {round: run for round, run in self._alone.items() if round.peer is not peer}
@@ -161,12 +162,12 @@ class Rounds:
             then()
 
     def forget(self, round: Round) -> None:
-        """It does not come again; raises `CallError` if it is under way."""
+        """Forget a round that does not come again. Raises `CallError` if it is under way."""
         self._see_the_end([run for run in self._running if round in run.rounds])
         self._alone.pop(round, None)
 
     def _see_the_end(self, runs: list[Playback]) -> None:
-        """The last answers are out, or their client would not have called: so this is near."""
+        """Wait until these are over. That is soon, because their last answers are out: else their clients would not have called."""
         give_up, now = perf_counter() + END_S, 0.0
         while not all(run.over for run in runs):
             if now > give_up:  # before we looked: this thread may have slept
@@ -177,7 +178,7 @@ class Rounds:
         return any(not run.over and any(round.peer is peer for round in run.rounds) for run in self._running)
 
     def _go_on(self, round: Round) -> None:
-        """By itself. A failure is its client's alone."""
+        """Answer the rest of a round by itself. If that fails, only its own client is told."""
         try:
             self._begin_alone(round)
         except Exception as error:  # whatever it is: the executor has other clients
@@ -191,7 +192,7 @@ class Rounds:
         self._begin(run, [round], first, len(round.calls))
 
     def _for_one(self, round: Round) -> Playback:
-        """What answers it by itself. It does not run."""
+        """Return the playback that answers this round by itself. It is not running."""
         run = self._alone.get(round)
         if run is None:
             make: Callable[..., Playback] = ByStream if round.large else for_one
@@ -202,7 +203,7 @@ class Rounds:
         return run
 
     def _begin(self, run: Playback, rounds: list[Round], first: int, last: int) -> None:
-        """On a stream where no other one waits for its clients."""
+        """Begin a playback on a stream that no other one uses."""
         goes_on = run in self._running
         stream = run.stream if goes_on else self._free_stream(run)
         if not goes_on:
@@ -216,13 +217,13 @@ class Rounds:
             raise
 
     def _free_stream(self, run: Playback) -> torch.cuda.Stream:
-        """One for which it has a graph, if there is one."""
+        """Return a stream that is free, if possible one for which this playback has a graph."""
         streams, used = self._streams[run.priority], {other.stream for other in self._running}
         free = [stream for stream in streams if stream not in used] or [self._new_stream(run.priority)]
         return max(free, key=lambda stream: run.graphs_on(stream))
 
     def _new_stream(self, priority: int) -> torch.cuda.Stream:
-        """With the memory that cuBLAS wants for each."""
+        """Make a stream, with the memory that cuBLAS wants for it."""
         if priority not in self._bare:
             self._bare[priority] = new_stream(self._device, priority)
         with torch.cuda.stream(self._bare[priority]):
@@ -232,7 +233,7 @@ class Rounds:
         return stream
 
     def _for_all(self, rounds: list[Round]) -> ByKernels:
-        """One that does not run yet, for so many."""
+        """Return a playback for these rounds together that is not running."""
         count, sessions = rounded(sum(round.rows for round in rounds)), power_of_two(len(rounds))
         key = rounds[0].key, count, sessions
         runs = self._together.setdefault(key, [])

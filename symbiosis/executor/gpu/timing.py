@@ -1,4 +1,7 @@
-"""How long products take on a GPU, which nobody waits for, and from how many rows on joining them gains nothing: measured at the start."""
+"""Measures at the start how long products take on a GPU, and from how many rows on joining them gains nothing.
+
+Later nobody waits for a product, so its time has to be estimated.
+"""
 
 import math
 from collections import Counter
@@ -15,7 +18,7 @@ NEARLY = 0.85  # of twice the time, for twice the rows
 
 
 class Pace:
-    """By the bytes of the matrices, and by the rows where these are many. Measured with the commonest matrix."""
+    """Estimates the time of a product: by the bytes of its matrices, or by its rows if these are many. It measures the commonest matrix."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
         shapes = Counter(weight.shape for weight in weights if weight.dim() == 2)
@@ -29,13 +32,13 @@ class Pace:
         )
 
     def seconds(self, weight: Tensor, rows: int) -> float:
-        """Of a product of so many rows, each with one of the weight's matrices."""
+        """Return the seconds of a product of so many rows, each with one of the weight's matrices."""
         matrix = weight if weight.dim() == 2 else weight[0]
         return max(self._per_byte * weight.nbytes, self._per_row * rows * matrix.nbytes)
 
 
 def _seconds(matrix: Tensor, rows: int) -> float:
-    """What a product takes, the best of some."""
+    """Return the seconds of a product, the shortest of several."""
     x_TK = torch.zeros(rows, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     best = math.inf

@@ -1,7 +1,7 @@
-"""Large calls of training on a GPU: while somebody decodes, they take no more than a share of its time.
+"""Large calls of training on a GPU get only a share of its time while a client decodes.
 
-A GPU neither interrupts a product nor lets the small kernels of other programs in while a large one fills it, so whoever decodes
-waits for most of each at every step. Who trains only gets less done.
+A GPU does not interrupt a product, and while a large one fills it, the small kernels of other programs wait. So a client that decodes
+would wait for most of a large product at every step. A client that trains only gets less done.
 """
 
 from collections import deque
@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from symbiosis.executor.work import DeviceWork
 
-DECODES_S = 0.1  # after a call somebody is still taken to decode
+DECODES_S = 0.1  # how long after a call a client still counts as decoding
 
 
 class Background:
-    """Decides when they run: one after another, as they came."""
+    """Decides when large calls of training run: one after another, in the order in which they came."""
 
     def __init__(self, share: float) -> None:
         self.share = share
-        self.decoded = -inf  # when the last call of somebody who decodes came
+        self.decoded = -inf  # when the last call of a client that decodes came
         self._waiting: deque[DeviceWork] = deque()
         self._free = -inf  # from when on the next may run
 
@@ -34,28 +34,28 @@ class Background:
         return True
 
     def put(self, work: "DeviceWork") -> None:
-        """Of this there is more to run, in its turn."""
+        """Put a call, or the rest of a round, at the end of the line."""
         self._waiting.append(work)
 
     def rations(self, now: float) -> bool:
-        """Whether somebody decodes, so that they do not run as they can."""
+        """Whether these calls are held back, because a client decodes."""
         return self.share < 1 and now < self.decoded + DECODES_S
 
     def next(self, now: float) -> "DeviceWork | None":
-        """The call to run now."""
+        """Return the call to run now, if its time has come."""
         return self._waiting.popleft() if self._waiting and now >= self._ready() else None
 
     def ran(self, seconds: float, now: float) -> None:
-        """One was launched that takes so long."""
+        """Note that a call was launched that takes so long."""
         self._free = now + seconds / self.share
 
     def wake_at(self) -> float:
-        """When `next` wants to be asked again."""
+        """Return when to call `next` again."""
         return self._ready() if self._waiting else inf
 
     def _ready(self) -> float:
         return min(self._free, self.decoded + DECODES_S) if self.share < 1 else -inf
 
     def leave(self, peer: object) -> None:
-        """Nobody waits any more for the calls of this one."""
+        """Drop the calls of a client that is gone."""
         self._waiting = deque(work for work in self._waiting if work.peer is not peer)

@@ -1,8 +1,8 @@
-"""`local://` for clients on a GPU, the client's end: its stream makes the calls, its CPU only enqueues them.
+"""`local://` for clients on a GPU, the client's end: its stream makes the calls, and its CPU only enqueues them.
 
-When the executor dies, our stream waits. The next executor answers what is unanswered (`link.py`): the stream goes on as if nothing
-had been, a captured graph in the midst of it, too. Only if no executor comes within the patience are the answers filled with NaN,
-the stream let go, and the next call raises.
+When the executor dies, the client's stream waits. The next executor answers whatever is unanswered (`link.py`), and the stream goes on as if
+nothing had happened, even in the middle of a captured graph. If no executor comes within the patience, the answers are filled with NaN, the
+stream is let go, and the next call raises.
 """
 
 import itertools
@@ -54,14 +54,14 @@ from symbiosis.transport.cuda.words import (
 )
 from symbiosis.transport.tensors import Shapes, cut
 
-WORD = 8  # bytes: kernels copy no less
+WORD = 8  # bytes that a kernel copies at once
 
 logger = logging.getLogger("symbiosis")
 
 
 class CopiedTensor:
-    """Where rows or results of a prepared call lie, in the shape in which the model has them. The driver copies them: torch would
-    take twice as long to ask for it."""
+    """The place of a prepared call's rows or results, in the model's shape. The driver copies them, because torch would take twice as long
+    to ask for a copy."""
 
     __slots__ = "address", "nbytes", "tensor"
 
@@ -81,7 +81,7 @@ class CopiedTensor:
 
 
 class Shaped(NamedTuple):
-    """A prepared call whose rows have the shape in which the model has them. `make`: a kernel that makes all of it, if it is small."""
+    """A prepared call whose rows have the model's shape. A small call has `make`, which launches one kernel for all of it."""
 
     x: CopiedTensor
     outs: list[CopiedTensor]
@@ -90,9 +90,9 @@ class Shaped(NamedTuple):
 
 
 class DeviceLine:
-    """The calls of one process's GPU to one executor. All of its streams may make them, one after another.
+    """The calls of one process's GPU to one executor. All streams of the process may make them, one after another.
 
-    It is long because one lock and one memory bind all that it does: whoever makes, registers, gives up or forgets a call must know
+    The class is long because one lock and one memory bind its methods. Making, registering, giving up and forgetting a call all need to know
     which stream made the last one, and what captured graphs still use.
     """
 
@@ -104,31 +104,32 @@ class DeviceLine:
         patience: float,
         sharing: Sharing | None = None,
     ) -> None:
-        """`hello`: what to join with; asked for whenever an executor is joined (again). `sharing`: who wants to map the weights."""
+        """`hello` returns the message to join with, each time that an executor is joined. `sharing` is set if the session wants to map the
+        weights."""
         if reason := why_not(device):
             raise CallError(Code.UNKNOWN_OP, reason)
         enter(device)
         self._address, self.device = address, device
-        self.kernel: Any = None  # the module `kernels.gpu.small_call`, where there is one
-        self.noted: list[Call] | None = None  # the calls that are made, if somebody wants to know
-        self.recorded = 0  # times that graphs, as they were captured, ring for the executor's CPU
+        self.kernel: Any = None  # the module `kernels.gpu.small_call`, where it works
+        self.noted: list[Call] | None = None  # the calls that are made, while a step is watched
+        self.recorded = 0  # how often captured graphs ring for the executor's CPU
         self._link = Link(address, hello, device, patience, self._give_up, sharing)
         self.steps = Steps(self._link, device, self._registered_apart)
         self.words = self._link.words.words
-        self._newest = 0  # segment for calls that are registered
+        self._newest = 0  # the segment in which calls are registered
         self._prepared: dict[Call, RegisteredCall] = {}
-        self._small: Any = None  # what makes small calls by that, once the executor has agreed
+        self._small: Any = None  # the maker of kernels for small calls, once the executor has agreed to them
         self._stay: set[int] = set()  # the numbers of calls that graphs make, or that the next executor is asked about
         self._shaped: dict[tuple[Call, torch.Size], Shaped] = {}
-        self._void: CallError | None = None  # what was computed is
+        self._void: CallError | None = None  # set if what was computed is void
         self._closed = False
         self._calls = threading.Lock()
         self._rescue = torch.cuda.Stream(device)
         self._releaser = threading.Thread(target=self._release, name="symbiosis-release", daemon=True)
-        self._stream: int | None = None  # that made the last call; torch's default one is 0
+        self._stream: int | None = None  # the one that made the last call; torch's default stream is 0
         self._index = torch.cuda.current_device() if device.index is None else device.index
         try:
-            # CUDA loads what filling takes now; while a stream waits, it could not
+            # CUDA loads now what filling needs: it could not while a stream waits
             fill(self._link.first.address, self._link.first.nbytes, 0, self._rescue.cuda_stream)
             self._rescue.synchronize()
             self._link.join()
@@ -147,8 +148,8 @@ class DeviceLine:
     # ------------------------------------------------------------------ calls
 
     def call(self, call: Call, payload: tuple[Tensor, ...]) -> Tensor:
-        """Enqueue a call on the current stream; its reply, as of then."""
-        if torch._C._cuda_getDevice() != self._index:  # what the driver enqueues goes to the current device
+        """Enqueue a call on the current stream, and return its reply, which is there when the stream has come so far."""
+        if torch._C._cuda_getDevice() != self._index:  # the driver enqueues on the current device
             with torch.cuda.device(self._index):
                 return self.call(call, payload)
         with self._calls:
@@ -167,7 +168,7 @@ class DeviceLine:
             return prepared.out.clone()
 
     def rows(self, call: Call, x: Tensor, shapes: Shapes) -> list[Tensor]:
-        """What each layer of `call` makes of the rows of `x`, in these shapes."""
+        """Enqueue a call and return what each of its layers makes of the rows of `x`, in these shapes."""
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
                 return self.rows(call, x, shapes)
@@ -195,7 +196,7 @@ class DeviceLine:
         return taken
 
     def _in_step(self, call: Call, x: Tensor, shapes: Shapes, stream: int) -> list[Tensor] | None:
-        """What becomes of a call of the step that is being captured."""
+        """Make a call as part of the step that is being captured. Return None if there is no such step, or if it expects another call."""
         step = self.steps.current
         if step is None or not torch._C._cuda_isCurrentStreamCapturing():
             return None
@@ -212,7 +213,7 @@ class DeviceLine:
         prepared.ring.enqueue(stream)
 
     def _note(self, prepared: RegisteredCall) -> None:
-        """It is made as it is, and not by a graph."""
+        """Note a call that is made directly, and not by a graph."""
         self.announce(1)
         if self.noted is not None:
             self.noted.append(prepared.call)
@@ -230,8 +231,8 @@ class DeviceLine:
     def _by_kernel(
         self, number: int, x: CopiedTensor, outs: list[CopiedTensor]
     ) -> Callable[[int, list[int], int], None] | None:
-        """What makes the call of that number, if it is small. A kernel that waits must not keep the executor's from running: so all
-        of them have to be served by MPS."""
+        """Return what launches the kernel that makes this call, or None if the call is not small. A kernel that waits must not keep those of
+        the executor from running, so both processes have to be served by MPS."""
         lies = self.kernel.Lies(number, (x.address, x.nbytes), [(out.address, out.nbytes) for out in outs])
         if not self.kernel.takes(lies) or torch.cuda.is_current_stream_capturing():
             return None
@@ -241,25 +242,26 @@ class DeviceLine:
         return self._small.prepared(lies)  # type: ignore[no-any-return]
 
     def _why_not_by_kernels(self, number: int) -> str | None:
-        """The executor may agree to another call; what this process lacks, it lacks for all."""
+        """Return why small calls are not made by kernels, or None if they are. The executor may still agree to another call; what this process
+        itself lacks, it lacks for all calls."""
         try:
             if shares_time(self.device):
                 raise RuntimeError("MPS does not serve this process")
             self._link.agrees([number])
             first, words = self._link.first.address, self._link.words
             mine = self.kernel.CallWords(words.at(BELL), first, first + ROUNDS_OVER, words.at(ERROR), VOID)
-            # If this process does not say that there will be no answer, because it stands still, the stream goes on at some time.
+            # should this process stand still, it cannot say that no answer will come: the stream goes on by itself after this time
             self._small = self.kernel.SmallCalls(mine, 2 * self._link.longest, self.device)
         except CallError as error:
             return error.message
-        except Exception as error:  # whatever Triton needs and does not find
+        except Exception as error:  # Triton may lack anything
             self.kernel = None
             return f"{type(error).__name__}: {error}"
         self._stay.add(number)
         return None
 
     def announce(self, calls: int) -> None:
-        """Tell the executor's CPU that the stream is going to make so many calls."""
+        """Tell the executor's CPU that the stream will make so many calls."""
         words = self.words
         words[ENQUEUED] = (words[ENQUEUED] + calls) & 0xFFFFFFFF
         if words[SLEEPS]:
@@ -267,7 +269,7 @@ class DeviceLine:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """In the block a graph that was announced is enqueued on the current stream, and no other call."""
+        """Keep other calls away while the block enqueues a graph on the current stream."""
         with self._calls:
             if self._link.failed or self._void or self.words[ERROR] or self.steps.dropped:
                 self._attend()
@@ -277,7 +279,7 @@ class DeviceLine:
     # ------------------------------------------------------------------ captured steps
 
     def begin_step(self, calls: tuple[Call, ...], shares: bool, kernel: Any) -> None:
-        """A step that made these calls is about to be captured (`Steps.begin`)."""
+        """Prepare the capture of a step that will make these calls (`Steps.begin`)."""
         with self._calls:
             self._attend()
             prepared = [self._prepared.get(call) or self._prepare(call) for call in calls]
@@ -286,16 +288,16 @@ class DeviceLine:
                 self._stay.update(step.borrowed)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether it lies where replies do that are not of a step alone."""
+        """Whether a tensor lies where replies are written, outside of the memory of steps."""
         address = tensor.data_ptr()
         return any(0 <= address - memory.address < memory.nbytes for memory in self._ours())
 
     def _ours(self) -> list[DeviceMemory]:
-        """The memory that no step holds."""
+        """Return the memory that belongs to no step."""
         return [memory for memory in list(self._link.segments.values()) if memory.is_ours]
 
     def _registered_apart(self, calls: Sequence[Call], sizes: list[int]) -> list[RegisteredCall]:
-        """Where nobody writes until a graph runs again: the kernel that calls copies the rows there."""
+        """Register calls at places of their own, where nobody writes until the graph runs again. The kernel that calls copies the rows there."""
         if sum(sizes) > self._link.segments[self._newest].nbytes:
             self._grow(sum(sizes))
         starts = itertools.accumulate(sizes[:-1], initial=0)
@@ -303,23 +305,23 @@ class DeviceLine:
 
     @property
     def batched(self) -> int:
-        """The sum over all calls of how many ran together."""
+        """How many calls ran in one product, summed over all calls."""
         return self.words[BATCHED]
 
     def _follow(self, stream: int) -> None:
-        """All streams use the same memory: this one begins when the other's last call is over."""
+        """Have this stream begin when the last call of another one is over, because all streams use the same memory."""
         if self._stream not in (None, stream) and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self.device).wait_stream(self._last())
         self._stream = stream
 
     def _last(self) -> torch.cuda.Stream:
-        """The stream that made the last call."""
+        """Return the stream that made the last call."""
         if not self._stream:
             return torch.cuda.default_stream(self.device)
         return torch.cuda.ExternalStream(self._stream, self.device)
 
     def _attend(self) -> None:
-        """Raise what has happened, if something has; and give back what dropped steps held."""
+        """Raise an error that has happened meanwhile, and give back what dropped steps held."""
         if error := self._link.failed or self._void:
             raise error
         if self.words[ERROR]:
@@ -328,7 +330,7 @@ class DeviceLine:
             self.steps.give_back()
 
     def _raise(self) -> None:
-        """What the executor said, or a kernel that nobody answered."""
+        """Raise the error that the executor, or a kernel that nobody answered, has left in the words."""
         if self.words[ERROR] == VOID:
             self._void = CallError(
                 Code.RESOURCE,
@@ -359,7 +361,7 @@ class DeviceLine:
                 return prepared
 
     def _forget(self) -> None:
-        """All calls but those that stay: who makes others again and again, registers them again."""
+        """Forget all calls but those that stay. A call that comes again is registered again."""
         if self._is_idle():
             gone = {call: p for call, p in self._prepared.items() if p.number not in self._stay}
             self._link.forget([prepared.number for prepared in gone.values()], [])
@@ -367,7 +369,7 @@ class DeviceLine:
             self._shaped = {key: shaped for key, shaped in self._shaped.items() if key[0] not in gone}
 
     def _registered(self, call: Call, start: int) -> RegisteredCall:
-        """The call, from now on made at `start` of the newest segment."""
+        """Register a call, to be made at byte `start` of the newest segment."""
         number, shape = self._link.register(call, self._newest, start)
         memory = self._link.segments[self._newest]
         payload = [memory.tensor(start, call.payload_dtype, call.payload_shape)]
@@ -378,13 +380,13 @@ class DeviceLine:
         return RegisteredCall(call, number, tuple(payload), out, MemOps(doorbell(self._link, number)))
 
     def _grow(self, nbytes: int) -> None:
-        """One more segment, for the calls that are registered from now on; the others stay where they are."""
+        """Add a segment for the calls that are registered from now on. Earlier calls stay where they are."""
         self._newest = self._link.share(DeviceMemory.create(nbytes, self.device))
 
     # ------------------------------------------------------------------ the end
 
     def _give_up(self) -> None:
-        """Let the stream go, with answers that nobody can mistake for results."""
+        """Let the stream go, with answers that cannot be mistaken for results."""
         with torch.cuda.device(self.device):
             ours = [(memory.address, memory.nbytes) for memory in self._ours() if memory is not self._link.first]
             try:
@@ -407,7 +409,7 @@ class DeviceLine:
                 time.sleep(50e-6)
 
     def close(self) -> None:
-        """Leave. Calls that are enqueued are still answered."""
+        """Leave the executor, after it has answered the calls that are enqueued."""
         if self._closed:
             return
         over = self._is_idle()
@@ -422,11 +424,11 @@ class DeviceLine:
             self._link.free()
 
     def _is_idle(self) -> bool:
-        """Wait until all calls are answered; false if that takes too long."""
+        """Wait until all calls are answered. Return False if that takes too long."""
         return self._stream is None or self._ends(self._last())
 
     def _ends(self, stream: torch.cuda.Stream) -> bool:
-        """Wait for what is enqueued there, which may wait for replies; false if that takes too long."""
+        """Wait for all that is enqueued on a stream, which may itself wait for replies. Return False if that takes too long."""
         give_up = time.monotonic() + self._link.longest
         try:
             while not stream.query():
@@ -439,5 +441,5 @@ class DeviceLine:
 
 
 def _lies_well(rows: Tensor) -> bool:
-    """Whether a kernel can copy them word by word."""
+    """Whether a kernel can copy these rows word by word."""
     return type(rows) is Tensor and rows.is_contiguous() and not rows.data_ptr() % WORD

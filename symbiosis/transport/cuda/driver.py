@@ -1,8 +1,8 @@
-"""What torch does not offer of the CUDA driver: memory that other processes can map, host words that a GPU reads and writes,
-and stream memory operations on them. Through ctypes, so that importing this touches no CUDA and needs no other package.
+"""The parts of the CUDA driver that torch does not offer: memory that other processes can map, host words that a GPU reads and writes, and
+stream memory operations on them. It uses ctypes, so that importing it initialises no CUDA and needs no other package.
 
-Device memory is made by `cuMemCreate` and passed as a file descriptor, like the host's memfd: the allocation lives until the
-last process that maps it is gone, whoever made it.
+Device memory is made by `cuMemCreate` and passed as a file descriptor, like a memfd of the host. The allocation lives until the last process
+that maps it is gone, whichever process made it.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from symbiosis.transport.tensors import TORCH_DTYPE
 
-HIGHEST = -5  # priority of a stream, or what the GPU has
+HIGHEST = -5  # the priority of a stream; if the GPU has fewer, its highest
 
 _POSIX_FD, _PINNED, _ON_DEVICE, _READ, _READ_WRITE = 1, 1, 1, 1, 3
 _PORTABLE_MAPPED = 3
@@ -72,7 +72,7 @@ class MemOp(NamedTuple):
 @cache
 def _driver() -> Any:
     driver = ctypes.CDLL("libcuda.so.1")
-    # some calls are made of nothing else: so ctypes converts what is passed
+    # with these, ctypes converts the arguments by itself, which is faster; for some calls this copy is all there is to do
     driver.cuMemcpyAsync.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
     return driver
 
@@ -85,7 +85,7 @@ def check(code: int, what: str) -> None:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why `device` cannot take part in calls that no CPU waits for; None if it can."""
+    """Return why `device` cannot take part in calls that no CPU waits for, or None if it can."""
     try:
         torch.cuda.init()
         number = _device(device)
@@ -101,7 +101,7 @@ def why_not(device: torch.device) -> str | None:
 
 
 def shares_time(device: torch.device) -> bool:
-    """Whether this process takes turns with others on an initialised device: MPS does not serve it, as far as the driver tells."""
+    """Whether this process takes turns with others on an initialised device, which it does unless the driver says that MPS serves it."""
     try:
         return not _attribute(_IS_SERVED_BY_MPS, _device(device))
     except CudaError:
@@ -115,7 +115,7 @@ def _attribute(attribute: int, device: int) -> int:
 
 
 def _device(device: torch.device) -> int:
-    """The driver's number of a device: torch's, since both honour CUDA_VISIBLE_DEVICES."""
+    """Return the driver's number of a device. It is torch's, since both honour CUDA_VISIBLE_DEVICES."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
@@ -123,10 +123,10 @@ def _device(device: torch.device) -> int:
 
 
 class DeviceMemory:
-    """An allocation of its own on one device, mapped for the use of another one (or the same)."""
+    """An allocation of its own on one device, mapped for use by that device or by another."""
 
     def __init__(self, handle: int, nbytes: int, user: torch.device, address: int = 0, read_only: bool = False) -> None:
-        """`address`: where somebody else has mapped it, who will also unmap it."""
+        """`address` is given if the memory is mapped there already; then it is not unmapped here."""
         self._handle, self.nbytes, self.user, self.is_ours = ctypes.c_uint64(handle), nbytes, user, not address
         try:
             self.address = address or self._map(_READ if read_only else _READ_WRITE)
@@ -150,7 +150,7 @@ class DeviceMemory:
         check(_driver().cuMemSetAccess(ctypes.c_uint64(address), ctypes.c_size_t(self.nbytes), ctypes.byref(access), ctypes.c_size_t(1)), "cuMemSetAccess")  # fmt: skip
 
     def protect(self) -> None:
-        """From now on this process can only read it, too."""
+        """Let this process, too, only read the memory from now on."""
         self._set_access(self.address, _READ)
 
     def _unmap(self, address: int) -> None:
@@ -169,27 +169,27 @@ class DeviceMemory:
 
     @classmethod
     def of_fd(cls, fd: int, nbytes: int, user: torch.device, read_only: bool = False) -> "DeviceMemory":
-        """What another process made, for the use of our device."""
+        """Map memory that another process made, for use by our device."""
         handle = ctypes.c_uint64()
         check(_driver().cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_FD), "cuMemImportFromShareableHandle")  # fmt: skip
         return cls(handle.value, nbytes, user, read_only=read_only)
 
     @classmethod
     def at(cls, address: int, nbytes: int, user: torch.device) -> "DeviceMemory":
-        """An allocation of this process that begins there, whoever made it; raises `CudaError` if it was not made so that others can
-        map it."""
+        """Return the allocation of this process that begins at `address`. Raises `CudaError` if it was made in a way that lets no other
+        process map it."""
         handle = ctypes.c_uint64()
         check(_driver().cuMemRetainAllocationHandle(ctypes.byref(handle), ctypes.c_void_p(address)), "cuMemRetainAllocationHandle")  # fmt: skip
         return cls(handle.value, nbytes, user, address)
 
     def fd(self) -> int:
-        """A descriptor for others to map it by; the caller closes it."""
+        """Return a descriptor by which others can map the memory. The caller closes it."""
         fd = ctypes.c_int(-1)
         check(_driver().cuMemExportToShareableHandle(ctypes.byref(fd), self._handle, _POSIX_FD, ctypes.c_ulonglong(0)), "cuMemExportToShareableHandle")  # fmt: skip
         return fd.value
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor that lies at byte `start`."""
+        """Return the tensor that lies at byte `start`."""
         kind = TORCH_DTYPE[dtype]
         nbytes = prod(shape) * kind.itemsize
         if not nbytes:
@@ -199,7 +199,7 @@ class DeviceMemory:
         return torch.as_tensor(array, device=self.user).view(kind).view(shape)
 
     def close(self) -> None:
-        """Nothing may use it any more."""
+        """Unmap and release the memory. Nothing may use it any more."""
         if self.address and self.is_ours:
             self._unmap(self.address)
         if self.address:
@@ -208,21 +208,21 @@ class DeviceMemory:
 
 
 def whole(nbytes: int, device: torch.device) -> int:
-    """How long the allocation is in which so many bytes have room."""
+    """Return the size of an allocation that has room for so many bytes."""
     properties, size = _Allocation(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, _device(device))), ctypes.c_size_t()
     check(_driver().cuMemGetAllocationGranularity(ctypes.byref(size), ctypes.byref(properties), 0), "cuMemGetAllocationGranularity")  # fmt: skip
     return -(-nbytes // size.value) * size.value
 
 
 def allocation(address: int) -> tuple[int, int] | None:
-    """Where the device memory begins in which `address` lies, and how long it is."""
+    """Return the beginning and the size of the device memory in which `address` lies, or None if there is none."""
     base, nbytes = ctypes.c_uint64(), ctypes.c_size_t()
     found = _driver().cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(nbytes), ctypes.c_uint64(address))
     return None if found else (base.value, nbytes.value)
 
 
 class _Array:
-    """Bytes at an address, as torch takes them over; keeps their owner alive."""
+    """Bytes at an address, in the form that torch takes. It keeps their owner alive."""
 
     def __init__(self, owner: DeviceMemory, address: int, nbytes: int) -> None:
         self.owner = owner
@@ -235,9 +235,9 @@ class _Array:
 
 
 class PinnedMemory:
-    """Host memory that stays in its place and that GPUs know, by `address`: they copy from and to it without a CPU's help.
+    """Host memory that is pinned, and that GPUs know by `address`: they copy from and to it without a CPU's help.
 
-    Until it is closed it stays mapped, whoever forgets it: else what is mapped there next would be taken for pinned already.
+    It stays mapped until it is closed, even if nothing refers to it. Otherwise whatever is mapped there next would count as pinned already.
     """
 
     _mapped: ClassVar[dict[int, mmap.mmap]] = {}
@@ -251,7 +251,7 @@ class PinnedMemory:
         self.address: int = address.value
 
     def close(self) -> None:
-        """No stream may use it any more."""
+        """Unpin the memory. No stream may use it any more."""
         if self.address:
             self.address = 0
             check(_driver().cuMemHostUnregister(self._host), "cuMemHostUnregister")
@@ -259,7 +259,7 @@ class PinnedMemory:
 
 
 class WordPage:
-    """A page of host memory that processes and GPUs share: 32-bit words by index."""
+    """A page of host memory that processes and GPUs share, as 32-bit words."""
 
     nbytes = 4096
 
@@ -269,11 +269,11 @@ class WordPage:
         self._pinned = PinnedMemory(self.memory)
 
     def at(self, index: int) -> int:
-        """The address by which a GPU knows the word."""
+        """Return the address by which a GPU knows the word at this index."""
         return self._pinned.address + 4 * index
 
     def close(self) -> None:
-        """No stream may use it any more."""
+        """Unpin the page. No stream may use it any more."""
         self._pinned.close()
 
 
@@ -281,7 +281,7 @@ class WordPage:
 
 
 class MemOps:
-    """Stream memory operations that are enqueued together, again and again."""
+    """Stream memory operations that are enqueued together, any number of times."""
 
     def __init__(self, ops: Sequence[MemOp]) -> None:
         self._ops = (_MemOp * len(ops))(
@@ -292,19 +292,19 @@ class MemOps:
         self._enqueue = _driver().cuStreamBatchMemOp_v2
 
     def enqueue(self, stream: int) -> None:
-        """Behind what is on `stream` (a `cudaStream_t`)."""
+        """Enqueue them on `stream` (a `cudaStream_t`)."""
         code = self._enqueue(ctypes.c_void_p(stream), self._count, self._ops, self._none)
         if code:
             check(code, "cuStreamBatchMemOp")
 
 
 def fill(address: int, nbytes: int, value: int, stream: int) -> None:
-    """Every byte there."""
+    """Set every byte there to `value`."""
     check(_driver().cuMemsetD8Async(ctypes.c_uint64(address), ctypes.c_ubyte(value), ctypes.c_size_t(nbytes), ctypes.c_void_p(stream)), "cuMemsetD8Async")  # fmt: skip
 
 
 def copy(target: int, source: int, nbytes: int, stream: int) -> None:
-    """Between any two addresses of the unified address space."""
+    """Copy between any two addresses of the unified address space."""
     code = _driver().cuMemcpyAsync(target, source, nbytes, stream)
     if code == _NO_CONTEXT:
         torch.cuda.current_stream().query()  # which makes the device's context this thread's
@@ -320,7 +320,7 @@ def enter(device: torch.device) -> None:
 
 
 def new_stream(device: torch.device, priority: int = 0) -> torch.cuda.ExternalStream:
-    """One that nobody else gets, unlike torch's, which are 32 in all. It is never destroyed."""
+    """Return a stream of our own, while torch hands out the same 32 again and again. It is never destroyed."""
     stream = ctypes.c_void_p()
     enter(device)
     with torch.cuda.device(device):

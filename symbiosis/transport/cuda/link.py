@@ -1,7 +1,7 @@
-"""`local://` for clients on a GPU, the client's end: what is agreed with the executor, whichever one that is.
+"""`local://` for clients on a GPU, the client's end: what is agreed with the executor, and agreed again with the next one.
 
-Words and memory are ours. When the executor dies, a thread joins the next one, and hands it the same memory and the same calls under
-the same numbers; so what is unanswered is answered by that one.
+Words and memory belong to the client. When the executor dies, a thread joins the next one, and hands it the same memory and the same calls
+under the same numbers. So the next executor answers whatever is unanswered.
 """
 
 import fcntl
@@ -52,14 +52,14 @@ from symbiosis.transport.local.shared_page import NBYTES, SharedPage
 from symbiosis.transport.patience import Patience, unavailable
 
 logger = logging.getLogger("symbiosis")
-JOIN_S = 10.0  # an executor may take to let us in
+JOIN_S = 10.0  # how long an executor may take to let us in
 PAUSE_S = 0.05  # between two attempts to find an executor again
-LONGEST_PAUSE_S = 0.5  # ... for which nobody waits
-FORGOTTEN_AT_ONCE = 512  # calls, in one message
+LONGEST_PAUSE_S = 0.5  # the same while nobody waits for the executor
+FORGOTTEN_AT_ONCE = 512  # calls in one message
 
 
 class Link:
-    """One process's agreement with an executor. `failed` is why there is none any more."""
+    """One process's agreement with an executor. `failed` says why there is none any more."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class Link:
         on_failed: Callable[[], None],
         sharing: Sharing | None = None,
     ) -> None:
-        """`hello`: what to join with; asked for whenever an executor is joined (again). `on_failed` is called by another thread.
-        `sharing`: who wants to map the weights."""
+        """`hello` returns the message to join with, each time that an executor is joined. `on_failed` is called in another thread.
+        `sharing` is set if the session wants to map the weights."""
         self.first = DeviceMemory.create(FIRST_BYTES, device)
         self._device, self._sharing = device, sharing
         self._page: SharedPage | None = None  # once the weights are mapped
@@ -79,14 +79,14 @@ class Link:
         self._url = f"local://{address}"
         self.reconnects, self.closed = 0, False
         self.failed: SymbiosisError | None = None
-        self.longest = patience + JOIN_S  # seconds in which nobody answers, if this process lives
+        self.longest = patience + JOIN_S  # seconds until this process, if it lives, gives up waiting for an answer
         self.segments: dict[int, DeviceMemory] = {0: self.first}
-        self.places: dict[int, Register] = {}  # by the numbers of the calls
+        self.places: dict[int, Register] = {}  # by the calls' numbers
         self.rounds: dict[int, Compose] = {}
-        self._agreed = Compose(0, ())  # what was asked for last
+        self._agreed = Compose(0, ())  # the round that was asked about last
         self._numbers, self._segment_numbers = itertools.count(1), itertools.count(1)
         self._control = threading.RLock()
-        self.awake = os.eventfd(0)  # from the moment we join on the executor's own, which each join puts in its place
+        self.awake = os.eventfd(0)  # each join puts the executor's own in its place
         self._fd = os.memfd_create("symbiosis-words", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, WordPage.nbytes)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
@@ -94,14 +94,14 @@ class Link:
         self._watcher = threading.Thread(target=self._watch, name="symbiosis-line", daemon=True)
 
     def join(self) -> None:
-        """For the first time; raises what keeps us out."""
+        """Join for the first time. Raises the error that keeps us out."""
         self._socket = self._join(JOIN_S)
         self._watcher.start()
 
     # ------------------------------------------------------------------ what is agreed
 
     def share(self, memory: DeviceMemory) -> int:
-        """The number of the segment that it becomes."""
+        """Share a piece of memory, and return the number of the segment that it becomes."""
         number = next(self._segment_numbers)
         with _descriptor(memory) as fd:
             self._ask(Segment(number, memory.nbytes), fd)
@@ -111,7 +111,7 @@ class Link:
     def register(
         self, call: Call, segment: int, start: int, results: Sequence[tuple[int, int]] = ()
     ) -> tuple[int, tuple[int, ...]]:
-        """The number of the call, from now on made there, and the shape of its reply."""
+        """Register a call to be made at this place, and return its number and the shape of its reply."""
         register = Register(next(self._numbers), call_body(call), segment, start, tuple(results))
         answer = self._ask(register)
         assert isinstance(answer, Registered)
@@ -120,7 +120,7 @@ class Link:
         return register.number, answer.shape
 
     def agrees(self, numbers: Sequence[int]) -> Composed:
-        """What the executor says of these calls as a round; raises `CallError` if it does not agree."""
+        """Ask whether the executor would answer these calls as a round. Raises `CallError` if it would not."""
         compose = Compose(0, tuple(numbers))
         answer = self._ask(compose)
         assert isinstance(answer, Composed)
@@ -128,17 +128,17 @@ class Link:
         return answer
 
     def new_round(self) -> int:
-        """The number of a round that is going to be composed."""
+        """Return the number for a round that is about to be composed."""
         return next(self._numbers)
 
     def compose(self, number: int, numbers: Sequence[int]) -> None:
-        """From now on that number begins these calls; raises `CallError` if the executor does not agree."""
+        """Make a round of these calls, begun by `number`. Raises `CallError` if the executor does not agree."""
         compose = Compose(number, tuple(numbers))
         self._ask(compose)
         self.rounds[number] = replace(compose, again=True)
 
     def forget(self, numbers: Sequence[int], segments: Sequence[int]) -> None:
-        """These calls and rounds are not made any more, and what was made is answered; of the memory we let go."""
+        """Forget calls and rounds that are not made any more and are all answered, and give these segments up."""
         for number in numbers:
             self.places.pop(number, None)
             self.rounds.pop(number, None)
@@ -146,13 +146,13 @@ class Link:
             Forget(tuple(numbers[at : at + FORGOTTEN_AT_ONCE])) for at in range(0, len(numbers), FORGOTTEN_AT_ONCE)
         ]
         for message in (*calls, Forget((), tuple(segments))):
-            with suppress(CallError):  # of an executor that came after the one that knew them
+            with suppress(CallError):  # a later executor may not know them
                 self._ask(message)
         for number in segments:
             self.segments.pop(number).close()
 
     def _ask(self, message: Control, fd: int | None = None) -> Control:
-        """The executor's answer; if it is gone, the next one's."""
+        """Ask the executor, or if it is gone the next one, and return the answer."""
         give_up = time.monotonic() + self._patience
         while True:
             with self._control:
@@ -160,14 +160,14 @@ class Link:
                     return _exchange(self._socket, message, fd)
                 except (OSError, ConnectionLost) as error:
                     cause = error
-                    with suppress(OSError):  # what comes late must not be taken for the next answer: join anew
+                    with suppress(OSError):  # so that a late answer is not taken for the next one: join anew
                         self._socket.shutdown(socket.SHUT_RDWR)
             if self.failed or self.closed or time.monotonic() > give_up:
                 raise self.failed or self._unavailable(cause)
             time.sleep(PAUSE_S)  # the watcher looks for another one
 
     def _join(self, timeout: float) -> socket.socket:
-        """A new connection on which all is agreed that was agreed before; what wakes the executor is its descriptor now."""
+        """Return a new connection, on which everything is agreed again that was agreed before. `awake` wakes the new executor."""
         sock = connected(self._address, timeout)
         try:
             hello = self._hello()
@@ -190,13 +190,14 @@ class Link:
                 _exchange(sock, register)
             for compose in list(self.rounds.values()):
                 _exchange(sock, compose)
-            if self._agreed.calls and self.places.keys() >= set(self._agreed.calls):  # it is to know that kernels wait
+            if self._agreed.calls and self.places.keys() >= set(
+                self._agreed.calls
+            ):  # so that it knows that kernels wait
                 with suppress(CallError):
                     _exchange(sock, self._agreed)
             _exchange(sock, Resume())
-            sock.settimeout(
-                max(timeout, self._patience)
-            )  # a slow executor is not a lost one: who hangs up makes it let us go
+            # a slow executor is not a lost one: if we hung up, it would let us go
+            sock.settimeout(max(timeout, self._patience))
         except BaseException:
             sock.close()
             raise
@@ -218,7 +219,7 @@ class Link:
         sharing.join(found, self._page)
 
     def _unmap(self) -> None:
-        """The executor is away, or we leave: there is no advice any more. The weights stay mapped for who uses them."""
+        """Take leave of the executor's advice, because one side is leaving. The weights stay mapped as long as something uses them."""
         if self._sharing is not None:
             self._sharing.report()
             self._sharing.leave()
@@ -229,7 +230,7 @@ class Link:
     # ------------------------------------------------------------------ the executor's life
 
     def _watch(self) -> None:
-        """Beat; and when the executor hangs up, find another one."""
+        """Beat, and find another executor when this one hangs up."""
         watched = select.poll()
         watched.register(self._socket.fileno(), select.POLLRDHUP)
         while not self.closed:
@@ -241,7 +242,7 @@ class Link:
                 if not self._find_another():
                     return
                 watched.register(self._socket.fileno(), select.POLLRDHUP)
-        self._socket.close()  # what was joined again, perhaps, just when we were to leave
+        self._socket.close()  # it may have joined again just when we left
 
     def _find_another(self) -> bool:
         with self._control:
@@ -292,7 +293,7 @@ class Link:
         self._on_failed()
 
     def close(self) -> bool:
-        """Hang up. Whether nothing of ours runs any more that uses the memory."""
+        """Hang up. Return whether nothing of ours uses the memory any more."""
         self.closed = True
         if self._sharing is not None:
             self._sharing.report()  # while the executor still looks
@@ -305,7 +306,7 @@ class Link:
         return over
 
     def free(self) -> None:
-        """What nothing uses any more."""
+        """Free all memory. Nothing may use it any more."""
         for memory in self.segments.values():
             memory.close()
         self.words.close()

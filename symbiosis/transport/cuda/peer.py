@@ -65,14 +65,14 @@ from symbiosis.transport.local.shared_page import Offer
 
 
 class RemoteTensor(NamedTuple):
-    """Where a tensor lies in a client's memory; and that tensor, or if that is on another GPU, one of ours for it."""
+    """The address of a tensor in a client's memory, and the tensor itself; if the client is on another GPU, one of ours in its place."""
 
     address: int
     tensor: Tensor
 
 
 class Remote:
-    """How a call's payload comes here from another GPU, and its results go back."""
+    """Copies a call's payload here from another GPU, and its results back."""
 
     def __init__(self, payload: list[RemoteTensor], results: list[RemoteTensor]) -> None:
         self._payload, self._results = payload, results
@@ -91,7 +91,7 @@ class DevicePeer:
 
     transport, tenant = "cuda", None
     unread = ()
-    nap = 1e-3  # a replayed graph rings without its CPU: then nobody would wake us
+    nap = 1e-3  # look at least so often: a graph that the client did not announce rings without waking us
 
     def __init__(self, listener: PeerHome, sock: socket.socket, hello: Hello, fds: list[int]) -> None:
         self.session: Any = None
@@ -113,17 +113,17 @@ class DevicePeer:
         self.words = self._words.words
         self._segments: dict[int, DeviceMemory] = {}
         self._calls: dict[int, Prepared] = {}
-        self._uses: dict[int, frozenset[int]] = {}  # of segments, by those numbers
+        self._uses: dict[int, frozenset[int]] = {}  # by the calls' numbers: which segments they use
         self._remote: dict[int, Remote] = {}
         self._replies: dict[int, MemOps] = {}
-        self._rounds: dict[int, PreparedRound] = {}  # those of them that are rounds
+        self._rounds: dict[int, PreparedRound] = {}  # the calls that are rounds
         self.offer = Offer(self._inbox, self, sock)
-        self._waits = False  # by kernels
+        self._waits = False  # whether kernels of the client wait for answers
         self._looking = self._gone = False
         self._beats = 0
         try:
             control.let_in(sock, Done(), self._inbox.joined(self, hello), [self._awake])
-        except BaseException:  # it is not let in, or has gone meanwhile
+        except BaseException:  # it is refused, or has gone meanwhile
             self._inbox.left(self)
             os.close(self._awake)
             self._words.close()
@@ -136,7 +136,7 @@ class DevicePeer:
         return f"pid {peer_pid(self._socket)}"
 
     def control(self) -> None:
-        """The socket is readable: a control message, or the client is gone."""
+        """Read from the socket: a control message has come, or the client is gone."""
         said: Control | None = None
         weights: list[int] = []
         try:
@@ -182,7 +182,7 @@ class DevicePeer:
         self._segments[message.number] = DeviceMemory.of_fd(fd, message.nbytes, self._inbox.device)
 
     def _compose(self, message: Compose) -> bool:
-        """Whether its calls are large."""
+        """Make a round of registered calls. Return whether they are large."""
         if message.number:
             self._check_number(message.number)
         if not all(number in self._calls and number not in self._rounds for number in message.calls):
@@ -208,7 +208,7 @@ class DevicePeer:
             raise CallError(Code.LIMIT, f"a client registers at most {MAX_CALLS} calls: use fewer different shapes")
 
     def _forget(self, message: Forget) -> None:
-        """The client has waited for their answers; what the stream does behind these may still use them."""
+        """Forget calls and segments. The client has had the answers, but the work behind these on the stream may still use the memory."""
         calls, segments = set(message.calls), set(message.segments)
         used = frozenset[int]().union(*(self._uses[number] for number in self._uses.keys() - calls))
         if not (segments <= self._segments.keys() - used - {0} and calls <= self._calls.keys()):
@@ -254,11 +254,11 @@ class DevicePeer:
         return RemoteTensor(memory.address + start, here)
 
     def _resume(self) -> None:
-        """Look at the bell from now on; a call that an executor before us did not answer has come again."""
+        """Look at the bell from now on. A call that an earlier executor left unanswered counts as having come again."""
         number = self.words[CURRENT]
         if number in self._calls and not self.words[BELL] and self._is_unanswered(number):
             if self.words[CURRENT] == number:
-                self.words[BELL] = self.words[BELL] or number  # meanwhile it may have gone on, and rung
+                self.words[BELL] = self.words[BELL] or number  # the client may have rung again meanwhile
             elif number in self._rounds:
                 self._rounds[number].is_behind(LET_GO)
         self._looking = True
@@ -269,16 +269,16 @@ class DevicePeer:
         return self._word(0) != number
 
     def _word(self, at: int) -> int:
-        """The one at this byte of the first segment."""
+        """Read the word at this byte of the first segment."""
         word = torch.empty(1, dtype=torch.int32, device=self._inbox.device)
         copy(word.data_ptr(), self._segments[0].address + at, word.nbytes, self._inbox.stream)
         return int(word.item())
 
     def look(self) -> bool:
-        """Whether the bell rang and the call waits in a queue now; it may also have been answered at once."""
+        """Look at the bell. Return whether it rang and the call waits in a queue now; a call may also be answered at once."""
         words = self.words
         number = words[BELL]
-        if not number or not self._looking or self._listener.leaving:  # a successor finds the bell where it is
+        if not number or not self._looking or self._listener.leaving:  # the bell is left to a successor
             return False
         words[CURRENT] = number
         words[BELL] = 0
@@ -303,14 +303,14 @@ class DevicePeer:
         return None
 
     def reply(self, reply: Reply, result: Tensor) -> None:
-        """Behind the product on its stream. After a refusal the client's stream goes on, too, and its CPU is told."""
+        """Reply on the stream, behind the product. After a refusal, too, the client's stream goes on; its CPU is told of the error."""
         self.count(reply.batch)
         if reply.code is not Code.OK:
             self._refuse(reply, result)
         self.enqueue_reply()
 
     def enqueue_reply(self) -> None:
-        """What the stream does when the product is there."""
+        """Enqueue what the stream does after the product: it delivers the results, and writes the reply word."""
         remote = self._remote.get(self.words[CURRENT])
         if remote is not None:
             remote.deliver(self._inbox.stream)
@@ -322,7 +322,7 @@ class DevicePeer:
         return not self._elsewhere
 
     def answer(self, number: int) -> tuple[int, int]:
-        """The word that tells the client of the answer to a call, and what it must become."""
+        """Return the address of the word that tells the client of an answer, and the value that it must take."""
         return self._segments[0].address, number
 
     def _ring(self) -> None:
@@ -335,14 +335,14 @@ class DevicePeer:
         reply.enqueue(torch._C._cuda_getCurrentRawStream(self._inbox.device.index))
 
     def count(self, batch: int, calls: int = 1) -> None:
-        """What rang last is answered: so many calls, each in a batch of so many."""
+        """Count what rang last as answered: so many calls, each in a batch of so many."""
         words = self.words
-        if words[ANSWERED] != words[ENQUEUED]:  # else a graph made it of which nobody told us
+        if words[ANSWERED] != words[ENQUEUED]:  # else a graph rang that was not announced
             words[ANSWERED] = (words[ANSWERED] + 1) & 0xFFFFFFFF
         words[BATCHED] = (words[BATCHED] + batch * calls) & 0xFFFFFFFF
 
     def _refuse(self, reply: Reply, text: Tensor) -> None:
-        """What lies where the result would be is NaN, in every float: nobody is to mistake it for one."""
+        """Fill the place of the result with NaN, so that nobody mistakes it for one, and tell the client's CPU of the error."""
         prepared = self._calls.get(self.words[CURRENT])
         for result in prepared.results if prepared else ():
             result.view(torch.uint8).fill_(0xFF)
@@ -360,7 +360,8 @@ class DevicePeer:
         self._listener.drop(self)
 
     def release(self) -> None:
-        """What we launched for this client is short and waits for nobody, or is stopped: let it end, then let its memory go."""
+        """Wait for the end of what was launched for this client, and release its memory. The wait is short, because whatever waits for the
+        client is stopped."""
         reactor = self._listener.reactor
         reactor.forget_bell(self)
         reactor.forget(self._socket.fileno())
@@ -372,7 +373,7 @@ class DevicePeer:
 
     def _free(self) -> None:
         if self._gone and self._looking and self._waits:
-            # its process ends when its stream does, and that may wait for us
+            # the process ends only when its stream does, and the stream may wait for us
             self.words[ERROR] = VOID
             first = self._segments[0].address
             let_go = MemOp(WRITE_32, first + ROUND_REPLY, LET_GO), MemOp(WRITE_32, first + ROUNDS_OVER, 1)
@@ -383,22 +384,22 @@ class DevicePeer:
         for memory in self._segments.values():
             memory.close()
         self._words.close()
-        self.words = memoryview(bytearray(WordPage.nbytes)).cast("I")  # nobody's, for who comes late
-        del self._words  # and its descriptor, whoever knows us still
+        self.words = memoryview(bytearray(WordPage.nbytes)).cast("I")  # for whatever still reads or writes them
+        del self._words  # and with it the descriptor, even if something still refers to this peer
 
 
 def why_not_by_gpu(sock: socket.socket, device: torch.device) -> str | None:
-    """Why the GPU of the program at the other end cannot make calls; None if it can."""
+    """Return why the GPU of the program at the other end cannot make calls, or None if it can."""
     if device.type != "cuda":
         return "it computes on the CPU"
     pid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
-    if pid == os.getpid():  # CUDA may load a kernel only when all that its context has queued is over
+    if pid == os.getpid():  # CUDA may wait for everything that its context has queued before it loads a kernel
         return "it lives in the client's own process, where neither may wait for the other"
     return why_not(device)
 
 
 def check_words(fd: int) -> None:
-    """`CallError` if the page could be taken from under whoever reads it."""
+    """Raise `CallError` if the client could shrink the page while we read it."""
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
     except OSError:
@@ -408,7 +409,8 @@ def check_words(fd: int) -> None:
 
 
 def check_segment(message: Segment, segments: dict[int, DeviceMemory], device: torch.device) -> None:
-    """`CallError` if a client cannot share this beside those `segments`. Physical memory is the client's: there is no more than that."""
+    """Raise `CallError` if a client may not share this segment besides those it has shared. The memory is the client's own, so no more than
+    the GPU has can be shared."""
     if message.nbytes <= 0:
         raise CallError(Code.BAD_FRAME, f"a segment has more than {message.nbytes} bytes")
     limit = torch.cuda.get_device_properties(device).total_memory
@@ -421,5 +423,5 @@ def check_segment(message: Segment, segments: dict[int, DeviceMemory], device: t
 
 
 def device_name(device: torch.device) -> str:
-    """A name of the GPU that is the same in every process that sees it."""
+    """Return a name of the GPU that is the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)

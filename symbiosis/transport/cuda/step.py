@@ -1,4 +1,4 @@
-"""`local://` for clients on a GPU: the calls of a step that is being captured as a CUDA graph."""
+"""`local://` for clients on a GPU: the calls of steps that are captured as CUDA graphs."""
 
 import logging
 from collections import deque
@@ -38,13 +38,15 @@ from symbiosis.transport.cuda.words import (
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
 logger = logging.getLogger("symbiosis")
-MOST_APART = 64 << 20  # bytes: what the calls of a small step may take so that their results need not be copied
-OTHER = -1  # instead of how many calls were made: they were not what was expected
+MOST_APART = (
+    64 << 20
+)  # bytes: up to so many, each call of a small step has a place of its own, and its results are not copied
+OTHER = -1  # in place of the number of calls made: another call came than was expected
 
 
 @dataclass(slots=True)
 class RegisteredCall:
-    """A registered call: where its payload and its reply lie, and what the stream does in between."""
+    """A call that the executor knows by number: where its payload and its reply lie, and how the stream makes it."""
 
     call: Call
     number: int
@@ -55,7 +57,7 @@ class RegisteredCall:
 
 @dataclass(slots=True)
 class Placed:
-    """A call of a step: the rows as the model has them, where the executor looks for them, and where it leaves what it makes of them."""
+    """A call of a step: its rows as the model has them, the place where the executor reads them, and the results."""
 
     number: int
     rows: Tensor
@@ -65,7 +67,7 @@ class Placed:
 
 @dataclass(slots=True)
 class AgreedRound:
-    """What the executor agreed to answer as one: these calls, in this order. `begin` tells it that they come."""
+    """Calls that the executor has agreed to answer as one round, in this order. `begin` tells it that the round begins."""
 
     number: int
     calls: tuple[Call, ...]
@@ -74,29 +76,29 @@ class AgreedRound:
 
 @dataclass(eq=False)
 class Step:
-    """What the executor knows of one captured step, until that is dropped.
+    """What the executor knows of one captured step, until the step is dropped.
 
-    `place` finds a place for its next call, with these rows and results of these shapes; `ring` makes a call, given its number, or if
-    there is a round, how many were made with it; `take` says what becomes of results.
+    `place` finds a place for the next call, given its rows and the shapes of its results. `ring` makes the call; it is given the call's
+    number, or in a round its position, counted from 1. `take` returns a result as the model gets it.
     """
 
     place: "Callable[[Step, Call, Tensor, Shapes], Placed | None]"
     ring: Callable[[int, Placed, int], None]
     take: Callable[[Tensor], Tensor]
     round: AgreedRound | None = None
-    borrowed: tuple[int, ...] = ()  # calls that were registered before it, and not for it
-    made: int = 0
-    numbers: list[int] = field(default_factory=list)  # registered for it alone
-    segments: dict[int, int] = field(default_factory=dict)  # of its memory, by address
-    results: list[tuple[int, int]] = field(default_factory=list)  # what the executor writes there: addresses and bytes
+    borrowed: tuple[int, ...] = ()  # the numbers of calls that were registered earlier, and not for this step
+    made: int = 0  # how many calls were made so far
+    numbers: list[int] = field(default_factory=list)  # the numbers of calls that were registered for this step alone
+    segments: dict[int, int] = field(default_factory=dict)  # the numbers of the step's own segments, by address
+    results: list[tuple[int, int]] = field(default_factory=list)  # where the executor writes: addresses and bytes
 
     @property
     def complete(self) -> bool:
-        """Whether what was captured is what was to be."""
+        """Whether exactly the expected calls were captured."""
         return self.made != OTHER and (self.round is None or self.made == len(self.round.calls))
 
     def call(self, call: Call, x: Tensor, shapes: Shapes, stream: int) -> list[Tensor] | None:
-        """Its results, if it is one that was expected."""
+        """Make the next call and return its results, or None if it is not the call that was expected."""
         placed = self.place(self, call, x, shapes) if self._expects(call) else None
         if placed is None:
             self.made = OTHER
@@ -119,26 +121,26 @@ class Steps:
     def __init__(
         self, link: Link, device: torch.device, apart: Callable[[Sequence[Call], list[int]], list[RegisteredCall]]
     ) -> None:
-        """`apart` registers calls at places of their own, which take so many bytes."""
+        """`apart` registers each call at a place of its own, of so many bytes."""
         self._link, self._device, self._apart = link, device, apart
         self._captured: list[Step] = []
-        self.current: Step | None = None  # that is being captured
-        self.dropped = deque[tuple[Step, Callable[[], None]]]()  # of which the executor is yet to be told
+        self.current: Step | None = None  # the step that is being captured
+        self.dropped = deque[tuple[Step, Callable[[], None]]]()  # steps that the executor has yet to forget
 
     @property
     def rounds(self) -> int:
-        """Of how many the executor answers all calls at once."""
+        """How many of the steps are rounds."""
         return sum(step.round is not None for step in self._captured)
 
     @property
     def places(self) -> list[tuple[int, int]]:
-        """Where results go: addresses, and how many bytes."""
+        """Where the results of steps go: addresses and bytes."""
         gone = [step for step, _ in self.dropped]
         return [place for step in list(self._captured) if step not in gone for place in step.results]
 
     def begin(self, prepared: list[RegisteredCall], shares: bool, kernel: Any) -> Step | None:
-        """A step that made these calls is about to be captured; `shares`: its memory comes from `kernels.gpu.shareable_memory`. The calls will be
-        a round, if the executor agrees. `kernel`: the module `kernels.gpu.doorbell`, where there is one."""
+        """Prepare the capture of a step that will make these calls, as a round if the executor agrees. `shares` says that the step's memory
+        comes from `kernels.gpu.shareable_memory`. `kernel` is the module `kernels.gpu.doorbell`, or None where it does not work."""
         step = Step(self._shared, self._ring, _as_it_lies) if shares else None
         large = self._agreed(prepared) if kernel and not shares_time(self._device) else None
         if large is not None:
@@ -154,7 +156,7 @@ class Steps:
         return step
 
     def end(self) -> Step | None:
-        """It is captured."""
+        """Note that the current step is captured, and return it."""
         step, self.current = self.current, None
         if step is None:
             return None
@@ -168,11 +170,11 @@ class Steps:
         return step
 
     def drop(self, step: Step, then: Callable[[], None]) -> None:
-        """It is not made again. `then`: when the executor knows. Callable at any time, from any thread."""
+        """Note that a step is not made again. `then` is called when the executor knows. Callable at any time, from any thread."""
         self.dropped.append((step, then))
 
     def give_back(self) -> None:
-        """What dropped ones held. All that they called is answered."""
+        """Give back what dropped steps held. All their calls must be answered."""
         while self.dropped:
             step, then = self.dropped[0]
             rounds = [step.round.number] if step.round and step.complete else []
@@ -182,7 +184,7 @@ class Steps:
             then()
 
     def _agreed(self, prepared: list[RegisteredCall]) -> bool | None:
-        """Whether such a round is large; None if the executor does not answer it as one."""
+        """Return whether these calls are a large round, or None if the executor does not answer them as a round."""
         try:
             return self._link.agrees([p.number for p in prepared]).large
         except CallError as error:
@@ -202,17 +204,17 @@ class Steps:
             return
         kernel.load_call(self._device)
         mine = kernel.DoorbellWords(bell, reply, over, words.at(ERROR), VOID)
-        # if this process does not say that there will be no answer, because it stands still, the stream goes on at some time
+        # should this process stand still, it cannot say that no answer will come: the stream goes on by itself after this time
         make = partial(kernel.call, mine, 2 * self._link.longest)
         step.ring = lambda number, placed, _: make(number, placed.rows, placed.payload)
 
     def _ring(self, number: int, placed: Placed, stream: int) -> None:
-        """A call that is none of a round."""
+        """Make a call outside of a round."""
         _copy(placed)
         MemOps(doorbell(self._link, number)).enqueue(stream)
 
     def _shared(self, step: Step, call: Call, x: Tensor, shapes: Shapes) -> Placed | None:
-        """In the memory of the step, which the executor maps as it is met; None if it turns out that it cannot."""
+        """Place a call in the step's own memory, which the executor maps piece by piece. Return None if it cannot map this."""
         x = x.detach().to(TORCH_DTYPE[call.payload_dtype]).reshape(call.shape).contiguous()
         if (source := self._segment(step, x)) is None:
             x = x.clone()
@@ -231,7 +233,7 @@ class Steps:
         return Placed(number, x, x, outs)
 
     def _segment(self, step: Step, tensor: Tensor) -> tuple[int, int] | None:
-        """The one in which it lies, and where there."""
+        """Return the segment in which a tensor lies, and where in it. A piece that is not shared yet is shared now."""
         address = tensor.data_ptr()
         found = allocation(address) if tensor.nbytes and not address % ROW_ALIGNED else None
         if found is None or address + tensor.nbytes > sum(found):
@@ -247,19 +249,19 @@ class Steps:
 
 
 def doorbell(link: Link, number: int) -> list[MemOp]:
-    """How a stream makes a call."""
+    """Return what the stream does to make a call."""
     reply, bell = link.first.address, link.words.at(BELL)
     return [MemOp(WRITE_32, reply, 0), MemOp(WRITE_32, bell, number), MemOp(WAIT_EQUAL, reply, number)]
 
 
 def _ring_by_stream(bell: int, reply: int, number: int, placed: Placed, stream: int) -> None:
-    """A large call of a round."""
+    """Make a large call of a round."""
     _copy(placed)
     MemOps([MemOp(WRITE_32, bell, number), MemOp(WAIT_AT_LEAST, reply, number)]).enqueue(stream)
 
 
 def _at(prepared: list[RegisteredCall], step: Step, call: Call, x: Tensor, shapes: Shapes) -> Placed:
-    """In a place that was registered before."""
+    """Place a call where it was registered before."""
     its = prepared[step.made]
     return Placed(its.number, x.reshape(call.shape), its.payload[0], cut(its.out, shapes))
 
@@ -270,5 +272,5 @@ def _copy(placed: Placed) -> None:
 
 
 def _as_it_lies(result: Tensor) -> Tensor:
-    """It is used in its place, and nobody knows who else wrote there."""
+    """Return a result where it lies, without autograd's record of who wrote there."""
     return result.data
