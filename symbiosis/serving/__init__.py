@@ -9,7 +9,7 @@ __all__ = ["Engine"]
 
 
 def __getattr__(name: str) -> Any:
-    """The engine is imported when it is used: those who only ask a server need no torch."""
+    """Import the engine when it is used: a program that only asks a server needs no torch."""
     if name != "Engine":
         raise AttributeError(f"module 'symbiosis.serving' has no attribute {name!r}")
     from symbiosis.serving.engine.engine import Engine

@@ -1,4 +1,4 @@
-"""An adapter as it was when it was loaded: one version, which never changes."""
+"""One version of an adapter, as it was when it was loaded. A version never changes."""
 
 from dataclasses import dataclass
 from itertools import count
@@ -8,7 +8,8 @@ _versions = count(1)  # 0 is the base
 
 @dataclass(slots=True, frozen=True, eq=False, kw_only=True)
 class Adapter:
-    """Another load of the same name is another version: nothing made by one is ever used for the other."""
+    """One version of an adapter. Loading the same name again makes another version, and nothing that was computed for one is used for
+    the other."""
 
     name: str
     kind: str  # of PEFT: LORA, IA3, ...

@@ -1,4 +1,4 @@
-"""Models whose attention cannot be replaced: each sequence has a cache of transformers' own, and they are computed one by one."""
+"""Models whose attention cannot be replaced. Each sequence has a cache of transformers' own, and sequences are computed one by one."""
 
 import logging
 from dataclasses import replace
@@ -20,8 +20,8 @@ ROW = KvShape(heads=1, key=1024, value=1024)  # pages are for adapters only, and
 
 
 class Alone(Served):
-    """Steps of several segments are computed one segment after another. Nothing of a prompt is found again. Where a model keeps no cache,
-    or what it makes of it is not what it makes of the whole text, the whole text is computed for each token."""
+    """Computes the segments of a step one after another. No prefix of a prompt is found again. If a model keeps no cache, or computes
+    something else with it than from the whole text, the whole text is computed for each token."""
 
     batches, whole_prompts = False, True
 
@@ -40,7 +40,7 @@ class Alone(Served):
         return torch.stack(found).float() if found else torch.empty(0, self.vocabulary)
 
     def _run(self, segment: Segment) -> Tensor:
-        """Logits of the segment's rows."""
+        """Return the logits of the segment's rows."""
         if not self.uses_cache:
             whole = replace(segment, first=0, position=0, rows=segment.end)
             logits: Tensor = self.model(**self._words(whole), use_cache=False).logits[0]
@@ -66,14 +66,14 @@ class Alone(Served):
 
 
 def _cache(made: Any) -> dict[str, Any]:
-    """What a model remembers, by the name under which it takes it back; nothing if it keeps none."""
+    """Return what a model remembers, under the name by which it takes it back; nothing if it keeps no cache."""
     names = ("past_key_values", "cache_params", "state")
     return {name: getattr(made, name) for name in names if getattr(made, name, None) is not None}
 
 
 @torch.inference_mode()
 def _cache_is_right(model: nn.Module) -> bool:
-    """Whether the logits of tokens that come one by one are those of the whole text."""
+    """Whether tokens that come one by one have the logits that they have in the whole text."""
     tokens = probe_tokens(model)[0]
     whole, (device, dtype) = logits_alone(model, tokens), place_of(model)
     cache, ends = dict[str, Any](), range(len(tokens) - 2, len(tokens) + 1)
@@ -91,7 +91,7 @@ def _cache_is_right(model: nn.Module) -> bool:
 
 
 def make_ready(model: nn.Module, memory: int | None = None) -> Served:
-    """In batches where that can be, else one by one, which is said."""
+    """Make a model ready to be served: in batches if possible, else one by one, which is logged."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(text_config(model), "vocab_size"):
         raise ConfigError(
             f"{type(model).__name__} writes no text: serve a causal language model, such as LlamaForCausalLM"

@@ -31,8 +31,8 @@ class KvShape:
 
 
 class Arena:
-    """A page holds the keys of 16 tokens of one layer and then their values, one row of the same length for each token. So the whole memory
-    is a table of such rows, and a token's row is found by one number, for every layer's kind of rows.
+    """A page holds the keys of 16 tokens of one layer, and then their values: one row of the same length for each token. So the whole
+    memory is a table of such rows, and one number finds a token's row, whatever rows the layer has.
 
     >>> arena = Arena((KvShape(heads=2, key=8, value=8),), memory=1 << 16)
     >>> arena.keys(0).shape, arena.key_rows(0, 1)
@@ -70,14 +70,14 @@ class Arena:
         return self.page_elements * self.flat.element_size()
 
     def keys(self, layer: int) -> Tensor:
-        """The whole memory as rows of this layer's keys."""
+        """Return the whole memory as rows of this layer's keys."""
         return self.flat.view(-1, self.layers[layer].key_elements)
 
     def values(self, layer: int) -> Tensor:
         return self.flat.view(-1, self.layers[layer].value_elements)
 
     def key_rows(self, layer: int, page: int) -> int:
-        """The row of a page's first key."""
+        """Return the row of a page's first key."""
         return page * (self.page_elements // self.layers[layer].key_elements)
 
     def value_rows(self, layer: int, page: int) -> int:
@@ -85,17 +85,18 @@ class Arena:
         return (page * self.page_elements + _values_at(of)) // of.value_elements
 
     def values_at(self, layer: int) -> int:
-        """Where in a page the values begin, in elements."""
+        """Return where in a page the values begin, in elements."""
         return _values_at(self.layers[layer])
 
     def rows(self, pages: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """Which rows of the keys and of the values are those of tokens: [layers, tokens], by pages [layers, tokens] and places within."""
+        """Return which rows of the keys and of the values belong to tokens, [layers, tokens], given their pages, [layers, tokens], and
+        their places in them."""
         keys, values = self._first_rows + pages.unsqueeze(0) * self._rows_of_page + inside
         return keys.to(self.flat.device), values.to(self.flat.device)
 
 
 def _values_at(of: KvShape) -> int:
-    """Where in a page the values begin: a multiple of their length."""
+    """Return where in a page the values begin: at a multiple of their length."""
     return _up(BLOCK * of.key_elements, of.value_elements)
 
 
@@ -104,7 +105,7 @@ def _up(number: int, unit: int) -> int:
 
 
 def _zeros(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a CPU the system gives memory when it is first written, so that what is never used costs nothing."""
+    """Return zeros. On a CPU the system provides memory only when it is first written, so what is never used costs nothing."""
     if device.type != "cpu":
         return torch.zeros(elements, dtype=dtype, device=device)
     memory = mmap.mmap(-1, elements * dtype.itemsize)

@@ -1,7 +1,7 @@
-"""Attention over pages, as transformers' attention interface asks for it: each segment's rows look at their own sequence only.
+"""Attention over pages, behind transformers' attention interface: each segment's rows look at their own sequence only.
 
-What a step reads and writes is worked out once for all layers (`Lookup`); a layer then needs a few operations: its rows are written,
-those of all decoding sequences are computed together, and each longer segment by itself.
+What a step reads and writes is worked out once for all layers (`Lookup`). A layer then takes few operations: its rows are written, the rows
+of all decoding sequences are computed together, and each longer segment is computed by itself.
 """
 
 import threading
@@ -23,7 +23,7 @@ Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, How], Tensor]
 
 
 class _Now(threading.local):
-    """What this thread's forward pass attends by, and the windows for which it asked masks."""
+    """How the forward pass of this thread attends, and the windows for which it asked for masks."""
 
     attend: Attend | None = None
     windows: frozenset[int] = frozenset()
@@ -33,15 +33,15 @@ _now = _Now()
 
 
 class attending_by:
-    """Within the block, models of this thread attend by `attend(module, q, k, v, how)`, of which q, k and v each is [1, heads, rows, size];
-    the result is [1, rows, heads, size]."""
+    """In the block, models of this thread attend by `attend(module, q, k, v, how)`. Each of q, k and v is [1, heads, rows, size]; the
+    result is [1, rows, heads, size]."""
 
     def __init__(self, attend: Attend) -> None:
         self._attend = attend
 
     @property
     def windows(self) -> frozenset[int]:
-        """Of this thread's last pass: beyond how many tokens it meant to mask."""
+        """Return beyond how many tokens this thread's last pass meant to mask."""
         return _now.windows
 
     def __enter__(self) -> Self:
@@ -87,7 +87,7 @@ def attend_now(
 
 
 def _no_mask(*_: object, local_size: int | None = None, **__: object) -> None:
-    """Who looks at whom follows from the step, and from the windows that layers tell."""
+    """Make no mask: the step, and the windows of the layers, say which rows look at which."""
     if local_size is not None:
         _now.windows |= {local_size}
 
@@ -98,13 +98,13 @@ def register() -> None:
 
 
 class Tables:
-    """The pages of sequences, known from step to step: a sequence mostly adds to its blocks."""
+    """The page numbers of sequences, kept from step to step, because a sequence mostly only adds to its blocks."""
 
     def __init__(self) -> None:
         self._known: WeakKeyDictionary[Sequence, tuple[list[Block], Tensor]] = WeakKeyDictionary()
 
     def of(self, sequence: Sequence) -> Tensor:
-        """Page numbers, int32 [layers, blocks]."""
+        """Return a sequence's page numbers, int32 [layers, blocks]."""
         blocks, pages = self._known.get(sequence, ([], None))
         if pages is not None and blocks == sequence.blocks:
             return pages
@@ -116,7 +116,8 @@ class Tables:
         return pages
 
     def joint(self, sequences: list[Sequence]) -> Tensor:
-        """Of several sequences, int32 [layers, sequences, blocks]; shorter ones have page 0 where they have none."""
+        """Return the page numbers of several sequences, int32 [layers, sequences, blocks]. Where a shorter sequence has no more pages,
+        it has page 0."""
         each = [self.of(sequence) for sequence in sequences]
         joint = torch.zeros(len(each[0]), len(each), max(pages.shape[1] for pages in each), dtype=torch.int32)
         for number, pages in enumerate(each):
@@ -129,7 +130,7 @@ def _pages(blocks: list[Block]) -> Tensor:
 
 
 class Together:
-    """Segments with equally many rows, which are computed at once: which pages they look at, and which of the step's rows they are."""
+    """Segments with equally many rows, which are computed at once: at which pages they look, and which of the step's rows they are."""
 
     def __init__(self, arena: Arena, tables: Tensor, segments: list[Segment]) -> None:
         self._arena, self._tables, self._rows = arena, tables.contiguous(), segments[0].rows
@@ -140,7 +141,7 @@ class Together:
         self._masks: dict[int | None, Tensor] = {}
 
     def look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
-        """From the step's queries [heads, rows, size] into the step's results [rows, heads, size]."""
+        """Attend: from the step's queries, [heads, rows, size], into the step's results, [rows, heads, size]."""
         kernel = compiled(query.dtype, BLOCK) if self._rows == 1 and query.device.type == "cpu" else None
         if kernel is None:
             self._gather_and_look(layer, query, how, result)
@@ -161,15 +162,15 @@ class Together:
 
     @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
-        """Rows of keys and of values, [layers, sequences * longest]. A shorter sequence repeats its first row where it has none: nothing of
-        another's is read, not even to be masked."""
+        """Return the rows of keys and of values, [layers, sequences * longest]. A shorter sequence repeats its own first row, so that
+        nothing of another one's is read, not even to be masked."""
         tokens = torch.arange(self._longest).expand(len(self._ends), -1)
         tokens = tokens.where(tokens < self._ends.unsqueeze(1), 0)
         pages = self._tables.gather(2, (tokens // BLOCK).expand(len(self._tables), -1, -1))
         return self._arena.rows(pages.flatten(1), (tokens % BLOCK).flatten())
 
     def _mask(self, window: int | None) -> Tensor:
-        """[sequences, 1, rows, longest]"""
+        """Return the mask, [sequences, 1, rows, longest]."""
         if (mask := self._masks.get(window)) is None:
             rows = (self._ends.unsqueeze(1) - self._rows + torch.arange(self._rows)).unsqueeze(-1)
             keys = torch.arange(self._longest)
@@ -201,7 +202,7 @@ class Lookup:
         ]
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-        """[1, heads, rows, size] of each; the result is [1, rows, heads, size]."""
+        """Attend in one layer. Each of q, k and v is [1, heads, rows, size]; the result is [1, rows, heads, size]."""
         layer = module.layer_idx
         assert isinstance(layer, int)
         if self._remember is not None:
@@ -220,7 +221,7 @@ class Lookup:
         return result
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Rows [heads, rows, size] go where the step's tokens have their place."""
+        """Write rows, [heads, rows, size], where the step's tokens have their places."""
         kernel = compiled(key.dtype, BLOCK) if key.device.type == "cpu" else None
         for memory, rows, where in (
             (self._arena.keys(layer), key, self._written_keys[layer]),

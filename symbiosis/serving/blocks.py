@@ -1,7 +1,7 @@
 """The keys and values of sequences, in blocks of 16 tokens. Full blocks are found again by what they were computed from.
 
-A block's name is a hash of the tenant, the adapter's version and all tokens up to its end, so a prefix is shared by one tenant's
-sequences of one version of one adapter, and by nobody else. Only full blocks are shared, and nobody writes into those: none is ever copied.
+A block's name is a hash of the tenant, the adapter's version and all tokens up to its end. So a prefix is shared by one tenant's sequences
+of one version of one adapter, and by no others. Only full blocks are shared, and nothing writes to them, so none is ever copied.
 """
 
 import struct
@@ -16,7 +16,7 @@ HASH_BYTES = 16
 
 
 class Blocks:
-    """Of all sequences. A block takes one page for each layer. Without `shares` no prefix is found again."""
+    """The blocks of all sequences. A block takes one page for each layer. Without `shares` no prefix is found again."""
 
     def __init__(self, pool: Pool, layers: int, shares: bool = True) -> None:
         self.pool, self.layers, self.shares = pool, layers, shares
@@ -27,15 +27,16 @@ class Blocks:
         )  # named, and of no sequence; the one unused for longest is first
 
     def needed(self, tokens: int) -> int:
-        """Pages for so many tokens."""
+        """Return how many pages so many tokens need."""
         return _blocks(tokens) * self.layers
 
     def spare(self) -> int:
-        """Pages that `grow` can still get."""
+        """How many pages `grow` can still get."""
         return self.pool.free + len(self._unused) * self.layers
 
     def find(self, sequence: Sequence) -> int:
-        """How many of its first tokens were computed before: it has their blocks now. At least one token is left to be computed."""
+        """Give a sequence the blocks of its first tokens that were computed before, and return how many tokens that is. At least one
+        token is left to be computed."""
         assert not sequence.blocks
         name = _start(sequence)
         while (end := (len(sequence.blocks) + 1) * BLOCK) < len(sequence.tokens):
@@ -49,7 +50,7 @@ class Blocks:
         return sequence.computed
 
     def grow(self, sequence: Sequence, upto: int) -> bool:
-        """Make room for its first `upto` tokens; without enough pages nothing changes."""
+        """Make room for a sequence's first `upto` tokens. If there are not enough pages, nothing changes."""
         count = max(0, _blocks(upto) - len(sequence.blocks))
         if not self.make_room(count * self.layers):
             return False
@@ -57,7 +58,7 @@ class Blocks:
         return True
 
     def keep(self, sequence: Sequence) -> None:
-        """Those of its blocks that are full by now may be found from now on."""
+        """Let those of a sequence's blocks be found that are full by now."""
         full = sequence.blocks[: sequence.computed // BLOCK] if self.shares else []
         first = len(full)
         while first and not full[first - 1].key:
@@ -70,7 +71,7 @@ class Blocks:
                 self._versions[name] = sequence.adapter.version if sequence.adapter else 0
 
     def release(self, sequence: Sequence) -> None:
-        """The sequence gives up its blocks. Those that may be found stay until their room is needed, the last ones going first."""
+        """Take a sequence's blocks back. Those that may be found stay until their room is needed; the last ones go first."""
         for block in reversed(sequence.blocks):
             block.users -= 1
             if block.users:
@@ -82,7 +83,7 @@ class Blocks:
         sequence.blocks, sequence.computed = [], 0
 
     def forget(self, version: int) -> None:
-        """No block of this version of an adapter is found any more."""
+        """Let no block of this version of an adapter be found any more."""
         for name in [name for name, of in self._versions.items() if of == version]:
             if name in self._unused:
                 self._drop(name)
@@ -107,7 +108,8 @@ def _blocks(tokens: int) -> int:
 
 
 def _start(sequence: Sequence) -> bytes:
-    """Tenants share nothing: how many tokens are found would tell one what another has asked."""
+    """Begin the hash of a sequence. It names the tenant, so that tenants share nothing: how many tokens are found would tell one tenant
+    what another has asked."""
     return struct.pack("<Q", sequence.adapter.version if sequence.adapter else 0) + sequence.tenant.encode()
 
 

@@ -1,4 +1,4 @@
-"""A causal language model made ready to be served: what runs a step, whatever the model is."""
+"""A causal language model made ready to be served, whatever model it is. It runs the steps."""
 
 import os
 from abc import ABC, abstractmethod
@@ -17,11 +17,11 @@ SHARE = 0.25  # of the memory that is free, for keys, values and adapters
 
 
 class Served(ABC):
-    """Runs steps: `forward` says which token is how likely next. Nobody else may use its model.
+    """Runs steps: `forward` returns how likely each token is to come next. Nothing else may use its model.
 
-    `before` are told of each step, and of which of its rows the logits are kept, before it runs; `embed` may give a step's input rows
-    where they are not those of its tokens, and `remember` change the keys and values of a layer, [1, heads, rows, size], before they
-    are kept.
+    `before` are called with each step, and with the rows whose logits are kept, before it runs. `embed` may return a step's input rows
+    where they are not those of its tokens. `remember` may change the keys and values of a layer, [1, heads, rows, size], before they are
+    kept.
     """
 
     batches: bool  # whether a step may have segments of several sequences
@@ -43,27 +43,27 @@ class Served(ABC):
         self.blocks = Blocks(self.arena.pool, len(layers), shares=self.batches)
 
     def forward(self, step: Step) -> Tensor:
-        """Logits of the last row of each segment that chooses a token: float32 [such segments, vocabulary]."""
+        """Return the logits of the last row of each segment that chooses a token, float32 [such segments, vocabulary]."""
         rows = [segment.first + segment.rows - 1 for segment in step.segments if segment.chooses]
         return self.logits(step, torch.tensor(rows, dtype=torch.long))
 
     @abstractmethod
     def logits(self, step: Step, rows: Tensor) -> Tensor:
-        """Of these rows of the step: float32 [rows, vocabulary]."""
+        """Return the logits of these rows of the step, float32 [rows, vocabulary]."""
 
     def serve(self, sequences: int, rows: int) -> None:
-        """From now on it is served, in steps of up to so many sequences and rows."""
+        """Prepare for steps of up to so many sequences and rows."""
         if self.runner is not None:
             self.runner.serve(sequences, rows)
 
     def release(self, sequence: Sequence) -> None:
-        """What was computed of it is needed no more."""
+        """Free what was computed of a sequence."""
         if self.runner is not None:
             self.runner.forget(sequence)
         self.blocks.release(sequence)
 
     def inputs(self, step: Step) -> dict[str, Any]:
-        """What the model is called with."""
+        """Return what the model is called with."""
         ids = torch.tensor([[token for segment in step.segments for token in segment.tokens]], device=self.device)
         positions = torch.cat([torch.arange(segment.position, segment.end) for segment in step.segments])
         embedded = self.embed(step, ids)
@@ -76,13 +76,13 @@ def text_config(model: nn.Module) -> Any:
 
 
 def place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype of what the model holds itself."""
+    """Return the device and the dtype of what the model holds itself."""
     own = next(p for p in model.parameters() if p.device.type != "meta" and p.is_floating_point())
     return own.device, own.dtype
 
 
 def _ends(model: nn.Module) -> frozenset[int]:
-    """The tokens that end a text."""
+    """Return the tokens that end a text."""
     for config in (getattr(model, "generation_config", None), model.config):
         ends = getattr(config, "eos_token_id", None)
         if ends is not None:
@@ -91,7 +91,7 @@ def _ends(model: nn.Module) -> frozenset[int]:
 
 
 def share_of_free(device: torch.device) -> int:
-    """A share of what is free."""
+    """Return a share of the free memory."""
     if device.type == "cuda":
         return int(SHARE * torch.cuda.mem_get_info(device)[0])
     return int(SHARE * min(free_memory(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))

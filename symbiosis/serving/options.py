@@ -1,4 +1,4 @@
-"""What can be said about a server: the options of `symbiosis serve`."""
+"""The options of `symbiosis serve`."""
 
 import ipaddress
 from typing import Literal
@@ -12,7 +12,7 @@ PORT = 8000
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The names are the long options of `symbiosis serve`.
+    """The options of `symbiosis serve`, by their long names.
 
     >>> ServeOptions(model="demo").is_for_this_machine
     True
@@ -55,7 +55,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def of_tenant(self) -> int | None:
-        """Sequences of one API key in a step, while others wait.
+        """How many sequences of one API key run in a step while others wait.
 
         >>> ServeOptions(api_keys="keys", max_batch=64).of_tenant
         32

@@ -1,5 +1,5 @@
-"""Models whose attention goes over pages: sequences are computed side by side. That this gives each the logits that it has alone is
-proved before anybody is served."""
+"""Models whose attention goes over pages, so that sequences are computed side by side. Before any request is served, it is proved that
+each sequence then has the logits that it has alone."""
 
 import inspect
 import logging
@@ -32,11 +32,12 @@ AS_GOOD_AS = {
 
 
 class CannotBatch(Exception):
-    """Why sequences of this model must be computed one by one."""
+    """The reason why sequences of this model must be computed one by one."""
 
 
 class Paged(Served):
-    """Raises `CannotBatch`, with the model as it was, where its attention cannot be replaced, or not proved.
+    """A model that computes sequences side by side. If its attention cannot be replaced, or its results are not proved, `CannotBatch` is
+    raised, and the model is as it was.
 
     Args:
         model: Of transformers, wrapped or not.
@@ -82,7 +83,7 @@ class Paged(Served):
         return (logits if self.keeps_rows else logits[rows]).float()
 
     def _probe(self) -> None:
-        """Compute something, so that it shows which layers there are."""
+        """Compute something, to find out which layers there are."""
         tokens = probe_tokens(self.model)[1]
         sequence = Sequence(Request(id=0, prompt=tuple(tokens)), 0, tokens, None, 0.0)
         self.blocks.grow(sequence, len(tokens))
@@ -90,7 +91,7 @@ class Paged(Served):
         self.release(sequence)
 
     def _prove(self, references: list[Tensor]) -> None:
-        """Two sequences in pieces, side by side, have the logits that each has alone."""
+        """Check that two sequences, computed in pieces and side by side, have the logits that each has alone."""
         (long, short), piece = PROBE
         a, b = (Sequence(Request(id=0, prompt=tuple(of)), 0, of, None, 0.0) for of in probe_tokens(self.model))
         for sequence in (a, b):
@@ -112,7 +113,7 @@ class Paged(Served):
 
 
 def _layers(model: nn.Module) -> tuple[KvShape, ...]:
-    """Put our attention in, and see what each layer remembers of a token."""
+    """Replace the attention by ours, and find out what each layer remembers of a token."""
     try:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
     except (AttributeError, ValueError, ImportError) as error:
@@ -138,8 +139,8 @@ def _layers(model: nn.Module) -> tuple[KvShape, ...]:
 
 
 def _check_windows(kinds: Collection[str], windows: dict[int, int | None], meant: frozenset[int]) -> None:
-    """That each layer tells its window: the probe would not show one that is longer. `meant`: the masks that the model asked for, some of
-    them perhaps for kinds of layers that it does not have."""
+    """Check that each layer tells its window, because the probe would not show one that is longer than itself. `meant` are the masks
+    that the model asked for; some may be for kinds of layers that it does not have."""
     for layer, kind in enumerate(kinds):
         if kind not in ("full_attention", "sliding_attention"):
             raise CannotBatch(f"its layer {layer} has {kind}")
@@ -150,7 +151,7 @@ def _check_windows(kinds: Collection[str], windows: dict[int, int | None], meant
 
 
 def _same_positions(config: Any) -> int:
-    """Up to how many tokens a token's position is encoded the same way whatever else is computed with it."""
+    """Return up to how many tokens a token's position is encoded the same way, whatever else is computed with it."""
     told = getattr(config, "rope_parameters", None) or {}
     kinds = [told, *(kind for kind in told.values() if isinstance(kind, dict))]
     if all(kind.get("rope_type") != "longrope" for kind in kinds):
@@ -165,13 +166,13 @@ def _same_positions(config: Any) -> int:
 
 @torch.inference_mode()
 def logits_alone(model: nn.Module, tokens: list[int]) -> Tensor:
-    """Of all positions."""
+    """Return the logits of all positions."""
     ids = torch.tensor([tokens], device=place_of(model)[0])
     return model(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
 
 
 def _references(model: nn.Module) -> list[Tensor]:
-    """What the model's own attention makes of the probes."""
+    """Return what the model's own attention makes of the probes."""
     try:
         return [logits_alone(model, tokens) for tokens in probe_tokens(model)]
     except SymbiosisError:
@@ -183,7 +184,7 @@ def _references(model: nn.Module) -> list[Tensor]:
 
 
 def agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """But for what rounds otherwise when it is computed in other company."""
+    """Whether two results agree, apart from rounding in other company."""
     return bool((logits - expected).abs().max() <= AS_GOOD_AS[dtype] * expected.abs().max())
 
 

@@ -1,14 +1,14 @@
-"""Pages of one memory, by number: who holds which is told here, and nothing of what lies in them."""
+"""Pages of one memory, by number. The pool knows which pages are taken, and nothing of what lies in them."""
 
 from collections.abc import Iterable
 
 
 class NoRoom(Exception):
-    """There are not as many pages as were asked for; nothing was taken."""
+    """There are fewer free pages than were asked for, and none was taken."""
 
 
 class Pool:
-    """Keys and values, and the rows of adapters, take pages from the same pool.
+    """Free pages, for keys and values and for the rows of adapters alike.
 
     >>> pool = Pool(3)
     >>> pages = pool.take(2)
@@ -29,7 +29,7 @@ class Pool:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """So many pages, or `NoRoom`."""
+        """Take so many pages, or raise `NoRoom`."""
         if count > len(self._free):
             raise NoRoom
         pages = [self._free.pop() for _ in range(count)]

@@ -1,4 +1,4 @@
-"""What is asked of the server, and what it answers: plain data that crosses processes."""
+"""Requests and answers of the server, as plain data that crosses processes."""
 
 from enum import StrEnum
 
@@ -44,7 +44,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Completions of one prompt. `adapter` is a name; None is the base."""
+    """A request for completions of one prompt. `adapter` is a name; None is the base."""
 
     id: int
     prompt: tuple[int, ...]
@@ -56,7 +56,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
-    """One token that was chosen; with its log probability, and those of the most likely ones, if asked for."""
+    """One token that was chosen, with its log probability and those of the most likely tokens if they were asked for."""
 
     id: int
     logprob: float | None = None

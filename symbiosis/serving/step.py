@@ -1,4 +1,4 @@
-"""Sequences under way, and the step that runs some rows of some of them as one flat batch."""
+"""Sequences under way, and the step that runs rows of several of them as one flat batch."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ class Block:
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Sequence:
-    """One completion under way. Its tokens are the prompt's (behind the adapter's virtual ones), and those that were chosen since."""
+    """One completion under way. Its tokens are those of the prompt, behind the adapter's virtual ones, and those that were chosen since."""
 
     request: Request
     completion: int
@@ -34,12 +34,12 @@ class Sequence:
 
     @property
     def virtual(self) -> int:
-        """Tokens that the adapter puts in front of the prompt; what stands for them in `tokens` means nothing."""
+        """How many tokens the adapter puts in front of the prompt. What stands for them in `tokens` means nothing."""
         return self.adapter.virtual if self.adapter else 0
 
     @property
     def version(self) -> int:
-        """Of its adapter; 0 is the base."""
+        """The version of its adapter; 0 is the base."""
         return self.adapter.version if self.adapter else 0
 
     @property
@@ -52,7 +52,7 @@ class Sequence:
 
     @property
     def has_begun(self) -> bool:
-        """Whether somebody has got, or is about to get, tokens of its request."""
+        """Whether tokens of its request were handed out already, or are about to be."""
         return self.produced > 0 or self.completion > 0
 
     @property
@@ -81,7 +81,7 @@ class Segment:
 
 @dataclass(slots=True, frozen=True)
 class Step:
-    """What one forward pass computes: segments, one behind the other."""
+    """What one forward pass computes: segments, one after another."""
 
     segments: tuple[Segment, ...]
 

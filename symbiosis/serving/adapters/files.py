@@ -1,4 +1,4 @@
-"""An adapter's files, as PEFT saves them. What is read is data only: nothing in them is ever run."""
+"""Reads an adapter's files, as PEFT saves them. They are read as data only: nothing in them is ever run."""
 
 import json
 from collections.abc import Iterable
@@ -21,19 +21,19 @@ HOW_TO_CONVERT = "save it again with PEFT's save_pretrained, which writes safete
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter's configuration and tensors, by the names that they have in PEFT's files."""
+    """An adapter's configuration and its tensors, under the names that they have in PEFT's files."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
     @classmethod
     def parse(cls, config: bytes, tensors: bytes) -> "AdapterWeights":
-        """From the contents of the two files."""
+        """Read an adapter from the contents of its two files."""
         return cls(_config(config), _tensors(tensors))
 
 
 def read_folder(folder: Path) -> AdapterWeights:
-    """An adapter that PEFT's `save_pretrained` wrote."""
+    """Read an adapter that PEFT's `save_pretrained` wrote."""
     if not folder.is_dir():
         raise AdapterError(f"{folder.name!r} is not a folder: an adapter is what PEFT's save_pretrained writes")
     config = _bytes(folder, CONFIG, MOST_CONFIG_BYTES)
@@ -43,7 +43,7 @@ def read_folder(folder: Path) -> AdapterWeights:
 
 
 def state_of(folder: Path) -> tuple[int, ...] | None:
-    """Another tuple, when the adapter there has changed; None if there is none."""
+    """Return a tuple that differs whenever the adapter there has changed, or None if there is none."""
     try:
         states = [(folder / name).stat() for name in (CONFIG, TENSORS)]
     except OSError:

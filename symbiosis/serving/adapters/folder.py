@@ -1,4 +1,4 @@
-"""The folder in which adapters are looked for: what lies there now, without reading any of it."""
+"""The folder in which adapters are looked for. It says what lies there now, without reading any of it."""
 
 import os
 import re
@@ -15,7 +15,7 @@ State = tuple[int, ...]
 
 
 class Folder:
-    """A folder of adapters, each in a folder of its name; without a path there are none."""
+    """A folder of adapters, each in a subfolder of its name. Without a path it is empty."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -23,7 +23,7 @@ class Folder:
         self._listed, self._at, self._like = frozenset[str](), float("-inf"), 0
 
     def state(self, name: str) -> State | None:
-        """Another one when the adapter has changed; None if there is none of this name."""
+        """Return a tuple that differs whenever the adapter of this name has changed, or None if there is none."""
         if self.path is None or not NAME.fullmatch(name):
             return None
         folder = self.path / name
@@ -31,7 +31,7 @@ class Folder:
         return state if state is None or folder.resolve().is_relative_to(self.path.resolve()) else None
 
     def names(self) -> frozenset[str]:
-        """All that lie there."""
+        """Return the names of all adapters in the folder."""
         if self.path is None:
             return frozenset()
         with self._lock:

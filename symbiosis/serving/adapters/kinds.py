@@ -1,11 +1,11 @@
-"""What an adapter does at each layer, read off its weights. Those that the server computes for all rows of a step together are read here.
+"""What an adapter does at each layer, read from its weights. These kinds are computed for all rows of a step together:
 
     LoRA         y = W x + s B A x              (also rsLoRA, ranks and alphas by module, biases, fan_in_fan_out)
     DoRA         y = g W x + s g B A x          g = magnitude / |W + s B A|, row by row
     VeRA         y = W x + b B d A x            A and B of all layers alike, b and d vectors
     IA3          y = l W x,  or  W (l x)
 
-Others run as PEFT computes them: `layers.py`.
+PEFT's own layers compute all others (`layers.py`).
 """
 
 import math
@@ -39,7 +39,8 @@ REWRITES = ("pissa", "olora", "corda", "loftq", "lora_ga", "milora")
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Part:
-    """What an adapter does at one layer: `y = (x * before) Wᵀ * gain + shift + (x downᵀ) up`. Each a matrix of rows; a vector has one."""
+    """What an adapter does at one layer: `y = (x * before) Wᵀ * gain + shift + (x downᵀ) up`. Each is a matrix of rows; a vector is a
+    matrix of one row."""
 
     down: Tensor | None = None  # [R, K]
     up: Tensor | None = None  # [R, N]
@@ -58,7 +59,7 @@ class Part:
 
 @dataclass(slots=True, frozen=True, eq=False, kw_only=True)
 class LoadedAdapter(Adapter):
-    """With its weights, in host memory: parts are computed together with other adapters', layers by PEFT."""
+    """An adapter with its weights in host memory. Its parts are computed together with those of other adapters, its layers by PEFT."""
 
     parts: dict[str, Part] = field(default_factory=dict)
     layers: dict[str, nn.Module] = field(default_factory=dict)
@@ -69,7 +70,7 @@ class LoadedAdapter(Adapter):
 
 @dataclass(slots=True, frozen=True)
 class Base:
-    """The model that adapters are for."""
+    """The model that adapters belong to."""
 
     model: nn.Module
     modules: Mapping[str, nn.Module]
@@ -81,11 +82,11 @@ class Base:
 
 
 class NotFused(Exception):
-    """This one is computed by PEFT's own layers."""
+    """This adapter is computed by PEFT's own layers."""
 
 
 def fused_parts(weights: AdapterWeights, base: Base, max_rank: int) -> dict[str, Part]:
-    """What it does, by layer; `NotFused` if that is nothing that is known here."""
+    """Return what an adapter does at each layer. Raises `NotFused` if it is of no kind that is known here."""
     read = {"LORA": _lora, "VERA": _vera, "IA3": _ia3}.get(weights.config["peft_type"])
     if read is None:
         raise NotFused
@@ -103,7 +104,7 @@ def _as(part: Part, dtype: torch.dtype) -> Part:
 
 
 def by_module(weights: AdapterWeights, base: Base, leaves: tuple[str, ...]) -> dict[str, dict[str, Tensor]]:
-    """The tensors of each layer, by what they are called there; `NotFused` if there are others."""
+    """Return the tensors of each layer, by their names within it. Raises `NotFused` if there are other tensors."""
     found: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in weights.tensors.items():
         leaf = next((leaf for leaf in leaves if name.endswith("." + leaf)), None)
@@ -119,7 +120,7 @@ def by_module(weights: AdapterWeights, base: Base, leaves: tuple[str, ...]) -> d
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """Outputs and inputs of a linear layer."""
+    """Return how many outputs and inputs a linear layer has."""
     if isinstance(module, Conv1D):
         return module.nf, module.nx
     if isinstance(module, nn.Linear):
@@ -139,7 +140,7 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def check_complete(config: dict[str, Any], base: Base, adapted: Collection[str]) -> None:
-    """Weights for every layer that the configuration names. All else that PEFT takes is for PEFT to say."""
+    """Check that there are weights for every layer that the configuration names. PEFT itself checks the rest."""
     targets = config.get("target_modules")
     if config.get("exclude_modules") or config.get("layers_to_transform") is not None or not targets:
         return
@@ -175,7 +176,7 @@ def _lora(weights: AdapterWeights, base: Base, max_rank: int) -> dict[str, Part]
 
 
 def refuse_rewritten(config: dict[str, Any]) -> None:
-    """Some are trained on a base whose weights they have changed at their start."""
+    """Refuse methods that change the base's weights before they train, because the adapter fits only those changed weights."""
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(REWRITES):
         raise AdapterError(
@@ -219,7 +220,7 @@ def _low_rank(name: str, of: dict[str, Tensor], config: dict[str, Any], base: Ba
 
 
 def _by_pattern(name: str, patterns: Any, default: Any) -> Any:
-    """As PEFT reads patterns: the first that the name ends with."""
+    """Look a layer up in a table of patterns, as PEFT does: the first pattern that matches the end of the name counts."""
     for pattern, value in (patterns or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", name):
             return value
@@ -232,7 +233,7 @@ def _bias(module: nn.Module) -> Tensor | None:
 
 
 def _shift(own: Tensor | None, trained: Tensor | None, gain: Tensor | None, added: Tensor | None) -> Tensor | None:
-    """What is added after the product and the base's own bias, which the gain has been applied to."""
+    """Return what is added after the product and the base's own bias, to which the gain has been applied."""
     shift = added
     if own is not None and (trained is not None or gain is not None):
         ours = own if trained is None else trained.float()
@@ -251,7 +252,7 @@ def _dora_gain(
 
 
 def _norms(module: nn.Module, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
-    """Of the rows of `W + s B A`."""
+    """Return the norms of the rows of `W + s B A`."""
     weight: Tensor = module.weight  # type: ignore[assignment]
     if isinstance(weight, RemoteWeight):
         return row_norms(module, a_RK.to(weight.device), b_NR.to(weight.device), scaling, weight.dtype).float().cpu()
@@ -306,7 +307,7 @@ def _ia3(weights: AdapterWeights, base: Base, max_rank: int) -> dict[str, Part]:
 
 
 def is_named(name: str, targets: Any) -> bool:
-    """As PEFT reads a list of modules, or a pattern."""
+    """Whether a list of modules, or a pattern, names this one, read as PEFT reads it."""
     if isinstance(targets, str):
         return re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith("." + target) for target in targets)

@@ -1,7 +1,7 @@
-"""Adapters of all other kinds: each runs its own PEFT layers on its rows, and what they ask of the base was computed for all rows at once.
+"""Adapters of all other kinds: each runs its own PEFT layers on its rows, while the base's products are computed for all rows at once.
 
-The layers are made by PEFT on a copy of the model that shares all its weights. In the copy the base layers are taps: asked for the
-product of the very rows of a group they hand out what was computed for it; other rows they multiply themselves.
+PEFT makes the layers on a copy of the model that shares all its weights. In the copy the base layers are taps. Asked for the product of the
+very rows of a group, a tap hands out what was computed already; other rows it multiplies itself.
 """
 
 import copy
@@ -41,7 +41,7 @@ OPTIONS = {  # of LoRA
 
 
 class _Now(threading.local):
-    """The rows of a group that runs in this thread, and what the base made of them."""
+    """The rows of the group that this thread runs, and what the base made of them."""
 
     x: Tensor | None = None
     y: Tensor | None = None
@@ -51,7 +51,7 @@ _now = _Now()
 
 
 class Tap:
-    """A base layer of a PEFT layer."""
+    """The base layer within a PEFT layer."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         given, made = _now.x, _now.y
@@ -64,7 +64,7 @@ _kinds: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _tapped(kind: type[nn.Module]) -> type[nn.Module]:
-    """A layer of this kind that hands out."""
+    """Return a layer of this kind that hands out products."""
     if kind not in _kinds:
         _kinds[kind] = type(kind.__name__, (Tap, kind), {"__module__": kind.__module__})
     return _kinds[kind]
@@ -79,8 +79,8 @@ def _are_same(a: Tensor, b: Tensor) -> bool:
 
 
 def run_layer(layer: nn.Module, x: Tensor, y: Tensor, rows: Rows) -> None:
-    """Makes of `y`, what the base made of `x`, what the layer makes of its rows. The last but one dimension is that of rows; `x` of
-    an embedding has no other."""
+    """Return what the layer makes of its rows, given `y`, which the base made of `x`. The last dimension but one is that of the rows;
+    the `x` of an embedding has rows only."""
     with_width = x.is_floating_point()
     ours, made = (_take(x, rows, with_width), _take(y, rows, True))
     _now.x, _now.y = ours, made
@@ -105,7 +105,8 @@ def _take(x: Tensor, rows: Rows, with_width: bool) -> Tensor:
 
 
 class Skeleton:
-    """A copy of a model that shares its weights, from which copies are made for adapters. To be made before the model has sites."""
+    """A copy of a model that shares its weights, from which the copies for adapters are made. It has to be made before the model has
+    sites."""
 
     def __init__(self, model: nn.Module) -> None:
         self._shared: dict[int, Any] = {}
@@ -114,7 +115,7 @@ class Skeleton:
         self._model = self._copy(model)
 
     def copy(self, own_biases: bool) -> nn.Module:
-        """With aliases of the weights: another value put in the place of one does not reach the base."""
+        """Return a copy with aliases of the weights: to put another value in the place of one does not change the base."""
         shared = dict(self._shared)
         for name, parameter in self._model.named_parameters(remove_duplicate=True):
             if isinstance(parameter, RemoteWeight):
@@ -128,7 +129,8 @@ class Skeleton:
 
 
 class Untouched:
-    """The base's weights where an adapter may act, as they are before it is loaded: what changes them is undone, and refused."""
+    """The base's weights where an adapter may act, as they were before it was loaded. An adapter that changes them is undone and
+    refused."""
 
     def __init__(self, base: Base, config: dict[str, Any]) -> None:
         names = [name for field in FIELDS for name in _listed(config.get(field))]
@@ -153,12 +155,13 @@ def _listed(named: Any) -> list[str]:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Bit by bit."""
+    """Whether two tensors are equal, bit by bit."""
     return torch.equal(*(t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
 
 
 def peft_layers(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, nn.Module]:
-    """PEFT's layers of this adapter, by the names of those of the base that they act on. Each has run once, and left the base as it was."""
+    """Return PEFT's layers of this adapter, by the names of the base's layers on which they act. Each has run once by then, and left the
+    base as it was."""
     untouched = Untouched(base, weights.config)
     try:
         layers = _made(weights, base, skeleton)
@@ -171,7 +174,7 @@ def peft_layers(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict
 
 @torch.no_grad()
 def _try(name: str, layer: nn.Module, base: Base) -> None:
-    """Rows like those of a step go through it."""
+    """Run a layer on rows like those of a step."""
     module = base.modules[name]
     if isinstance(module, nn.Embedding):
         x = torch.zeros(1, 2, dtype=torch.long)
@@ -194,7 +197,7 @@ def _try(name: str, layer: nn.Module, base: Base) -> None:
 
 
 def _width(module: nn.Module) -> int | None:
-    """Of the rows that it takes."""
+    """Return the width of the rows that a layer takes."""
     if isinstance(module, nn.Linear):
         return module.in_features
     if isinstance(module, Conv1D):
@@ -204,7 +207,7 @@ def _width(module: nn.Module) -> int | None:
 
 
 def own_bytes(layers: Iterable[nn.Module], base: Base) -> int:
-    """What they hold that is not the base's."""
+    """Return how many bytes these layers hold that are not the base's."""
     shared = {t.data_ptr() for t in base.model.parameters() if not isinstance(t, RemoteWeight)}
     found = {}
     for layer in layers:
@@ -244,7 +247,8 @@ def _refuse(config: dict[str, Any]) -> None:
 
 
 def _own_modules(model: nn.Module, names: list[str] | None) -> None:
-    """The adapter has its own weights for these: where the base's are elsewhere there is nothing to copy."""
+    """Replace these modules by layers of the adapter's own, where the base's weights lie in the executor: PEFT would copy the base's,
+    and there is nothing to copy."""
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear) or not isinstance(module.weight, RemoteWeight):
             continue
@@ -273,7 +277,7 @@ def _inject(model: nn.Module, weights: AdapterWeights) -> Any:
 
 
 def _checked(tensors: dict[str, Tensor], expected: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Those of the adapter's own: all of them, and of the shapes that this base needs."""
+    """Check that all of the adapter's own modules are there, with the shapes that this base needs."""
     own = {name: tensor for name, tensor in tensors.items() if name in expected or ".base_layer." not in name}
     for name in tensors.keys() - own.keys():
         there = dict(model.named_parameters()).get(name.removeprefix("base_model.model."))
@@ -306,7 +310,7 @@ def _outermost(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _tap(layer: nn.Module) -> None:
-    """The innermost base layer hands out what was computed."""
+    """Make a layer's innermost base layer a tap."""
     inner: Any = layer
     while (deeper := getattr(inner, "base_layer", None) or getattr(inner, "original_module", None)) is not None:
         inner = deeper

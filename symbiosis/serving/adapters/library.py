@@ -1,7 +1,7 @@
-"""The adapters that there are: named, in versions that never change, found in a folder when they are asked for.
+"""The adapters that there are: by name, in versions that never change, and found in a folder when they are first asked for.
 
-What they take of the host's memory is bounded. Those of the folder are let go, least recently used first, and read again when they are
-wanted; under the same version, as long as the files are the same.
+The host's memory that they take is bounded. Adapters of the folder are let go, the least recently used first, and read again when they are
+wanted. They keep their version as long as their files are the same.
 """
 
 import threading
@@ -25,7 +25,7 @@ FIXED_BYTES = 1 << 16  # what an adapter takes besides its numbers: so the limit
 
 
 class Found(NamedTuple):
-    """An adapter, and what the folder that it came from was like."""
+    """An adapter, and the state of the folder that it came from."""
 
     adapter: LoadedAdapter
     state: State | None  # None: it was given, not found
@@ -58,13 +58,13 @@ class Library:
         self.on_replaced: Callable[[LoadedAdapter], None] = lambda old: None
 
     def add(self, name: str, source: Path | str | AdapterWeights) -> LoadedAdapter:
-        """A new version of the adapter `name`; what runs with an older one keeps that."""
+        """Add a new version of the adapter `name`. Requests that run with an older version keep it."""
         check_name(name)
         with self._loading:
             return self._keep(Found(self._load(name, source, Adapter.next_version()), None))
 
     def remove(self, name: str) -> None:
-        """There is no adapter of this name any more, until it is added, or its folder changes."""
+        """Remove an adapter. Its name is unknown until it is added again, or its folder changes."""
         state = self._folder.state(name)
         with self._lock:
             found = self._found.get(name)
@@ -80,7 +80,7 @@ class Library:
             self.on_replaced(found.adapter)
 
     def get(self, name: str) -> LoadedAdapter:
-        """The version of now. One that lies in the folder is loaded when it is first asked for, and again when it has changed."""
+        """Return the present version. An adapter in the folder is loaded when it is first asked for, and again when it has changed."""
         if (adapter := self._loaded(name)) is not None:
             return adapter
         with self._loading:
@@ -93,11 +93,11 @@ class Library:
             return self._keep(Found(adapter, state))
 
     def has(self, name: str) -> bool:
-        """Whether it is loaded, in whatever version."""
+        """Whether an adapter is loaded, in whatever version."""
         return name in self._found
 
     def names(self) -> list[str]:
-        """Of all that there are, loaded or not."""
+        """Return the names of all adapters, loaded or not."""
         in_folder = self._folder.names()
         with self._lock:
             given = {name for name, found in self._found.items() if found.state is None}
@@ -110,12 +110,12 @@ class Library:
 
     @property
     def bytes(self) -> int:
-        """Of the host's memory, what adapters take."""
+        """The host's memory that adapters take."""
         with self._lock:
             return sum(found.bytes for found in self._found.values())
 
     def _loaded(self, name: str) -> LoadedAdapter | None:
-        """What need not be read. `UnknownAdapter` if there is none."""
+        """Return an adapter that need not be read. Raises `UnknownAdapter` if there is none of this name."""
         found = self._found.get(name)
         state = None if found is not None and found.state is None else self._folder.state(name)
         gone = None
@@ -134,7 +134,7 @@ class Library:
         raise self._unknown(name)
 
     def _version(self, name: str, state: State) -> int:
-        """That of before, if it is the same adapter as before."""
+        """Return the earlier version number if this is the same adapter, else a new one."""
         with self._lock:
             before, version = self._let_go.pop(name, (None, 0))
         return version if before == state else Adapter.next_version()
@@ -165,7 +165,7 @@ class Library:
         return new.adapter
 
     def _make_room(self, new: Found) -> None:
-        """Others of the folder are let go; `AdapterError` if that is not enough, and then nothing is."""
+        """Let other adapters of the folder go. Raises `AdapterError` if that would not be enough, and then lets none go."""
         if self._memory is None:
             return
         others = [(name, found) for name, found in self._found.items() if name != new.adapter.name]

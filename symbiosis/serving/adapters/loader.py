@@ -1,4 +1,4 @@
-"""Makes of an adapter's files what is computed, or says why that cannot be."""
+"""Prepares an adapter's files for computing, or says why it cannot be computed."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ PROMPTS = ("PROMPT_TUNING", "P_TUNING")
 
 @dataclass(slots=True)
 class Loader:
-    """Makes adapters for one base."""
+    """Loads adapters for one base."""
 
     served: Served
     base: Base
@@ -28,7 +28,7 @@ class Loader:
 
     @classmethod
     def of(cls, served: Served, max_rank: int) -> "Loader":
-        """To be made before the model has sites."""
+        """Return a loader for a model. It has to be made before the model has sites."""
         return cls(served, Base.of(served.model, served.dtype), Skeleton(served.model), misplaced(served), max_rank)
 
     def load(self, name: str, weights: AdapterWeights, version: int) -> LoadedAdapter:

@@ -1,4 +1,5 @@
-"""Patterns in the configurations of strangers. Some take a regular expression for ever, so each is tried first where it can be stopped."""
+"""Checks the patterns in configurations that strangers wrote. Some regular expressions never end, so each is tried where it can be
+stopped."""
 
 import json
 import re
@@ -26,7 +27,7 @@ for pattern in patterns:
 
 
 def check_patterns(config: dict[str, Any], names: Collection[str]) -> None:
-    """`AdapterError` unless all patterns can be compared with these names within two seconds.
+    """Raise `AdapterError` unless all patterns can be compared with these names within two seconds.
 
     >>> check_patterns({"target_modules": r".*(q|v)_proj"}, ["model.q_proj"])
     """
@@ -55,7 +56,7 @@ def _patterns(config: dict[str, Any]) -> Iterator[str]:
 
 
 def check_numbers(config: dict[str, Any], max_rank: int) -> None:
-    """`AdapterError` for sizes that nobody means, before anything is made of them."""
+    """Raise `AdapterError` for sizes that nobody can mean, before anything is allocated for them."""
     for name in ("r", "rank", "init_r", "target_r"):
         if isinstance(config.get(name), int) and config[name] > max_rank:
             raise AdapterError(

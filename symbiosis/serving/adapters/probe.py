@@ -1,4 +1,4 @@
-"""Which layers see the rows of a step, all of them and in order: elsewhere an adapter would act on rows of others."""
+"""Finds out which layers see all rows of a step, in order. At any other layer an adapter would act on rows that are not its own."""
 
 from collections import defaultdict
 from functools import partial
@@ -20,7 +20,8 @@ Calls = dict[str, list[Tensor | None]]  # by layer: the rows that it was called 
 
 
 def rows_of(x: Any, y: Any) -> Tensor | None:
-    """What a layer was given, row by row, if it makes a row of each: [rows, width]. Tokens are rows without width.
+    """Return what a layer was given, row by row, [rows, width], or None if it does not make one row of each. Tokens are rows without a
+    width.
 
     >>> rows_of(torch.ones(1, 3, 4), torch.ones(1, 3, 5)).shape
     torch.Size([3, 4])
@@ -36,7 +37,7 @@ def rows_of(x: Any, y: Any) -> Tensor | None:
 
 
 def misplaced(served: Served) -> dict[str, str]:
-    """The layers at which no adapter can act, and why. To be asked before anybody is served."""
+    """Return the layers at which no adapter can act, each with the reason. To be asked before any request is served."""
     tokens = _tokens(served)
     pieces = [_calls(served, tokens[: length + 1]) for length in range(len(tokens))]
     reasons = {name: _reason([calls.get(name, []) for calls in pieces]) for name, _ in served.model.named_modules()}
@@ -44,7 +45,7 @@ def misplaced(served: Served) -> dict[str, str]:
 
 
 def _with_siblings(model: nn.Module, reasons: dict[str, str]) -> dict[str, str]:
-    """What lies in one list with a layer that was not called has got all rows by chance."""
+    """Add the siblings of layers that were not called: a layer in the same list has seen all rows only by chance."""
     beside: dict[str, str] = {}
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -59,7 +60,7 @@ def _tokens(served: Served) -> list[int]:
 
 
 def _calls(served: Served, tokens: list[int]) -> Calls:
-    """The rows of every layer, when these tokens are computed."""
+    """Return the rows of every layer while these tokens are computed."""
     calls: Calls = defaultdict(list)
 
     def look(name: str, module: nn.Module, args: tuple[Any, ...], options: dict[str, Any], y: Any) -> None:
@@ -81,8 +82,8 @@ def _calls(served: Served, tokens: list[int]) -> Calls:
 
 
 def _reason(pieces: list[list[Tensor | None]]) -> str | None:
-    """What is wrong with a layer that was called so for the first token, the first two, and so on to the whole text: the last row of
-    each must be one more of the text's."""
+    """Return what is wrong with a layer, given its calls for the first token, the first two, and so on up to the whole text. The last
+    rows of these calls must be the rows of the whole text, one by one."""
     counts = {len(calls) for calls in pieces}
     if counts == {0}:
         return NEVER

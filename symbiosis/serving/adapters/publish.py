@@ -1,4 +1,4 @@
-"""A training program's adapter, served while it trains."""
+"""Serves a training program's adapter while it trains."""
 
 import json
 import urllib.error
@@ -21,7 +21,7 @@ PATIENCE_S = 60.0
 
 
 class Server(Protocol):
-    """What adapters are added to: an `Engine` in this program."""
+    """What adapters are added to: here an `Engine` in this program."""
 
     def add(self, name: str, source: Any) -> Any: ...
 
@@ -29,7 +29,8 @@ class Server(Protocol):
 def publish(
     model: nn.Module, name: str, server: Server | str, *, adapter: str | None = None, key: str | None = None
 ) -> None:
-    """Serve the adapter as it is now, under this name: requests that come from now on get it, those under way keep what they have.
+    """Serve the adapter as it is now, under this name. Requests that come from now on get it; those under way keep the version that they
+    have.
 
     Its values are copied, so training may go on at once.
 
@@ -61,7 +62,7 @@ def publish(
 
 @torch.no_grad()
 def weights_of(model: nn.Module, adapter: str | None = None) -> AdapterWeights:
-    """A copy of one of the adapters of a PEFT model, as PEFT would save it."""
+    """Return a copy of one adapter of a PEFT model, as PEFT would save it."""
     configs: dict[str, Any] | None = getattr(model, "peft_config", None)
     if not configs:
         raise AdapterError(f"{type(model).__name__} has no adapter: publish takes what peft.get_peft_model returns")
@@ -76,7 +77,7 @@ def weights_of(model: nn.Module, adapter: str | None = None) -> AdapterWeights:
 
 
 def _plain(value: Any) -> Any:
-    """For JSON, as PEFT writes it."""
+    """Return a configuration as PEFT writes it to JSON."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return str(value) if isinstance(value, PurePath) else vars(value)
@@ -105,7 +106,7 @@ def _put(url: str, name: str, weights: AdapterWeights, key: str | None) -> None:
 
 
 def _message(body: bytes) -> str:
-    """What an API like OpenAI's says of an error."""
+    """Return the message of an error as an API like OpenAI's gives it."""
     try:
         return shown(str(json.loads(body)["error"]["message"]))
     except (ValueError, LookupError, TypeError):

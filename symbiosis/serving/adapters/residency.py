@@ -1,7 +1,7 @@
-"""Which adapters lie on the device: their rows share one memory, page by page, with keys and values. What to evict is decided here, too.
+"""Decides which adapters lie on the device. Their rows share one memory with keys and values, page by page.
 
-Rows are found one by one, so an adapter's pages may lie anywhere. A row lies in one page; one that is longer than a page is cut into
-columns that are not.
+Rows are found one by one, so the pages of an adapter may lie anywhere. A row lies within one page; a row longer than a page is cut into
+pieces.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,7 @@ NAMES = ("down", "up", "before", "gain", "shift")
 
 
 class Run(NamedTuple):
-    """Rows of a matrix that lie behind each other in one page."""
+    """Rows of one matrix that follow one another in one page."""
 
     matrix: int
     row: int
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 
 def place(shapes: Iterable[tuple[int, int]], page: int) -> tuple[int, list[Run]]:
-    """How many pages of so many elements the rows of these matrices take, and where each row lies.
+    """Return how many pages of this size the rows of these matrices take, and where each row lies.
 
     >>> place([(3, 4)], page=8)
     (2, [Run(matrix=0, row=0, rows=2, column=0, width=4, page=0, offset=0), Run(matrix=0, row=2, rows=1, column=0, width=4, page=1, offset=0)])
@@ -53,7 +53,7 @@ def place(shapes: Iterable[tuple[int, int]], page: int) -> tuple[int, list[Run]]
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """An adapter that is here."""
+    """An adapter that lies on the device."""
 
     pages: list[int]
     bytes: int
@@ -64,8 +64,8 @@ class Resident:
 
 
 def to_evict(residents: Iterable[tuple[int, Resident]], pages: int, turn: int) -> list[int]:
-    """Versions to evict for so many pages: those first that have not been wanted for long and cost little to load again, for what they
-    occupy. Empty if even all that are not pinned would not do."""
+    """Return which versions to evict to free so many pages: first those that have not been wanted for long and cost little to load
+    again, for what they occupy. Return none if even all that are not pinned would not be enough."""
     loose = [(version, each) for version, each in residents if not each.pins]
     if sum(len(each.pages) for _, each in loose) < pages:
         return []
@@ -89,19 +89,19 @@ def _none(pages: int) -> bool:
 
 
 class Fetcher(Protocol):
-    """Copies what `LoadedAdapter.packed` holds to pages of the device, beside what goes on there."""
+    """Copies what `LoadedAdapter.packed` holds to pages of the device, while other work goes on there."""
 
     def fetch(self, packed: Any, pages: list[int]) -> Any: ...
 
 
 @dataclass(slots=True)
 class Residency:
-    """Adapters on the device, by version.
+    """The adapters on the device, by version.
 
     Args:
         arena: Whose pages they take.
-        fetcher: Of a GPU.
-        others_make_room: Is asked for free pages if evicting adapters does not make enough; says whether there are.
+        fetcher: Copies rows, on a GPU.
+        others_make_room: Called for free pages if evicting adapters does not free enough. Returns whether there are enough then.
     """
 
     arena: Arena
@@ -121,11 +121,11 @@ class Residency:
         return resident is not None and (resident.book is None or resident.book.is_there())
 
     def book(self, adapter: LoadedAdapter) -> Any:
-        """Where a GPU's kernels find it; None if others compute it."""
+        """Where a GPU's kernels find the adapters; None if something else computes them."""
         return self._here[adapter.version].book
 
     def placed(self, adapter: LoadedAdapter) -> dict[str, Placed]:
-        """Where its rows lie, by the names of layers."""
+        """Return where an adapter's rows lie, by the names of layers."""
         return self._here[adapter.version].placed
 
     def pages_of(self, adapter: LoadedAdapter) -> int:
@@ -134,7 +134,7 @@ class Residency:
         return place(shapes_of(adapter.parts), self.arena.page_elements)[0]
 
     def fetch(self, adapter: LoadedAdapter) -> bool:
-        """Bring it here; False if there is no room for it now."""
+        """Bring an adapter to the device. Return False if there is no room for it now."""
         self._turn += 1
         if (resident := self._here.get(adapter.version)) is not None:
             resident.used = self._turn
@@ -148,7 +148,7 @@ class Residency:
         return True
 
     def prefetch(self, adapters: Iterable[LoadedAdapter]) -> int:
-        """Bring those that find room without evicting anything, in this order; says how many are here."""
+        """Bring as many of these as find room without evicting anything, in this order. Return how many are on the device then."""
         here = 0
         for adapter in adapters:
             if adapter.version not in self._here:
@@ -161,7 +161,7 @@ class Residency:
         return here
 
     def pin(self, adapter: LoadedAdapter) -> None:
-        """It stays until it is unpinned as often."""
+        """Keep an adapter until it has been unpinned as often as pinned."""
         self._turn += 1
         resident = self._here[adapter.version]
         resident.pins, resident.used = resident.pins + 1, self._turn
@@ -172,7 +172,7 @@ class Residency:
         resident.pins -= 1
 
     def make_room(self, pages: int) -> bool:
-        """Evict unpinned adapters until so many pages are free, if that can be; else nothing is evicted."""
+        """Evict unpinned adapters until so many pages are free. If that cannot be, evict none."""
         missing = pages - self.arena.pool.free
         if missing <= 0:
             return True
@@ -183,7 +183,7 @@ class Residency:
         return bool(versions)
 
     def forget(self, version: int) -> None:
-        """This version is not wanted any more."""
+        """Note that this version is not wanted any more."""
         resident = self._here.get(version)
         if resident is not None and not resident.pins:
             self.arena.pool.give_back(self._here.pop(version).pages)
@@ -199,7 +199,7 @@ class Residency:
 
 
 def matrices_of(parts: dict[str, Part]) -> list[Tensor]:
-    """All of them, each with rows."""
+    """Return all matrices of an adapter, each as rows."""
     return [matrix for part in parts.values() for name in NAMES if (matrix := getattr(part, name)) is not None]
 
 
@@ -223,7 +223,7 @@ def _copy(parts: dict[str, Part], runs: Sequence[Run], pages: list[int], arena: 
 
 
 def _joined(runs: Sequence[Run], pages: list[int], page_elements: int) -> list[Run]:
-    """With offsets in the whole memory; runs of one matrix that lie behind each other there are one."""
+    """Join runs of one matrix that follow one another, and count their offsets from the beginning of the memory."""
     joined: list[Run] = []
     for run in runs:
         run = run._replace(offset=pages[run.page] * page_elements + run.offset)

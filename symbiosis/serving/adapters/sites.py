@@ -1,7 +1,7 @@
-"""The places in a model where adapters act: before and after a layer's one product for all rows.
+"""The sites in a model where adapters act: before and after a layer's one product for all rows.
 
-A place is a hook of the layer, so the model's structure, names and weights stay as they are. There are hooks only where a loaded
-adapter acts; rows that are of no adapter are not touched.
+A site is a hook of the layer, so the model's structure, names and weights stay as they are. Only layers at which a loaded adapter acts have
+hooks, and rows without an adapter are not touched.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -35,20 +35,20 @@ class Group:
 
 @dataclass(slots=True, frozen=True)
 class Shares:
-    """Whose the rows are that a layer sees."""
+    """Which rows that a layer sees belong to which adapter."""
 
     rows: int = 0
     groups: Sequence[Group] = ()
     few: FewRows | None = None  # computes them, if they are few
 
     def check(self, name: str, x: Tensor) -> None:
-        """An adapter never acts at a layer that was given other rows."""
+        """Refuse to run an adapter at a layer that was given other rows."""
         given = (x.shape[:-1] if x.is_floating_point() else x.shape).numel()
         if given != self.rows and (of := [group.adapter.name for group in self.groups if group.acts_at(name)]):
             raise AdapterError(f"{name} was given {given} rows of {self.rows}: the adapter {of[0]!r} cannot act there")
 
     def adapt_(self, name: str, y: Tensor, x: Tensor) -> None:
-        """What is computed together for all adapters at this layer."""
+        """Add what is computed together for all adapters at this layer."""
         placed = [group.placed.get(name) for group in self.groups]
         if not any(placed):
             return
@@ -61,7 +61,7 @@ class Shares:
 
 
 class Sites:
-    """All places of one served model."""
+    """All sites of one served model."""
 
     def __init__(self, served: Served, residency: Residency) -> None:
         self._served, self._residency = served, residency
@@ -76,7 +76,7 @@ class Sites:
         served.embed, served.remember = self._embed, self._remember
 
     def add(self, adapter: LoadedAdapter) -> None:
-        """Its places exist from now on."""
+        """Make the sites of an adapter."""
         if adapter.version in self._known:
             return
         self._known.add(adapter.version)
@@ -92,7 +92,7 @@ class Sites:
             self._put(name, self._after, nn.Module.register_forward_hook, self._on_the_way_out)
 
     def begin(self, step: Step, kept: Tensor) -> None:
-        """Which rows of the step are whose, and of those whose logits are kept."""
+        """Tell the sites which rows of the step belong to which adapter, and which of them are those whose logits are kept."""
         ours: dict[LoadedAdapter, list[Segment]] = {}
         for segment in step.segments:
             if isinstance(adapter := segment.sequence.adapter, LoadedAdapter):
@@ -109,7 +109,7 @@ class Sites:
             self._kept = self._shares(ours_kept.items(), len(kept))
 
     def _runs(self, owners: dict[int, LoadedAdapter]) -> list[tuple[int, int, Any]]:
-        """Rows behind each other of one adapter that the kernels compute: the first, how many, and where it is."""
+        """Return the runs of rows of one adapter that the kernels compute: the first row, how many, and where the adapter lies."""
         runs: list[tuple[int, int, Any]] = []
         for row in sorted(owners):
             if (adapter := owners[row]).packed is None:
@@ -165,7 +165,7 @@ class Sites:
                 run_layer(layer, args[0], y, group.rows)
 
     def _embed(self, step: Step, ids: Tensor) -> Tensor | None:
-        """Virtual tokens have the adapter's embeddings."""
+        """Give virtual tokens the adapter's embeddings."""
         segments = [s for s in self._virtual if _loaded(s).prompt is not None]
         if not segments:
             return None
@@ -178,7 +178,7 @@ class Sites:
         return rows
 
     def _remember(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Virtual tokens have the adapter's keys and values: [1, heads, rows, size], as the layer is about to remember them."""
+        """Give virtual tokens the adapter's keys and values, [1, heads, rows, size], just before the layer keeps them."""
         for segment in self._virtual:
             if prefix := _loaded(segment).prefix:
                 for there, ours in zip((key, value), prefix[layer], strict=True):

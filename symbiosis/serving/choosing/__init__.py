@@ -1,1 +1,1 @@
-"""Which tokens come next."""
+"""Chooses the next tokens."""

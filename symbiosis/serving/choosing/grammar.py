@@ -1,4 +1,4 @@
-"""Text that follows a JSON schema: which tokens may come next. Needs llguidance, which comes with the extra `structured`."""
+"""Text that follows a JSON schema: which tokens may come next. It needs llguidance, which the extra `structured` installs."""
 
 from typing import Any
 
@@ -11,12 +11,12 @@ COMPACT = {"whitespace_flexible": False}  # else a model may go on with spaces f
 
 
 class Grammars:
-    """Of one tokenizer.
+    """Grammars for the texts of one tokenizer.
 
     Args:
-        tokenizer: Of transformers, a fast one.
-        vocabulary: How many logits the model gives.
-        ends: Tokens that end a text.
+        tokenizer: A fast one of transformers.
+        vocabulary: How many logits the model has.
+        ends: The tokens that end a text.
     """
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
@@ -24,7 +24,7 @@ class Grammars:
         self._prepared: Any = None
 
     def begin(self, schema: str) -> "Grammar":
-        """For one text. What is wrong with the schema is told now."""
+        """Begin a text. Raises an error if the schema is wrong."""
         library = _library()
         try:
             grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)
@@ -36,7 +36,7 @@ class Grammars:
         return Grammar(matcher, self._vocabulary)
 
     def _prepare(self) -> Any:
-        """The vocabulary as the library wants it: about a second for a large one."""
+        """Convert the vocabulary for the library, which takes about a second for a large one."""
         if self._prepared is None:
             if self._tokenizer is None:
                 raise ConfigError("text by a JSON schema needs the model's tokenizer: give Engine(..., tokenizer=...)")
@@ -56,19 +56,19 @@ class Grammar:
         self._matcher, self._vocabulary = matcher, vocabulary
 
     def allowed(self) -> Tensor:
-        """Bool [vocabulary]."""
+        """Return which tokens may come next, bool [vocabulary]."""
         mask = self._matcher.compute_bitmask()
         bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
         spread = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
         return spread.flatten().bool()[: self._vocabulary]
 
     def take(self, token: int) -> None:
-        """The text goes on with this token."""
+        """Go on with this token."""
         self._matcher.consume_token(token)
 
     @property
     def has_ended(self) -> bool:
-        """Nothing more may come."""
+        """Whether nothing more may come."""
         return bool(self._matcher.is_stopped())
 
 

@@ -1,7 +1,7 @@
-"""How the next tokens are chosen, for all sequences of a step at once.
+"""Chooses the next tokens, for all sequences of a step at once.
 
-The random number of a token is a hash of its sequence's seed and its position: whatever else runs, and however often a sequence is
-evicted and computed again, it draws the same. Log probabilities are those of the model's own distribution.
+The random number for a token is a hash of its sequence's seed and of its position. So a sequence draws the same tokens whatever else runs,
+and however often it is evicted and computed again. Log probabilities are those of the model's own distribution.
 """
 
 import torch
@@ -22,11 +22,11 @@ def choose(
     ends: frozenset[int] = frozenset(),
     allowed: dict[int, Tensor] | None = None,
 ) -> list[Token | None]:
-    """A token for each row of `logits` (float32 [sequences, vocabulary]); None where the model's numbers, or what is allowed, leave
-    none.
+    """Choose a token for each row of `logits` (float32 [sequences, vocabulary]), or None where the model's numbers, or the tokens allowed,
+    leave none.
 
     Args:
-        ends: Tokens that end a text.
+        ends: The tokens that end a text.
         allowed: By row, what its grammar allows: bool [vocabulary].
 
     >>> from symbiosis.serving.request import Request
@@ -44,7 +44,7 @@ def choose(
 
 
 def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[Token]:
-    """These tokens with their log probabilities, and with those of so many of the most likely ones."""
+    """Return these tokens with their log probabilities, and with those of so many of the most likely tokens."""
     logprobs = logits.log_softmax(dim=-1)
     own = logprobs.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
     most = min(max(count or 0 for count in tops), logits.shape[1])
@@ -54,7 +54,7 @@ def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Numbers in [0, 1), float64: a hash of a sequence's seed and a token's position, both int64.
+    """Return numbers in [0, 1), float64: a hash of a sequence's seed and a token's position, both int64.
 
     >>> first, again, other = uniform(torch.tensor([1, 1, 2]), torch.tensor([7, 7, 7])).tolist()
     >>> first == again, first == other
@@ -64,13 +64,14 @@ def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def seed_of(sequence: Sequence) -> int:
-    """Of its request and its number among the request's completions: int64."""
+    """Return the seed of a completion, int64: from the request's seed, and the completion's number in the request."""
     seed = (sequence.request.sampling.seed or 0) + sequence.completion * GOLDEN
     return _signed(seed)
 
 
 def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
-    """By the inverse of the cumulative distribution, in the order of the token's numbers: rounding hardly ever changes who is drawn."""
+    """Draw by the inverse of the cumulative distribution, in the order of the tokens' numbers. Then rounding hardly ever changes which
+    token is drawn."""
     device, samplings = scores.device, [sequence.request.sampling for sequence in sequences]
     heat = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=device)
     scores = (scores - scores.max(dim=-1, keepdim=True).values) / heat.unsqueeze(1)
@@ -84,7 +85,8 @@ def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
 
 
 def _truncated(scores: Tensor, samplings: list[Sampling]) -> Tensor:
-    """Only the likely tokens: the top k of them, then those that make up the top p, then those not too far below the best."""
+    """Keep only the likely tokens: the top k, of these the ones that make up the top p, and of these the ones not too far below the
+    best."""
     device, count = scores.device, scores.shape[1]
     if any(0 < sampling.top_k < count or sampling.top_p < 1.0 for sampling in samplings):
         ranked, order = scores.sort(dim=-1, descending=True, stable=True)
@@ -103,7 +105,7 @@ def _truncated(scores: Tensor, samplings: list[Sampling]) -> Tensor:
 
 
 def _shaped(logits: Tensor, sequences: list[Sequence], ends: frozenset[int], allowed: dict[int, Tensor]) -> Tensor:
-    """The scores from which is chosen: the logits after penalties, biases, and what may not come."""
+    """Return the scores to choose from: the logits after penalties and biases, without the tokens that may not come."""
     shaping = [row for row, s in enumerate(sequences) if row in allowed or not _is_plain(s)]
     if not shaping:
         return logits
@@ -124,7 +126,7 @@ def _is_plain(sequence: Sequence) -> bool:
 
 
 def _shape(scores: Tensor, sequence: Sequence, ends: frozenset[int], allowed: Tensor | None) -> None:
-    """One row, in place."""
+    """Shape one row, in place."""
     how, device = sequence.request.sampling, scores.device
     if how.repetition_penalty != 1.0:
         seen = torch.tensor(sequence.tokens[sequence.virtual :], device=device).unique()
@@ -156,7 +158,7 @@ def _with_logprobs(logits: Tensor, sequences: list[Sequence], chosen: list[int |
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """splitmix64, in integers that wrap round."""
+    """Mix bits by splitmix64, in integers that wrap round."""
     x = x + _signed(GOLDEN)
     x = (x ^ _shifted(x, 30)) * _signed(MIX[0])
     x = (x ^ _shifted(x, 27)) * _signed(MIX[1])
@@ -164,7 +166,7 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in: torch's own shift repeats the sign."""
+    """Shift to the right with zeros coming in. (torch's own shift repeats the sign.)"""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 

@@ -1,1 +1,1 @@
-"""The loop of the server, what it counts, and text for its tokens."""
+"""The server's loop, what it counts, and text for its tokens."""

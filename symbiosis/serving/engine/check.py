@@ -1,4 +1,4 @@
-"""What is refused before it gets into the queue, by name."""
+"""Refuses requests that cannot be served before they are queued, and says why."""
 
 import math
 
@@ -14,11 +14,11 @@ LARGEST_PENALTY = 2.0
 
 
 def check(request: Request, virtual: int, adapter_pages: int, served: Served) -> None:
-    """Raises `ConfigError` where this server cannot do what is asked.
+    """Raise `ConfigError` if this server cannot do what is asked.
 
     Args:
-        virtual: Tokens that its adapter puts in front.
-        adapter_pages: What its adapter needs of the pool.
+        virtual: How many tokens the adapter puts in front.
+        adapter_pages: How many pages of the pool the adapter needs.
     """
     _check_sampling(request.sampling, served.vocabulary)
     if not 1 <= request.completions <= MOST_COMPLETIONS:

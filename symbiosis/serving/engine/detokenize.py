@@ -1,4 +1,4 @@
-"""Text for tokens as they come, cut before stop strings; and tokens for prompts and chats."""
+"""Makes text of tokens as they come, cut before stop strings, and tokens of prompts and chats."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,12 +10,12 @@ BROKEN = "�"
 
 
 class Text:
-    """The text of one completion. It holds back what is no whole character yet, and what may be the beginning of a stop string.
+    """The text of one completion. It holds back bytes that are no whole character yet, and text that may be the beginning of a stop string.
 
     Args:
         tokenizer: Of transformers.
-        stop: Strings that end the text; it is cut before them.
-        min_tokens: The first so many tokens are not searched for stop strings.
+        stop: Strings that end the text, which is cut before them.
+        min_tokens: So many tokens at the beginning are not searched for stop strings.
         special: Whether special tokens are part of the text.
     """
 
@@ -31,7 +31,7 @@ class Text:
         self.stopped = False
 
     def add(self, tokens: Iterable[int]) -> str:
-        """What the text gains by these tokens; nothing any more once it has stopped."""
+        """Return what the text gains by these tokens. Once it has stopped, it gains nothing."""
         out = ""
         for token in tokens:
             if self.stopped:
@@ -41,7 +41,7 @@ class Text:
         return out
 
     def end(self) -> str:
-        """What was held back: no more tokens come."""
+        """Return what was held back, because no more tokens come."""
         if self.stopped:
             return ""
         out = self._release(self._decoded(len(self._tokens)))
@@ -61,7 +61,7 @@ class Text:
         return new + self._whole_characters()
 
     def _decoded(self, upto: int) -> str:
-        """The text of the tokens not yet read. The ones before are decoded with them: they decide about spaces."""
+        """Return the text of the tokens that were not read yet. Those before are decoded with them, because they decide about spaces."""
         before = self._decode(self._tokens[self._context : self._read])
         return self._decode(self._tokens[self._context : upto])[len(before) :]
 
@@ -72,7 +72,7 @@ class Text:
         return text
 
     def _release(self, new: str) -> str:
-        """`new` text, as far as it cannot be part of a stop string."""
+        """Return `new` text, as far as it cannot be part of a stop string."""
         text = self._held + new
         if len(self._tokens) <= self._min_tokens:
             return text
@@ -86,7 +86,7 @@ class Text:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Characters at the end of `text` with which `stop` may begin.
+    """Return how many characters at the end of `text` may be the beginning of `stop`.
 
     >>> _overlap("the e", "end")
     1
@@ -95,13 +95,13 @@ def _overlap(text: str, stop: str) -> int:
 
 
 def text_of(tokenizer: Any, token: int) -> str:
-    """One token by itself, as it is shown beside its log probability."""
+    """Return one token by itself as text, to be shown beside its log probability."""
     text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
 
 
 def prompt_tokens(tokenizer: Any, prompt: str | Sequence[int]) -> tuple[int, ...]:
-    """The tokens of a prompt: text, or tokens already."""
+    """Return the tokens of a prompt, which is text or tokens already."""
     if not isinstance(prompt, str):
         return tuple(prompt)
     if tokenizer is None:
@@ -112,10 +112,10 @@ def prompt_tokens(tokenizer: Any, prompt: str | Sequence[int]) -> tuple[int, ...
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> tuple[int, ...]:
-    """The prompt that the tokenizer's chat template makes of messages.
+    """Return the prompt that the tokenizer's chat template makes of messages.
 
     Args:
-        options: For the template, such as `tools` or `enable_thinking`.
+        options: Options of the template, such as `tools` or `enable_thinking`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError("the model's tokenizer has no chat template: ask for a completion of a prompt instead")

@@ -98,10 +98,10 @@ class Engine:
         self._library.on_replaced = self._forget
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
-        """Begin a request, whose adapter is the one that has this name now. What cannot be done is refused here, with `ConfigError`.
+        """Begin a request with the adapter that has this name now. Raises `ConfigError` if it cannot be served.
 
         Args:
-            on_output: Is told of each step's tokens, in the engine's thread: it must not block.
+            on_output: Called with each step's tokens, in the engine's thread, so it must not block.
         """
         adapter = None if request.adapter is None else self._library.get(request.adapter)
         pages = 0 if adapter is None else self._residency.pages_of(adapter)
@@ -121,23 +121,23 @@ class Engine:
         self._loop.begin(Job(request, sequences, grammars, on_output))
 
     def cancel(self, id: int, has_stopped: bool = False) -> None:
-        """End a request; its memory is free before the next step. One that has ended already is no error.
+        """End a request. Its memory is free before the next step. A request that has ended already is no error.
 
         Args:
-            has_stopped: Its text has come to a stop string: it counts as finished.
+            has_stopped: Its text has come to a stop string, so it counts as finished.
         """
         self._loop.cancel(id, Finish.STOP if has_stopped else Finish.CANCELLED)
 
     def add(self, name: str, source: Any) -> Adapter:
-        """An adapter that PEFT has saved, or its weights. One of this name is replaced: requests under way keep the old one."""
+        """Add an adapter that PEFT has saved, or its weights. It replaces one of the same name; requests under way keep the old one."""
         return self._library.add(name, source)
 
     def remove(self, name: str) -> None:
-        """It cannot be asked for any more; requests under way keep it."""
+        """Remove an adapter. Requests under way keep it."""
         self._library.remove(name)
 
     def _forget(self, old: Adapter) -> None:
-        """Nothing of this version is needed by requests to come."""
+        """Forget a version that no later request needs."""
 
         def forget() -> None:
             self._served.blocks.forget(old.version)
@@ -146,29 +146,29 @@ class Engine:
         self._loop.ask(forget)
 
     def adapters(self) -> list[Adapter]:
-        """Those that are loaded."""
+        """Return the adapters that are loaded."""
         return list(self._library.loaded())
 
     def has_loaded(self, name: str) -> bool:
-        """Whether an adapter need not be read first."""
+        """Whether an adapter is loaded, and need not be read first."""
         return self._library.has(name)
 
     def adapter_names(self) -> list[str]:
-        """All that can be asked for: also those of the folder that nobody has asked for yet."""
+        """Return the names of all adapters that can be asked for, also of those in the folder that were never asked for."""
         return self._library.names()
 
     @property
     def vocabulary(self) -> int:
-        """Tokens are numbered from 0 to below this."""
+        """The number of tokens: they are numbered from 0 to below this."""
         return self._served.vocabulary
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and its answer, at most."""
+        """How many tokens a prompt and its answer may have together."""
         return self._served.longest
 
     def figures(self) -> Figures:
-        """What is going on, and what was counted."""
+        """Return what is going on now, and what was counted so far."""
         blocks, pool, counts = self._served.blocks, self._served.arena.pool, self._scheduler.counts
         free = pool.free
         now = Figures(
@@ -194,12 +194,12 @@ class Engine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are computed at all; false when it is closed."""
+        """Whether requests are computed. An engine that is closed computes none."""
         return self._loop.is_alive
 
     @property
     def step_s(self) -> float:
-        """For how long the present step has been computed."""
+        """How many seconds the present step has taken so far."""
         return self._loop.step_s
 
     def generate(
@@ -211,11 +211,11 @@ class Engine:
         stop: str | Iterable[str] = (),
         **sampling: Any,
     ) -> Completion:
-        """The whole completion of a prompt; waits for it.
+        """Complete a prompt, and return the whole completion.
 
         Args:
             stop: Strings before which the text is cut.
-            sampling: As the fields of `Sampling`.
+            sampling: The fields of `Sampling`.
         """
         reader = Reader(self, prompt, adapter, tenant, stop, sampling)
         return reader.wait()
@@ -229,14 +229,14 @@ class Engine:
         stop: str | Iterable[str] = (),
         **sampling: Any,
     ) -> AsyncIterator[Completion]:
-        """What each step adds, as it comes. Leaving the loop cancels the request."""
+        """Complete a prompt, and yield what each step adds. Leaving the loop cancels the request."""
         return Stream(self, prompt, adapter, tenant, stop, sampling).parts()
 
     def next_id(self) -> int:
         return next(self._ids)
 
     def close(self, drain: bool = True) -> None:
-        """With `drain` what is under way is finished first; else it is cancelled."""
+        """Close the engine. With `drain`, requests under way are finished first; else they are cancelled."""
         self._loop.close(drain)
         if self._own_model is not None:
             _close_sessions(self._own_model)

@@ -1,4 +1,4 @@
-"""What an engine counts: plain data that crosses processes. The boundaries of histograms are those of vLLM, whose plots thus fit."""
+"""What an engine counts, as plain data that crosses processes. The boundaries of histograms are those of vLLM, so that its plots fit."""
 
 from bisect import bisect_left
 
@@ -19,7 +19,7 @@ WHOLE_S = (
 
 
 class Histogram(msgspec.Struct):
-    """How many values lie up to each boundary and above the one before; the last count is of those above all.
+    """For each boundary, how many values were at most that and above the boundary before; the last count is of values above all.
 
     >>> histogram = Histogram.of((1.0, 2.0))
     >>> for value in (0.5, 1.0, 7.0):
@@ -46,7 +46,7 @@ class Histogram(msgspec.Struct):
 
 
 class Figures(msgspec.Struct, kw_only=True):
-    """Of one engine since it started."""
+    """The figures of one engine since it started."""
 
     running: int = 0
     waiting: int = 0
@@ -73,5 +73,5 @@ class Figures(msgspec.Struct, kw_only=True):
 
     @property
     def cache_usage(self) -> float:
-        """The part of the memory that is in use."""
+        """Which part of the memory is in use."""
         return 1.0 - (self.pages_free + self.pages_cached) / self.pages if self.pages else 0.0

@@ -1,4 +1,4 @@
-"""A request under way: its completions, and what is told of them."""
+"""A request under way, with its completions, and what the one who asked is told of them."""
 
 import logging
 from collections.abc import Callable
@@ -17,7 +17,7 @@ logger = logging.getLogger("symbiosis")
 
 @dataclass(slots=True)
 class Job:
-    """Of one request; touched by the engine's thread only."""
+    """The state of one request. Only the engine's thread touches it."""
 
     request: Request
     sequences: list[Sequence]
@@ -31,7 +31,7 @@ class Job:
     def tell(
         self, completion: int, tokens: tuple[Token, ...] = (), finish: Finish | None = None, error: str | None = None
     ) -> bool:
-        """Whether who asked takes it."""
+        """Hand over an output. Return whether it was taken."""
         first = self.sequences[0]
         output = Output(request=self.request.id, completion=completion, tokens=tokens, finish=finish, error=error)
         if not self.has_told:
@@ -50,7 +50,7 @@ class Job:
         return True
 
     def read_prompt(self, segment: Segment, logits: Tensor) -> None:
-        """Of a segment of the prompt, with the logits of all its rows."""
+        """Note the log probabilities of a segment of the prompt, given the logits of all its rows."""
         tokens, start = segment.sequence.tokens, segment.sequence.virtual
         last = segment.sequence.prompt_length
         told = [place for place in range(segment.position, segment.end) if start <= place + 1 < last]

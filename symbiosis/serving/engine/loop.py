@@ -1,4 +1,4 @@
-"""The loop of an engine, in a thread of its own: schedule, run, choose, tell, step after step."""
+"""The loop of an engine, in a thread of its own: schedule, run, choose and tell, step after step."""
 
 import logging
 import threading
@@ -24,7 +24,7 @@ IDLE_S = 0.001  # between looks at adapters on their way
 
 
 class Loop:
-    """Runs what is asked of it by `begin`, `cancel` and `ask`, which any thread may call."""
+    """Does what `begin`, `cancel` and `ask` tell it, which any thread may call."""
 
     def __init__(self, served: Served, scheduler: Scheduler) -> None:
         self._served, self._scheduler = served, scheduler
@@ -46,7 +46,7 @@ class Loop:
             self._awake.notify()
 
     def ask(self, do: Callable[[], None]) -> None:
-        """`do` it between two steps."""
+        """Call `do` between two steps, and return its result."""
         with self._awake:
             if self._closing:
                 raise ConfigError("the engine is closed")
@@ -68,7 +68,7 @@ class Loop:
 
     @property
     def step_s(self) -> float:
-        """For how long the present step has been computed."""
+        """How many seconds the present step has taken so far."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
@@ -86,7 +86,8 @@ class Loop:
                 self._step_began = None
 
     def _take_messages(self) -> bool:
-        """Do what was asked since the last step; with nothing to run, wait for more. False when all is done and the engine closes."""
+        """Do what was asked since the last step. If nothing runs, wait for more. Return False if everything is done and the engine
+        closes."""
         while True:
             while self._messages:
                 self._messages.popleft()()
@@ -99,7 +100,7 @@ class Loop:
                     self._awake.wait()
 
     def _step(self, now: float) -> None:
-        """Schedule, run, choose, tell."""
+        """Schedule, run, choose and tell."""
         for sequence in self._scheduler.late(now):
             self._end(sequence.request.id, Finish.ABORTED)
         step = self._scheduler.next_step(now)
@@ -112,8 +113,8 @@ class Loop:
         self.figures.steps += 1
 
     def _computed(self, step: Step) -> Iterable[tuple[tuple[Segment, ...], list[Token | None]]]:
-        """The step's segments, and the tokens that they choose. Where something fails, each is computed by itself: one request's error
-        is nobody else's."""
+        """Compute a step. Return its segments, and the tokens that they choose. If it fails, each segment is computed by itself, so that
+        one request's error concerns no other."""
         try:
             return [(step.segments, self._choose(step))]
         except ConnectionLost as error:
@@ -138,7 +139,7 @@ class Loop:
         return choose(logits, sequences, self._served.ends, allowed)
 
     def _logits(self, step: Step) -> Tensor:
-        """Of the rows that choose. Those of prompts whose log probabilities are asked for are computed beside them."""
+        """Return the logits of the rows that choose. Those of prompts whose log probabilities were asked for are computed with them."""
         if not any(segment.sequence.request.prompt_logprobs for segment in step.segments):
             return self._served.forward(step)
         rows: list[int] = []
@@ -199,7 +200,7 @@ class Loop:
             self._end(job.request.id, None)
 
     def _end(self, request: int, finish: Finish | None, error: str | None = None) -> None:
-        """All completions of a request that have not ended; without `finish` nobody is told."""
+        """End all completions of a request that have not ended. Without `finish` it is not told."""
         self._scheduler.drop(request)
         if (job := self.jobs.pop(request, None)) is None:
             return

@@ -1,4 +1,4 @@
-"""Those who ask an engine in this process: a whole completion, or its parts as they come; as text, if there is a tokenizer."""
+"""Reads an engine's answers in its own process: a whole completion, or its parts as they come, as text if there is a tokenizer."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -31,7 +31,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Asked(Protocol):
-    """An engine, as far as readers know it."""
+    """An engine, as its readers see it."""
 
     tokenizer: Any
 
@@ -41,7 +41,7 @@ class Asked(Protocol):
 
 
 class Asking:
-    """One request with its text."""
+    """One request, with its text."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Asking:
         return self._text is not None and self._text.stopped
 
     def part(self, output: Output) -> Completion:
-        """What an output adds. At a stop string the request is over, whatever the engine still computes."""
+        """Return what an output adds. At a stop string the request is over, whatever the engine still computes."""
         if output.finish in ENDS_WITH_ERROR:
             raise GenerationFailed(output.error or "the first token could not come in time any more: try again later")
         finish, text = output.finish, ""
@@ -95,7 +95,7 @@ class Asking:
 
 
 class Reader(Asking):
-    """Waits for the whole."""
+    """Waits for the whole completion."""
 
     def wait(self) -> Completion:
         outputs: SimpleQueue[Output] = SimpleQueue()
@@ -117,7 +117,7 @@ class Reader(Asking):
 
 
 class Stream(Asking):
-    """Gives the parts as they come."""
+    """Yields the parts of a completion as they come."""
 
     async def parts(self) -> AsyncIterator[Completion]:
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output]()

@@ -16,7 +16,7 @@ class Words:
     """What both kinds of completions have in common.
 
     Args:
-        logprobs: Whether they were asked for.
+        logprobs: Whether log probabilities were asked for.
     """
 
     kind, chunk_kind, prefix = "", "", ""
@@ -30,11 +30,11 @@ class Words:
         return {"object": self.kind, **self._head, "choices": choices, "usage": usage(generation)}
 
     def chunk(self, choices: list[Fields], usage: Fields | None = None, is_asked: bool = False) -> Fields:
-        """`is_asked`: with a stream's usage, each chunk has the field."""
+        """Return a chunk of a stream. If the stream's usage was asked for (`is_asked`), each chunk has that field."""
         return {"object": self.chunk_kind, **self._head, "choices": choices, **({"usage": usage} if is_asked else {})}
 
     def first(self, choices: int) -> Iterator[Fields]:
-        """What a stream begins with."""
+        """Return what a stream begins with."""
         yield from ()
 
     def choice(self, delta: Delta) -> Fields:
@@ -45,7 +45,7 @@ class Words:
 
 
 class ChatWords(Words):
-    """Of POST /v1/chat/completions."""
+    """Answers of POST /v1/chat/completions."""
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
@@ -75,10 +75,10 @@ class ChatWords(Words):
 
 
 class CompletionWords(Words):
-    """Of POST /v1/completions.
+    """Answers of POST /v1/completions.
 
     Args:
-        echoes: The text of each choice's prompt, which comes first; empty if that was not asked for.
+        echoes: The text of each choice's prompt, which comes first; empty if it was not asked for.
     """
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
@@ -104,7 +104,7 @@ class CompletionWords(Words):
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
 
     def _of_prompt(self, delta: Delta) -> list[Token]:
-        """Nothing comes before the first token, so that it has no probability."""
+        """Return the log probabilities of the prompt's tokens. The first token has none, because nothing comes before it."""
         told = list(delta.prompt_logprobs)
         prompt = self._prompts[delta.choice]
         missing = len(prompt) - len(told)
@@ -142,7 +142,7 @@ def usage(generation: Generation) -> Fields:
 
 
 def finite(logprob: float | None) -> float | None:
-    """JSON has no infinity: -9999, as OpenAI's.
+    """Return a number that JSON has. It has no infinity; like OpenAI's API, this one returns -9999 instead.
 
     >>> finite(float("-inf"))
     -9999.0

@@ -28,7 +28,7 @@ SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
 
 
 class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of vLLM's POST /v1/load_lora_adapter."""
+    """The body of vLLM's POST /v1/load_lora_adapter."""
 
     lora_name: str
     lora_path: str
@@ -36,7 +36,7 @@ class LoadBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
-    """Of vLLM's POST /v1/unload_lora_adapter."""
+    """The body of vLLM's POST /v1/unload_lora_adapter."""
 
     lora_name: str
     lora_int_id: int | None = None
@@ -70,7 +70,7 @@ def make_app(front: Front) -> ASGIApp:
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:
-    """An app that counts each answer by its path and status."""
+    """Return an app that counts each answer by its path and status."""
 
     async def counted(scope: Scope, receive: Receive, send: Send) -> None:
         async def told(message: Message) -> None:
@@ -171,7 +171,7 @@ async def unload_adapter(front: Front, request: Request) -> ASGIApp:
 
 
 async def put_adapter(front: Front, request: Request) -> ASGIApp:
-    """The bytes of a safetensors file, with its configuration in the metadata: a new version of this name."""
+    """Add a new version of this name, from the bytes of a safetensors file that has the configuration in its metadata."""
     front.administrator(request)
     name = request.path_params["name"]
     _check_name(front, name)
@@ -187,7 +187,7 @@ async def delete_adapter(front: Front, request: Request) -> ASGIApp:
 
 
 async def health(front: Front, request: Request) -> ASGIApp:
-    """200 while requests are taken."""
+    """Answer 200 while requests are taken."""
     state = front.state
     told = {"status": state, "requests": front.remote.under_way, "step_s": round(front.remote.step_s, 3)}
     return _json(told, 200 if state == "serving" else 503)
@@ -203,7 +203,7 @@ async def told_metrics(front: Front, request: Request) -> ASGIApp:
 
 
 async def figures(front: Front, request: Request) -> ASGIApp:
-    """What the page shows."""
+    """Return what the page shows."""
     front.tenant(request)
     found = await front.remote.ask(Figures, "figures")
     adapters = await front.remote.ask(list[AdapterInfo], "adapters")
@@ -232,14 +232,14 @@ def _check_name(front: Front, name: str) -> None:
 
 
 async def _check_new(front: Front, name: str) -> None:
-    """As vLLM does."""
+    """Refuse a name that is there already, as vLLM does."""
     loaded = {each.name for each in await front.remote.ask(list[AdapterInfo], "adapters") if each.version}
     if name in loaded:
         raise wrong(f"adapter {name!r} is loaded already: give load_inplace=true to replace it", "lora_name")
 
 
 def _within(front: Front, path: str) -> Path:
-    """A path that a client names: only what lies in the folder of adapters is read."""
+    """Return a path that a client names, if it lies in the folder of adapters. Nothing else is read."""
     if front.options.adapters is None:
         raise wrong(f"the server was started without a folder of --adapters to load from: {SEND_IT}", "lora_path")
     folder = Path(front.options.adapters).resolve()

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""Errors in the form that OpenAI's clients read."""
 
 from http import HTTPStatus
 from typing import Any
@@ -14,7 +14,7 @@ KINDS = {
 
 
 class ApiError(Exception):
-    """Ends a request with this status.
+    """An error that ends a request with this status.
 
     >>> ApiError(404, "there is no model 'x'", code="model_not_found").body["error"]["type"]
     'not_found_error'
@@ -36,7 +36,7 @@ class ApiError(Exception):
 
 
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """What a client sent is wrong."""
+    """Return the error that says what is wrong with what a client sent."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 

@@ -26,7 +26,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class Front:
-    """One engine as clients see it."""
+    """One engine, as clients see it."""
 
     def __init__(self, remote: Remote, tokenizer: Any, options: FrontOptions) -> None:
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
@@ -37,7 +37,7 @@ class Front:
 
     @property
     def state(self) -> str:
-        """In a word: only a server that is "serving" takes requests."""
+        """The server's state in a word. It takes requests only while it is "serving"."""
         if not self.remote.is_there:
             return "the engine has ended"
         if self.remote.is_silent:
@@ -54,17 +54,17 @@ class Front:
         self.answered[path, status] = self.answered.get((path, status), 0) + 1
 
     async def body(self, request: HttpRequest) -> bytes:
-        """All of it, if it is not too large and comes in time."""
+        """Return the whole body of a request, if it is not too large and comes in time."""
         return await self.bodies.read(request, self.options.max_body_bytes)
 
     def adapter(self, model: str) -> str | None:
-        """What the engine calls it: None is the base."""
+        """Return the engine's name for an adapter. None is the base."""
         if not model or len(model) > 256:
             raise unknown_model(model, self.options.model)
         return None if model == self.options.model else model
 
     async def prompts(self, given: str | list[str | int | list[int]]) -> list[tuple[int, ...]]:
-        """The tokens of each: one text, tokens, or a list of either."""
+        """Return the tokens of each prompt: one text, tokens, or a list of either."""
         several: list[Any] = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
         if len(several) > self.options.max_requests:
             raise wrong(f"at most {self.options.max_requests} prompts", "prompt")
@@ -97,7 +97,7 @@ class Front:
         return await asyncio.to_thread(make) if size > LONG_TEXT else make()
 
     def room(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
-        """How many tokens a completion may have: `wanted` if it fits, else an error."""
+        """Return how many tokens a completion may have: `wanted` if they fit; else it is an error."""
         longest, length = self.remote.welcome.longest, max(map(len, prompts))
         left = longest - length
         if left < (0 if wanted == 0 else 1) or (wanted or 0) > left:
@@ -112,7 +112,7 @@ class Front:
     def begin(
         self, tenant: Tenant, body: Body, prompts: list[tuple[int, ...]], sampling: Sampling, prompt_logprobs: bool
     ) -> tuple[Generation, Callable[[], None]]:
-        """A generation that has begun, and what to call at its end."""
+        """Begin a generation. Return it, and what to call at its end."""
         requests = [
             Request(
                 id=self.remote.next_id(),
@@ -141,7 +141,7 @@ class Front:
 
 
 def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """With its content as one text, as templates expect it."""
+    """Return a message with its content as one text, as templates expect it."""
     content = message.get("content")
     if (role := message.get("role")) not in ROLES:
         raise wrong(f"each message has a role: {', '.join(ROLES)}, and not {str(role)[:100]!r}", "messages")

@@ -1,4 +1,4 @@
-"""The completions of one call of the API: tokens become text when they come, however slowly it is read."""
+"""The completions of one call of the API. Tokens become text as they come, however slowly the client reads."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -19,7 +19,7 @@ FAILURES = {
 
 
 class Delta(msgspec.Struct):
-    """What one completion has gained since it was last looked at."""
+    """What one completion has gained since it was last read."""
 
     choice: int
     text: str = ""
@@ -37,7 +37,7 @@ class Choice:
         self._silent = silent  # tokens that end the text, and are no part of it
 
     def add(self, output: Output) -> bool:
-        """Whether there is something new to read."""
+        """Add tokens. Return whether there is something new to read."""
         new, delta = self.text.add([t.id for t in output.tokens if t.id not in self._silent]), self.delta
         if self.text.stopped:
             self.finish = "stop"
@@ -55,11 +55,11 @@ class Choice:
 
 
 class Generation:
-    """Requests that are answered together: one for each prompt.
+    """Requests that are answered together, one for each prompt.
 
     Args:
         new_text: Makes the text of a completion.
-        spent: Is told how many tokens came.
+        spent: Called with how many tokens came.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Generation:
             self._remote.submit(request, self._take)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """What has come since the last time, until all completions are finished; raises what went wrong."""
+        """Yield what has come since the last time, until all completions are finished. Raises the error that ended them."""
         while self._open or self._new or self._failure:
             await self._event.wait()
             self._event.clear()
@@ -96,7 +96,7 @@ class Generation:
                 yield [choice.read() for choice in new.values()]
 
     def end(self) -> None:
-        """Nobody reads any more: what is still under way is cancelled."""
+        """End the generation, because nobody reads any more: what is still under way is cancelled."""
         for id in list(self._open):
             self._remote.cancel(id)
         self._open.clear()

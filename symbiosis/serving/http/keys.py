@@ -1,4 +1,4 @@
-"""API keys: who asks, and how much at a time. The file is read again when it changes."""
+"""API keys: who asks, and how much each may ask for at a time. The file is read again when it changes."""
 
 import hashlib
 import hmac
@@ -20,7 +20,7 @@ SHORTEST_KEY = 8
 
 @dataclass
 class Tenant:
-    """Who has a key; without limits, whoever asks where there are no keys."""
+    """The owner of a key. Where there are no keys, everybody is one tenant without limits."""
 
     name: str = ""
     digest: bytes = b""
@@ -32,7 +32,7 @@ class Tenant:
     since: float = 0.0
 
     def admit(self, requests: int, now: float) -> None:
-        """Counts so many requests as under way; `ApiError` if that is too many, or if it owes tokens."""
+        """Count so many requests as under way. Raises `ApiError` if that is too many, or if the tenant owes tokens."""
         if self.requests and self.under_way + requests > self.requests:
             raise too_many(f"this key may have {self.requests} requests under way, and has {self.under_way}", 1.0)
         self._pay(now)
@@ -48,14 +48,14 @@ class Tenant:
             self.owed += tokens
 
     def _pay(self, now: float) -> None:
-        """What was not used is kept for one second."""
+        """Pay tokens back as time passes. What is not used is kept for one second."""
         if self.tokens_per_s:
             self.owed = max(self.owed - (now - self.since) * self.tokens_per_s, -float(self.tokens_per_s))
         self.since = now
 
 
 class Keys:
-    """The tenants of a file; without one, everybody is the same nameless tenant.
+    """The tenants of a file. Without a file everybody is the same nameless tenant.
 
     >>> Keys(None).tenant(None).name
     ''
@@ -75,7 +75,7 @@ class Keys:
         return self._file is not None
 
     def tenant(self, authorization: str | None) -> Tenant:
-        """Whose key that is. All are compared, each in the same time whatever is in it."""
+        """Return the tenant that has this key. The key is compared with all, and each comparison takes the same time whatever is in it."""
         if self._file is None:
             return self._nobody
         self._look()
@@ -89,7 +89,7 @@ class Keys:
         return found[0]
 
     def administrator(self, authorization: str | None) -> None:
-        """`ApiError` unless this key may add, replace and remove adapters, which are everybody's."""
+        """Raise `ApiError` unless this key may add, replace and remove adapters, which belong to everybody."""
         if not self.tenant(authorization).may_change_adapters:
             raise ApiError(
                 403,
@@ -98,7 +98,7 @@ class Keys:
             )
 
     def _look(self) -> None:
-        """A file that is wrong now changes nothing, which is said."""
+        """Read the file again if it has changed. If it is wrong now, that is logged, and the keys stay as they were."""
         if self._file is None or self.clock() - self._looked < LOOK_EVERY_S:
             return
         self._looked = self.clock()
@@ -111,7 +111,7 @@ class Keys:
             logger.warning("the API keys stay as they were: %s", error)
 
     def _take(self, read: dict[str, Tenant]) -> None:
-        """What a tenant has under way, it keeps."""
+        """Take over what was read. A tenant keeps the requests that it has under way."""
         for name, new in read.items():
             if old := self._tenants.get(name):
                 old.digest, old.requests, old.tokens_per_s = new.digest, new.requests, new.tokens_per_s
@@ -122,7 +122,7 @@ class Keys:
 
 
 def read_keys(file: Path) -> dict[str, Tenant]:
-    """Tenants by name. A `ConfigError` never shows a key."""
+    """Return the tenants of a file by name. A `ConfigError` never shows a key."""
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""Figures for Prometheus. The names are vLLM's, with `symbiosis_serve_` for its `vllm:`, where there is the same figure."""
+"""Figures for Prometheus. Where vLLM has the same figure, the name is vLLM's, with `symbiosis_serve_` for its `vllm:`."""
 
 from collections.abc import Callable, Iterable
 
@@ -38,7 +38,7 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[Figures], Histogram]]] = {
 
 
 class Collected(Collector):
-    """One look at the figures, and the answers of HTTP by path and status."""
+    """The figures at one moment, and the answers of HTTP by path and status."""
 
     def __init__(self, figures: Figures, answered: dict[tuple[str, int], int]) -> None:
         self._figures, self._answered = figures, answered
@@ -72,7 +72,7 @@ def _histogram(name: str, help: str, of: Histogram) -> HistogramMetricFamily:
 
 
 def text(figures: Figures, answered: dict[tuple[str, int], int]) -> bytes:
-    """As Prometheus reads it."""
+    """Return the figures as Prometheus reads them."""
     registry = CollectorRegistry()
     registry.register(Collected(figures, answered))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""The page at /: it needs nothing from other hosts, and no other host may show it."""
+"""The page at /. It needs nothing from other hosts, and no other host may show it."""
 
 from functools import cache
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The process that speaks HTTP. It is started with two sockets: one that listens, and the link to the engine."""
+"""The process that speaks HTTP. It is started with two sockets: one that listens, and the link to the engine's process."""
 
 import asyncio
 import logging
@@ -33,7 +33,8 @@ class Protocol(HttpToolsProtocol):
         self.loop.call_later(HEAD_S, self._close_if_silent)
 
     def _close_if_silent(self, before: Any = None) -> None:
-        """`before` is what was answered last when one looked last: if it still is, no head has come since."""
+        """Close the connection unless the head of a request has come since the last look. `before` is the request that had been answered
+        by then."""
         if self.transport.is_closing():
             return
         if self.cycle is None or (self.cycle is before and before.response_complete):
@@ -43,7 +44,7 @@ class Protocol(HttpToolsProtocol):
 
 
 async def serve(listener: socket.socket, link: socket.socket, options: FrontOptions) -> None:
-    """Until the engine hangs up, or says that it is enough and all is answered."""
+    """Serve until the engine hangs up, or until it says that it ends and everything is answered."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
@@ -62,7 +63,8 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
 
 
 async def _watch(remote: Remote, engine: int) -> None:
-    """An engine's process that hangs is ended, and the whole server with it: it could neither answer nor end by itself."""
+    """End the engine's process if it hangs, and with it the whole server, because a hanging process can neither answer nor end by
+    itself."""
     while remote.beat() or not engine:
         await asyncio.sleep(BEAT_S / 2)
     if remote.is_there:

@@ -1,4 +1,4 @@
-"""Answers that may take a while: they end when the reader hangs up, and so does the work for them."""
+"""Answers that may take a while. When the reader hangs up, they end, and so does the work for them."""
 
 import asyncio
 from collections.abc import Callable
@@ -16,7 +16,7 @@ JSON = [(b"content-type", b"application/json")]
 
 
 class Reply:
-    """Answers with all of a generation.
+    """An answer with the whole of a generation.
 
     Args:
         done: Called at the end, whatever it is.
@@ -38,7 +38,7 @@ class Reply:
             self._done()
 
     async def _answer(self, send: Send) -> None:
-        """All choices, each by its number."""
+        """Return all choices, each by its number."""
         whole = [Delta(number) for number in range(self._generation.choices)]
         async for deltas in self._generation.deltas():
             for delta in deltas:
@@ -49,14 +49,14 @@ class Reply:
 
 
 class Stream(Reply):
-    """Answers with events, one for whatever a choice gained since the last."""
+    """An answer as events, one for whatever a choice has gained since the last one."""
 
     def __init__(self, generation: Generation, words: Words, done: Callable[[], None], wants_usage: bool) -> None:
         super().__init__(generation, words, done)
         self._wants_usage, self._begun = wants_usage, False
 
     async def _answer(self, send: Send) -> None:
-        """What goes wrong before the first event is an answer of its own; later it is an event."""
+        """Answer. An error before the first event is an answer of its own; a later one is an event."""
         try:
             async for deltas in self._generation.deltas():
                 choices = [self._words.part(delta) for delta in deltas]
@@ -91,10 +91,10 @@ def _join(whole: Delta, more: Delta) -> None:
 
 
 def _event(value: object) -> bytes:
-    """As server-sent events are written.
+    """Return a server-sent event.
 
     >>> _event({"a": 1})
-    b'data: {"a":1}\\n\\n'
+    b'data: {"a":1}\n\n'
     """
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 

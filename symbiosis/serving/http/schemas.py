@@ -1,4 +1,4 @@
-"""What clients may ask for, as OpenAI and vLLM name it, and what it means to the engine."""
+"""What clients may ask for, by the names of OpenAI and vLLM, and what it means to the engine."""
 
 import json
 import re
@@ -34,7 +34,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of both kinds of completions."""
+    """The fields that both kinds of completions have."""
 
     model: str
     max_tokens: int | None = None
@@ -82,7 +82,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionBody(Body, kw_only=True):
-    """Of POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -92,7 +92,7 @@ class CompletionBody(Body, kw_only=True):
 
 
 class ChatBody(Body, kw_only=True):
-    """Of POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -105,7 +105,7 @@ class ChatBody(Body, kw_only=True):
 
 
 def read(kind: type[BodyType], data: bytes) -> BodyType:
-    """A body of this kind; `ApiError` says what is wrong with it."""
+    """Read a body of this kind. Raises an `ApiError` that says what is wrong with it."""
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
@@ -117,7 +117,7 @@ def read(kind: type[BodyType], data: bytes) -> BodyType:
 
 
 def _named(error: msgspec.ValidationError) -> ApiError:
-    """An error that names the field."""
+    """Return an error that names the field."""
     text = str(error)
     if found := re.search(r"unknown field `(.*?)`", text):
         hint = f". {BY_FORMAT}" if found[1].startswith(("guided_", "structured_outputs")) else ""
@@ -180,7 +180,7 @@ def _check_chat(body: ChatBody) -> None:
 
 
 def sampling_of(body: Body, max_tokens: int, logprobs: int | None, vocabulary: int) -> Sampling:
-    """How the engine is to choose."""
+    """Return how the engine is to choose tokens."""
     ends = tuple(dict.fromkeys(body.stop_token_ids or ()))
     if len(ends) > MOST_ENDS:
         raise wrong(f"at most {MOST_ENDS} stop_token_ids", "stop_token_ids")

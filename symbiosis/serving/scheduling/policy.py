@@ -1,7 +1,7 @@
-"""Who runs next: pure functions over the waiting sequences. They know no clock; `now` is told.
+"""Decides which sequences run next, by pure functions over the waiting ones. They have no clock; `now` is passed to them.
 
-Every policy is an order in which sequences are tried, and `admit` tries them: those for which there is no room are passed by, but not
-for ever. Early abort follows S-LoRA (arXiv:2311.03285), fairness between tenants the virtual token counter (arXiv:2401.00588).
+A policy is an order in which sequences are tried, and `admit` tries them. A sequence for which there is no room is passed by, but not for
+ever. Early abort follows S-LoRA (arXiv:2311.03285); fairness between tenants follows the virtual token counter (arXiv:2401.00588).
 """
 
 import heapq
@@ -39,7 +39,7 @@ W = TypeVar("W", bound=Waits)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What runs, and how much more may."""
+    """What runs, and how much more may run."""
 
     sequences: int
     most_sequences: int
@@ -53,7 +53,7 @@ class Batch:
         return self.sequences >= self.most_sequences
 
     def may_take(self, version: int, tenant: str) -> bool:
-        """Whether the limits allow one more, memory aside."""
+        """Whether the limits, memory aside, allow one more sequence."""
         if self.most_of_tenant is not None and (self.tenants or {}).get(tenant, 0) >= self.most_of_tenant:
             return False
         is_new = version != 0 and version not in self.versions
@@ -68,10 +68,10 @@ class Batch:
 
 
 def admit(order: Iterable[W], batch: Batch, start: Callable[[W], bool]) -> list[W]:
-    """Those that join the batch. `start(sequence)` begins one if there is memory for it.
+    """Return the sequences that join the batch. `start(sequence)` begins one if there is memory for it.
 
-    One that finds no room is passed by, at most `MOST_OVERTAKEN` times by others: then the batch drains until it fits. (A tenant's own
-    limit is the tenant's own affair: who is stopped by it stops nobody.)
+    If there is no room for a sequence, at most `MOST_OVERTAKEN` others pass it by. Then the batch drains until it fits. A sequence that its
+    own tenant's limit holds back holds back no other.
     """
     joined: list[W] = []
     passed: list[W] = []
@@ -92,7 +92,8 @@ def admit(order: Iterable[W], batch: Batch, start: Callable[[W], bool]) -> list[
 
 
 def giving_way(running: Iterable[W], waiting: Iterable[W], most_of_tenant: int | None) -> list[W]:
-    """Those beyond their tenant's limit, the newest first: one for each that waits and has a tenant who is below it.
+    """Return the running sequences beyond their tenant's limit that give way, the newest first: one for each waiting sequence whose tenant
+    is below the limit.
 
     >>> from types import SimpleNamespace as S
     >>> running = [S(tenant="a", arrived=float(n)) for n in range(4)]
@@ -113,7 +114,7 @@ def giving_way(running: Iterable[W], waiting: Iterable[W], most_of_tenant: int |
 
 
 def by_fairness(waiting: Iterable[W], counters: Mapping[str, float]) -> Iterator[W]:
-    """The virtual token counter: always the tenant who has got least; of its sequences the first that came.
+    """Order sequences by the virtual token counter: always the tenant that has got least, and of its sequences the first that came.
 
     >>> from types import SimpleNamespace as S
     >>> queue = [S(tenant="a", prompt_length=5, name=1), S(tenant="a", prompt_length=5, name=2), S(tenant="b", prompt_length=1, name=3)]
@@ -134,7 +135,7 @@ def by_fairness(waiting: Iterable[W], counters: Mapping[str, float]) -> Iterator
 
 
 def lifted(counters: Mapping[str, float], tenant: str, active: Iterable[str]) -> float:
-    """The counter of a tenant who comes (back): nobody saves up by staying away.
+    """Return the counter of a tenant that comes, or comes back: no tenant saves up by staying away.
 
     >>> lifted({"a": 100.0, "b": 80.0, "c": 3.0}, "c", active=["a", "b"])
     80.0
@@ -144,27 +145,28 @@ def lifted(counters: Mapping[str, float], tenant: str, active: Iterable[str]) ->
 
 
 def too_late(waiting: Iterable[W], now: float, first_token_s: float, takes_s: float) -> list[W]:
-    """Those that would get their first token after the deadline, even if they began now. What has begun is not aborted."""
+    """Return the sequences that would get their first token after the deadline even if they began now. What has begun is not aborted."""
     return [s for s in waiting if not s.has_begun and now + takes_s > s.arrived + first_token_s]
 
 
 def by_deadline(waiting: Sequence[W], arrivals: float, begun: float) -> Iterable[W]:
-    """First come first served while the server keeps up; the newest first when more requests come a second than begin.
+    """Order sequences first come, first served while the server keeps up, and the newest first while more requests come in a second than
+    begin.
 
-    Then somebody misses the deadline in any case, and who serves the oldest first serves everybody just too late.
+    Then some miss the deadline in any case, and a server that takes the oldest first serves every one of them just too late.
     """
     return reversed(waiting) if arrivals > begun else waiting
 
 
 def newest(running: Sequence[W]) -> W:
-    """Who gives up its memory when there is none left: the one that came last, so that the first always ends."""
+    """Return the sequence that gives up its memory when none is left: the one that came last, so that the first one always ends."""
     position = count()
     return max(running, key=lambda sequence: (sequence.arrived, next(position)))
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Events a second, the recent ones counting most.
+    """Events a second, of which the recent ones count most.
 
     >>> rate = Rate(over_s=10.0)
     >>> for second in range(60):
@@ -186,7 +188,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A moving average; a new value counts a tenth.
+    """A moving average, in which a new value counts a tenth.
 
     >>> Mean().after(2.0).after(3.0)
     Mean(value=2.1, is_known=True)

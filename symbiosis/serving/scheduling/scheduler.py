@@ -1,7 +1,8 @@
-"""Continuous batching: which sequences join and leave, and what each computes in the next step. Plain Python; policies decide who.
+"""Continuous batching: which sequences join and leave, and what each computes in the next step. It is plain Python; policies decide about
+the order.
 
-A sequence waits, runs, and is gone. It joins as soon as its adapter and its tokens find room; when there is none left for the next
-token of somebody, the newest one gives up its blocks and waits again. What it has said so far then belongs to its prompt.
+A sequence waits, runs, and is gone. It joins as soon as there is room for its adapter and its tokens. When no room is left for the next
+token of a sequence, the newest one gives up its blocks and waits again. The tokens that it has chosen so far then belong to its prompt.
 """
 
 from bisect import insort
@@ -33,7 +34,7 @@ class Residency(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What a step may hold, and who comes first."""
+    """What a step may hold, and which sequences come first."""
 
     max_batch: int = 64  # sequences
     adapters_in_batch: int | None = None
@@ -46,7 +47,7 @@ class Rules:
 
 @dataclass(slots=True)
 class Counts:
-    """What happened so far."""
+    """What has happened so far."""
 
     evictions: int = 0
     asked: int = 0  # tokens of prompts
@@ -54,10 +55,10 @@ class Counts:
 
 
 class Scheduler:
-    """Of one engine, whose thread alone calls it.
+    """The scheduler of one engine. Only the engine's thread calls it.
 
     Args:
-        release: Is told of each sequence that leaves the batch; gives up its blocks.
+        release: Called with each sequence that leaves the batch, to free its blocks.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Scheduler:
         self._something_changed = False
 
     def add(self, sequences: list[Sequence]) -> None:
-        """The completions of one request. The first computes the prompt; the others then find it."""
+        """Add the completions of one request. The first one computes the prompt, and the others find it."""
         first, *others = sequences
         tenants = {each.tenant for each in (*self.waiting, *self.running)}
         if first.tenant not in tenants:
@@ -89,7 +90,7 @@ class Scheduler:
             self._followers[first] = others
 
     def drop(self, request: int) -> None:
-        """Everything of a request, now."""
+        """Drop a whole request at once."""
         for sequence in [each for each in (*self.waiting, *self.running) if each.request.id == request]:
             self.finish(sequence)
 
@@ -102,13 +103,13 @@ class Scheduler:
             self._something_changed = True
 
     def late(self, now: float) -> list[Sequence]:
-        """Those that wait and can no longer have their first token in time, where the policy gives those up."""
+        """Return the waiting sequences that can no longer have their first token in time, if the policy gives those up."""
         if self.rules.policy != "abort":
             return []
         return policy.too_late(self.waiting, now, self.rules.first_token_s, self._takes.value)
 
     def next_step(self, now: float) -> Step | None:
-        """What to compute now; None if there is nothing."""
+        """Return what to compute now, or None if there is nothing."""
         if self.waiting and self._something_changed:
             self._something_changed = False
             self._admit(now)
@@ -116,7 +117,7 @@ class Scheduler:
         return self._compose()
 
     def advance(self, step: Step, now: float) -> None:
-        """The step was computed. (Tokens that it chose are added after this.)"""
+        """Note that a step was computed. (The tokens that it chose are added after this.)"""
         for segment in step.segments:
             sequence = segment.sequence
             sequence.computed = segment.end
@@ -134,7 +135,7 @@ class Scheduler:
         self._something_changed = True
 
     def _admit(self, now: float) -> None:
-        """A tenant who was alone had more than its share; what is beyond it gives way now."""
+        """Let sequences join. A tenant that was alone may run more than its share; what is beyond that gives way now."""
         self._join(now)
         for sequence in policy.giving_way(self.running, self.waiting, self.rules.of_tenant):
             self._evict(sequence)
@@ -155,7 +156,8 @@ class Scheduler:
             self._begin(sequence, now)
 
     def _prefetch(self) -> None:
-        """Adapters of the queue are brought if there is room that nobody else wants; once, lest they come and go at every step."""
+        """Bring adapters of waiting sequences to the device if nothing else needs the room; each only once, so that they do not come and
+        go at every step."""
         if self._residency is not None:
             soon = [each.adapter for each in islice(self.waiting, PREFETCHED) if each.adapter]
             self._residency.prefetch(soon)
@@ -178,8 +180,8 @@ class Scheduler:
             self.counts.found += sequence.computed
 
     def _start(self, sequence: Sequence) -> bool:
-        """Let it run, if there is room for its adapter, all its tokens, and a block more for each that runs already. An adapter is brought
-        only when there is room for the tokens, too."""
+        """Let a sequence run if there is room for its adapter, for all its tokens, and for one more block for each sequence that runs
+        already. Its adapter is brought only if there is room for the tokens, too."""
         to_fetch = not self._is_here(sequence)
         if not to_fetch:
             self._pin(sequence)
@@ -208,7 +210,8 @@ class Scheduler:
             self._residency.pin(sequence.adapter)
 
     def _compose(self) -> Step | None:
-        """One row of each that decodes, and pieces of prompts. The oldest is first to get room, the newest first to lose it."""
+        """Compose a step: one row of each sequence that decodes, and pieces of prompts. The oldest sequence gets room first, and the
+        newest loses it first."""
         parts: list[tuple[Sequence, int]] = []
         left = self.rules.prefill_tokens
         for sequence in list(self.running):
@@ -225,7 +228,8 @@ class Scheduler:
         return self._residency.is_here(sequence.adapter)
 
     def _has_room(self, sequence: Sequence, upto: int) -> bool:
-        """Whether its first `upto` tokens find room; the newest are evicted for it. It may be itself the newest, or evicted already."""
+        """Whether there is room for a sequence's first `upto` tokens. The newest sequences are evicted for it. It may itself be the
+        newest, or evicted already."""
         while sequence in self.running:
             if self._find_room(self._missing(sequence, upto)) and self._blocks.grow(sequence, upto):
                 return True
@@ -241,7 +245,7 @@ class Scheduler:
         return max(0, self._blocks.needed(upto) - len(sequence.blocks) * self._blocks.layers)
 
     def _find_room(self, pages: int) -> bool:
-        """Whether `Blocks.grow` could get so many pages; adapters that nobody uses now are evicted for it."""
+        """Whether `Blocks.grow` can get so many pages. Adapters that nothing uses now are evicted for it."""
         spare = self._blocks.spare()
         if pages > spare and self._residency is not None:
             self._residency.make_room(self._blocks.pool.free + pages - spare)

@@ -1,4 +1,4 @@
-"""Bodies on their way: each must come at some pace, and only so many may be slow at a time."""
+"""Reads the bodies of requests. Each must come at some pace, and only so many may be slow at a time."""
 
 import asyncio
 from collections.abc import Callable, Iterator
@@ -14,15 +14,15 @@ MOST, MOST_BYTES = 256, 256 << 20  # bodies that are read at a time
 
 
 class Bodies:
-    """Those that are being read. When there are too many, the one that has taken longest ends: who sends at once is never kept waiting by
-    those who do not."""
+    """The bodies that are being read. When there are too many, the one that has taken longest is ended, so that clients that send at
+    once never wait for slow ones."""
 
     def __init__(self, longest_s: float = BODY_S, most: int = MOST, most_bytes: int = MOST_BYTES) -> None:
         self._longest_s, self._most, self._most_bytes = longest_s, most, most_bytes
         self._open: dict[asyncio.Timeout, int] = {}  # bytes that they take of the memory, in the order of their coming
 
     async def read(self, request: Request, most: int) -> bytes:
-        """All of it."""
+        """Return the whole body."""
         pieces = bytearray()
         await self.pieces(request, most, pieces.extend, in_memory=True)
         return bytes(pieces)
@@ -30,7 +30,7 @@ class Bodies:
     async def pieces(
         self, request: Request, most: int, take: Callable[[bytes], object], in_memory: bool = False
     ) -> None:
-        """`take` gets what comes, of `most` bytes at most."""
+        """Call `take` with each piece that comes, up to `most` bytes in all."""
         length = request.headers.get("content-length", "0")
         if length.isdecimal() and (len(length) > 18 or int(length) > most):
             raise _too_large(most)

@@ -1,4 +1,4 @@
-"""Adapters that clients send: written to a folder as PEFT would, and read from there as any other."""
+"""Adapters that clients send. They are written to a folder as PEFT would, and read from there like any other."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ LONGEST_HEADER = 1 << 20
 
 
 async def received(front: Front, request: Request, folder: Path) -> None:
-    """`folder` gets the two files of an adapter; what is in them is checked when it is loaded."""
+    """Write the two files of an adapter into `folder`. Their contents are checked when the adapter is loaded."""
     weights = folder / "adapter_model.safetensors"
     with weights.open("wb") as file:
         await front.bodies.pieces(request, front.options.max_adapter_bytes, file.write)

@@ -1,1 +1,1 @@
-"""Between the engine's process and the one that speaks HTTP."""
+"""The link between the engine's process and the one that speaks HTTP."""

@@ -58,7 +58,7 @@ class Serves(Protocol):
 
 
 class Link:
-    """Serves one process at the other end of `connection` until it hangs up. What it asked for and has not got is cancelled then.
+    """Serves one process at the other end of `connection` until it hangs up. What that process has asked for and not got is cancelled then.
 
     Args:
         load: Makes of a folder what `engine.add` takes.
@@ -146,7 +146,7 @@ class Link:
             self._unsent.put(Refused(request.id, message, status))
 
     def _on_output(self, output: Output) -> None:
-        """In the engine's thread."""
+        """Take an output, in the engine's thread."""
         if output.finish is not None and output.request in self._open:
             self._open[output.request] -= 1
             if not self._open[output.request]:
@@ -159,7 +159,7 @@ class Link:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _cancel(self, id: int, has_stopped: bool = False) -> None:
-        """What is still being submitted is cancelled as soon as it is."""
+        """Cancel a request; if it is still being submitted, as soon as it is."""
         submission = self._submissions.get(id)
         if submission is None:
             self._engine.cancel(id, has_stopped)
@@ -192,12 +192,12 @@ class Link:
         raise ConfigError(f"the engine has no verb {ask.verb!r} of {len(ask.arguments)} arguments")
 
     def _adapters(self) -> list[AdapterInfo]:
-        """All that can be asked for; little is known of those that nobody has asked for yet."""
+        """Return all adapters that can be asked for. Little is known of those that were never asked for."""
         loaded = {adapter.name: _info(adapter) for adapter in self._engine.adapters()}
         return [loaded.get(name) or AdapterInfo(name=name) for name in self._engine.adapter_names()]
 
     def _write(self) -> None:
-        """All that has come since the last time goes at once."""
+        """Write everything that has come since the last time at once."""
         try:
             came: list[FromEngine | Output | None] = []
             while None not in came:
@@ -212,7 +212,7 @@ class Link:
 
 
 def _gathered(came: list[FromEngine | Output | None]) -> Iterator[FromEngine]:
-    """Outputs that came one after the other are one message."""
+    """Gather outputs that follow one another into one message."""
     for are_outputs, group in groupby(came, lambda each: isinstance(each, Output)):
         if are_outputs:
             yield Outputs(list(group))  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def _info(adapter: Any) -> AdapterInfo:
 
 
 def without_paths(text: str) -> str:
-    """A message for people who are not to know where things lie on this host.
+    """Return a message without the paths of this host, for people who must not know them.
 
     >>> without_paths("no executor at local:///run/user/0/executor.sock any more: see GET /v1/models")
     'no executor at ... any more: see GET /v1/models'
@@ -234,7 +234,7 @@ def without_paths(text: str) -> str:
 
 
 def _said(error: Exception) -> tuple[str, int]:
-    """What a client is told of it, and the status of HTTP."""
+    """Return what a client is told of an error, and the status of HTTP."""
     if isinstance(error, SymbiosisError):
         return without_paths(str(error)), HTTPStatus.NOT_FOUND if type(
             error

@@ -1,4 +1,4 @@
-"""The link's other end: the engine's verbs, as coroutines of the process that speaks HTTP."""
+"""The other end of the link: the engine's verbs, as coroutines of the process that speaks HTTP."""
 
 import asyncio
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Remote:
 
     @classmethod
     async def connect(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> "Remote":
-        """Waits until the engine is ready."""
+        """Connect, and wait until the engine is ready."""
         welcome = await _next(reader)
         assert isinstance(welcome, Welcome)
         return cls(reader, writer, welcome)
@@ -64,19 +64,19 @@ class Remote:
         return next(self._ids)
 
     def submit(self, request: Request, on_output: OnOutput) -> None:
-        """`on_output` is given what comes, or once an error."""
+        """Begin a request. `on_output` is called with what comes, or once with an error."""
         if not self.is_there:
             raise gone()
         self._takers[request.id] = on_output, request.completions
         self._tell(Submit(request))
 
     def cancel(self, id: int, has_stopped: bool = False) -> None:
-        """Nothing of this request is given to anybody any more. `has_stopped`: its text has come to a stop string."""
+        """End a request: nothing of it is handed out any more. `has_stopped` says that its text has come to a stop string."""
         if self._takers.pop(id, None) is not None:
             self._tell(Cancel(id, has_stopped))
 
     async def ask(self, kind: type[Result], verb: str, *arguments: str) -> Result:
-        """One of the engine's other verbs; what it answers is of this kind."""
+        """Call one of the engine's other verbs. Its answer is of this kind."""
         if not self.is_there:
             raise gone()
         number = self.next_id()
@@ -92,7 +92,7 @@ class Remote:
         return msgspec.msgpack.decode(told.result, type=kind)
 
     def _tell(self, message: ToEngine) -> None:
-        """An engine that has ended is told nothing; that it has, `_read` finds."""
+        """Send a message. If the engine has ended, nothing is sent, and `_read` notices the end."""
         if not self._writer.is_closing():
             self._writer.write(framed(message))
 
@@ -108,7 +108,7 @@ class Remote:
                 answer.set_exception(gone())
 
     def beat(self) -> bool:
-        """Tells the engine's process that this one runs; whether that one does. To be called at least every second."""
+        """Tell the engine's process that this one runs, and return whether that one does. To be called at least every second."""
         self._tell(Beat())
         self.is_silent = self._pulse.look() > SILENT_S / 3
         return not self._pulse.is_lost

@@ -10,7 +10,7 @@ LENGTH = struct.Struct("<I")
 
 
 class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process that speaks HTTP is told when it is started."""
+    """What the process that speaks HTTP is told when it starts."""
 
     model: str  # the name of the base, for clients
     folder: str  # where its tokenizer is
@@ -24,7 +24,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Started(msgspec.Struct, frozen=True):
-    """What a process is given as its only argument."""
+    """The only argument of the process that speaks HTTP."""
 
     listener: int  # file descriptors
     link: int
@@ -32,26 +32,26 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Beat(msgspec.Struct, tag=True, frozen=True):
-    """From either, every second: it runs."""
+    """From either side, every second: it runs."""
 
     step_s: float = 0.0  # from the engine: for how long it has computed its present step
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: begin with this request."""
+    """To the engine: begin this request."""
 
     request: Request
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: nobody wants this request any more."""
+    """To the engine: end this request, because nobody wants it any more."""
 
     id: int
     has_stopped: bool = False  # its text has come to a stop string
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
-    """To the engine: one of its other verbs. Its answer has the same number."""
+    """To the engine: one of its other verbs. The answer has the same number."""
 
     number: int
     verb: str  # add, remove, adapters, figures
@@ -67,7 +67,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
-    """From the engine: what has come since the last ones."""
+    """From the engine: what has come since the last such message."""
 
     outputs: list[Output]
 
@@ -111,7 +111,7 @@ from_engine = msgspec.msgpack.Decoder(FromEngine)
 
 
 def framed(message: ToEngine | FromEngine) -> bytes:
-    """A message as it travels: its length, then itself.
+    """Return a message as it travels: its length, and then itself.
 
     >>> frame = framed(Cancel(7))
     >>> int.from_bytes(frame[:4], "little") == len(frame) - 4

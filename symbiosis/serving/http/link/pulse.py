@@ -1,4 +1,4 @@
-"""Whether the process at the other end of the link still runs: each says so every second."""
+"""Whether the process at the other end of the link still runs. Each side says so every second."""
 
 import time
 from collections.abc import Callable
@@ -9,7 +9,8 @@ FIRST_S = 300.0  # ... before it has said anything: it may still be starting
 
 
 class Pulse:
-    """How long the other side has been silent. Only time counts in which this side looked: after a freeze of both, nobody hangs.
+    """How long the other side has been silent. Only time in which this side looked counts, so that after a freeze of both neither seems to
+    hang.
 
     >>> now = iter([0.0, 0.5, 100.0])
     >>> pulse = Pulse(lambda: next(now))
@@ -22,11 +23,11 @@ class Pulse:
         self._looked = clock()
 
     def beat(self) -> None:
-        """The other side said something."""
+        """Note that the other side said something."""
         self._silent, self._most = 0.0, SILENT_S
 
     def look(self) -> float:
-        """Seconds of silence. To be called at least every second."""
+        """Return the seconds of silence. To be called at least every second."""
         now = self._clock()
         self._silent += min(now - self._looked, BEAT_S)
         self._looked = now
