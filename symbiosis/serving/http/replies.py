@@ -94,7 +94,7 @@ def _event(value: object) -> bytes:
     """Return a server-sent event.
 
     >>> _event({"a": 1})
-    b'data: {"a":1}\n\n'
+    b'data: {"a":1}\\n\\n'
     """
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
