@@ -22,6 +22,7 @@ END, PAD = "<|end|>", "<|pad|>"
 CONTEXT, BATCH = 512, 8
 PEAK_LR, WARMUP = 3e-3, 0.05
 PROMPT = "The statement "
+CHAT = "{% for message in messages %}{{ message['content'] or '' }}{{ '' if loop.last else '\\n' }}{% endfor %}"
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -118,7 +119,7 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = folder / "tokenizer_config.json"
-    contents = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    contents = json.loads(settings.read_text()) | {"chat_template": CHAT, "tokenizer_class": "PreTrainedTokenizerFast"}
     settings.write_text(json.dumps(contents, indent=2) + "\n")
 
 

@@ -113,6 +113,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000. 0: any that is free.")] = None,
     api_keys: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `NAME KEY [requests=N] [tokens_per_s=N]`; read again when it changes.")] = None,
+    chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="Jinja template that makes a prompt of a chat. Default: the tokenizer's.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Most sequences of one step. Default: 64.")] = None,
     max_tenant_batch: Annotated[int | None, typer.Option(help="Most sequences of one step for one API key, while others wait. Default: half of --max-batch.")] = None,
     adapters_in_batch: Annotated[int | None, typer.Option(help="Most adapters of one step. Default: no limit.")] = None,

@@ -25,6 +25,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     host: str = "127.0.0.1"
     port: int = PORT
     api_keys: str | None = None
+    chat_template: str | None = None  # a file; None: the tokenizer's
     max_batch: int = 64
     max_tenant_batch: int | None = None  # None: half of the batch, if there are keys
     adapters_in_batch: int | None = None

@@ -8,8 +8,6 @@ import pytest
 from symbiosis.errors import ConfigError
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.keys import Keys, Tenant, read_keys
-from symbiosis.serving.options import ServeOptions
-from symbiosis.tools.serve.run import model_name
 
 
 class Clock:
@@ -126,17 +124,3 @@ def test_only_administrators_change_adapters(tmp_path: Path) -> None:
         keys.administrator("Bearer secret-of-bob")
     assert refused.value.status == 403
     Keys(None).administrator(None)
-
-
-def test_a_name_for_clients() -> None:
-    assert model_name(ServeOptions(model="/models/base")) == "/models/base"
-    assert model_name(ServeOptions(model="/models/base", served_model_name="base")) == "base"
-
-
-def test_a_share_of_the_batch_is_for_keys() -> None:
-    assert ServeOptions().of_tenant is None
-    assert ServeOptions(api_keys="keys", max_batch=9).of_tenant == 4
-    assert ServeOptions(api_keys="keys", max_batch=1).of_tenant == 1
-    assert ServeOptions(api_keys="keys", max_tenant_batch=60).of_tenant == 60
-    with pytest.raises(ConfigError, match="max-tenant-batch is for each API key: give --api-keys"):
-        ServeOptions(max_tenant_batch=3)

@@ -118,7 +118,10 @@ def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: A
         options: Options of the template, such as `tools` or `enable_thinking`.
     """
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError("the model's tokenizer has no chat template: ask for a completion of a prompt instead")
+        raise ConfigError(
+            "the model's tokenizer has no chat template: ask for a completion of a prompt instead, or give the server one "
+            "(--chat-template FILE)"
+        )
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     except Exception as error:  # whatever a template raises

@@ -43,11 +43,18 @@ class Protocol(HttpToolsProtocol):
             self.loop.call_later(HEAD_S, self._close_if_silent, self.cycle)
 
 
-async def serve(listener: socket.socket, link: socket.socket, options: FrontOptions) -> None:
-    """Serve until the engine hangs up, or until it says that it ends and everything is answered."""
+def tokenizer_of(options: FrontOptions) -> Any:
+    """The model's, with the chat template that the server was given."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
+    tokenizer.chat_template = options.chat_template or tokenizer.chat_template
+    return tokenizer
+
+
+async def serve(listener: socket.socket, link: socket.socket, options: FrontOptions) -> None:
+    """Serve until the engine hangs up, or until it says that it ends and everything is answered."""
+    tokenizer = tokenizer_of(options)
     remote = await Remote.connect(*await asyncio.open_unix_connection(sock=link))
     front = Front(remote, tokenizer, options)
     config = uvicorn.Config(

@@ -89,7 +89,27 @@ def check_keys(options: ServeOptions) -> None:
         read_keys(Path(options.api_keys))
 
 
-TESTS = (check_packages, check_model, check_executor, check_adapters, check_keys)
+def chat_template(options: ServeOptions) -> str | None:
+    """What --chat-template says; `ConfigError` if that is no template."""
+    if options.chat_template is None:
+        return None
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        text = Path(options.chat_template).expanduser().read_text()
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(text)  # noqa: S701  only looked at
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template {options.chat_template}: it cannot be read: {error}") from None
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template {options.chat_template}: line {error.lineno}: {error.message}") from None
+    return text
+
+
+def check_chat_template(options: ServeOptions) -> None:
+    chat_template(options)
+
+
+TESTS = (check_packages, check_model, check_executor, check_adapters, check_keys, check_chat_template)
 
 
 def bound(options: ServeOptions) -> socket.socket:

@@ -23,7 +23,7 @@ from symbiosis.serving.http.link.pulse import SILENT_S
 from symbiosis.serving.options import ServeOptions
 from symbiosis.tools.serve.children import Child, executor_code, http_code
 from symbiosis.tools.serve.folders import own_folder
-from symbiosis.tools.serve.preflight import folder_of, named
+from symbiosis.tools.serve.preflight import chat_template, folder_of, named
 
 if TYPE_CHECKING:
     from symbiosis.serving import Engine
@@ -101,7 +101,7 @@ class Server:
             model=model_name(options), folder=str(located(str(options.model))), api_keys=options.api_keys,
             adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
-            uploads=str(self._uploads), engine=os.getpid(),
+            uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
         )  # fmt: skip
         with theirs:
             code = http_code(self._listener, theirs, front)

@@ -15,6 +15,7 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     model: str  # the name of the base, for clients
     folder: str  # where its tokenizer is
     api_keys: str | None = None
+    chat_template: str | None = None  # itself; None: the tokenizer's
     adapters: str | None = None  # the folder from which clients may load
     max_body_bytes: int = 16 << 20
     max_adapter_bytes: int = 1 << 30
