@@ -129,6 +129,7 @@ def serve(
     max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent. Default: 1 GiB.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Most requests under way, those that wait included. Default: 4096.")] = None,
     max_step_s: Annotated[float | None, typer.Option(help="A step that takes longer hangs, and the server ends with status 1. Default: 600.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="text (default) or json, of all processes.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
 ) -> None:  # fmt: skip
     """Serve MODEL and any number of adapters of it by OpenAI's API."""

@@ -17,9 +17,10 @@ from symbiosis.config import Options
 from symbiosis.executor.gpu.headroom import headroom_bytes
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Store, check_patterns
-from symbiosis.executor.observe.log import log, set_up_logging
+from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.server import Server
+from symbiosis.logs import set_up_logging
 from symbiosis.transport.cuda.words import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3

@@ -41,6 +41,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_adapter_bytes: int = 1 << 30
     max_requests: int = 4096
     max_step_s: float = 600.0
+    log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_tenant_batch", "adapters_in_batch", "memory", "adapter_memory", "max_rank", "first_token_s", "prefill_tokens", "drain_s",

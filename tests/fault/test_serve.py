@@ -290,7 +290,7 @@ def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, f
     own.process.wait(60)
     upload.close()
     eventually(lambda: not _serves(own))
-    second = Command()
+    second = Command("--log-format", "json")
     try:
         left = {path for path in folders.rglob("*") if not path.is_dir() or path.name.startswith("serve-")}
         assert not left & living and len([path for path in left if path.is_dir()]) == 2
@@ -299,6 +299,9 @@ def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, f
         assert {path for path in folders.rglob("*") if not path.is_dir()} == set()
     finally:
         second.close()
+    told = [json.loads(line) for line in second.errors]
+    assert {"engine", "executor"} <= {line["process"] for line in told} <= {"engine", "executor", "http"}
+    assert all({"time", "level", "event"} <= line.keys() for line in told)
 
 
 def _serves(command: Command) -> bool:

@@ -18,7 +18,7 @@ from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.config import default_endpoints, runtime_dir
 from symbiosis.errors import CallError, Code, ConfigError, ConnectionLost
-from symbiosis.executor.observe.log import JsonFormatter, TextFormatter
+from symbiosis.logs import JsonFormatter, TextFormatter
 from symbiosis.protocol import (
     Beat,
     Bye,

@@ -50,10 +50,11 @@ def ours(file: Path) -> set[str]:
     return {part_of(name) for name in imports(file) if name.startswith("symbiosis")}
 
 
-ROOT = {"choice", "config", "endpoints", "errors", "memory", "mps", "names", "protocol", "security", "text"}
+ROOT = {"choice", "config", "endpoints", "errors", "logs", "memory", "mps", "names", "protocol", "security", "text"}
 ALLOWED = {
     "kernels": {"kernels"},
     "text": set[str](),
+    "logs": {"text"},
     "memory": set[str](),
     "errors": {"text"},
     "endpoints": {"errors"},

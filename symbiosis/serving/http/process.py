@@ -13,6 +13,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from symbiosis.logs import name_process, set_up_logging
 from symbiosis.serving.http.app import make_app
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.link.http_side import Remote
@@ -58,7 +59,7 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
     remote = await Remote.connect(*await asyncio.open_unix_connection(sock=link))
     front = Front(remote, tokenizer, options)
     config = uvicorn.Config(
-        make_app(front), http=Protocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+        make_app(front), http=Protocol, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
         server_header=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
     )  # fmt: skip
     server = uvicorn.Server(config)
@@ -88,12 +89,13 @@ async def _end(server: uvicorn.Server, remote: Remote) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s http: %(message)s")
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process says when it is over
         signal.signal(number, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     started = msgspec.json.decode(sys.argv[1], type=Started)
+    name_process("http")
+    set_up_logging(started.options.log_format)
     for descriptor in (started.listener, started.link):
         os.set_inheritable(descriptor, False)
     try:

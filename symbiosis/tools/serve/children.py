@@ -13,12 +13,13 @@ import msgspec
 
 from symbiosis.errors import SymbiosisError
 from symbiosis.serving.http.link.messages import FrontOptions, Started
+from symbiosis.serving.options import ServeOptions
 
 logger = logging.getLogger("symbiosis")
 
 EXECUTOR = (
     "from symbiosis.tools.serve.executor import end_with_parent; end_with_parent(); "
-    "from symbiosis.cli import executor_main; executor_main()"
+    "from symbiosis.logs import name_process; name_process('executor'); from symbiosis.cli import executor_main; executor_main()"
 )
 MOST_STARTS, WITHIN_S = 5, 60.0
 STOP_S = 10.0
@@ -45,7 +46,7 @@ class Child:
             [sys.executable, *code],
             pass_fds=descriptors,
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr,
+            stdout=subprocess.DEVNULL,  # the line that says that it is ready: this server has its own
             start_new_session=True,
         )
 
@@ -81,9 +82,9 @@ class Child:
             self._process.wait()
 
 
-def executor_code(model: str, endpoint: str, dtype: str | None) -> list[str]:
-    of_dtype = ["--dtype", dtype] if dtype else []
-    return ["-c", EXECUTOR, model, "--listen", endpoint, *of_dtype]
+def executor_code(options: ServeOptions, endpoint: str) -> list[str]:
+    of_dtype = ["--dtype", options.dtype] if options.dtype else []
+    return ["-c", EXECUTOR, str(options.model), "--listen", endpoint, "--log-format", options.log_format, *of_dtype]
 
 
 def http_code(listener: socket.socket, link: socket.socket, options: FrontOptions) -> list[str]:

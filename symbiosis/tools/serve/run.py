@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from symbiosis.config import runtime_dir
 from symbiosis.errors import SymbiosisError
 from symbiosis.executor.model.checkpoint import located
+from symbiosis.logs import name_process, set_up_logging
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.http.link.pulse import SILENT_S
@@ -89,7 +89,7 @@ class Server:
 
     def _start_executor(self) -> str:
         endpoint = f"local://{self._folder}/executor.sock"
-        self._executor.start(executor_code(str(self._options.model), endpoint, self._options.dtype))
+        self._executor.start(executor_code(self._options, endpoint))
         return endpoint
 
     def _start_http(self) -> None:
@@ -102,6 +102,7 @@ class Server:
             adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
             uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
+            log_format=options.log_format,
         )  # fmt: skip
         with theirs:
             code = http_code(self._listener, theirs, front)
@@ -151,7 +152,7 @@ class Server:
         """What has died is started again."""
         if self._executor.is_dead:
             logger.error("the executor died (status %d) and is started again; requests wait", self._executor.status)
-            self._executor.start(executor_code(str(self._options.model), endpoint, self._options.dtype))
+            self._executor.start(executor_code(self._options, endpoint))
         assert self._link is not None
         if not engine.is_alive:
             self._give_up("the engine's thread has died")
@@ -201,5 +202,6 @@ def model_name(options: ServeOptions) -> str:
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    name_process("engine")
+    set_up_logging(options.log_format)
     Server(options, listener).run()

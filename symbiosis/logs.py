@@ -1,0 +1,61 @@
+"""What the processes of this project write of themselves: a line for people, or one JSON object a line. All write alike."""
+
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from symbiosis.text import shown
+
+LONGEST_LINE = 1 << 14  # characters
+_process = ""  # whose lines these are, where several processes write to one place
+
+
+def name_process(name: str) -> None:
+    """From now on this process's lines say that they are its own."""
+    global _process
+    _process = name
+
+
+def set_up_logging(log_format: str) -> None:
+    """Write log lines to stderr, for people or as JSON: also those of the packages that are used. With JSON nothing else is written, so progress
+    bars are turned off, and so they are where several processes write to one place."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.getLogger().handlers[:] = [handler]
+    logging.getLogger("symbiosis").setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    from transformers.utils import logging as of_transformers
+
+    of_transformers.disable_default_handler()
+    of_transformers.enable_propagation()
+    if log_format == "json" or _process:
+        of_transformers.disable_progress_bar()
+
+
+class TextFormatter(logging.Formatter):
+    """`12:00:01 INFO session joined session=1 client="pid 7"`; quoted, because a client's name may hold anything."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = " ".join(f"{key}={json.dumps(value)}" for key, value in _fields(record).items())
+        told = shown(record.getMessage(), LONGEST_LINE)
+        head = f"{time.strftime('%H:%M:%S')} {record.levelname}"
+        line = f"{head} {_process}: {told}" if _process else f"{head} {told}"
+        line = f"{line} {fields}" if fields else line
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else ()
+        return "\n".join((line, *map(shown, trace)))
+
+
+class JsonFormatter(logging.Formatter):
+    """One object per line, for log collectors."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        head = {"time": record.created, "level": record.levelname.lower(), "event": record.getMessage()}
+        process = {"process": _process} if _process else {}
+        trace = {"traceback": self.formatException(record.exc_info)} if record.exc_info else {}
+        return json.dumps({**head, **process, **_fields(record), **trace})
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    return getattr(record, "fields", {})
