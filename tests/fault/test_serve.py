@@ -281,7 +281,8 @@ def test_servers_that_freeze_together_go_on(own: Command) -> None:
     assert not any("said nothing" in line for line in own.errors)
 
 
-def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, folders: Path) -> None:
+def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, folders: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
     living = set(folders.rglob("serve-*"))
     assert len(living) == 2
     upload = raw(own, "PUT /v1/adapters/x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n.")
@@ -290,8 +291,9 @@ def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, f
     own.process.wait(60)
     upload.close()
     eventually(lambda: not _serves(own))
-    second = Command("--log-format", "json")
+    second = Command("--log-format", "json", "--adapters", str(tmp_path))
     try:
+        eventually(lambda: any("'broken' has no adapter_config.json" in line for line in second.errors))
         left = {path for path in folders.rglob("*") if not path.is_dir() or path.name.startswith("serve-")}
         assert not left & living and len([path for path in left if path.is_dir()]) == 2
         assert not list(folders.rglob("adapter_model.safetensors"))

@@ -282,6 +282,32 @@ def test_what_lies_in_the_folder_is_let_go_for_others_and_read_again(served: Ser
     assert library.get("mine").version != mine.version
 
 
+def test_all_are_looked_at_before_they_are_asked_for(served: Served, good: Path, folder: Path) -> None:
+    parent = folder.parent
+    for name, damage in (
+        ("cut", cut_off),
+        ("named so!", lambda _: None),
+        ("odd", config(peft_type="ODD")),
+        ("other", lambda _: None),
+    ):
+        damage(Path(shutil.copytree(good, parent / name)))
+    (parent / "pickle").mkdir()
+    (parent / "pickle" / "adapter_config.json").write_text("{}")
+    (parent / "pickle" / "adapter_model.bin").write_text("")
+    (parent / "link").symlink_to(good)
+    (parent / ".git").mkdir()
+    library = Library(served, parent)
+    looked = library.look(lambda: False)
+    assert sorted(adapter.name for adapter in library.loaded()) == ["mine", "other"] and not looked.left
+    assert sorted(looked.problems) == ["cut", "link", "named so!", "odd", "pickle"]
+    wanted = {"cut": "cut off", "odd": "ODD", "pickle": "a pickle", "link": "outside", "named so!": "cannot be named"}
+    assert all(text in looked.problems[name] for name, text in wanted.items()), looked.problems
+    asked = iter([False])
+    assert Library(served, parent).look(lambda: next(asked, True)).left == 3
+    full = Library(served, parent, memory=library.bytes - 1)
+    assert full.look(lambda: False).left and len(full.loaded()) == 1
+
+
 def test_what_was_sent_stays_and_more_than_fits_is_refused(served: Served, good: Path, folder: Path) -> None:
     size = Library(served).add("mine", good).bytes + FIXED_BYTES
     library = Library(served, folder.parent, memory=2 * size)

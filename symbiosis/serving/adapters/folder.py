@@ -44,6 +44,14 @@ class Folder:
                 raise AdapterError(f"the folder of adapters cannot be read: {error.strerror}") from None
             return self._listed
 
+    def others(self) -> list[str]:
+        """The folders in it that are no adapters which can be asked for, hidden ones left out."""
+        if self.path is None:
+            return []
+        with os.scandir(self.path) as entries:
+            folders = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
+        return sorted(folders - self.names())
+
     def _list(self, path: Path) -> frozenset[str]:
         with os.scandir(path) as entries:
             links = {entry.name: entry.is_symlink() for entry in entries if NAME.fullmatch(entry.name)}

@@ -6,6 +6,7 @@ wanted. They keep their version as long as their files are the same.
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,14 @@ class Found(NamedTuple):
     @property
     def bytes(self) -> int:
         return self.adapter.bytes + FIXED_BYTES
+
+
+@dataclass(slots=True)
+class Looked:
+    """What came of looking at all adapters."""
+
+    problems: dict[str, str] = field(default_factory=dict)  # of those that cannot be served, by name
+    left: int = 0  # so many were not looked at
 
 
 class Library:
@@ -91,6 +100,29 @@ class Library:
                 raise self._unknown(name)
             adapter = self._load(name, self._folder.path / name, self._version(name, state))
             return self._keep(Found(adapter, state))
+
+    def look(self, is_enough: Callable[[], bool]) -> Looked:
+        """Load what lies in the folder and was not asked for yet, as long as nothing has to be let go for it."""
+        looked, largest = Looked({name: self._why_not(name) for name in self._folder.others()}), 0
+        for name in self.names():
+            if is_enough() or (self._memory is not None and self.bytes + largest > self._memory):
+                looked.left += 1
+                continue
+            try:
+                largest = max(largest, self.get(name).bytes + FIXED_BYTES)
+            except AdapterError as error:
+                looked.problems[name] = str(error)
+        return looked
+
+    def _why_not(self, name: str) -> str:
+        """What is wrong with a folder that is no adapter."""
+        assert self._folder.path is not None
+        try:
+            check_name(name)
+            read_folder(self._folder.path / name)
+        except AdapterError as error:
+            return f"adapter {shown(name)!r}: {error}"
+        return f"adapter {shown(name)!r}: it is a link to a folder outside of that of --adapters"
 
     def has(self, name: str) -> bool:
         """Whether an adapter is loaded, in whatever version."""

@@ -16,7 +16,7 @@ from symbiosis.client.from_executor import from_executor
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import ConfigError
 from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.adapters.library import Library
+from symbiosis.serving.adapters.library import Library, Looked
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
@@ -148,6 +148,14 @@ class Engine:
     def adapters(self) -> list[Adapter]:
         """Return the adapters that are loaded."""
         return list(self._library.loaded())
+
+    def look_at_adapters(self, is_enough: Callable[[], bool] = lambda: False) -> Looked:
+        """Load the adapters of the folder before they are asked for, as far as there is memory for them; says which cannot be served.
+
+        Args:
+            is_enough: Is asked before each: true leaves the others until they are asked for.
+        """
+        return self._library.look(is_enough)
 
     def has_loaded(self, name: str) -> bool:
         """Whether an adapter is loaded, and need not be read first."""

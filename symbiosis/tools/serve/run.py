@@ -33,6 +33,7 @@ logger = logging.getLogger("symbiosis")
 LOOK_EVERY_S = 0.1
 START_S = 600.0
 END_S = 20.0  # for the engine, when nothing is under way any more
+FIRST_LOOK_S, MOST_WARNED = 10.0, 20  # at the adapters of the folder
 OPEN = (
     "anybody who can connect to %s may use this server, and load adapters: give --api-keys FILE, and encrypt what others can read "
     "(a proxy with TLS)"
@@ -67,6 +68,7 @@ class Server:
                 engine = stack.enter_context(self._engine(endpoint))
                 self._welcome(engine)
                 self._say(endpoint)
+                threading.Thread(target=self._look_at_adapters, args=[engine], name="serve-look", daemon=True).start()
                 while not self._told.wait(LOOK_EVERY_S):
                     self._look(endpoint, engine)
                 self._drain()
@@ -147,6 +149,19 @@ class Server:
         print(f"serving {model_name(self._options)} at {url}/v1, executor at {endpoint}", flush=True)
         if not self._options.is_for_this_machine and self._options.api_keys is None:
             logger.warning(OPEN, url)
+
+    def _look_at_adapters(self, engine: "Engine") -> None:
+        """Those who run the server learn what is wrong in the folder before clients do."""
+        ends = time.monotonic() + FIRST_LOOK_S
+        looked = engine.look_at_adapters(lambda: self._told.is_set() or time.monotonic() > ends)
+        for problem in list(looked.problems.values())[:MOST_WARNED]:
+            logger.warning("%s", problem)
+        if (more := len(looked.problems) - MOST_WARNED) > 0:
+            logger.warning("%d more adapters cannot be served", more)
+        if looked.left and not self._told.is_set():
+            logger.info(
+                "%d adapters of the folder were not looked at yet: they are when they are asked for", looked.left
+            )
 
     def _look(self, endpoint: str, engine: "Engine") -> None:
         """What has died is started again."""
