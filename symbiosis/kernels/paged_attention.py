@@ -1,11 +1,14 @@
-"""Attention over keys and values that lie in pages: a C function for single rows, compiled when first needed, and the torch formulas
-that it is compared with."""
+"""Attention over keys and values that lie in pages: a C function for few rows, compiled when first needed, and the torch formulas that
+it is compared with."""
 
 import ctypes
+import math
 import subprocess
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +18,17 @@ from symbiosis.kernels import compile_c
 from symbiosis.kernels.few_rows import FLAGS
 
 SOURCE = Path(__file__).with_suffix(".c")
-DEFINED: dict[torch.dtype, list[str]] = {torch.float32: [], torch.bfloat16: ["-DBFLOAT16"]}
+DEFINED: dict[torch.dtype, list[str]] = {
+    torch.float32: [],
+    torch.bfloat16: ["-DBFLOAT16"],
+    torch.float16: ["-DFLOAT16"],
+}
 NUMBERS = (
-    "rows", "heads", "shared", "key", "value", "page", "values_at", "query_row", "query_head", "tables", "window", "longest", "threads",
+    "sequences", "rows", "heads", "shared", "key", "value", "block", "page", "values_at", "query_row", "query_head", "tables", "masked",
+    "window", "parts", "threads",
 )  # fmt: skip
+POINTERS = "queries", "memory", "addresses", "numbers", "which", "begins", "ends", "mask", "sinks", "room", "results"
+LEAST_PART, PARTS = 128, 4  # tokens of a part of a sequence; parts for each thread, as some finish sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +77,30 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor
     return attend(query, key, value, torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril(), how)
 
 
+class Pages(NamedTuple):
+    """How keys and values lie in a page."""
+
+    heads: int
+    key: int  # the size of one
+    value: int
+    block: int  # tokens
+    elements: int  # from one page to the next; 0 where addresses tell
+    values_at: int
+
+
+class Seen(NamedTuple):
+    """Which tokens are seen, and by whom. Rows of a sequence follow one another."""
+
+    which: Tensor  # int64 [sequences]: the first row of each
+    ends: Tensor  # int64 [sequences * rows]: a row sees what is before
+    longest: int  # the largest of these
+    rows: int = 1
+    begins: Tensor | None = None  # int64 [sequences * rows]: ... and from here on
+    mask: Tensor | None = None  # bool [sequences * rows, tokens]: ... where this is true
+
+
 class Shape(ctypes.Structure):
-    """The struct of that name in `paged_attention.c`."""
+    """The struct `shape` in `paged_attention.c`."""
 
     _fields_ = [
         *((name, ctypes.c_long) for name in NUMBERS),
@@ -76,14 +108,21 @@ class Shape(ctypes.Structure):
     ]
 
 
+class Tensors(ctypes.Structure):
+    """The struct `tensors` in `paged_attention.c`."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in POINTERS]
+
+
 class PagedAttention:
     """The functions of the compiled library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend, self._store = library.attend, library.store
-        self._attend.argtypes = [ctypes.POINTER(Shape), *[ctypes.c_void_p] * 8]
+        self._attend.argtypes = [ctypes.POINTER(Shape), ctypes.POINTER(Tensors)]
         self._store.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 5, *[ctypes.c_void_p] * 2]
         self._attend.restype = self._store.restype = None
+        self._room = threading.local()
 
     def store(self, rows: Tensor, to: Tensor, memory: Tensor) -> None:
         """Store rows [heads, rows, size] as rows `to` of the memory [any, heads * size]."""
@@ -94,43 +133,48 @@ class PagedAttention:
 
     def attend(
         self,
-        memory: Tensor,
-        sizes: tuple[int, ...],
+        memory: Tensor | None,
+        pages: Pages,
         tables: Tensor,
-        which: Tensor,
-        ends: Tensor,
-        longest: int,
+        seen: Seen,
         how: How,
         query: Tensor,
         result: Tensor,
+        threads: int | None = None,
     ) -> None:
-        """Compute attention of rows `which` of the queries [heads, rows, size] into the result [rows, heads, size]. For each row,
-        `tables` [rows, pages] says where its keys and values lie, and `ends` how many tokens it sees. `sizes` are the heads of keys,
-        the sizes of a key, a value and a page, and where in a page the values begin."""
+        """Compute attention of queries [heads, rows, size] into the result [rows, heads, size]. For each sequence, `tables` [sequences,
+        pages] says where its keys and values lie: as int32, pages of the memory; as int64, without a memory, addresses."""
+        assert (memory is None) == (tables.dtype is torch.int64) and tables.is_contiguous() and result.is_contiguous()
         if query.stride(2) != 1:
             query = query.contiguous()
-        heads, threads = query.shape[0], torch.get_num_threads()
-        window, softcap = how.window or 0, how.softcap or 0.0
-        strides = query.stride(1), query.stride(0)
+        heads, sequences, threads = query.shape[0], len(seen.which), threads or torch.get_num_threads()
+        longest = seen.longest if how.window is None else min(seen.longest, how.window + seen.rows)
+        parts = max(1, min(math.ceil(PARTS * threads / sequences), longest // LEAST_PART)) if threads > 1 else 1
         shape = Shape(
-            len(which), heads, *sizes, *strides, tables.shape[1], window, longest, threads, how.scaling, softcap
-        )
-        room = torch.empty(threads * heads * (sizes[1] + sizes[2] + longest))
-        sinks = None if how.sinks is None else how.sinks.float().contiguous()
-        given = (query, memory, tables, which, ends)
-        self._attend(
-            shape, *(each.data_ptr() for each in given), None if sinks is None else sinks.data_ptr(),
-            room.data_ptr(), result.data_ptr(),
+            sequences, seen.rows, heads, *pages, query.stride(1), query.stride(0), tables.shape[1],
+            0 if seen.mask is None else seen.mask.stride(0), how.window or 0, parts, threads, how.scaling, how.softcap or 0.0,
         )  # fmt: skip
+        room = self._of_size(heads * seen.rows * (threads * pages.key + sequences * parts * (pages.value + 2)))
+        sinks = None if how.sinks is None else how.sinks.float().contiguous()
+        addresses, numbers = (tables, None) if memory is None else (None, tables)
+        given = (query, memory, addresses, numbers, seen.which, seen.begins, seen.ends, seen.mask, sinks, room, result)
+        self._attend(shape, Tensors(*(None if each is None else each.data_ptr() for each in given)))
+
+    def _of_size(self, elements: int) -> Tensor:
+        """Of this thread, for as long as no larger one is needed."""
+        room = getattr(self._room, "room", None)
+        if room is None or len(room) < elements:
+            room = self._room.room = torch.empty(elements)
+        return room
 
 
 @lru_cache(maxsize=8)
-def compiled(dtype: torch.dtype, block: int) -> PagedAttention | None:
-    """Return the functions for this processor and pages of `block` tokens, or None without such a kernel or a C compiler."""
+def compiled(dtype: torch.dtype) -> PagedAttention | None:
+    """Return the functions for this processor, or None without such a kernel or a C compiler."""
     if dtype not in DEFINED:
         return None
     try:
-        with compile_c.compiled(SOURCE, *FLAGS, f"-DBLOCK={block}", *DEFINED[dtype]) as library:
+        with compile_c.compiled(SOURCE, *FLAGS, *DEFINED[dtype]) as library:
             return PagedAttention(ctypes.CDLL(library))
     except (OSError, subprocess.SubprocessError):
         return None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from symbiosis.kernels.paged_attention import How, attend, attend_within, compiled
+from symbiosis.kernels.paged_attention import How, Pages, Seen, attend, attend_within, compiled
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.step import BLOCK, Block, Segment, Sequence, Step
 
@@ -142,13 +142,14 @@ class Together:
 
     def look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
         """Attend: from the step's queries, [heads, rows, size], into the step's results, [rows, heads, size]."""
-        kernel = compiled(query.dtype, BLOCK) if self._rows == 1 and query.device.type == "cpu" else None
+        kernel = compiled(query.dtype) if self._rows == 1 and query.device.type == "cpu" else None
         if kernel is None:
             self._gather_and_look(layer, query, how, result)
             return
         of, flat = self._arena.layers[layer], self._arena.flat
-        sizes = (of.heads, of.key, of.value, self._arena.page_elements, self._arena.values_at(layer))
-        kernel.attend(flat, sizes, self._tables[layer], self._which, self._ends, self._longest, how, query, result)
+        pages = Pages(of.heads, of.key, of.value, BLOCK, self._arena.page_elements, self._arena.values_at(layer))
+        seen = Seen(self._which, self._ends, self._longest)
+        kernel.attend(flat, pages, self._tables[layer], seen, how, query, result)
 
     def _gather_and_look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:
         of, (key_rows, value_rows), count = self._arena.layers[layer], self._seen, len(self._ends)
@@ -222,7 +223,7 @@ class Lookup:
 
     def _write(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write rows, [heads, rows, size], where the step's tokens have their places."""
-        kernel = compiled(key.dtype, BLOCK) if key.device.type == "cpu" else None
+        kernel = compiled(key.dtype) if key.device.type == "cpu" else None
         for memory, rows, where in (
             (self._arena.keys(layer), key, self._written_keys[layer]),
             (self._arena.values(layer), value, self._written_values[layer]),
