@@ -21,7 +21,7 @@ import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from symbiosis.serving.http.link.pulse import SILENT_S
-from tests.serving_api import Api, Command, client, eventually, http_process
+from tests.serving_api import Api, Command, client, eventually, http_process, web
 
 pytestmark = pytest.mark.fault
 
@@ -107,7 +107,7 @@ def test_a_body_without_end_is_refused(api: Api) -> None:
             yield b" " * (1 << 16)
 
     with contextlib.suppress(httpx.WriteError):  # it hangs up while more is sent
-        assert httpx.post(f"{api.url}/v1/completions", content=endless(), timeout=60).status_code == 413
+        assert web.post(f"{api.url}/v1/completions", content=endless(), timeout=60).status_code == 413
     assert api.client.completions.create(**SHORT).usage.completion_tokens == 8
 
 
@@ -130,7 +130,7 @@ def test_keys_let_in_and_limit(engine: Engine, keys: Path) -> None:
         for key in ("nobody", "key-of-ann"):
             with pytest.raises(openai.AuthenticationError):
                 client(api.url, key).models.list()
-        assert httpx.get(f"{api.url}/health").status_code == 200
+        assert web.get(f"{api.url}/health").status_code == 200
         anna, bert = client(api.url, "key-of-anna"), client(api.url, "key-of-bert")
         with anna.completions.create(**LONG, stream=True) as stream:
             next(iter(stream))
@@ -146,7 +146,7 @@ def test_keys_let_in_and_limit(engine: Engine, keys: Path) -> None:
 
 
 def _is_let_in(api: Api, key: str) -> bool:
-    return httpx.get(f"{api.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+    return web.get(f"{api.url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
 
 
 def test_an_engine_survives_the_process_that_speaks_http(engine: Engine) -> None:
@@ -211,7 +211,7 @@ def test_what_is_under_way_is_finished_on_sigterm(command: Command) -> None:
     ending.join()
     assert reasons[-1] == "length" and ended == [0]
     with pytest.raises(httpx.ConnectError):
-        httpx.get(command.url)
+        web.get(command.url)
 
 
 # ---------------------------------------------------------------- processes that hang, and what they leave behind
@@ -252,7 +252,7 @@ def test_an_engine_that_hangs_ends_the_server(own: Command) -> None:
 
 
 def _health(command: Command) -> tuple[int, str]:
-    answer = httpx.get(f"{command.url}/health", timeout=60)
+    answer = web.get(f"{command.url}/health", timeout=60)
     return answer.status_code, answer.json()["status"]
 
 
@@ -308,6 +308,6 @@ def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, f
 
 def _serves(command: Command) -> bool:
     try:
-        return bool(httpx.get(f"{command.url}/health", timeout=60))
+        return bool(web.get(f"{command.url}/health", timeout=60))
     except httpx.TransportError:
         return False

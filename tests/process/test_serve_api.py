@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -17,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
-from tests.serving_api import Api, eventually, http_process
+from tests.serving_api import Api, eventually, http_process, web
 
 PROMPT = "def average(numbers):"
 ADAPTERS = DEMO_MODEL / "adapters"
@@ -210,13 +209,13 @@ def test_what_is_no_request_is_refused(api: Api) -> None:
         ("/v1/models", b"{}", 405),
         ("/v1/load_lora_adapter", b'{"lora_name": 1}', 400),
     ):
-        answer = httpx.post(api.url + path, content=data)
+        answer = web.post(api.url + path, content=data)
         assert answer.status_code == status and answer.json()["error"]["message"], path
 
 
 def test_adapters_come_and_go_as_with_vllm(api: Api, tmp_path: Path) -> None:
     def load(name: str, path: str) -> Any:
-        return httpx.post(f"{api.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, timeout=60)
+        return web.post(f"{api.url}/v1/load_lora_adapter", json={"lora_name": name, "lora_path": path}, timeout=60)
 
     assert load("loud", "shout").status_code == 200
     assert complete(api, model="loud").choices[0].text == complete(api, model="shout").choices[0].text
@@ -226,8 +225,8 @@ def test_adapters_come_and_go_as_with_vllm(api: Api, tmp_path: Path) -> None:
     assert load("demo", "shout").status_code == 400
     assert "load_inplace" in load("loud", "whisper").text
     replaced = {"lora_name": "loud", "lora_path": "shout", "load_inplace": True}
-    assert httpx.post(f"{api.url}/v1/load_lora_adapter", json=replaced, timeout=60).status_code == 200
-    unloaded = httpx.post(f"{api.url}/v1/unload_lora_adapter", json={"lora_name": "loud"})
+    assert web.post(f"{api.url}/v1/load_lora_adapter", json=replaced, timeout=60).status_code == 200
+    unloaded = web.post(f"{api.url}/v1/unload_lora_adapter", json={"lora_name": "loud"})
     assert unloaded.status_code == 200
     with pytest.raises(openai.NotFoundError):
         complete(api, model="loud")
@@ -244,22 +243,22 @@ def packed(folder: Path) -> bytes:
 
 
 def test_an_adapter_can_be_sent(api: Api) -> None:
-    sent = httpx.put(f"{api.url}/v1/adapters/sent", content=packed(ADAPTERS / "python"), timeout=60)
+    sent = web.put(f"{api.url}/v1/adapters/sent", content=packed(ADAPTERS / "python"), timeout=60)
     assert sent.status_code == 200 and sent.json()["name"] == "sent"
     assert complete(api, model="sent").choices[0].text == complete(api, model="python").choices[0].text
-    again = httpx.put(f"{api.url}/v1/adapters/sent", content=packed(ADAPTERS / "shout"), timeout=60)
+    again = web.put(f"{api.url}/v1/adapters/sent", content=packed(ADAPTERS / "shout"), timeout=60)
     assert again.json()["version"] > sent.json()["version"]
     assert complete(api, model="sent").choices[0].text == complete(api, model="shout").choices[0].text
     for data in (b"", b"x" * 100, b"\xff" * 16, json.dumps({}).encode()):
-        refused = httpx.put(f"{api.url}/v1/adapters/sent", content=data)
+        refused = web.put(f"{api.url}/v1/adapters/sent", content=data)
         assert refused.status_code == 400 and "safetensors" in refused.json()["error"]["message"]
-    assert httpx.delete(f"{api.url}/v1/adapters/sent").status_code == 204
-    assert httpx.delete(f"{api.url}/v1/adapters/sent").status_code == 404
+    assert web.delete(f"{api.url}/v1/adapters/sent").status_code == 204
+    assert web.delete(f"{api.url}/v1/adapters/sent").status_code == 404
 
 
 def test_what_prometheus_reads(api: Api) -> None:
     complete(api)
-    text = httpx.get(f"{api.url}/metrics").text
+    text = web.get(f"{api.url}/metrics").text
     families = list(text_string_to_metric_families(text))
     samples = {(s.name, *s.labels.values()): s.value for f in families for s in f.samples}
     assert samples["symbiosis_serve_generation_tokens_total",] >= 24
@@ -276,12 +275,12 @@ def test_what_prometheus_reads(api: Api) -> None:
 
 
 def test_version_health_and_page(api: Api) -> None:
-    assert httpx.get(f"{api.url}/version").json() == {"version": symbiosis.__version__}
-    assert httpx.get(f"{api.url}/health").status_code == 200
-    page = httpx.get(api.url)
+    assert web.get(f"{api.url}/version").json() == {"version": symbiosis.__version__}
+    assert web.get(f"{api.url}/health").status_code == 200
+    page = web.get(api.url)
     assert page.status_code == 200 and "default-src 'none'" in page.headers["content-security-policy"]
     assert "://" not in page.text, "the page needs no other host"
-    assert httpx.get(f"{api.url}/figures").json()["model"] == "demo"
+    assert web.get(f"{api.url}/figures").json()["model"] == "demo"
 
 
 def run_example(name: str, api: Api, *arguments: str) -> str:

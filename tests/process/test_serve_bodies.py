@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -16,7 +15,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from symbiosis.serving.http.app import LoadBody, UnloadBody
 from symbiosis.serving.http.schemas import ChatBody, CompletionBody
-from tests.serving_api import Api, http_process
+from tests.serving_api import Api, http_process, web
 
 ROUTES: dict[str, tuple[type, dict[str, Any]]] = {
     "/v1/completions": (CompletionBody, {"model": "demo", "prompt": "def", "max_tokens": 2}),
@@ -82,7 +81,7 @@ def api(chatting: Path) -> Iterator[Api]:
 
 
 def check(api: Api, path: str, body: str | bytes) -> None:
-    answer = httpx.post(f"{api.url}{path}", content=body, timeout=60)
+    answer = web.post(f"{api.url}{path}", content=body, timeout=60)
     assert answer.status_code in (200, 400, 404, 503), (answer.status_code, answer.text)
     assert answer.status_code != 503 or "n" in json.loads(body), answer.text
     if answer.status_code != 200:
@@ -117,5 +116,5 @@ def test_deep_lists(api: Api, path: str, levels: int) -> None:
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.binary(max_size=30))
 def test_bytes_that_are_no_body(api: Api, path: str, body: bytes) -> None:
-    answer = httpx.post(f"{api.url}{path}", content=body, timeout=60)
+    answer = web.post(f"{api.url}{path}", content=body, timeout=60)
     assert answer.status_code in (400, 404) and answer.json()["error"]["message"]
