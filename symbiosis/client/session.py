@@ -138,7 +138,7 @@ class Session(Reconnecting):
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor]:
         """The results, on `device`, of a call that this CPU makes: from mapped weights, or by sending it, in parts if it is large."""
-        if made := self._locally(call, payload, device, shapes):
+        if self.mapped is not None and (made := self._locally(call, payload, device, shapes)):
             return made
         if goes_in_parts(call, shapes):
             return self._in_parts(call, payload[0], device, shapes)

@@ -121,7 +121,7 @@ def computed(call: Call, cuts: list[float]) -> Tensor:
     plan, payload = make_plan(call, STORE, OPTIONS), payload_of(call)
     out = torch.full(plan.shape, 99, dtype=TORCH_DTYPE[call.dtype])
     peer = InprocPeer()
-    work = HostCall(peer, 1, call, payload, out, plan, must_be_finite(call, payload, OPTIONS))
+    work = HostCall(peer, 1, call, payload, out, plan, must_be_finite(call, OPTIONS))
     item = Item(1, plan.key, plan.rows, 0, 0.0, work)
     engine = engine_of_the_store()
     ends = sorted({max(1, int(cut * plan.cells)) for cut in cuts} | {plan.cells})

@@ -52,7 +52,7 @@ def check(call: Call, payload: tuple[Tensor, ...] | None = None, options: Option
     shape = check_call(checked(call), STORE, options)
     payload = zeros(call) if payload is None else payload
     check_values(call, payload, STORE.manifest[call.layer])
-    if must_be_finite(call, payload, options):
+    if must_be_finite(call, options):
         check_finite(call, payload, slice(None), STORE)
     return shape
 

@@ -8,7 +8,7 @@ import msgspec
 from symbiosis.config import Options
 from symbiosis.executor.calls.cut import Grid, grid_of
 from symbiosis.executor.calls.price import price_of
-from symbiosis.executor.calls.validate import check_call
+from symbiosis.executor.calls.validate import check_call, must_be_finite
 from symbiosis.executor.model.store import Store
 from symbiosis.protocol import ITEMSIZE, Call, Op, View, width
 from symbiosis.transport.tensors import Shapes
@@ -43,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
     turns: int = 1  # least number of turns
     grid: Grid = (1,)  # the cells that it can be cut into
     cells: int = 1  # how many those are
+    finite: bool = False  # whether rows that are not finite are refused
 
 
 def make_plan(call: Call, store: Store, options: Options) -> Plan:
@@ -67,6 +68,7 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
         turns=price.turns,
         grid=grid,
         cells=prod(grid),
+        finite=must_be_finite(call, options),
     )
 
 

@@ -185,10 +185,10 @@ CHECKS: dict[Op, Callable[[Call, Layer, Store], None]] = {  # for the ops that n
 }
 
 
-def must_be_finite(call: Call, payload: tuple[Tensor, ...], options: Options) -> bool:
+def must_be_finite(call: Call, options: Options) -> bool:
     """Whether to refuse rows that are not finite. They are checked just before they are multiplied."""
     numbers = call.op.traits.activations and call.dtype not in WEIGHT_BITS and not call.gradient
-    return numbers and options.non_finite == "refuse" and not payload[0].is_cuda  # checking would wait for the GPU
+    return numbers and options.non_finite == "refuse"
 
 
 def check_finite(call: Call, payload: tuple[Tensor, ...], rows: slice, store: Store) -> None:

@@ -81,7 +81,8 @@ class Engine:
         """Compute a batch without replying, in any thread. Return the seconds. If joined calls fail, each is tried alone, so that only
         the call that caused it fails."""
         begun = perf_counter()
-        self.gpu.let_pass()
+        if self.gpu.stream:
+            self.gpu.let_pass()
         try:
             if batch.is_cut:
                 self.slices.compute_turn(batch)

@@ -31,7 +31,8 @@ class Slices:
         self._products, self._ops, self._wait = products, ops, wait
         self._store, self._device, self._here = products.store, products.device, products.here
         self._product_of_joined: Callable[..., Tensor] = product
-        if self._device.type == "cpu":
+        self._on_gpu = self._device.type == "cuda"
+        if not self._on_gpu:
             self._product_of_joined = FewRows(self._store.linear_weights(), threads=workers)
 
     def compute(self, slices: list[Slice]) -> None:
@@ -45,8 +46,9 @@ class Slices:
                 self._rows_alone(first.call, slices[0])
             else:
                 self._ops.whole(first.call, first.payload, first.out)
-        finally:  # no copy may land after the reply, even if that is an error
-            self._land(slices)
+        finally:
+            if self._on_gpu:
+                self._land(slices)
 
     def compute_turn(self, batch: Batch) -> None:
         """Compute one turn: some cells of a slice's result, or of a call that does not go by rows. A call that has failed is
@@ -62,7 +64,8 @@ class Slices:
                 self._products.multiply_panels(work.call, x, outs, box[0])
             else:
                 self._ops.part(work.call, work.payload, work.out, box)
-        self._land(batch.slices)
+        if self._on_gpu:
+            self._land(batch.slices)
 
     def _check(self, slices: list[Slice]) -> None:
         """Note the error of each call with rows that are not finite. In a joined product they do other calls no harm."""
@@ -144,6 +147,7 @@ class Slices:
             work.out.copy_(part_TN)
 
     def _land(self, slices: list[Slice]) -> None:
-        """Wait, once for all slices, until the copies between the host's memory and the GPU are done."""
-        if self._device.type == "cuda" and not all(piece.item.work.out.is_cuda for piece in slices):
+        """Wait, once for all slices, until the copies between the host's memory and the GPU are done. None may land after the reply, even
+        if that is an error."""
+        if not all(piece.item.work.out.is_cuda for piece in slices):
             self._wait()
