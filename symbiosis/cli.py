@@ -53,6 +53,10 @@ def executor(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
     listen: Annotated[list[str] | None, typer.Option(help="Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = None,
     device: Annotated[str | None, typer.Option(help="Device that holds the weights: cpu, cuda or cuda:NUMBER. Default: cpu.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Several devices, each with an executor (a rank) that holds a part of the model: GPUs, as 0-3 or 0,2, or cpu, with --ranks. Rank K answers at the endpoint with .rankK at its end, or at PORT + K.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="How many ranks, equally many on each of --devices. Default: one on each.")] = None,
+    shard: Annotated[str | None, typer.Option(help="How the model is laid out over ranks. layers (default): whole layers on each.")] = None,
+    shares: Annotated[str | None, typer.Option(help="How much of the model each rank holds, in proportion, as 3,1. Default: all the same.")] = None,
     mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
     policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,
@@ -99,6 +103,10 @@ def executor(
     from symbiosis.executor.preflight import check
 
     model = check(options)
+    if len(options.places) > 1:
+        from symbiosis.executor.ranks.service import serve as run_ranks
+
+        raise typer.Exit(run_ranks(model, options))
     from symbiosis.executor.daemon import serve as run
 
     run(model, options)

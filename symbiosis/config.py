@@ -1,5 +1,6 @@
 """The executor's options: defaults, configuration file, command line; and where endpoints live by default."""
 
+import math
 import os
 import re
 import tempfile
@@ -8,14 +9,15 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from symbiosis.endpoints import socket_path
+from symbiosis.endpoints import of_rank, socket_path
 from symbiosis.errors import ConfigError
-from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, SHORTEST_BEAT_S, Limits
+from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, MOST_RANKS, SHORTEST_BEAT_S, Limits
 from symbiosis.security.ownership import check_folder, why_not_ours
 
 RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s"))
 OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
 PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/scheduling/rules.py` says what they do
+LAST_GPU = 255
 BETWEEN_URLS = re.compile(r"[\s,]+(?=\w+://)")
 DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
 
@@ -30,6 +32,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     model: str | None = None
     listen: tuple[str, ...] = ()
     device: str = "cpu"
+    devices: str | None = None
+    ranks: int | None = None
+    shard: Literal["layers"] = "layers"
+    shares: tuple[float, ...] = ()
     mps: bool = False
     dtype: str | None = None
     policy: PolicyName = "opportunistic"
@@ -74,6 +80,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if not set(self.integers) <= {8, 16}:
             raise ConfigError(f"integers must be 8 or 16, the bits of quantised weights, not {self.integers}")
         self._check_together()
+        self._check_ranks()
         self.check_device(self.on_gpu)
 
     def _check_numbers(self) -> None:
@@ -82,6 +89,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "max_wait_us",
             "max_batch_tokens",
             "workers",
+            "ranks",
             "heartbeat_s",
             "max_bytes",
             *Limits.__struct_fields__,
@@ -116,6 +124,41 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 "with share-weights clients compute products themselves, and no rate limit can slow them down: leave out either share-weights or max-tenant-...-per-s"
             )
 
+    def _check_ranks(self) -> None:
+        """Raise `ConfigError` if there cannot be such ranks."""
+        count = len(self.places)
+        if count > MOST_RANKS:
+            raise ConfigError(f"a service has at most {MOST_RANKS} ranks, not {count}")
+        if self.devices is not None and self.device.partition(":")[0] not in ("cpu", self.places[0].partition(":")[0]):
+            raise ConfigError(
+                f"device {self.device} and devices {self.devices} contradict each other: leave out --device"
+            )
+        if self.shares and (len(self.shares) != count or not all(0 < share < math.inf for share in self.shares)):
+            raise ConfigError(
+                f"shares must be one positive number for each of {count} ranks, as 3,1, not {','.join(map('{:g}'.format, self.shares))}"
+            )
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The device of each rank."""
+        if self.devices is None or self.devices == "cpu":
+            return (self.devices or self.device,) * (self.ranks or 1)
+        devices = gpus_of(self.devices)
+        each, left = divmod(self.ranks or len(devices), len(devices))
+        if left:
+            raise ConfigError(f"{self.ranks} ranks cannot be equally many on each of {len(devices)} devices")
+        return tuple(f"cuda:{number}" for number in devices for _ in range(each))
+
+    def of_rank(self, rank: int) -> "Options":
+        """Return the options of one rank, which has the device and the endpoints of its own."""
+        return msgspec.structs.replace(
+            self,
+            device=self.places[rank],
+            devices=None,
+            ranks=len(self.places),
+            listen=tuple(of_rank(url, rank) for url in self.listen),
+        )
+
     def check_device(self, on_gpu: bool) -> None:
         """Check the options that depend on the device, which an embedded executor learns from its model."""
         if on_gpu and self.workers > 1:
@@ -134,7 +177,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def on_gpu(self) -> bool:
-        return self.device.partition(":")[0] == "cuda"
+        return self.places[0].partition(":")[0] == "cuda"
 
     @property
     def limits(self) -> Limits:
@@ -145,6 +188,25 @@ HINTS = get_type_hints(Options)
 CHOICES = {name: get_args(hint) for name, hint in HINTS.items() if get_origin(hint) is Literal}
 PATHS = ("key", "tenants", "audit_log", "api_keys")
 KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def gpus_of(text: str) -> tuple[int, ...]:
+    """Return the numbers of the GPUs in a text.
+
+    >>> gpus_of("0-2,5")
+    (0, 1, 2, 5)
+    """
+    found: list[int] = []
+    for part in text.split(","):
+        first, mark, last = (word.strip() for word in part.partition("-"))
+        if not first.isdecimal() or not (last.isdecimal() if mark else not last) or int(last or first) > LAST_GPU:
+            raise ConfigError(f"devices {text!r}: write the numbers of GPUs, as 0-3 or 0,2, or cpu")
+        found += range(int(first), int(last or first) + 1)
+    if len(set(found)) < len(found) or not found:
+        raise ConfigError(
+            f"devices {text!r}: name each GPU once, the lower number of a range first (ranks on one GPU: --ranks)"
+        )
+    return tuple(found)
 
 
 def check_dtype(name: str | None) -> None:
@@ -199,8 +261,15 @@ def read_config_file(file: Path, kind: type[msgspec.Struct] = Options) -> dict[s
 
 
 def _as_a_list(hint: Any, value: object) -> object:
-    """Let one value stand for a list of it."""
-    return (value,) if get_origin(hint) is tuple and isinstance(value, str | int) else value
+    """Let one value stand for a list of it, and numbers with commas between them for theirs."""
+    if get_origin(hint) is not tuple or not isinstance(value, str | int | float):
+        return value
+    if get_args(hint)[0] is not float or not isinstance(value, str):
+        return (value,)
+    try:
+        return tuple(float(part) for part in value.split(","))
+    except ValueError:
+        return (value,)
 
 
 def _check_choice(name: str, hint: Any, value: object) -> None:

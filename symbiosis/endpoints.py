@@ -31,6 +31,21 @@ def parts_of(url: str) -> tuple[str, str]:
     return scheme, address
 
 
+def of_rank(url: str, rank: int, here: int = 0) -> str:
+    """Return where a rank of a service answers, if rank number `here` answers at `url`. The first one has the service's name.
+
+    >>> of_rank("local:///a.sock", 1), of_rank("tcp://host:7001?key=a.key", 0, here=1)
+    ('local:///a.sock.rank1', 'tcp://host:7000?key=a.key')
+    """
+    scheme, address = parts_of(url)
+    if scheme != "tcp":
+        name = address.removesuffix(f".rank{here}") if here else address
+        return f"{scheme}://{name}.rank{rank}" if rank else f"{scheme}://{name}"
+    place, mark, query = address.partition("?")
+    host, _, port = place.rpartition(":")
+    return f"tcp://{host}:{int(port) + rank - here}{mark}{query}"
+
+
 def is_within_process(url: str) -> bool:
     """Whether only the executor's own process can reach it.
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -79,7 +80,7 @@ def from_executor(
 
 def _structure(session: Session, changes: dict[str, Any]) -> nn.Module:
     """The model, its parameters on the meta device, its buffers computed."""
-    welcome = session.welcome
+    welcome = replace(session.welcome, manifest=session.manifest)
     implementations = ("attn_implementation", "experts_implementation")
     chosen = {key: changes.pop(key) for key in implementations if key in changes}
     config = told_config(welcome, changes, session.endpoint)
@@ -208,7 +209,7 @@ class _Own:
                 raise WrapError(
                     f"{layer.name} has dtype {layer.dtype}, which cannot be sent: wrap a model from a checkpoint"
                 )
-            return self._session.call(Op.READ, number, dtype=dtype).to(self._device)
+            return self._session.holder(number).call(Op.READ, number, dtype=dtype).to(self._device)
         if id(value) in self._given:  # equal tensors lie there once, but who changes one does not mean the other
             return value.to(self._device, copy=True)
         self._given.add(id(value))

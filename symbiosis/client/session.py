@@ -20,6 +20,7 @@ from symbiosis.client import arguments
 from symbiosis.client.connection import lifetime
 from symbiosis.client.connection.lanes import Lane, Lanes
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
+from symbiosis.client.connection.service import Service
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.layers.groups import Groups, Member
 from symbiosis.client.requests import (
@@ -34,7 +35,7 @@ from symbiosis.client.requests import (
 )
 from symbiosis.errors import CaptureError, ConnectionLost
 from symbiosis.kernels import with_triton
-from symbiosis.protocol import Call, Op, Priority, View, shape_of_reply
+from symbiosis.protocol import Call, Layer, Op, Priority, View, shape_of_reply
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ LANE_JOIN_S = 2.0
 
 
 class Session(Reconnecting):
-    """Calls to one executor, or to whichever of its replicas answers."""
+    """Calls to one executor, or to whichever of its replicas answers. With a service of several ranks, it joins one of them, and there is
+    another session for each of the others (`holder`)."""
 
     keeps_secrets = False  # what the executor must not see
 
@@ -61,8 +63,13 @@ class Session(Reconnecting):
         exact: bool = True,
         wait: float = 0.0,
         share: bool = False,
+        whole: bool = True,
     ) -> None:
+        """`whole`: of a service's ranks it asks all for what they hold, not only the one that it joins."""
         super().__init__(endpoint, priority, fingerprint, observer, patience, timeout, wait, share)
+        self._whole = whole
+        self._service: Service | None = None
+        self._joining = threading.Lock()
         self.exact = arguments.flag("exact", exact)
         self.known_groups: dict[Member, tuple[Member, ...]] = {}
         self._local = threading.local()
@@ -80,6 +87,32 @@ class Session(Reconnecting):
         except AttributeError:
             groups = self._local.groups = Groups(self.known_groups)
             return groups
+
+    @property
+    def service(self) -> Service | None:
+        """The other ranks of the service, once their sessions have joined; None if the executor is alone."""
+        if self._service is None and self._whole and not self.keeps_secrets and self.welcome.ranks > 1:
+            with self._joining:
+                self._service = self._service or Service(self, self._with_rank)
+        return self._service
+
+    def _with_rank(self, endpoints: tuple[str, ...]) -> "Session":
+        words = {**self._options(), "whole": False, "wait": max(self.wait, self.patience)}
+        return Session(endpoints, self.priority, self.welcome.fingerprint, **words)
+
+    @property
+    def manifest(self) -> list[Layer]:
+        """The layers of the whole model."""
+        return self.welcome.manifest if self.service is None else self.service.manifest
+
+    @property
+    def ranks(self) -> "list[Session]":
+        """This session and those with the other ranks."""
+        return [self] if self.service is None else [self, *self.service.others]
+
+    def holder(self, layer: int) -> "Session":
+        """The session with the rank that holds this layer."""
+        return self if self.service is None else self.service.holder(layer) or self
 
     def call(
         self,
@@ -234,6 +267,9 @@ class Session(Reconnecting):
 
     def commons(self) -> dict[int, Tensor]:
         """Tensors that every client holds for itself, if an executor on this host shares them. The rest must be read."""
+        return {number: tensor for rank in self.ranks for number, tensor in rank._commons().items()}
+
+    def _commons(self) -> dict[int, Tensor]:
         with self._lock:
             try:
                 return self._connected().commons()
@@ -244,6 +280,8 @@ class Session(Reconnecting):
     def close(self, timeout: float = 1.0) -> None:
         """Leave the executor. A call that another thread has under way gets `timeout` seconds to end. A later call joins again."""
         end = time.monotonic() + timeout
+        for other in self._service.others if self._service else ():
+            other.close(timeout)
         lines, self._lines = self.lines, {}
         for line in lines:
             line.close()
@@ -270,7 +308,7 @@ class Session(Reconnecting):
         """In a forked child: the connections are the parent's, and so is an executor that lives in it."""
         if all(map(transport.is_within_process, self.endpoints)):
             self._welcome = None  # nobody waits for what will never come
-        self._lock, self._counting = threading.Lock(), threading.Lock()
+        self._lock, self._counting, self._joining = threading.Lock(), threading.Lock(), threading.Lock()
         self._connection = None
         self.mapped = None
         self._device = CPU
@@ -281,8 +319,12 @@ class Session(Reconnecting):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        options = {"patience": self.patience, "timeout": self.timeout, "exact": self.exact, "share": self.share}
-        return _restore, (self._key, self.endpoints, self.priority, self.fingerprint, options)
+        return _restore, (self._key, self.endpoints, self.priority, self.fingerprint, self._options())
+
+    def _options(self) -> dict[str, Any]:
+        """What another session with the same executor, or with a rank beside it, is made with."""
+        names = ("patience", "timeout", "exact", "share")
+        return {**{name: getattr(self, name) for name in names}, "whole": self._whole}
 
 
 def _restore(

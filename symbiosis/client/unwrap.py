@@ -59,7 +59,7 @@ def _names(model: nn.Module) -> dict[RemoteWeight, str]:
 def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: Any) -> Any:
     if not remote:
         return None
-    if weights is None and may_read(remote[0]):
+    if weights is None and all(map(may_read, remote)):
         return lambda weight, _: weight.value().clone()
     tensors = weights if isinstance(weights, dict) else _checkpoint(model, weights)
     where = "the given weights" if weights is not None else f"the weights in {_loaded_from(model)}"

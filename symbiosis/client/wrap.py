@@ -115,6 +115,10 @@ def attach(
         raise WrapError("this model is wrapped already: symbiosis.unwrap(model) first")
     plan, report = plan_wrap(model, session.manifest, patterns)
     private = session if isinstance(session, PrivateSession) else None
+    if private and session.welcome.ranks > 1:
+        raise WrapError(
+            f"privacy= and verify= need an executor of one rank, and {session.endpoint} is a service of several"
+        )
     if private:
         plan = _without_the_private(model, plan, report, session.manifest)
     if not plan:
@@ -133,11 +137,13 @@ def attach(
     for places, index in plan:
         if private:
             private.learn(index, parameter_of(places[0]).detach())
-        handle = Handle(session, index, session.manifest[index], is_frozen=not parameter_of(places[0]).requires_grad)
+        layer, frozen = session.manifest[index], not parameter_of(places[0]).requires_grad
+        handle = Handle(session.holder(index), index, layer, is_frozen=frozen)
         replace(places, handle, biases, device)
     root = base_model(model)
     for used in {device} if device is not None else {parameter.device for parameter in root.parameters()}:
-        session.map_for(used)
+        for rank in session.ranks:
+            rank.map_for(used)
     if trainable and device is None:
         warn_when_trained(root)
     if say_what_is_left_out not in root._state_dict_hooks.values():
@@ -230,10 +236,18 @@ def stats(model: nn.Module) -> Stats:
     0
     """
     arguments.a_model(model, "stats")
-    weight = next(remote_weights(model), None)
-    if weight is None:
+    sessions = list(dict.fromkeys(weight.handle.session for weight in remote_weights(model)))
+    if not sessions:
         raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
-    session = weight.handle.session
+    if len(sessions) == 1:
+        return _stats_of(sessions[0])
+    total = Stats()
+    for session in sessions:
+        total.add(_stats_of(session))
+    return total
+
+
+def _stats_of(session: Session) -> Stats:
     for line in session.lines:  # the executor counts for the GPU
         session.stats.batched_calls, session.stats.reconnects = line.batched, line.reconnects
     if session.mapped is not None:

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch
@@ -19,6 +19,7 @@ from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Store, check_patterns
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
+from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.logs import set_up_logging
 from symbiosis.transport.cuda.words import FIRST_SEGMENT
@@ -68,14 +69,35 @@ def shared_gpu(options: Options) -> Iterator[None]:
 def load_and_serve(model_name: str, options: Options) -> None:
     """Load the model and serve it, and print one line when it is ready. Before the weights are loaded, check what `preflight` could not
     check without torch."""
-    pages = Pages(options.metrics_host, options.metrics_port) if options.metrics_port is not None else None
-    if pages:
-        log(logging.INFO, "pages", health=pages.url("/health"), metrics=pages.url("/metrics"))
+    pages = pages_of(options)
     if options.serve:
         check_patterns(structure(model_name), options.serve)
+    store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
+
+    def ready(server: Server) -> None:
+        endpoints = " ".join(listener.url for listener in server.listeners)
+        print(ready_line(model_name, len(store.served()), store.nbytes, endpoints), flush=True)
+
+    serve_store(store, options, pages, ready)
+
+
+def pages_of(options: Options) -> Pages | None:
+    """Return the pages of `--metrics-port`, which are up while the executor starts."""
+    if options.metrics_port is None:
+        return None
+    pages = Pages(options.metrics_host, options.metrics_port)
+    log(logging.INFO, "pages", health=pages.url("/health"), metrics=pages.url("/metrics"))
+    return pages
+
+
+def ready_line(model_name: str, layers: int, nbytes: int, endpoints: str) -> str:
+    return f"symbiosis-executor ready: {model_name} ({layers} layers, {nbytes / 2**20:.0f} MiB) at {endpoints}"
+
+
+def serve_store(store: Store, options: Options, pages: Pages | None, ready: Callable[[Server], None]) -> None:
+    """Serve these weights until SIGTERM or SIGINT. `ready` is called when clients can join."""
     if options.workers > (cores := len(os.sched_getaffinity(0))):
         log(logging.WARNING, "more workers than cores: they take turns", workers=options.workers, cores=cores)
-    store = Store(load_model(model_name, options.dtype, options.device), options.serve, options.integers)
     if options.shares_weights:
         store.share_weights()
     gc.collect()
@@ -88,13 +110,8 @@ def load_and_serve(model_name: str, options: Options) -> None:
     if options.audit_log:
         signal.signal(signal.SIGHUP, lambda *_: setattr(server.register, "reopen", True))
     if pages:
-        pages.show(server)
-    endpoints = " ".join(listener.url for listener in server.listeners)
-    served = len(store.served())
-    print(
-        f"symbiosis-executor ready: {model_name} ({served} layers, {store.nbytes / 2**20:.0f} MiB) at {endpoints}",
-        flush=True,
-    )
+        pages.show(server, PrometheusCollector(server.snapshot))
+    ready(server)
     server.run()
     log(logging.INFO, "stopped", calls=sum(line.calls for line in server.ledger.lines.values()))
 
@@ -107,6 +124,6 @@ def memory_plan(store: Store, options: Options) -> dict[str, int]:
     nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free}
     if store.on_gpu:
         left, gpu_bytes = torch.cuda.mem_get_info(options.device)
-        kept = headroom_bytes(store.weights, options.max_batch_tokens, gpu_bytes)
+        kept = headroom_bytes(store.held, options.max_batch_tokens, gpu_bytes)
         nbytes |= {"gpu_headroom": kept, "gpu_free": max(0, left - kept), "gpu_session_at_least": FIRST_SEGMENT}
     return {f"{name}_mib": value >> 20 for name, value in nbytes.items()} | {"sessions": options.max_sessions}

@@ -100,6 +100,7 @@ class Dispatch:
             session.number, store.fingerprint, store.manifest, store.config_json, store.model_class,
             self.limits, options.allow_read, options.heartbeat_s, f"{platform.node()}:{os.getpid()}",
             integers=options.integers, operator=options.operator, shares_weights=bool(store.files),
+            rank=store.rank, ranks=store.ranks,
         )  # fmt: skip
 
     def kept_out(self, why: str, address: str, tenant: str = "") -> None:

@@ -39,6 +39,8 @@ class Executor:
         chosen: Options = load_options({name: _as_said(value) for name, value in options.items()})
         if chosen.mps:
             raise ConfigError("mps is for symbiosis-executor: a program must join MPS before it initialises CUDA")
+        if len(chosen.places) > 1:
+            raise ConfigError("ranks are processes of symbiosis-executor: an Executor in a program is one")
         shares = chosen.shares_weights and (not isinstance(model, nn.Module) or bool(chosen.share_weights))
         if isinstance(model, Path):
             model = os.path.join(".", model)  # noqa: PTH118  (a Path never names a model on the hub)

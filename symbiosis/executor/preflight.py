@@ -65,10 +65,24 @@ def check_model(options: Options, held: ExitStack) -> None:
             check_whole(file)
         needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), options.integers)
         check_room(options.model, needed, free_memory(), "this machine")
-        if options.on_gpu and (free := free_gpu_memory(options.device)) is not None:
-            check_room(options.model, needed, free, options.device)
+        for device, part in needed_on(options, needed).items():
+            if options.on_gpu and (free := free_gpu_memory(device)) is not None:
+                check_room(options.model, part, free, device)
     elif path_of(options.model) or hub_is_out_of_reach():
         raise ConfigError(f"cannot load the weights of {options.model!r} (only *.safetensors are read): there are none in {folder}")  # fmt: skip
+
+
+def needed_on(options: Options, nbytes: int) -> dict[str, int]:
+    """Return the bytes of the weights on each device, of so many in all.
+
+    >>> needed_on(Options(devices="0,2", shares=(3.0, 1.0)), 1000)
+    {'cuda:0': 750, 'cuda:2': 250}
+    """
+    shares = options.shares or (1.0,) * len(options.places)
+    found: dict[str, int] = {}
+    for device, share in zip(options.places, shares, strict=True):
+        found[device] = found.get(device, 0) + int(nbytes * share / sum(shares))
+    return found
 
 
 def check_room(model: str, needed: int, free: int, where: str) -> None:
@@ -82,8 +96,16 @@ def check_room(model: str, needed: int, free: int, where: str) -> None:
 
 def check_endpoints(options: Options, held: ExitStack) -> Iterator[str]:
     """Check that each endpoint is valid and free."""
-    for url in dict.fromkeys(options.listen):
-        if options.listen.count(url) > 1 and not url.endswith((":0", ":*")):
+    ranks = len(options.places)
+    if ranks > 1 and (unknown := [url for url in options.listen if url.endswith((":0", ":*"))]):
+        yield f"cannot listen at {unknown[0]} with {ranks} ranks: name a port, because rank K answers at PORT + K"
+        return
+    try:
+        listen = [url for rank in range(ranks) for url in options.of_rank(rank).listen]
+    except ConfigError:  # as is found below
+        listen = list(options.listen)
+    for url in dict.fromkeys(listen):
+        if listen.count(url) > 1 and not url.endswith((":0", ":*")):
             yield f"cannot listen at {url} twice"
         try:
             scheme, address = parts_of(url)
@@ -169,18 +191,24 @@ def check_audit_log(options: Options, held: ExitStack) -> None:
 
 @_said
 def check_device(options: Options, held: ExitStack) -> None:
-    """Check the device with the driver's own tools, because asking CUDA would initialise it before MPS can be joined."""
-    found = DEVICE.fullmatch(options.device)
+    """Check the devices with the driver's own tools, because asking CUDA would initialise it before MPS can be joined."""
+    for device in dict.fromkeys(options.places):
+        check_one_device(device, options.on_gpu)
+
+
+def check_one_device(device: str, on_gpu: bool) -> None:
+    """Raise `ConfigError` unless there is such a device."""
+    found = DEVICE.fullmatch(device)
     if found is None:
-        raise ConfigError(f"--device {options.device!r}: a device is cpu, cuda or cuda:NUMBER")
-    if not options.on_gpu:
+        raise ConfigError(f"--device {device!r}: a device is cpu, cuda or cuda:NUMBER")
+    if not on_gpu:
         return
     build = importlib.metadata.version("torch")
     if "+cpu" in build:
-        raise ConfigError(f"--device {options.device!r}: torch {build} has no CUDA: install torch's CUDA build, or serve from the CPU")  # fmt: skip
+        raise ConfigError(f"--device {device!r}: torch {build} has no CUDA: install torch's CUDA build, or serve from the CPU")  # fmt: skip
     gpus = None if "+rocm" in build else visible_gpus()
     if gpus is not None and int(found[1] or 0) >= len(gpus):
-        raise ConfigError(f"--device {options.device!r}: this process sees {len(gpus)} GPUs{' (CUDA_VISIBLE_DEVICES)' if _visible() is not None else ''}")  # fmt: skip
+        raise ConfigError(f"--device {device!r}: this process sees {len(gpus)} GPUs{' (CUDA_VISIBLE_DEVICES)' if _visible() is not None else ''}")  # fmt: skip
 
 
 @_said

@@ -28,8 +28,13 @@ class Closed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A message between programs of the same release: an unknown field is an error."""
 
 
+ELSEWHERE = "elsewhere"
+MOST_RANKS = 64
+
+
 class Layer(Closed, frozen=True):
-    """One tensor of the base model: served (`linear`, `conv1d`, `tensor`, `embedding`) or the client's own (`client`)."""
+    """One tensor of the base model: served (`linear`, `conv1d`, `tensor`, `embedding`), the client's own (`client`), or held by another
+    rank of the service (`elsewhere`), which says what it is."""
 
     name: Name
     kind: Word
@@ -83,7 +88,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Welcome(Closed, frozen=True, tag="welcome"):
     """The executor accepts, and says what it serves, under which limits, for which bits of `integers`, who operates it, and whether it
-    shares its weights with clients that can map them. With NCCL, the client sends the headers of its calls to `port`, beginning with `token` and where to meet it."""
+    shares its weights with clients that can map them. It is one `rank` of a service of so many `ranks`. With NCCL, the client sends the
+    headers of its calls to `port`, beginning with `token` and where to meet it."""
 
     session: int
     fingerprint: Word
@@ -100,6 +106,8 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     shares_weights: bool = False
     port: int = 0
     token: Annotated[bytes, Meta(max_length=64)] = b""
+    rank: int = 0
+    ranks: int = 1
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symbiosis.endpoints import is_within_process, parts_of
+from symbiosis.endpoints import is_within_process, of_rank, parts_of
 from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.protocol import Hello
 from symbiosis.transport.base import Connection, Listener, Peer, ServerPort, Sharing
@@ -28,6 +28,7 @@ __all__ = [
     "listen",
     "may_come_back",
     "may_go_by_nccl",
+    "of_rank",
     "open_line",
     "parts_of",
 ]

@@ -6,9 +6,11 @@ import msgspec
 
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import (
+    ELSEWHERE,
     LARGEST_LIMIT,
     LONGEST_BEAT_S,
     LONGEST_TEXT,
+    MOST_RANKS,
     SHORTEST_BEAT_S,
     Call,
     Hello,
@@ -21,7 +23,7 @@ from symbiosis.protocol import (
 )
 from symbiosis.security.fingerprint import model_fingerprint
 
-KINDS = frozenset(("linear", "conv1d", "tensor", "embedding", "client"))
+KINDS = frozenset(("linear", "conv1d", "tensor", "embedding", "client", ELSEWHERE))
 LARGEST, LAST_PORT = 1 << 48, 65535
 MOST_KNOWN = 1 << 14  # calls whose expected replies are remembered
 MOST_FIGURES = 16 << 20  # bytes of a snapshot of figures, whose size does not follow from the call
@@ -40,6 +42,8 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
             raise ProtocolError(Code.BAD_FRAME, f"{url} names something {text[:64]!r}: that is not a name")
     if unknown := next((layer for layer in answer.manifest if layer.kind not in KINDS), None):
         raise ProtocolError(Code.BAD_FRAME, f"{url}: {unknown.name} is of a kind that this release does not know")
+    if not 0 <= answer.rank < answer.ranks <= MOST_RANKS:
+        raise ProtocolError(Code.BAD_FRAME, f"{url} says that it is rank {answer.rank} of {answer.ranks}")
     sizes = (
         answer.session,
         answer.slab_bytes,

@@ -25,7 +25,7 @@ WAIT_S = 60.0
 def pages() -> Iterator[Pages]:
     with symbiosis.Executor(tiny_llama()) as executor:
         pages = Pages("127.0.0.1", 0)
-        pages.show(executor.server)
+        pages.show(executor.server, PrometheusCollector(executor.server.snapshot))
         until(lambda: status(pages, "/health") == 200, "a ready executor")
         yield pages
 
@@ -51,7 +51,7 @@ def test_health_tells_probes_by_its_status() -> None:
     pages = Pages("127.0.0.1", 0)
     assert (status(pages, "/health"), status(pages, "/metrics")) == (503, 503)
     executor = symbiosis.Executor(tiny_llama())
-    pages.show(executor.server)
+    pages.show(executor.server, PrometheusCollector(executor.server.snapshot))
     until(lambda: status(pages, "/health") == 200, "a ready executor")
     answer = ask(pages, "/health")
     told = json.load(answer)
@@ -65,7 +65,7 @@ def test_a_loop_that_stands_is_no_ready_executor(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pages_module, "STALLED_S", 1.0)
     pages, stands, go_on = Pages("127.0.0.1", 0), threading.Event(), threading.Event()
     with symbiosis.Executor(tiny_llama()) as executor:
-        pages.show(executor.server)
+        pages.show(executor.server, PrometheusCollector(executor.server.snapshot))
         until(lambda: status(pages, "/health") == 200, "a ready executor")
         executor.server.reactor.call_soon(lambda: stands.set() or go_on.wait(WAIT_S))
         assert stands.wait(WAIT_S)

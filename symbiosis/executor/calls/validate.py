@@ -9,7 +9,19 @@ from torch import Tensor
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.model.store import Store
-from symbiosis.protocol import FLOATS, ITEMSIZE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View, shape_of_reply, width
+from symbiosis.protocol import (
+    ELSEWHERE,
+    FLOATS,
+    ITEMSIZE,
+    MAX_DIM,
+    WEIGHT_BITS,
+    Call,
+    Layer,
+    Op,
+    View,
+    shape_of_reply,
+    width,
+)
 
 MOST_GROUPS = 1 << 12  # more experts than any model has; each takes time, even without rows
 
@@ -71,6 +83,8 @@ def _check_layer(call: Call, store: Store, options: Options) -> None:
     if call.layer >= len(store.manifest):
         raise CallError(Code.UNKNOWN_LAYER, f"there is no layer number {call.layer}: the model has other layers")
     layer = store.manifest[call.layer]
+    if layer.kind == ELSEWHERE:
+        raise CallError(Code.UNKNOWN_LAYER, f"{layer.name} is held by another rank of this service: call that one")
     if call.view is not None:
         _check_view(call, call.view, layer, options)
     if call.op is Op.READ:

@@ -6,7 +6,6 @@ Shapes: T rows, K what goes in, N what comes out.
 from collections.abc import Callable, Sequence
 from functools import reduce
 
-import torch
 from torch import Tensor
 
 from symbiosis.executor.calls.cut import columns_of, panels
@@ -24,7 +23,7 @@ class Products:
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self.device = store.weights[0].device if store.weights else torch.device("cpu")
+        self.device = store.device
 
     def multiply(
         self, call: Call, x: list[Tensor], out: list[Tensor] | None = None, forward: Callable[..., Tensor] = product

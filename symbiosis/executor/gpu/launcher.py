@@ -79,9 +79,9 @@ class Launcher:
             self.rounds = Rounds(self._products.multiply, self._few_rows, self._on_over, self.device)
             self.shares_time = shares_time(self.device)
             self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
-        if any(weight.dim() == 2 for weight in self._store.weights):
-            self._pace = Pace(self._store.weights)
-        keep_headroom(self._store.weights, self._most_rows, self.device)
+        if any(weight.dim() == 2 for weight in self._store.held):
+            self._pace = Pace(self._store.held)
+        keep_headroom(self._store.held, self._most_rows, self.device)
 
     @property
     def join_below(self) -> int:

@@ -1,5 +1,6 @@
 """Loads the base model that an executor serves: a directory, a hub id, or the bundled demo model."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import nn
 from symbiosis.config import check_dtype
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL, MODEL, check_whole, path_of, weight_files
+from symbiosis.executor.model.part import load_part
 
 __all__ = ["DEMO_MODEL", "load_config", "load_model", "model_class", "structure", "torch_dtype"]
 
 
-def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.Module:
-    """Load the model as its own class builds it, so that its layers have the names that clients see.
+def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhere: Collection[str] = ()) -> nn.Module:
+    """Load the model as its own class builds it, so that its layers have the names that clients see. The parameters and buffers that are
+    `elsewhere` are not read, and stay on the meta device.
 
     >>> type(load_model("demo")).__name__
     'LlamaForCausalLM'
@@ -24,6 +27,8 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu") -> nn.M
     for file in weight_files(path) if path else ():
         check_whole(file)  # the last of many files may be cut short: say so before the first is read
     try:
+        if elsewhere:
+            return load_part(model_class(config), path or name, torch_dtype(dtype), device, elsewhere).eval()
         model = model_class(config).from_pretrained(path or name, dtype=torch_dtype(dtype), use_safetensors=True)
     except OSError as error:
         raise ConfigError(f"cannot load the weights of {name!r} (only *.safetensors are read): {_in_a_line(error)}") from None  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import prod
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
@@ -15,22 +15,51 @@ from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.kernels.integers import quantise, warm
 from symbiosis.kernels.operand import cast, matrix_of
 from symbiosis.names import modules_in_base, parameter_in_base
-from symbiosis.protocol import MAX_DIM, WEIGHT_BITS, Layer, Op, View
+from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Layer, Op, View
 from symbiosis.security.fingerprint import digest, model_fingerprint
 from symbiosis.transport.local import shared_weights
-from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
+from symbiosis.transport.tensors import CPU, DTYPE_NAME, TORCH_DTYPE
 
 SERVED_KINDS = ("linear", "conv1d", "tensor", "embedding")
 
 
+class Board(Protocol):
+    """What a rank needs of the others of its service."""
+
+    rank: int
+    ranks: int
+
+    def complete(self, config: str, manifest: list[Layer]) -> list[Layer]:
+        """Return the manifest with the digests of all tensors, of which it has those that this rank holds."""
+        ...
+
+
+class Entry(NamedTuple):
+    """One parameter or persistent buffer: the layer's name and kind, the tensor, its bias, and its name in the model's state dict."""
+
+    name: str
+    kind: str
+    tensor: Tensor
+    bias: Tensor | None
+    key: str
+
+
 class Store:
-    """The tensors of a base model, by layer index. Weights are never changed and never copied per client.
+    """The tensors of a base model, by layer index. Weights are never changed and never copied per client. One that lies on the meta device
+    is held by another rank of the service.
 
     Served by default: every linear and Conv1D weight and every tensor of experts' matrices, but no head (`choice`). A head's
     gradient shows the labels, tasks train it, and where it is tied to the embedding the client holds it anyway.
     """
 
-    def __init__(self, model: nn.Module, serve: Sequence[str] = (), integers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        serve: Sequence[str] = (),
+        integers: Sequence[int] = (),
+        board: Board | None = None,
+    ) -> None:
+        """`board`: where the ranks of a service tell each other the digests of what they hold."""
         model.requires_grad_(False)
         config = getattr(model, "config", None)
         self.config_json = config.to_json_string(use_diff=False) if isinstance(config, PreTrainedConfig) else "{}"
@@ -38,29 +67,37 @@ class Store:
         self.weights: list[Tensor] = []
         self.biases: list[Tensor | None] = []
         self.manifest: list[Layer] = []
-        entries = list(_entries(model))
-        chosen = _choose(entries, serve, head_names(model))
+        found = list(entries(model))
+        chosen = _choose(found, serve, head_names(model))
         with ThreadPoolExecutor() as pool:
-            digests = list(pool.map(digest, [weight for _, _, weight, _ in entries]))
-        for (name, kind, weight, bias), sha in zip(entries, digests, strict=True):
-            kind = kind if name in chosen else "client"
-            self._add(name, kind, weight, bias if kind in ("linear", "conv1d") else None, sha)
+            digests = list(pool.map(_digest, [entry.tensor for entry in found]))
+        for entry, sha in zip(found, digests, strict=True):
+            kind = entry.kind if entry.name in chosen else "client"
+            self._add(entry, kind, entry.bias if kind in ("linear", "conv1d") else None, sha)
+        self.rank, self.ranks = (0, 1) if board is None else (board.rank, board.ranks)
+        if board is not None:
+            self.manifest = board.complete(self.config_json, self.manifest)
         self.fingerprint = model_fingerprint(self.config_json, self.manifest)
-        self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.weights}.values())
+        self.held = [weight for weight in self.weights if not weight.is_meta]
+        self.device = self.held[0].device if self.held else CPU
+        self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.held}.values())
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self._commons: BinaryIO | None = None
         self.files: list[BinaryIO] = []  # hold the served weights if clients may map them
-        self.on_gpu = any(weight.is_cuda for weight in self.weights)
+        self.on_gpu = self.device.type == "cuda"
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
         self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._matrices() for bits in integers}
         for digits_DKN in {digits.shape: digits for digits in self._digits.values() if digits.is_cuda}.values():
             warm(digits_DKN)
 
-    def _add(self, name: str, kind: str, weight: Tensor, bias: Tensor | None, sha: str) -> None:
+    def _add(self, entry: Entry, kind: str, bias: Tensor | None, sha: str) -> None:
+        weight = entry.tensor.detach().contiguous()
         self.weights.append(weight)
         self.biases.append(bias)
         shape, dtype = tuple(weight.shape), DTYPE_NAME.get(weight.dtype, str(weight.dtype))
-        self.manifest.append(Layer(name, kind, shape, dtype, sha, bias is not None))
+        self.manifest.append(
+            Layer(entry.name, ELSEWHERE if weight.is_meta else kind, shape, dtype, sha, bias is not None)
+        )
 
     def commons(self) -> BinaryIO:
         """Return the file with the tensors that every client holds for itself, which clients of this host and this process share."""
@@ -95,8 +132,7 @@ class Store:
     def _share_on_gpu(self, moved: Callable[[int], Tensor]) -> dict[int, Tensor]:
         from symbiosis.transport.cuda import weights
 
-        device = next(weight.device for weight in self.weights if weight.is_cuda)
-        pieces, served = weights.publish(self.manifest, device, moved)
+        pieces, served = weights.publish(self.manifest, self.device, moved)
         self.files = [os.fdopen(piece.fd(), "rb", buffering=0) for piece in pieces]
         return served
 
@@ -156,20 +192,24 @@ def _check_view(weight: Tensor, view: View) -> None:
         raise CallError(Code.BAD_VIEW, f"view {tuple(view)} reaches beyond a weight of shape {tuple(weight.shape)}")
 
 
-def _entries(model: nn.Module) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
-    """Yield (name, kind, tensor, bias) of every parameter and persistent buffer. A layer goes by its module's dotted name."""
+def _digest(tensor: Tensor) -> str:
+    return "" if tensor.is_meta else digest(tensor)
+
+
+def entries(model: nn.Module) -> Iterator[Entry]:
+    """Yield every parameter and persistent buffer. A layer goes by its module's dotted name."""
     seen: set[str] = set()
     persistent = model.state_dict(keep_vars=True)
     for path, module_name, module in modules_in_base(model):
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
-            full = parameter_in_base(module_name, module, name)
-            if tensor is None or f"{path}.{name}".lstrip(".") not in persistent or full in seen:
+            full, key = parameter_in_base(module_name, module, name), f"{path}.{name}".lstrip(".")
+            if tensor is None or key not in persistent or full in seen:
                 continue
             seen.add(full)
             kind = _kind(module, name, tensor)
             bias = getattr(module, "bias", None) if kind in ("linear", "conv1d") else None
             layer = module_name if kind in ("linear", "conv1d", "embedding") else full
-            yield layer, kind, tensor.detach().contiguous(), None if bias is None else bias.detach().clone()
+            yield Entry(layer, kind, tensor, None if bias is None else bias.detach().clone(), key)
 
 
 def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
@@ -190,11 +230,11 @@ def _kind(module: nn.Module, name: str, tensor: Tensor) -> str:
 
 def check_patterns(model: nn.Module, serve: Sequence[str]) -> None:
     """Raise `ConfigError` unless each pattern matches a layer. The model needs no weights."""
-    _choose(list(_entries(model)), serve, head_names(model))
+    _choose(list(entries(model)), serve, head_names(model))
 
 
-def _choose(entries: list[tuple[str, str, Tensor, Tensor | None]], serve: Sequence[str], heads: set[str]) -> set[str]:
-    possible = {name: kind for name, kind, _, _ in entries if kind != "client"}
+def _choose(found: list[Entry], serve: Sequence[str], heads: set[str]) -> set[str]:
+    possible = {entry.name: entry.kind for entry in found if entry.kind != "client"}
     for pattern in serve:
         if not matches(possible, [pattern.removeprefix("!")]):
             examples = ", ".join(sorted(possible)[:4])

@@ -17,10 +17,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 
 from symbiosis.errors import ConfigError
-from symbiosis.executor.observe.prometheus import PrometheusCollector
-from symbiosis.executor.observe.snapshot import Snapshot
 
 MOST_CONNECTIONS = 32  # another one takes the place of the oldest
 LONGEST_HEAD = 8 << 10  # bytes of a request
@@ -42,8 +41,6 @@ class Shown(Protocol):
 
     @property
     def turned_s(self) -> float: ...
-
-    def snapshot(self) -> Snapshot: ...
 
 
 class Request(NamedTuple):
@@ -131,9 +128,9 @@ class Pages:
         host = self._socket.getsockname()[0]
         return f"http://[{host}]:{self.port}{path}" if ":" in host else f"http://{host}:{self.port}{path}"
 
-    def show(self, server: Shown) -> None:
-        """Show this executor from now on."""
-        self._registry.register(PrometheusCollector(server.snapshot))
+    def show(self, server: Shown, figures: Collector) -> None:
+        """Show this executor, and these figures, from now on."""
+        self._registry.register(figures)
         self.server = server
 
     # ------------------------------------------------------------------ what is told

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import Code, ProtocolError
-from symbiosis.protocol import ITEMSIZE, Layer
+from symbiosis.protocol import ELSEWHERE, ITEMSIZE, Layer
 from symbiosis.transport.local.segment import must_hold
 from symbiosis.transport.tensors import TORCH_DTYPE, bytes_of
 
@@ -29,11 +29,12 @@ NAMES = {False: "symbiosis-commons", True: "symbiosis-weights"}
 
 def in_file(manifest: Sequence[Layer], served: bool = False) -> list[int]:
     """Return the numbers of the tensors that lie in a file, in the order of the manifest."""
-    added = {f"{layer.name}.bias" for layer in manifest if layer.kind != "client" and layer.bias} if served else set()
+    others = ("client", ELSEWHERE)
+    added = {f"{layer.name}.bias" for layer in manifest if layer.kind not in others and layer.bias} if served else set()
     return [
         number
         for number, layer in enumerate(manifest)
-        if ((layer.kind != "client" or layer.name in added) if served else layer.kind == "client")
+        if ((layer.kind not in others or layer.name in added) if served else layer.kind == "client")
         and layer.dtype in ITEMSIZE and 0 not in layer.shape
     ]  # fmt: skip
 

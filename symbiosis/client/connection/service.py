@@ -1,0 +1,58 @@
+"""A service of several ranks as one client sees it: a session with each of them, and which one holds which layer."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from symbiosis import transport
+from symbiosis.errors import CallError, Code
+from symbiosis.protocol import ELSEWHERE, Layer
+
+if TYPE_CHECKING:
+    from symbiosis.client.session import Session
+
+
+class Service:
+    """The sessions with the ranks beside the one that `first` has joined. `join` makes a session, which joins at its first call."""
+
+    def __init__(self, first: "Session", join: "Callable[[tuple[str, ...]], Session]") -> None:
+        here = first.welcome.rank
+        self._others: dict[int, Session] = {
+            rank: join(tuple(transport.of_rank(url, rank, here) for url in first.endpoints))
+            for rank in range(first.welcome.ranks)
+            if rank != here
+        }
+        told = {here: first.welcome, **{rank: session.welcome for rank, session in self._others.items()}}
+        for rank, welcome in told.items():
+            if (welcome.rank, welcome.ranks) != (rank, len(told)):
+                raise CallError(
+                    Code.WRONG_MODEL,
+                    f"where rank {rank} of {len(told)} of the service at {first.endpoint} should be is rank {welcome.rank} of {welcome.ranks}",
+                )
+        self._holders, self.manifest = held({rank: welcome.manifest for rank, welcome in told.items()})
+
+    @property
+    def others(self) -> "list[Session]":
+        return list(self._others.values())
+
+    def holder(self, layer: int) -> "Session | None":
+        """Return the session with the rank that holds this layer; None if that is the first one's."""
+        return self._others.get(self._holders[layer])
+
+
+def held(told: dict[int, list[Layer]]) -> tuple[list[int], list[Layer]]:
+    """Return which rank holds each layer, and the manifest of the whole model, from what each rank tells.
+
+    >>> here, there = Layer("up", "linear", (4, 4), "float32", "d"), Layer("up", ELSEWHERE, (4, 4), "float32", "d")
+    >>> held({0: [there], 1: [here]}) == ([1], [here])
+    True
+    """
+    holders: list[int] = []
+    manifest: list[Layer] = []
+    for layers in zip(*told.values(), strict=True):
+        found = [(rank, layer) for rank, layer in zip(told, layers, strict=True) if layer.kind != ELSEWHERE]
+        if len(found) != 1:
+            who = "no rank" if not found else f"ranks {', '.join(str(rank) for rank, _ in found)}"
+            raise CallError(Code.WRONG_MODEL, f"{layers[0].name} is held by {who} of the service, and must be by one")
+        holders.append(found[0][0])
+        manifest.append(found[0][1])
+    return holders, manifest

@@ -1,0 +1,58 @@
+"""The figures and the health of a service, from the pages of its ranks: every sample with the label `rank`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.request import ProxyHandler, build_opener
+
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+
+ANSWER_S = 2.0  # a rank whose pages take longer is stalled
+WORST_LAST = ("ready", "draining", "starting", "stalled")
+_opener = build_opener(ProxyHandler({}))
+
+
+class RankFigures(Collector):
+    """Shows the figures of all ranks to `prometheus_client`. `ports`: of their pages, by rank; a rank that is away has none."""
+
+    def __init__(self, ports: Mapping[int, int]) -> None:
+        self._ports = ports
+
+    def describe(self) -> list[Metric]:
+        """Return nothing: what a registry would otherwise ask the ranks for when it gets to know this collector."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric once, with the samples of all ranks."""
+        found: dict[str, Metric] = {}
+        for rank, port in sorted(self._ports.items()):
+            text = page(port, "/metrics")
+            for family in text_string_to_metric_families(text or ""):
+                merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    merged.samples.append(sample._replace(labels={"rank": str(rank), **sample.labels}))
+        yield from found.values()
+
+
+def health_of(ports: Mapping[int, int], ranks: int) -> tuple[str, float]:
+    """Return the worst status of all ranks, and the longest time since a loop ran."""
+    told = [json.loads(page(port, "/health") or '{"status": "stalled"}') for port in list(ports.values())]
+    told += [{"status": "starting"}] * (ranks - len(told))
+    worst = max((str(one["status"]) for one in told), key=WORST_LAST.index)
+    return worst, max(float(one.get("turned_s", 0.0)) for one in told)
+
+
+def page(port: int, path: str) -> str | None:
+    """Return a page of a rank, whatever its status; None if it does not answer."""
+    try:
+        try:
+            answer = _opener.open(f"http://127.0.0.1:{port}{path}", timeout=ANSWER_S)
+        except HTTPError as error:
+            answer = error
+        with answer:
+            return str(answer.read().decode())
+    except (OSError, HTTPException):
+        return None

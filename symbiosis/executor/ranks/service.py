@@ -1,0 +1,180 @@
+"""A service of several ranks: starts a process for each, watches them, starts one again that died, and ends all together. It loads no torch.
+
+Clients join the ranks themselves. A rank that is away is waited for by the clients that need it, as any executor is.
+"""
+
+import logging
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+from typing import IO
+
+import msgspec
+from msgspec.structs import replace
+
+from symbiosis import mps
+from symbiosis.config import Options
+from symbiosis.executor.observe.log import log, set_up_logging
+from symbiosis.executor.observe.pages import Pages
+from symbiosis.executor.ranks.figures import RankFigures, health_of
+from symbiosis.executor.ranks.orders import Order, Ready
+
+RANK = "from symbiosis.executor.ranks.rank import main; main()"
+ANOTHER_RANK_ENDED = "a rank ended before it was ready, so the service ends"
+
+
+class Rank:
+    """One rank, as the service sees it."""
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.number = order, order.rank
+        self.ready: Ready | None = None
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        with suppress(BrokenPipeError):  # it has ended, as the service will find out
+            self._stdin.write(msgspec.json.encode(order) + b"\n")
+            self._stdin.flush()
+
+    @property
+    def _stdin(self) -> IO[bytes]:
+        assert self._process.stdin
+        return self._process.stdin
+
+    @property
+    def stdout(self) -> IO[bytes]:
+        assert self._process.stdout
+        return self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def ended(self) -> int:
+        """Wait for its end, and return its exit status."""
+        status = self._process.wait()
+        for pipe in (self._stdin, self.stdout):
+            with suppress(BrokenPipeError):
+                pipe.close()
+        return status
+
+
+class Service:
+    """The ranks of one model. `run` may be called once; the pages ask for `health` from their own thread."""
+
+    turned_s = 0.0
+
+    def __init__(self, model: str, options: Options, file: str) -> None:
+        self._model, self._options = model, options
+        self._orders = [Order(model, options, rank, file) for rank in range(len(options.places))]
+        self._ranks: dict[int, Rank] = {}
+        self.ports: dict[int, int] = {}  # of the pages of ranks that are ready
+        self._told = self._ending = False
+        self._status = 0
+        self._selector = selectors.DefaultSelector()
+
+    def run(self) -> int:
+        """Serve until SIGTERM or SIGINT, and return the exit status."""
+        try:
+            for order in self._orders:
+                self._start(order)
+            while self._ranks:
+                for key, _ in self._selector.select():
+                    key.data(key)
+        finally:
+            for rank in self._ranks.values():  # of a service that failed
+                rank.signal(signal.SIGKILL)
+                rank.ended()
+        return self._status
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to all ranks."""
+        for rank in list(self._ranks.values()):
+            rank.signal(number)
+
+    def end(self) -> None:
+        """Let each rank answer what has come, and end. Callable from a signal handler."""
+        self._ending = True
+        self.signal(signal.SIGTERM)
+
+    def health(self, stalled_s: float) -> str:
+        """Return the worst status of the ranks (`Server.health`). Each of them knows by itself when it is stalled."""
+        if self._ending:
+            return "draining"
+        status, self.turned_s = health_of(self.ports, len(self._orders))
+        return status
+
+    def _start(self, order: Order) -> None:
+        rank = self._ranks[order.rank] = Rank(order)
+        self._selector.register(rank.stdout, selectors.EVENT_READ, lambda _: self._heard(rank))
+
+    def _heard(self, rank: Rank) -> None:
+        """A rank says that it is ready, or has ended."""
+        line = rank.stdout.readline()
+        if not line:
+            self._selector.unregister(rank.stdout)
+            del self._ranks[rank.number]
+            self.ports.pop(rank.number, None)
+            self._ended(rank, rank.ended())
+            return
+        rank.ready = ready = msgspec.json.decode(line, type=Ready)
+        log(logging.INFO, "rank ready", rank=rank.number, pid=rank.pid, layers=ready.layers, mib=ready.nbytes >> 20)
+        if ready.port is not None:
+            self.ports[rank.number] = ready.port
+        if not self._told and all(one.ready for one in self._ranks.values()):
+            self._told = True
+            self._say_that_all_are_ready()
+
+    def _say_that_all_are_ready(self) -> None:
+        told = [rank.ready for rank in self._ranks.values() if rank.ready]
+        layers, nbytes = sum(one.layers for one in told), sum(one.nbytes for one in told)
+        what = f"{layers} layers, {nbytes / 2**20:.0f} MiB, {len(told)} ranks"
+        print(f"symbiosis-executor ready: {self._model} ({what}) at {' '.join(self._options.listen)}", flush=True)
+
+    def _ended(self, rank: Rank, status: int) -> None:
+        """Start a rank again that was ready and died. One that was not will not be ready the next time either."""
+        if self._ending:
+            self._status = self._status or max(0, status)
+            return
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
+        if rank.ready is not None:
+            log(logging.ERROR, "a rank died, and is started again", rank=rank.number, pid=rank.pid, ended=how)
+            self._start(rank.order)
+            return
+        log(logging.ERROR, ANOTHER_RANK_ENDED, rank=rank.number, ended=how)
+        self._status = status if status > 0 else 1
+        self.end()
+
+
+def serve(model: str, options: Options) -> int:
+    """Serve a model by several ranks until SIGTERM or SIGINT, and return the exit status."""
+    set_up_logging(options.log_format)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until there are ranks: stop MPS
+    with _mps(options), tempfile.TemporaryDirectory(prefix="symbiosis-ranks-") as folder:
+        pages = Pages(options.metrics_host, options.metrics_port) if options.metrics_port is not None else None
+        service = Service(model, replace(options, mps=False), str(Path(folder) / "board"))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: service.end())
+        if options.audit_log:
+            signal.signal(signal.SIGHUP, lambda number, _: service.signal(number))
+        if pages:
+            log(logging.INFO, "pages", health=pages.url("/health"), metrics=pages.url("/metrics"))
+            pages.show(service, RankFigures(service.ports))
+        return service.run()
+
+
+@contextmanager
+def _mps(options: Options) -> Iterator[None]:
+    """Run CUDA MPS for the block, if the options ask for it."""
+    with mps.running() if options.mps else nullcontext() as pipes:
+        if pipes is not None:
+            log(logging.INFO, mps.how_to_join(pipes))
+        yield
