@@ -182,8 +182,54 @@ def _run_executor(stdout: Connection, log: str, arguments: list[str]) -> None:
     _become(["symbiosis-executor", *arguments], stdout.fileno(), log)
     stdout.close()
     from symbiosis.cli import executor_main
+    from symbiosis.executor.ranks import service
 
+    service.Popen = ForkedRank  # type: ignore[assignment, misc]
     executor_main()
+
+
+class ForkedRank:
+    """A rank's process, forked from the service's, which has imported everything: as much of `subprocess.Popen` as a service uses."""
+
+    _ours: set[int] = set()  # the service's ends of pipes
+
+    def __init__(self, *_: object, **__: object) -> None:
+        (orders, stdin), (stdout, said) = os.pipe(), os.pipe()
+        self._ours |= {stdin, stdout}
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.dup2(orders, 0)
+            os.dup2(said, 1)
+            for descriptor in self._ours:  # a rank would not hear that the service is gone
+                with suppress(OSError):
+                    os.close(descriptor)
+            _run_rank()
+        os.close(orders)
+        os.close(said)
+        self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def _run_rank() -> None:
+    code: Any = 1
+    try:
+        from symbiosis.executor.ranks import rank
+
+        rank.main()
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def _become(command: list[str], stdout: int, stderr: str) -> None:

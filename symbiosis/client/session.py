@@ -68,7 +68,7 @@ class Session(Reconnecting):
         """`whole`: of a service's ranks it asks all for what they hold, not only the one that it joins."""
         super().__init__(endpoint, priority, fingerprint, observer, patience, timeout, wait, share)
         self._whole = whole
-        self._service: Service | None = None
+        self._service: Service[Session] | None = None
         self._joining = threading.Lock()
         self.exact = arguments.flag("exact", exact)
         self.known_groups: dict[Member, tuple[Member, ...]] = {}
@@ -89,7 +89,7 @@ class Session(Reconnecting):
             return groups
 
     @property
-    def service(self) -> Service | None:
+    def service(self) -> "Service[Session] | None":
         """The other ranks of the service, once their sessions have joined; None if the executor is alone."""
         if self._service is None and self._whole and not self.keeps_secrets and self.welcome.ranks > 1:
             with self._joining:

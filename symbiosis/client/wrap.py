@@ -132,14 +132,8 @@ def attach(
     if any(session.manifest[index].kind == "tensor" for _, index in plan):
         _gather_no_experts(model)
     support_peft_methods()
-    biases = {layer.name: layer.digest for layer in session.manifest if layer.name.endswith(".bias") and not private}
     trainable = any(parameter_of(places[0]).requires_grad for places, _ in plan)
-    for places, index in plan:
-        if private:
-            private.learn(index, parameter_of(places[0]).detach())
-        layer, frozen = session.manifest[index], not parameter_of(places[0]).requires_grad
-        handle = Handle(session.holder(index), index, layer, is_frozen=frozen)
-        replace(places, handle, biases, device)
+    _hand_over(plan, session, private, device)
     root = base_model(model)
     for used in {device} if device is not None else {parameter.device for parameter in root.parameters()}:
         for rank in session.ranks:
@@ -151,6 +145,21 @@ def attach(
     _ignore_in_ddp(model)
     model._symbiosis_report = report  # type: ignore[assignment]
     return report
+
+
+def _hand_over(
+    plan: list[tuple[list[ParameterSite], int]],
+    session: Session,
+    private: PrivateSession | None,
+    device: torch.device | None,
+) -> None:
+    """Replace each weight by a remote one, of the session with the rank that holds the layer."""
+    biases = {layer.name: layer.digest for layer in session.manifest if layer.name.endswith(".bias") and not private}
+    for places, index in plan:
+        if private:
+            private.learn(index, parameter_of(places[0]).detach())
+        layer, frozen = session.manifest[index], not parameter_of(places[0]).requires_grad
+        replace(places, Handle(session.holder(index), index, layer, is_frozen=frozen), biases, device)
 
 
 def _without_the_private(

@@ -15,6 +15,7 @@ import symbiosis
 from symbiosis.errors import ConfigError
 from symbiosis.executor.observe import pages as pages_module
 from symbiosis.executor.observe.pages import LONGEST_HEAD, MOST_CONNECTIONS, Pages
+from symbiosis.executor.observe.prometheus import PrometheusCollector
 from tests.conftest import tiny_llama
 from tests.processes import until
 

@@ -21,7 +21,8 @@ from symbiosis.errors import ConfigError
 from symbiosis.protocol import Limits
 
 EVERYTHING: dict[str, Any] = {
-    "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True, "dtype": "bfloat16",
+    "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True,
+    "devices": "1", "ranks": 2, "shard": "layers", "shares": [3.0, 1.0], "dtype": "bfloat16",
     "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9, "metrics-host": "::1", "audit-log": "a",
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,
@@ -81,6 +82,22 @@ def test_what_an_executor_may_be_told_is_what_clients_take(name: str, llama: nn.
             load_options({name: value})
 
 
+def test_ranks_have_devices_and_endpoints_of_their_own() -> None:
+    assert Options().places == ("cpu",) and Options(ranks=2).places == ("cpu", "cpu")
+    assert Options(device="cuda:1", ranks=2).places == ("cuda:1", "cuda:1")
+    assert Options(devices="0-1,4").places == ("cuda:0", "cuda:1", "cuda:4")
+    options = load_options(
+        {"devices": "0-1", "ranks": 4, "shares": "3,1,1,1", "listen": ["local:///a.sock", "tcp://h:70"]}
+    )
+    assert options.places == ("cuda:0", "cuda:0", "cuda:1", "cuda:1") and options.on_gpu
+    last = options.of_rank(3)
+    assert (last.device, last.listen, last.places) == (
+        "cuda:1",
+        ("local:///a.sock.rank3", "tcp://h:73"),
+        ("cuda:1",) * 4,
+    )
+
+
 def test_the_command_line_goes_before_the_file(tmp_path: Path) -> None:
     file = written(tmp_path, "policy: lockstep\nmax-rows: 5\n")
     options = load_options({"policy": "immediate"}, file)
@@ -107,6 +124,16 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("policy: nonsense", "'nonsense' is not a valid policy: write immediate or lockstep or opportunistic"),
         ("policy:", "policy is empty: give it a value, or remove the line"),
         ("key:\ntenants:", "key is empty"),
+        ("devices: 0,x", "devices '0,x': write the numbers of GPUs, as 0-3 or 0,2, or cpu"),
+        ("devices: 3-1", "name each GPU once, the lower number of a range first"),
+        ("devices: 0,1,1", "name each GPU once"),
+        ("devices: 0-1\nranks: 3", "3 ranks cannot be equally many on each of 2 devices"),
+        ("device: cuda:0\ndevices: cpu", "device cuda:0 and devices cpu contradict each other"),
+        ("ranks: 65", "a service has at most 64 ranks, not 65"),
+        ("ranks: 2\nshares: [1, 2, 3]", "shares must be one positive number for each of 2 ranks, as 3,1, not 1,2,3"),
+        ("ranks: 2\nshares: 1,0", "shares must be one positive number for each of 2 ranks, as 3,1, not 1,0"),
+        ("ranks: 2\nshares: much", "wrong option: shares is a number, or a list of such, not .'much'"),
+        ("shard: rows", "'rows' is not a valid shard"),
         ("train-share: half", "wrong option: train-share is a number, not 'half'"),
         ("device: 3", "wrong option: device is a text, not 3"),
         ("serve: {a: b}", "wrong option: serve is a text, or a list of such, not {'a': 'b'}"),

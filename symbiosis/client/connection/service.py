@@ -1,22 +1,22 @@
 """A service of several ranks as one client sees it: a session with each of them, and which one holds which layer."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Generic, TypeVar
 
 from symbiosis import transport
+from symbiosis.client.connection.reconnect import Reconnecting
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import ELSEWHERE, Layer
 
-if TYPE_CHECKING:
-    from symbiosis.client.session import Session
+Joined = TypeVar("Joined", bound=Reconnecting)
 
 
-class Service:
+class Service(Generic[Joined]):
     """The sessions with the ranks beside the one that `first` has joined. `join` makes a session, which joins at its first call."""
 
-    def __init__(self, first: "Session", join: "Callable[[tuple[str, ...]], Session]") -> None:
+    def __init__(self, first: Joined, join: Callable[[tuple[str, ...]], Joined]) -> None:
         here = first.welcome.rank
-        self._others: dict[int, Session] = {
+        self._others: dict[int, Joined] = {
             rank: join(tuple(transport.of_rank(url, rank, here) for url in first.endpoints))
             for rank in range(first.welcome.ranks)
             if rank != here
@@ -31,10 +31,10 @@ class Service:
         self._holders, self.manifest = held({rank: welcome.manifest for rank, welcome in told.items()})
 
     @property
-    def others(self) -> "list[Session]":
+    def others(self) -> list[Joined]:
         return list(self._others.values())
 
-    def holder(self, layer: int) -> "Session | None":
+    def holder(self, layer: int) -> Joined | None:
         """Return the session with the rank that holds this layer; None if that is the first one's."""
         return self._others.get(self._holders[layer])
 

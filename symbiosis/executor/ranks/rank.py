@@ -25,6 +25,8 @@ from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.partition import Part, whole_layers
 from symbiosis.executor.server import Server
 
+LAYOUTS = {"layers": whole_layers}
+
 
 def main() -> None:
     """Run the rank that stdin orders, and exit with 2 if what the user asked for cannot be."""
@@ -71,7 +73,7 @@ def load_part_of(model_name: str, options: Options, rank: int) -> nn.Module:
     whole = structure(model_name, options.dtype)
     if options.serve:
         check_patterns(whole, options.serve)
-    held = whole_layers(parts_of(whole), options.shares or (1.0,) * len(options.places))
+    held = LAYOUTS[options.shard](parts_of(whole), options.shares or (1.0,) * len(options.places))
     elsewhere = [key for key, holder in held.items() if holder != rank]
     log(logging.INFO, "loading", tensors=len(held) - len(elsewhere), of=len(held))
     return load_model(model_name, options.dtype, options.device, elsewhere)

@@ -4,14 +4,13 @@ Clients join the ranks themselves. A rank that is away is waited for by the clie
 """
 
 import logging
+import os
 import selectors
 import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
+from subprocess import PIPE, Popen
 from typing import IO
 
 import msgspec
@@ -34,9 +33,7 @@ class Rank:
     def __init__(self, order: Order) -> None:
         self.order, self.number = order, order.rank
         self.ready: Ready | None = None
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", RANK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
+        self._process = Popen([sys.executable, "-c", RANK], stdin=PIPE, stdout=PIPE, start_new_session=True)
         with suppress(BrokenPipeError):  # it has ended, as the service will find out
             self._stdin.write(msgspec.json.encode(order) + b"\n")
             self._stdin.flush()
@@ -158,9 +155,9 @@ def serve(model: str, options: Options) -> int:
     """Serve a model by several ranks until SIGTERM or SIGINT, and return the exit status."""
     set_up_logging(options.log_format)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # until there are ranks: stop MPS
-    with _mps(options), tempfile.TemporaryDirectory(prefix="symbiosis-ranks-") as folder:
+    with _mps(options), os.fdopen(os.memfd_create("symbiosis-ranks"), "rb") as board:
         pages = Pages(options.metrics_host, options.metrics_port) if options.metrics_port is not None else None
-        service = Service(model, replace(options, mps=False), str(Path(folder) / "board"))
+        service = Service(model, replace(options, mps=False), f"/proc/{os.getpid()}/fd/{board.fileno()}")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: service.end())
         if options.audit_log:

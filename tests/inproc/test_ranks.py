@@ -1,0 +1,146 @@
+"""A model that several ranks hold: clients get the results of the unsplit model, bit for bit, and are told what is wrong."""
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+
+import symbiosis
+from symbiosis.client.session import Session
+from symbiosis.client.weights.remote_weight import remote_weights
+from symbiosis.errors import CallError, ConfigError, ExecutorUnavailable, WrapError
+from symbiosis.protocol import ELSEWHERE, Op
+from tests.conftest import MODELS, tiny_llama
+from tests.ranks import ranks_of
+
+TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "o_proj"]}
+
+
+def trained(model: nn.Module, targets: list[str], ids: Tensor) -> list[Tensor]:
+    """The losses of some steps, and the adapter that they make."""
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))  # type: ignore[assignment]
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(own, lr=1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(parameter.detach() for parameter in own)]
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 2.0, 1.0)], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_split_model_is_bit_equal_whatever_rank_holds_what(name: str, shares: tuple[float, ...], ids: Tensor) -> None:
+    model, url = MODELS[name](), f"inproc://ranks-{name}"
+    expected = trained(MODELS[name](), TARGETS[name], ids)
+    tokens = model.generate(ids, max_new_tokens=5, do_sample=False)  # type: ignore[operator]
+    with ranks_of(model, url, shares) as servers:
+        split = symbiosis.wrap(MODELS[name](), url)
+        assert len({weight.handle.session for weight in remote_weights(split)}) > 1
+        assert torch.equal(split.generate(ids, max_new_tokens=5, do_sample=False), tokens)
+        assert same(trained(split, TARGETS[name], ids), expected)
+        assert torch.equal(symbiosis.from_executor(url)(ids).logits, model(ids).logits)
+        assert all(sum(line.calls for line in server.ledger.lines.values()) for server in servers)
+        assert sum(server.store.nbytes for server in servers) == sum(
+            t.nbytes for t in {t.data_ptr(): t for t in model.state_dict().values()}.values()
+        )
+
+
+def test_mapped_weights_of_all_ranks_are_multiplied_directly(tmp_path: Path, ids: Tensor) -> None:
+    url, expected = f"local://{tmp_path}/a.sock", trained(tiny_llama(), TARGETS["llama"], ids)
+    with ranks_of(tiny_llama(), url):
+        split = symbiosis.from_executor(url)
+        assert same(trained(split, TARGETS["llama"], ids), expected)
+        figures = symbiosis.stats(split)
+        assert figures.calls == 0 and figures.direct > 0
+
+
+def test_a_client_may_name_any_rank(ids: Tensor) -> None:
+    with ranks_of(tiny_llama(), "inproc://any", (1.0, 1.0, 1.0)):
+        for url in ("inproc://any", "inproc://any.rank1", "inproc://any.rank2"):
+            assert torch.equal(symbiosis.from_executor(url)(ids).logits, tiny_llama()(ids).logits)
+
+
+def test_groups_that_lie_on_one_rank_stay_one_call(ids: Tensor) -> None:
+    with ranks_of(tiny_llama(), "inproc://groups"):
+        split = symbiosis.from_executor("inproc://groups")
+        for _ in range(2):
+            before = symbiosis.stats(split).calls
+            split(ids)
+        assert symbiosis.stats(split).calls - before == 2 * 4  # qkv, o, gate and up, down
+
+
+def test_stats_are_those_of_all_ranks(ids: Tensor) -> None:
+    with ranks_of(tiny_llama(), "inproc://stats") as servers:
+        split = symbiosis.from_executor("inproc://stats")
+        split(ids)
+        assert symbiosis.stats(split).by_op["FORWARD"] == sum(
+            line.calls for server in servers for (_, op), line in server.ledger.lines.items() if op is Op.FORWARD
+        )
+
+
+def test_a_rank_refuses_what_another_holds() -> None:
+    with ranks_of(tiny_llama(), "inproc://refuses"):
+        session = Session("inproc://refuses", whole=False)
+        number = next(
+            number
+            for number, layer in enumerate(session.manifest)
+            if layer.kind == ELSEWHERE and "up_proj" in layer.name
+        )
+        with pytest.raises(CallError, match="is held by another rank of this service"):
+            session.call(Op.FORWARD, number, torch.zeros(1, 64))
+        with pytest.raises(CallError, match="is held by another rank"):
+            session.call(Op.READ, number, dtype=torch.float32)
+
+
+def test_a_rank_that_is_not_there_is_named() -> None:
+    with ranks_of(tiny_llama(), "inproc://lacks") as servers:
+        servers[1].listeners[0].stop_accepting()
+        with pytest.raises(ExecutorUnavailable, match="inproc://lacks.rank1"):
+            symbiosis.from_executor("inproc://lacks", patience=0.1)
+
+
+def test_another_executor_in_the_place_of_a_rank_is_refused(serve: Callable) -> None:
+    with ranks_of(tiny_llama(), "inproc://other") as servers:
+        servers[1].listeners[0].stop_accepting()
+        serve(tiny_llama(), listen=["inproc://other.rank1"])
+        with pytest.raises(
+            CallError, match="where rank 1 of 2 of the service at inproc://other should be is rank 0 of 1"
+        ):
+            symbiosis.from_executor("inproc://other")
+
+
+def test_a_model_of_several_ranks_is_pickled_and_unwrapped(ids: Tensor) -> None:
+    with ranks_of(tiny_llama(), "inproc://whole", allow_read=True):
+        split = symbiosis.from_executor("inproc://whole")
+        again = pickle.loads(pickle.dumps(split))
+        assert torch.equal(again(ids).logits, tiny_llama()(ids).logits)
+        own = symbiosis.unwrap(split)
+        assert same(list(own.state_dict().values()), list(tiny_llama().state_dict().values()))
+
+
+def test_private_and_verified_sessions_are_refused(llama: nn.Module) -> None:
+    with ranks_of(tiny_llama(), "inproc://private"):
+        for words in ({"privacy": "noise"}, {"verify": True}):
+            with pytest.raises(
+                WrapError, match="need an executor of one rank, and inproc://private is a service of several"
+            ):
+                symbiosis.wrap(llama, "inproc://private", **words)
+        assert next(remote_weights(llama), None) is None
+
+
+def test_an_executor_in_a_program_has_one_rank() -> None:
+    with pytest.raises(ConfigError, match="ranks are processes of symbiosis-executor"):
+        symbiosis.Executor(tiny_llama(), ranks=2)

@@ -1,0 +1,160 @@
+"""A service of several ranks as it is started by users: one name, one page of metrics, one life."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+
+import symbiosis
+from tests.conftest import tiny_llama
+from tests.processes import Executor, killed_at_the_end, until
+
+IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
+STEPS = 6
+
+
+def pid_of(service: Executor, rank: int) -> int:
+    """The process of a rank, as the service's log told it last."""
+    lines = [line for line in service.log.read_text().splitlines() if f"rank ready rank={rank} " in line]
+    return int(lines[-1].partition("pid=")[2].split()[0])
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether there is no such process, or only what its parent has yet to hear of."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+    """Two ranks, whose weights may be mapped."""
+    folder = tmp_path_factory.mktemp("service")
+    with killed_at_the_end() as processes:
+        service = Executor(
+            model,
+            "--ranks=2",
+            "--share-weights",
+            f"--listen=local://{folder}/a.sock",
+            "--metrics-port=0",
+            log=folder / "log",
+        )
+        processes.append(service)
+        yield service
+
+
+def trained(model: Any, meanwhile: Callable[[int], None] = lambda step: None) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(own, lr=1e-2)
+    for step in range(STEPS):
+        meanwhile(step)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in own]
+
+
+def same(got: list[Tensor], expected: list[Tensor]) -> bool:
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+def page(service: Executor, name: str) -> str:
+    url = service.log.read_text().partition(f'{name}="')[2].partition('"')[0]
+    with urlopen(url, timeout=10) as answer:
+        return str(answer.read().decode())
+
+
+def test_a_service_has_one_name_and_one_page(service: Executor) -> None:
+    assert "(14 layers, 0 MiB, 2 ranks) at local://" in service.line and len(service.endpoints) == 1
+    split = symbiosis.from_executor(service.endpoint, share=False)
+    assert torch.equal(split(IDS).logits, tiny_llama()(IDS).logits)
+    assert '"ready"' in page(service, "health")
+    figures = page(service, "metrics")
+    for rank in (0, 1):
+        calls = [
+            line
+            for line in figures.splitlines()
+            if line.startswith("symbiosis_tenant_calls_total") and f'rank="{rank}"' in line
+        ]
+        assert len(calls) == 1 and float(calls[0].split()[-1]) > 0
+    assert figures.count("# TYPE symbiosis_weights_bytes ") == 1
+
+
+@pytest.mark.parametrize("share", [False, True], ids=["called", "mapped"])
+def test_clients_go_on_when_a_rank_is_killed_and_started_again(service: Executor, share: bool) -> None:
+    """Training ends with the adapter that the unsplit model gets."""
+    expected = trained(tiny_llama())
+
+    def kill(step: int) -> None:
+        if step in (1, 3):
+            rank = step // 2
+            pid = pid_of(service, rank)
+            os.kill(pid, signal.SIGKILL)
+            if not share:
+                until(lambda: pid_of(service, rank) != pid, "that the rank is ready again")
+
+    assert same(trained(symbiosis.from_executor(service.endpoint, share=share), kill), expected)
+    assert service.log.read_text().count("a rank died, and is started again") >= 2
+    until(lambda: '"ready"' in _health(service), "that all are ready")
+
+
+def _health(service: Executor) -> str:
+    try:
+        return page(service, "health")
+    except OSError:  # 503 is an error to urllib
+        return ""
+
+
+def test_a_service_ends_as_a_whole_and_leaves_nothing(model: Path, tmp_path: Path, processes: list) -> None:
+    service = Executor(model, "--ranks=2", f"--listen=local://{tmp_path}/a.sock", log=tmp_path / "log")
+    processes.append(service)
+    ranks = children(service.pid)
+    assert len(ranks) == 2 and (tmp_path / "a.sock.rank1").exists()
+    assert service.stop() == 0
+    assert all(map(is_gone, ranks)) and {file.name for file in tmp_path.iterdir()} == {"log"}
+
+
+def test_ranks_end_with_a_service_that_is_killed(model: Path, tmp_path: Path, processes: list) -> None:
+    service = Executor(model, "--ranks=2", f"--listen=local://{tmp_path}/a.sock", log=tmp_path / "log")
+    processes.append(service)
+    ranks = children(service.pid)
+    service.kill()
+    until(lambda: all(map(is_gone, ranks)), "that the ranks end")
+
+
+def test_what_only_a_rank_can_find_wrong_ends_the_service(model: Path, tmp_path: Path, processes: list) -> None:
+    begun = time.monotonic()
+    service = Executor(
+        model, "--ranks=2", "--serve=nothing", f"--listen=local://{tmp_path}/a.sock", log=tmp_path / "log"
+    )
+    processes.append(service)
+    assert service.line == "" and service.wait() == 2 and time.monotonic() - begun < 60
+    assert "error: rank 0: --serve 'nothing' matches no layer" in service.log.read_text()
+
+
+def test_wrong_options_are_told_before_anything_starts(model: Path, tmp_path: Path, processes: list) -> None:
+    for options, text in (
+        (["--ranks=2", "--listen=tcp://127.0.0.1:0"], "cannot listen at tcp://127.0.0.1:0 with 2 ranks: name a port"),
+        (["--ranks=2", "--listen=tcp://127.0.0.1:65535"], "write tcp://HOST:PORT with a port from 0 to 65535"),
+        (["--devices=0-3"], "has no CUDA"),
+    ):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        wrong = Executor(model, *options, log=log)
+        processes.append(wrong)
+        assert wrong.line == "" and wrong.wait() == 2 and text in log.read_text()

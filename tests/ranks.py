@@ -1,0 +1,60 @@
+"""Ranks of a service within the test's process: each has its part of a model, and a thread that serves it."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Thread
+
+from torch import nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from symbiosis.config import load_options
+from symbiosis.endpoints import of_rank
+from symbiosis.executor.model.store import Store
+from symbiosis.executor.ranks.board import Ranks
+from symbiosis.executor.ranks.partition import whole_layers
+from symbiosis.executor.ranks.rank import parts_of
+from symbiosis.executor.server import Server
+
+
+def part_of(model: nn.Module, rank: int, shares: Sequence[float]) -> nn.Module:
+    """A copy of a model in which only what this rank holds has memory."""
+    part = copy.deepcopy(model)
+    held = whole_layers(parts_of(model), shares)
+    for path, module in part.named_modules(remove_duplicate=False):
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and held.get(f"{path}.{name}".lstrip("."), rank) != rank:
+                where = module._parameters if name in module._parameters else module._buffers
+                where[name] = (
+                    nn.Parameter(tensor.to("meta"), False) if name in module._parameters else tensor.to("meta")
+                )
+    return part
+
+
+@contextmanager
+def ranks_of(
+    model: nn.Module, url: str, shares: Sequence[float] = (1.0, 1.0), **words: object
+) -> Iterator[list[Server]]:
+    """Serve a model at `url` by so many ranks."""
+    board, ranks = HashStore(), len(shares)
+
+    def make(rank: int) -> Server:
+        options = load_options({"listen": [of_rank(url, rank)], "ranks": ranks, **words})
+        store = Store(part_of(model, rank, shares), options.serve, (), Ranks(board, rank, ranks))
+        if options.shares_weights:
+            store.share_weights()
+        return Server(store, options)
+
+    with ThreadPoolExecutor() as pool:
+        servers = list(pool.map(make, range(ranks)))
+    threads = [Thread(target=server.run, daemon=True) for server in servers]
+    for server, thread in zip(servers, threads, strict=True):
+        server.listen(server.options.listen)
+        thread.start()
+    try:
+        yield servers
+    finally:
+        for server, thread in zip(servers, threads, strict=True):
+            server.drain()
+            thread.join(30)
