@@ -18,12 +18,13 @@ from symbiosis.errors import SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Store, check_patterns, entries
-from symbiosis.executor.observe.log import log, set_up_logging
+from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.ranks.board import Ranks
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.partition import Part, whole_layers
 from symbiosis.executor.server import Server
+from symbiosis.logs import name_process, set_up_logging
 
 LAYOUTS = {"layers": whole_layers}
 
@@ -53,7 +54,8 @@ def run(order: Order) -> None:
     """Load this rank's part, and serve it."""
     options = order.options.of_rank(order.rank)
     torch.set_flush_denormal(True)  # before torch starts threads that compute for this one
-    set_up_logging(options.log_format, rank=order.rank)
+    name_process(f"rank {order.rank}")
+    set_up_logging(options.log_format)
     guard_process(strangers=options.key is not None)
     with shared_gpu(options):
         pages = None if options.metrics_port is None else Pages("127.0.0.1", 0)

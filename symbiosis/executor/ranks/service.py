@@ -18,10 +18,11 @@ from msgspec.structs import replace
 
 from symbiosis import mps
 from symbiosis.config import Options
-from symbiosis.executor.observe.log import log, set_up_logging
+from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.ranks.figures import RankFigures, health_of
 from symbiosis.executor.ranks.orders import Order, Ready
+from symbiosis.logs import set_up_logging
 
 RANK = "from symbiosis.executor.ranks.rank import main; main()"
 ANOTHER_RANK_ENDED = "a rank ended before it was ready, so the service ends"
