@@ -1,4 +1,4 @@
-"""A pytest plugin that runs each of others' tests three times: unsplit, wrapped, and wrapped with reads allowed.
+"""A pytest plugin that runs each of others' tests four times: unsplit, wrapped, with reads allowed, and with mapped weights.
 
 Loaded by scripts/compat_suites.py (`-p _suites_plugin`). Every model that a test loads or gives to PEFT is wrapped, and served by an executor
 of its own, in this process. What the outermost module returns, and the gradients after each backward pass, are kept in order
@@ -6,11 +6,13 @@ and compared, bit by bit, with those of the unsplit run. One line of JSON for ea
 """
 
 import copy
+import itertools
 import json
 import os
 import random
 import re
 import sys
+import tempfile
 import threading
 import types
 import zlib
@@ -39,7 +41,7 @@ from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.client.weights.sum import RemoteSum
 from symbiosis.errors import SymbiosisError, WrapError
 
-WAYS = ("unsplit", "wrapped", "reads")
+WAYS = ("wrapped", "reads", "mapped")
 NOISE = 1e-6  # of the largest of all values: a gradient that is zero but for roundings, some of float32's
 CLOSE = 1e-4  # float32 sums in another order, after some steps of training, of the largest value; for methods computed in another way
 HALF, ROUNDINGS = (
@@ -75,10 +77,11 @@ class Attempt:
 
 now: Attempt | None = None
 _depth = threading.local()
+_sockets, _numbers = tempfile.TemporaryDirectory(prefix="suites-"), itertools.count()
 _main = threading.get_ident()
 
 
-# ---------------------------------------------------------------- three runs of a test
+# ---------------------------------------------------------------- the runs of a test
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -91,7 +94,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if unsplit.skipped or unsplit.error is not None:
         result["not_here"] = "skipped" if unsplit.skipped else _brief(unsplit.error)
     else:
-        for way in WAYS[1:]:
+        for way in WAYS:
             result[way] = _judged(_attempt(item, way, item.parent), unsplit)
     with Path(os.environ["SYMBIOSIS_SUITES_OUT"]).open("a") as out:
         out.write(json.dumps(result) + "\n")
@@ -162,7 +165,7 @@ def split(model: Any) -> Any:
     modules = list(model.modules())
     if any(isinstance(module, BaseTunerLayer) for module in modules) or next(remote_weights(model), None) is not None:
         return model
-    executor = symbiosis.Executor(copy.deepcopy(model), allow_read=now.way == "reads", policy="immediate")
+    executor = _executor(model, now.way)
     try:
         symbiosis.wrap(model, executor.endpoint)
     except WrapError:  # nothing to serve: convolutions, heads, tied weights
@@ -171,6 +174,16 @@ def split(model: Any) -> Any:
     now.executors.append(executor)
     now.served += 1
     return model
+
+
+def _executor(model: nn.Module, way: str) -> symbiosis.Executor:
+    """One that serves a copy of the model. Its matrices lie where the model's own do, because where one begins decides roundings."""
+    matrices = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if p.dim() > 1}
+    served = copy.deepcopy(model, matrices)
+    if way != "mapped":
+        return symbiosis.Executor(served, allow_read=way == "reads", policy="immediate")
+    socket = f"local://{_sockets.name}/{next(_numbers)}"
+    return symbiosis.Executor(served, listen=[socket], share_weights=True, policy="immediate")
 
 
 def _patch_loading() -> None:
@@ -184,8 +197,6 @@ def _patch_loading() -> None:
     for cls in (peft.PeftModel, peft.PeftMixedModel):
         cls.__init__ = _with_split_model(cls.__init__)  # type: ignore[method-assign]
         cls.add_adapter = _noting_the_method(cls.add_adapter)  # type: ignore[method-assign]
-    # A weight that was written to is a contiguous copy, whatever was assigned: products with it may round in another way.
-    RemoteWeight.privatise = _noting(RemoteWeight.privatise)  # type: ignore[method-assign]
     Session.call = _noting_transposed_rows(Session.call)  # type: ignore[method-assign]
     RemoteSum.__init__ = _noting(RemoteSum.__init__)  # type: ignore[method-assign]  # W + delta: two products, not one
 
@@ -194,7 +205,7 @@ def _with_split_model(init: Any) -> Any:
     @wraps(init)
     def with_split_model(self: Any, model: Any, peft_config: Any, *args: Any, **kwargs: Any) -> None:
         if now is not None:
-            now.reformulated |= _is_reformulated(peft_config)
+            now.reformulated |= _is_reformulated(peft_config, now.way)
         init(self, split(model), peft_config, *args, **kwargs)
 
     return with_split_model
@@ -204,18 +215,18 @@ def _noting_the_method(add: Any) -> Any:
     @wraps(add)
     def add_adapter(self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> Any:
         if now is not None:
-            now.reformulated |= _is_reformulated(peft_config)
+            now.reformulated |= _is_reformulated(peft_config, now.way)
         return add(self, adapter_name, peft_config, *args, **kwargs)
 
     return add_adapter
 
 
 def _noting(function: Any) -> Any:
-    """What calls it is computed in another way than unsplit."""
+    """What calls it is computed in another way than unsplit, unless values are at hand."""
 
     @wraps(function)
     def noted(*args: Any, **kwargs: Any) -> Any:
-        if now is not None:
+        if now is not None and now.way == "wrapped":
             now.reformulated = True
         return function(*args, **kwargs)
 
@@ -227,15 +238,19 @@ def _noting_transposed_rows(call: Any) -> Any:
 
     @wraps(call)
     def noted(self: Any, op: Any, layer: int, *payload: Any, **options: Any) -> Any:
-        if now is not None and any(isinstance(part, Tensor) and not part.is_contiguous() for part in payload):
+        strided = any(isinstance(part, Tensor) and not part.is_contiguous() for part in payload)
+        if now is not None and now.way == "wrapped" and strided:
             now.reformulated = True
         return call(self, op, layer, *payload, **options)
 
     return noted
 
 
-def _is_reformulated(config: Any) -> bool:
-    """Methods that a split model computes in another order, as docs/architecture.md and scripts/compat_peft.py say."""
+def _is_reformulated(config: Any, way: str) -> bool:
+    """Methods that a split model computes in another order, as docs/architecture.md and scripts/compat_peft.py say. Where its values are at
+    hand, these are sums with trained biases only, and none where the client makes its products itself."""
+    if way != "wrapped":
+        return way == "reads" and getattr(config, "bias", "none") != "none"
     kinds = {"SHIRA", "SUPERTUNING", "HRA", "GLORA", "MISS"}
     kind = getattr(config, "peft_type", "")
     return (

@@ -3,13 +3,14 @@
 Run from the repository root (about a minute on one core):
     python scripts/compat_peft.py
     python scripts/compat_peft.py --only 'DoRA*'
+    python scripts/compat_peft.py --mapped             # clients map the weights: every method must be bit-equal
     python scripts/compat_peft.py --privacy verify     # or split, or pads: with the results that this level promises
 
 Compared, from the same seeds: initial values of everything the client holds, logits, loss, every adapter gradient, and
 logits without gradients; the adapter's parameters are perturbed first, so that each of them matters. Outcomes:
 
     bit      all bits are equal, and no weight was read
-    close    within 1e-5 of each tensor's largest value: only for methods that are computed in another way
+    close    within 1e-5 of each tensor's largest value: only for methods that are computed in another way, where no weight is mapped
     read     needs the executor's --allow-read (then bit-equal or close); refused without
     refused  an error of Symbiosis says what to do instead
     ERROR    an error that is not ours
@@ -51,6 +52,7 @@ from symbiosis.tools.reporting import Report, print_table
 TOLERANCE = 1e-5  # float32 sums in another order
 ORDERS = ("W>P", "P>W")
 BY_LEVEL = ("verify", "split", "pads")
+MAPPED = "mapped"  # by clients, which then compute as the unsplit model does
 BIASED = ("gpt2", "biased llama")  # whose biases a client that has its answers proved adds itself
 PADS = 2000  # for each layer and run
 ATTENTION = ["q_proj", "v_proj"]
@@ -430,18 +432,20 @@ def attempt(case: Case, order: str, reference: Trace, allow_read: bool, level: s
             "serve": case.serve,
             "allow_read": allow_read,
             "policy": "immediate",
-            "integers": [8] if level else [],
+            "integers": [8] if level in BY_LEVEL else [],
         }
-        one, other = (
-            stack.enter_context(symbiosis.Executor(base, operator=name, **options)) for name in ("one", "two")
-        )
+        if level == MAPPED:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mapped-"))
+            options |= {"listen": [f"local://{folder}/sock"], "share_weights": True}
+            case = replace(case, reformulated=False)
+        one = stack.enter_context(symbiosis.Executor(base, operator="one", **options))
         try:
             if level == "verify" and case.model in BIASED:
                 case = replace(case, reformulated=True)
             if level in ("split", "pads"):
                 unmasked = _split(case, order, one.endpoint, privacy=Unmasked())
                 case, reference = replace(case, reformulated=False), trace(unmasked, case, allow_read)
-            model = _split(case, order, one.endpoint, **_asked_for(level, case, other, stack))
+            model = _split(case, order, one.endpoint, **_asked_for(level, case, base, options, stack))
             kind, detail, error = compare(trace(model, case, allow_read), reference, case)
             remote = len({w.handle.index for w in remote_weights(model) if w.handle.private is None})
             calls = symbiosis.stats(model).calls
@@ -451,14 +455,17 @@ def attempt(case: Case, order: str, reference: Trace, allow_read: bool, level: s
             return Outcome(case, order, "ERROR", f"{type(failure).__name__}: {failure}")
     if changed := [name for name, p in base.named_parameters() if digest(p) != before[name]]:
         return Outcome(case, order, "SILENT", f"the shared weight {changed[0]} was changed", remote=remote)
-    if not calls:
+    if not calls and level != MAPPED:
         return Outcome(case, order, "SILENT", "the executor computed nothing", remote=remote)
     return Outcome(case, order, kind, detail, error, remote)
 
 
-def _asked_for(level: str, case: Case, other: symbiosis.Executor, stack: ExitStack) -> dict[str, Any]:
+def _asked_for(
+    level: str, case: Case, base: nn.Module, options: dict[str, Any], stack: ExitStack
+) -> dict[str, Any]:
     """What `wrap` is told."""
     if level == "split":
+        other = stack.enter_context(symbiosis.Executor(base, operator="two", **options))
         return {"privacy": symbiosis.Split(other.endpoint)}
     if level == "pads":
         file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pads-"))) / "pads"
@@ -576,8 +583,9 @@ def main() -> int:
     parser.add_argument(
         "--privacy", choices=BY_LEVEL, default="", help="a level of privacy, or verify=True (default: neither)"
     )
+    parser.add_argument("--mapped", action="store_true", help="clients map the weights")
     options = parser.parse_args()
-    only, level = options.only, options.privacy
+    only, level = options.only, MAPPED if options.mapped else options.privacy
     warnings.simplefilter("ignore")  # PEFT warns about many of these configurations, rightly and at length
     transformers.logging.set_verbosity_error()
     outcomes, impossible = run([case for case in CASES if fnmatchcase(case.name, only)], level)

@@ -1,4 +1,5 @@
-"""PEFT's own tests on split models: each runs unsplit, wrapped, and wrapped with reads allowed, and what it computes is compared bit by bit.
+"""PEFT's own tests on split models: each runs unsplit, wrapped, with reads allowed, and with mapped weights, and what it computes is compared bit
+by bit.
 
 Run from the repository root (an hour or more for all of it, a minute for --quick; `--shard 3/50` takes a fiftieth of the tests, drawn by name):
     python scripts/compat_suites.py --fetch --quick
@@ -11,8 +12,8 @@ has no generation tests: scripts/compat_models.py and tests/inproc/test_equality
 
     equal    all outputs and gradients are equal, bit for bit
     close    within 1e-4 of each tensor's largest value (or 1e-6 of the largest of all: gradients that are zero but for roundings),
-             of what is computed in another way (DoRA, W + delta, trained biases, weights that were merged into a private copy,
-             transposed rows); of numbers of half the width, within four of their roundings
+             of what is computed in another way (DoRA, W + delta, transposed rows; where reads are allowed, trained biases only;
+             where weights are mapped, nothing); of numbers of half the width, within four of their roundings
     partial  an assertion about a state dict, which has only what the client owns where reads are not allowed
     named    an assertion about the name of a layer's class in a message, which is ours
     refused  an error of Symbiosis says why
@@ -44,7 +45,7 @@ from symbiosis.tools.reporting import Report, print_table
 
 SCRIPTS = Path(__file__).parent
 CACHE = Path(os.environ.get("SYMBIOSIS_SUITES_CACHE", Path.home() / ".cache" / "symbiosis" / "suites"))
-WAYS = ("wrapped", "reads")
+WAYS = ("wrapped", "reads", "mapped")
 SHARE_REFUSED = 0.03
 FILES = (
     "test_custom_models", "test_decoder_models", "test_encoder_decoder_models", "test_feature_extraction_models",
@@ -161,7 +162,7 @@ def show(results: list[Result]) -> None:
     reasons = Counter(
         (way, found["kind"], found["why"].splitlines()[0][:160] if found["why"] else "")
         for found, way in ((result[way], way) for result in results for way in WAYS if way in result)
-        if found["kind"] in ("silent", "unclear") or (way == "reads" and found["kind"] == "refused")
+        if found["kind"] in ("silent", "unclear") or (way != "wrapped" and found["kind"] == "refused")
     )
     for (way, kind, why), number in reasons.most_common(40):
         print(f"{number} {way}, {kind}: {why}")
@@ -183,12 +184,13 @@ def report(results: list[Result]) -> Report:
     for way in WAYS:
         for kind, number in sorted(count(results, way).items()):
             made.figure(f"{way}_{kind.replace(' ', '_')}", number)
-    reads = count(results, "reads")
-    tried = reads.total() - reads["nothing to serve"]
-    made.bar("tried", tried, ">=", 1)
+    for way in WAYS[1:]:
+        kinds = count(results, way)
+        tried = kinds.total() - kinds["nothing to serve"]
+        made.bar(f"{way}_tried", tried, ">=", 1)
+        made.bar(f"share_refused_with_{way}", kinds["refused"] / max(1, tried), "<=", SHARE_REFUSED)
     made.bar("silent", both["silent"], "<=", 0)
     made.bar("unclear_errors", both["unclear"], "<=", 0)
-    made.bar("share_refused_with_reads", reads["refused"] / max(1, tried), "<=", SHARE_REFUSED)
     return made
 
 

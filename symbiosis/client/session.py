@@ -114,6 +114,19 @@ class Session(Reconnecting):
         """The session with the rank that holds this layer."""
         return self if self.service is None else self.service.holder(layer) or self
 
+    @property
+    def has_values(self) -> bool:
+        """Whether this client computes with a weight's values what the unsplit model does, because they lie on this host: they are
+        mapped, or in the memory of this process. Else methods that change a weight are rewritten, and round otherwise."""
+        return self.exact and not self.keeps_secrets and all(rank.has_its_values for rank in self.ranks)
+
+    @property
+    def has_its_values(self) -> bool:
+        """The same, of the layers that this rank holds."""
+        if self.mapped is not None and self.mapped.suffices:
+            return True
+        return transport.is_within_process(self.endpoint) and self.welcome.allow_read
+
     def call(
         self,
         op: Op,

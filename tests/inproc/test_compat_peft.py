@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from peft.helpers import DoraCaching
 from torch import Tensor, nn
 
 import symbiosis
-from scripts.compat_peft import CASES, ORDERS, batch, build, perturb, run_case, unsplit
+from scripts.compat_peft import CASES, MAPPED, ORDERS, attempt, batch, build, perturb, run_case, unsplit
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.weights.sum import RemoteSum
 from symbiosis.errors import WeightRead, WeightWrite
@@ -48,6 +49,26 @@ def references() -> dict[str, dict[str, Tensor]]:
 def test_method(name: str, order: str, references: dict[str, dict[str, Tensor]]) -> None:
     outcome = run_case(BY_NAME[name], order, references[name])
     assert outcome.kind == EXPECTED[name][ORDERS.index(order)], outcome.detail
+
+
+CHANGING = ("GPT-2: DoRA, dropout", "SHiRA", "HRA", "GLoRA", "LoRA, attention and experts", "DoRA, trained biases")
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_method_that_changes_weights_is_bit_equal_where_they_are_mapped(
+    name: str, references: dict[str, dict[str, Tensor]]
+) -> None:
+    for order in ORDERS:
+        outcome = run_case(BY_NAME[name], order, references[name], MAPPED)
+        assert outcome.kind == "bit", (order, outcome)
+
+
+@pytest.mark.parametrize("name", ["SHiRA", "HRA", "GLoRA", "LoRA, attention and experts"])
+def test_a_method_that_changes_weights_is_bit_equal_where_they_are_read_within_a_process(
+    name: str, references: dict[str, dict[str, Tensor]]
+) -> None:
+    outcome = attempt(replace(BY_NAME[name], reformulated=False), "W>P", references[name], allow_read=True)
+    assert outcome.kind == "bit", outcome
 
 
 def test_every_peft_method_has_a_case() -> None:
@@ -156,7 +177,7 @@ def weight(request: pytest.FixtureRequest) -> Iterator[tuple[RemoteWeight, Tenso
     """A remote weight, and what it is."""
     model = build("llama")
     with symbiosis.Executor(copy.deepcopy(model), allow_read=request.param) as executor:
-        split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint)
+        split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint, exact=False)  # exact: one term, if it may be read
         yield split.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight.detach()
 
 
@@ -212,6 +233,25 @@ def test_products_with_sums(total: Product, product: Product, weight: tuple[Remo
         assert isinstance(added, RemoteSum)
         got, expected = product(x, added), product(x, total(local, delta))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+BY_COLUMNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "right": lambda w: w @ torch.linspace(-1, 1, 64 * 5).view(5, 64).t(),
+    "left": lambda w: torch.linspace(-1, 1, 64 * 5).view(64, 5).t() @ w.t(),
+    "linear": lambda w: F.linear(torch.linspace(-1, 1, 64 * 5).view(64, 5).t(), w.detach().t().t(), torch.ones(96)),
+}
+
+
+@pytest.mark.parametrize("values", [pytest.param(w, id=n) for n, w in (SUMS | BY_COLUMNS).items()])
+def test_where_values_are_at_hand_one_term_is_multiplied(values: Callable[..., Tensor]) -> None:
+    """To the bit: whatever is added to a weight, and however the other matrix lies."""
+    model, delta = build("llama"), torch.linspace(-1, 1, 96 * 64).view(96, 64)
+    local = model.model.layers[0].mlp.up_proj.weight.detach()
+    given = (delta,) if values in SUMS.values() else ()
+    with symbiosis.Executor(copy.deepcopy(model), allow_read=True) as executor, torch.no_grad():
+        remote = symbiosis.wrap(model, executor.endpoint).model.layers[0].mlp.up_proj.weight
+        got, expected = values(remote, *given), values(local, *given)
+        assert type(got) is Tensor and torch.equal(got, expected) and got.stride() == expected.stride()
 
 
 def test_gradients_through_a_sum(weight: tuple[RemoteWeight, Tensor]) -> None:

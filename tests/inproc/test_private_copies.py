@@ -251,3 +251,63 @@ def test_what_wrap_froze_is_told_once_and_when_it_matters(
     frozen.lm_head.requires_grad_(True)
     steps(frozen, ids)
     assert caplog.text.count("frozen") == 1
+
+
+# ---------------------------------------------------------------- what is assigned stays as it lies
+
+
+def _linear(model: nn.Module) -> nn.Linear:
+    return model.model.layers[1].self_attn.q_proj
+
+
+def _a_slice(model: nn.Module) -> None:
+    _linear(model).weight.data = torch.linspace(-1, 1, 2 * 64 * 64)[64 * 64 :].view(64, 64)
+
+
+def _all_from_one_vector(model: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(model.parameters())
+    nn.utils.vector_to_parameters(vector * 1.1, model.parameters())
+
+
+def _transposed(model: nn.Module) -> None:
+    _linear(model).weight.data = torch.linspace(-1, 1, 64 * 64).view(64, 64).t()
+
+
+def _transposed_and_written(model: nn.Module) -> None:
+    _transposed(model)
+    _linear(model).weight[3].mul_(2)
+    _linear(model).weight.data[:, 5] = 7
+
+
+def _transposed_and_cast(model: nn.Module) -> None:
+    _transposed(model)
+    model.double().float()
+
+
+def _exchanged(model: nn.Module) -> None:
+    first, second = (layer.self_attn.q_proj.weight for layer in model.model.layers)
+    first.data, second.data = second.data, first.data
+
+
+def _what_was_there_is_kept(model: nn.Module) -> None:
+    before = _linear(model).weight.data
+    _linear(model).weight.data = torch.ones(64, 64)
+    _linear(model).weight.data = before * 0.5
+
+
+ASSIGNED = (
+    _a_slice, _all_from_one_vector, _transposed, _transposed_and_written, _transposed_and_cast, _exchanged, _what_was_there_is_kept
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("assign", ASSIGNED)
+def test_what_is_assigned_is_what_is_multiplied_by(
+    assign: Callable[[nn.Module], None], split: nn.Module, llama: nn.Module, ids: Tensor
+) -> None:
+    for model in (split, llama):
+        with torch.no_grad():
+            assign(model)
+    got, expected = _linear(split).weight, _linear(llama).weight
+    assert torch.equal(got + 0, expected) and got.stride() == expected.stride()
+    assert torch.equal(logits(split, ids), logits(llama, ids))
+    assert torch.equal(logits(copy.deepcopy(split), ids), logits(llama, ids))

@@ -49,8 +49,8 @@ class RemoteWeight(RemoteView):
     @data.setter
     def data(self, value: Tensor) -> None:
         if not isinstance(value, RemoteWeight) or not value.handle.is_same_layer(self.handle):
-            self.privatise("data=", value)
-            value = RemoteWeight.whole(self.handle, value.dtype, value.device)
+            own = self.handle.with_private(self._to_be_written("data=", value))  # views of what was there keep it
+            value = RemoteWeight.whole(own, value.dtype, value.device)
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         self.handle, self.is_whole = value.handle, value.is_whole
 
@@ -141,8 +141,13 @@ class RemoteWeight(RemoteView):
             self.handle.private.share_memory_()
         return self
 
-    def privatise(self, what: str, value: Tensor | None = None) -> None:
-        """A write: from now on this parameter is a private copy. Only where reads are allowed."""
+    def privatise(self, what: str) -> None:
+        """Before a write: from now on this parameter, and all views of it, are a private copy."""
+        handle = self.handle
+        handle.private = self._to_be_written(what, handle.private).to(self.dtype)
+
+    def _to_be_written(self, what: str, value: Tensor | None) -> Tensor:
+        """What a private copy begins with: `value`, or what the executor has. Only where reads are allowed."""
         handle = self.handle
         if not handle.session.may_read:
             raise WeightWrite(
@@ -150,15 +155,16 @@ class RemoteWeight(RemoteView):
                 "on the client (wrap's layers=), or start the executor with --allow-read for a private copy"
             )
         if value is None:
-            whole = RemoteWeight.whole(handle, self.dtype, self.device)
-            value = (handle.private if handle.private is not None else whole.value().clone()).to(self.dtype)
+            return RemoteWeight.whole(handle, self.dtype, self.device).value().clone()
+        if isinstance(value, RemoteWeight) and value.handle.private is not None:
+            value = value.value()  # the same memory, as torch would have it
         elif isinstance(value, RemoteWeight | RemoteSum):
             value = value.value().clone()
         if tuple(value.shape) != handle.layer.shape:
             raise WeightWrite(
                 f"{what} would give {handle.layer.name!r} the shape {tuple(value.shape)} (at {call_site()})"
             )
-        handle.private = value.detach().contiguous()
+        return value
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RemoteWeight({self.handle.layer.name}, {tuple(self.shape)}, {self.dtype})"
@@ -186,16 +192,27 @@ class RemoteWeight(RemoteView):
             return _cast(func, args, kwargs)
         if func in LIKE:
             return func(stand_in(args[0]), *args[1:], **kwargs)
-        remote = [a for a in tree_leaves((args, kwargs)) if isinstance(a, RemoteWeight)]
+        given = tree_leaves((args, kwargs))
+        remote = [a for a in given if isinstance(a, RemoteWeight)]
         if any(weight.handle.private is not None for weight in remote):
             return _on_values(func, args, kwargs)
-        for answers in (PRODUCTS, SUMS):
+        for answers in _answers(func, remote[0], given):
             if (answer := answers.get(func)) and (result := answer(*args, **kwargs)) is not NotImplemented:
                 return result
         if written := [one for one in written_by(func, args, kwargs) if isinstance(one, RemoteWeight | RemoteSum)]:
             return _write(func, written, args, kwargs)
         _check_may_read(func, remote[0])
         return _on_values(func, args, kwargs)
+
+
+def _answers(func: Any, weight: RemoteWeight, given: list[Any]) -> tuple[dict[Any, Any], ...]:
+    """Where to look for what a call, or two terms, make of an operation. Where values are at hand, sums have one, and a matrix that lies
+    by columns is multiplied as it lies: either rounds as unsplit."""
+    if not weight.handle.session.has_values:
+        return PRODUCTS, SUMS
+    matrices = (a for a in given if isinstance(a, Tensor) and not isinstance(a, RemoteView) and a.dim() == 2)
+    by_columns = func is not aten.embedding.default and any(not matrix.is_contiguous() for matrix in matrices)
+    return () if by_columns else (PRODUCTS,)
 
 
 def _check_may_read(what: Any, weight: RemoteWeight) -> None:
@@ -245,9 +262,8 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
         _check_may_read(f"a cast to {dtype} of what was rounded to {weight.dtype}", weight)
     if not weight.is_whole:
         return _on_values(func, args, kwargs)
-    private = _on_values(func, args, kwargs).contiguous()
-    own = Handle(handle.session, handle.index, handle.layer, private, handle.bias, handle.is_frozen)
-    return RemoteWeight.whole(own, private.dtype, private.device)
+    own = handle.with_private(_on_values(func, args, kwargs))
+    return RemoteWeight.whole(own, own.private.dtype, own.private.device)  # type: ignore[union-attr]
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -65,12 +65,18 @@ class Handle:
         shared = self.private is None and other.private is None
         return shared and self.is_same_layer(other)
 
+    def with_private(self, value: Tensor) -> "Handle":
+        """The handle of a private copy: `value` itself, if it fills its memory. Strides decide roundings, so they stay."""
+        value = value.detach()
+        private = value if is_dense(value) else value.contiguous()
+        return Handle(self.session, self.index, self.layer, private, self.bias, self.is_frozen)
+
     def is_same_layer(self, other: "Handle") -> bool:
         return self.session is other.session and self.index == other.index
 
     def copy(self, memo: dict[int, Any]) -> "Handle":
         if id(self) not in memo:
-            private = None if self.private is None else self.private.clone()
+            private = None if self.private is None else self.private.clone()  # which keeps its strides
             memo[id(self)] = Handle(self.session, self.index, self.layer, private, self.bias, self.is_frozen)
         return memo[id(self)]
 
@@ -97,13 +103,14 @@ class RemoteView(Tensor):
             return _remade_of(handle, **options)
         weight: Self = without_memory(cls, size, stride, offset, dtype, device)
         weight.handle, shape = handle, handle.layer.shape
-        weight.is_whole = tuple(size) == shape and tuple(stride) == contiguous_stride(shape)
+        along = contiguous_stride(shape) if handle.private is None else handle.private.stride()
+        weight.is_whole = tuple(size) == shape and tuple(stride) == along
         return weight
 
     @classmethod
     def whole(cls, handle: Handle, dtype: torch.dtype, device: torch.device) -> Self:
-        shape = handle.layer.shape
-        return cls(handle, shape, contiguous_stride(shape), 0, dtype, device)
+        shape, private = handle.layer.shape, handle.private
+        return cls(handle, shape, contiguous_stride(shape) if private is None else private.stride(), 0, dtype, device)
 
     def view_of(self) -> View:
         return View(tuple(self.shape), tuple(self.stride()), int(self.storage_offset()))
@@ -133,7 +140,7 @@ class RemoteView(Tensor):
         handle = self.handle
         if handle.private is not None:
             base = handle.private.to(self.device, self.dtype)
-            return base.as_strided(self.shape, self.stride(), self.storage_offset())
+            return base.as_strided(self.shape, self.stride(), base.storage_offset() + self.storage_offset())
         if self.is_whole:
             return handle.session.call(Op.READ, handle.index, dtype=self.dtype).to(self.device)
         size, stride, offset = self.view_of()  # kept as they lie in memory, because strides decide roundings
@@ -185,6 +192,16 @@ def is_composite(func: Any) -> bool:
     """Whether torch writes `func` with other operations. Where autograd is at work it does so first, under inference_mode it leaves
     that to us."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def is_dense(value: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in whatever order.
+
+    >>> is_dense(torch.zeros(2, 3).t()), is_dense(torch.zeros(3).expand(2, 3)), is_dense(torch.zeros(2, 4)[:, :3])
+    (True, False, False)
+    """
+    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    return value.permute(order).is_contiguous()
 
 
 @cache
