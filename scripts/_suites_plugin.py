@@ -37,7 +37,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 import symbiosis
 from symbiosis.client.session import Session
-from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
+from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.client.weights.sum import RemoteSum
 from symbiosis.errors import SymbiosisError, WrapError
 

@@ -460,9 +460,7 @@ def attempt(case: Case, order: str, reference: Trace, allow_read: bool, level: s
     return Outcome(case, order, kind, detail, error, remote)
 
 
-def _asked_for(
-    level: str, case: Case, base: nn.Module, options: dict[str, Any], stack: ExitStack
-) -> dict[str, Any]:
+def _asked_for(level: str, case: Case, base: nn.Module, options: dict[str, Any], stack: ExitStack) -> dict[str, Any]:
     """What `wrap` is told."""
     if level == "split":
         other = stack.enter_context(symbiosis.Executor(base, operator="two", **options))

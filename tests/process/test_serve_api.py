@@ -14,8 +14,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import symbiosis
+from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
+from symbiosis.serving.engine.limits import LIMITS, MANY
+from symbiosis.serving.request import Request, Sampling
 from tests.serving_api import Api, eventually, http_process, web
 
 PROMPT = "def average(numbers):"
@@ -116,7 +119,7 @@ def test_prompts_may_be_tokens(api: Api) -> None:
 def test_a_stop_string_ends_the_text_before_it(api: Api, stream: bool) -> None:
     whole = complete(api, max_tokens=60).choices[0].text
     stop, before = whole[7:10], api.engine.figures().finished.get("stop", 0)
-    answer = complete(api, max_tokens=60, stop=stop, stream=stream)
+    answer = complete(api, max_tokens=400, stop=stop, stream=stream)
     choices = [c for event in answer for c in event.choices] if stream else answer.choices
     assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
     assert choices[-1].finish_reason == "stop"
@@ -172,6 +175,50 @@ def test_a_chat_with_the_demo_model_goes_on_where_its_messages_end(api: Api) -> 
     assert answer.choices[0].message.content == complete(api, prompt=f"import math\n{PROMPT}", **fields).choices[0].text
 
 
+WHOLE = ("top_k", "seed", "logprobs", "completions", "min_tokens", "max_tokens")
+BEYOND: list[tuple[str, str, Any, Any]] = [  # the engine's name, the API's, what may be, and what may not
+    *((name, {"completions": "n"}.get(name, name), limit.most, limit.most + 1) for name, limit in LIMITS.items() if limit.most < MANY),
+    *((name, {"completions": "n"}.get(name, name), limit.least, limit.least - 1) for name, limit in LIMITS.items() if not limit.above and name not in ("max_tokens", "top_k")),
+    ("top_p", "top_p", 0.01, 0.0),
+    ("top_k", "top_k", 1, -2),
+    ("min_tokens", "min_tokens", 2, 3),
+    ("stop_tokens", "stop_token_ids", list(range(128)), list(range(129))),
+    ("stop_tokens", "stop_token_ids", [257], [258]),
+    ("logit_bias", "logit_bias", {5: -100}, {5: -101}),
+    ("logit_bias", "logit_bias", {257: 1}, {258: 1}),
+    ("temperature", "temperature", 1e-300, float("nan")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "called", "good", "bad"), BEYOND)
+def test_a_program_and_a_client_are_refused_alike(api: Api, name: str, called: str, good: Any, bad: Any) -> None:
+    for value, is_good in ((good, True), (bad, False)):
+        value = int(value) if name in WHOLE and isinstance(value, float) else value
+        own: Any = (
+            {name: {int(k): v for k, v in value.items()}}
+            if isinstance(value, dict)
+            else {name: tuple(value) if isinstance(value, list) else value}
+        )
+        data = {"model": "demo", "prompt": PROMPT, "max_tokens": 2, called: value}
+        answer = httpx.post(f"{api.url}/v1/completions", content=json.dumps(data).encode(), timeout=60)
+        assert (answer.status_code == 200) == is_good, answer.text
+        if name == "completions":
+            request = Request(id=api.engine.next_id(), prompt=(5,), sampling=Sampling(max_tokens=1), completions=value)
+        else:
+            request = Request(id=api.engine.next_id(), prompt=(5,), sampling=Sampling(**{"max_tokens": 2, **own}))
+        if is_good:
+            api.engine.submit(request, lambda output: None)
+        else:
+            with pytest.raises(ConfigError, match=name):
+                api.engine.submit(request, lambda output: None)
+            if value == value:  # JSON has no NaN
+                assert answer.json()["error"]["param"] == called
+
+
+def test_a_prompt_may_be_echoed_by_itself(api: Api) -> None:
+    assert complete(api, max_tokens=0, echo=True).choices[0].text == PROMPT
+
+
 def test_a_role_that_there_is_not_is_refused(api: Api) -> None:
     messages: Any = [{"role": "robot", "content": "x"}]
     with pytest.raises(openai.BadRequestError, match="system, developer, user, assistant, tool, and not 'robot'"):
@@ -184,7 +231,7 @@ def test_a_role_that_there_is_not_is_refused(api: Api) -> None:
         ({"model": "nobody"}, 404, "nobody"),
         ({"prompt": ""}, 400, "empty"),
         ({"prompt": []}, 400, "prompt"),
-        ({"prompt": [10**6]}, 400, "no token 1000000"),
+        ({"prompt": [10**6]}, 400, "token 1000000"),
         ({"prompt": [1, "x"]}, 400, "list of tokens"),
         ({"max_tokens": 10**6}, 400, "shorten the prompt"),
         ({"temperature": -1}, 400, "temperature"),

@@ -11,6 +11,7 @@ from symbiosis.serving.request import Sampling, Token
 from symbiosis.serving.step import Sequence
 
 NOWHERE = float("-inf")
+COLDEST = 1e-5  # a lower temperature changes nothing but that its numbers become too small
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64
 MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -73,7 +74,7 @@ def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
     """Draw by the inverse of the cumulative distribution, in the order of the tokens' numbers. Then rounding hardly ever changes which
     token is drawn."""
     device, samplings = scores.device, [sequence.request.sampling for sequence in sequences]
-    heat = torch.tensor([sampling.temperature or 1.0 for sampling in samplings], device=device)
+    heat = torch.tensor([max(sampling.temperature, COLDEST) for sampling in samplings], device=device)
     scores = (scores - scores.max(dim=-1, keepdim=True).values) / heat.unsqueeze(1)
     probabilities = _truncated(scores, samplings).softmax(dim=-1, dtype=torch.float64)
     seeds = torch.tensor([seed_of(sequence) for sequence in sequences], device=device)

@@ -107,7 +107,9 @@ async def completions(front: Front, request: Request) -> ASGIApp:
     of_choices = [prompt for prompt in prompts for _ in range(body.completions)]
     echoes = [front.tokenizer.decode(prompt) for prompt in of_choices] if body.echo else []
     words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, of_choices)
-    scored = bool(body.echo) and body.logprobs is not None
+    scored = bool(body.echo) and (
+        body.logprobs is not None or most == 0
+    )  # which makes it of tokens of the prompt alone
     return _reply(body, words, *front.begin(tenant, body, prompts, sampling, scored))
 
 

@@ -11,13 +11,14 @@ from starlette.requests import Request as HttpRequest
 
 from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.detokenize import Text, chat_tokens, prompt_tokens
+from symbiosis.serving.engine.limits import check_tokens
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.keys import Keys, Tenant
 from symbiosis.serving.http.link.http_side import Remote
 from symbiosis.serving.http.link.messages import FrontOptions
-from symbiosis.serving.http.schemas import Body, check_token
+from symbiosis.serving.http.schemas import Body, refusing
 from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
@@ -69,18 +70,15 @@ class Front:
         if len(several) > self.options.max_requests:
             raise wrong(f"at most {self.options.max_requests} prompts", "prompt")
         size = sum(len(each) for each in several if isinstance(each, str | list))
-        found = await self._unless_long(size, lambda: [self._tokens(each) for each in several])
-        if not all(found):
-            raise wrong("the prompt is empty", "prompt")
-        return found
+        return await self._unless_long(size, lambda: [self._tokens(each) for each in several])
 
     def _tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
             return prompt_tokens(self.tokenizer, prompt)
         if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
             raise wrong("a prompt is a text or a list of tokens; several are a list of them", "prompt")
-        for token in prompt:
-            check_token(token, self.remote.welcome.vocabulary, "prompt")
+        with refusing():
+            check_tokens("prompt", prompt, self.remote.welcome.vocabulary)
         return tuple(prompt)
 
     async def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[int, ...]:

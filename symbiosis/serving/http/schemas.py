@@ -3,15 +3,16 @@
 import json
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
 
+from symbiosis.serving.engine.limits import LIMITS, MOST_STOPS, Unfit, check_number, check_sampling
 from symbiosis.serving.http.failures import ApiError, wrong
 from symbiosis.serving.request import Sampling
 
-MOST_ENDS, MOST_BIASED = 128, 1024
-MOST_LOGPROBS, MOST_STOPS, MOST_COMPLETIONS, MOST_PROMPTS = 20, 16, 128, 2048
 BY_FORMAT = "Text by a JSON schema is asked for by response_format={'type': 'json_schema', ...}"
 BodyType = TypeVar("BodyType", bound="Body")
 
@@ -128,33 +129,28 @@ def _named(error: msgspec.ValidationError) -> ApiError:
     return wrong(f"wrong argument: {text}", found[1] if found else None)
 
 
-LIMITS: dict[str, tuple[float, float]] = {
-    "max_tokens": (0, 2**31),
-    "max_completion_tokens": (1, 2**31),
-    "min_tokens": (0, 2**31),
-    "temperature": (0, 100),
-    "top_p": (0, 1),
-    "top_k": (-1, 2**31),
-    "min_p": (0, 1),
-    "repetition_penalty": (0.01, 100),
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "seed": (-(2**63), 2**63 - 1),
-    "n": (1, MOST_COMPLETIONS),
-    "top_logprobs": (0, MOST_LOGPROBS),
-    "logprobs": (0, MOST_LOGPROBS),
-}
+AS_ASKED = {"stop_tokens": "stop_token_ids"}  # what the API calls the engine's fields
+AS_CHECKED = {"max_completion_tokens": "max_tokens", "n": "completions", "top_logprobs": "logprobs"}
+
+
+@contextmanager
+def refusing(names: dict[str, str] = AS_ASKED) -> Iterator[None]:
+    """What the engine calls unfit is wrong in the request, by the name that it has there."""
+    try:
+        yield
+    except Unfit as unfit:
+        name = names.get(unfit.param, unfit.param)
+        raise wrong(f"{name} {unfit.problem}", name) from None
 
 
 def _check(body: Body) -> None:
-    for name, (least, most) in LIMITS.items():
-        value = getattr(body, name, None)
-        if value is not None and not isinstance(value, bool) and not least <= value <= most:
-            raise wrong(f"{name} must be from {least:g} to {most:g}, not {value}", name)
-    if body.top_p == 0:
-        raise wrong("top_p must be above 0", "top_p")
+    for name in body.__struct_fields__:
+        value, checked = getattr(body, name), AS_CHECKED.get(name, name)
+        if checked in LIMITS and not isinstance(value, bool) and not (name == "top_k" and value == -1):
+            with refusing({checked: name}):
+                check_number(checked, value)
     if len(body.stops) > MOST_STOPS:
-        raise wrong(f"at most {MOST_STOPS} stop strings", "stop")
+        raise wrong(f"stop may have {MOST_STOPS} strings, and has {len(body.stops)}", "stop")
     if body.stream_options is not None and not body.stream:
         raise wrong("stream_options go with stream=true", "stream_options")
     if isinstance(body, CompletionBody):
@@ -175,36 +171,35 @@ def _check_chat(body: ChatBody) -> None:
         raise wrong("tools are not supported: describe them in a message, and ask for JSON by response_format", "tools")
     if body.top_logprobs is not None and not body.logprobs:
         raise wrong("top_logprobs go with logprobs=true", "top_logprobs")
+    for name in ("max_completion_tokens", "max_tokens"):
+        if getattr(body, name) == 0:
+            raise wrong(f"{name} must be at least 1, not 0", name)
     if not body.messages:
         raise wrong("messages is empty", "messages")
 
 
 def sampling_of(body: Body, max_tokens: int, logprobs: int | None, vocabulary: int) -> Sampling:
     """Return how the engine is to choose tokens."""
-    ends = tuple(dict.fromkeys(body.stop_token_ids or ()))
-    if len(ends) > MOST_ENDS:
-        raise wrong(f"at most {MOST_ENDS} stop_token_ids", "stop_token_ids")
-    if len(body.logit_bias or ()) > MOST_BIASED:
-        raise wrong(f"at most {MOST_BIASED} tokens in logit_bias", "logit_bias")
-    for token in ends:
-        check_token(token, vocabulary, "stop_token_ids")
-    return Sampling(
+    sampling = Sampling(
         max_tokens=max_tokens,
-        min_tokens=min(body.min_tokens or 0, max_tokens),
+        min_tokens=body.min_tokens or 0,
         temperature=_given(body.temperature, 1.0),
         top_p=_given(body.top_p, 1.0),
         top_k=max(_given(body.top_k, 0), 0),
         min_p=_given(body.min_p, 0.0),
         seed=body.seed if body.seed is not None else secrets.randbits(63),
-        stop_tokens=ends,
+        stop_tokens=tuple(dict.fromkeys(body.stop_token_ids or ())),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
-        logit_bias=_bias(body.logit_bias or {}, vocabulary),
+        logit_bias=_bias(body.logit_bias or {}),
         presence_penalty=_given(body.presence_penalty, 0.0),
         frequency_penalty=_given(body.frequency_penalty, 0.0),
         repetition_penalty=_given(body.repetition_penalty, 1.0),
         schema=_schema(body.response_format),
     )
+    with refusing():
+        check_sampling(sampling, vocabulary)
+    return sampling
 
 
 Number = TypeVar("Number", int, float)
@@ -214,21 +209,10 @@ def _given(value: Number | None, default: Number) -> Number:
     return default if value is None else value
 
 
-def check_token(token: int, vocabulary: int, param: str) -> None:
-    if not 0 <= token < vocabulary:
-        raise wrong(f"{param}: there is no token {token}; the model has tokens from 0 to {vocabulary - 1}", param)
-
-
-def _bias(given: dict[str, float], vocabulary: int) -> dict[int, float]:
-    found = {}
-    for name, value in given.items():
-        if not re.fullmatch(r"\d{1,9}", name):
-            raise wrong(f"logit_bias: its keys are tokens by number, not {name[:50]!r}", "logit_bias")
-        check_token(int(name), vocabulary, "logit_bias")
-        if not -100 <= value <= 100:
-            raise wrong(f"logit_bias must be from -100 to 100, not {value}", "logit_bias")
-        found[int(name)] = value
-    return found
+def _bias(given: dict[str, float]) -> dict[int, float]:
+    if wrong_name := next((name for name in given if not re.fullmatch(r"\d{1,9}", name)), None):
+        raise wrong(f"logit_bias: its keys are tokens by number, not {wrong_name[:50]!r}", "logit_bias")
+    return {int(name): value for name, value in given.items()}
 
 
 def _schema(wanted: ResponseFormat | None) -> str | None:

@@ -143,7 +143,7 @@ class Link:
             if isinstance(error, AdapterError) and not isinstance(error, UnknownAdapter):
                 logger.warning("%s", error)
                 status = HTTPStatus.INTERNAL_SERVER_ERROR  # what lies in the server's folder is not the client's fault
-            self._unsent.put(Refused(request.id, message, status))
+            self._unsent.put(Refused(request.id, message, status, getattr(error, "param", None)))
 
     def _on_output(self, output: Output) -> None:
         """Take an output, in the engine's thread."""

@@ -120,7 +120,7 @@ class Remote:
                 self._give(output)
         elif isinstance(message, Refused):
             if taker := self._takers.pop(message.id, None):
-                taker[0](ApiError(message.status, message.error))
+                taker[0](ApiError(message.status, message.error, message.param))
         elif isinstance(message, Answer):
             answer = self._asked.get(message.number)
             if answer is not None and not answer.done():

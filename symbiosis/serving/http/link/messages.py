@@ -80,6 +80,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
     id: int
     error: str
     status: int  # of HTTP
+    param: str | None = None  # what of the request is wrong
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,89 @@
+"""What a request may ask for: one table, by which HTTP and the programs that use an engine are refused alike."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from symbiosis.errors import ConfigError
+from symbiosis.serving.request import Sampling
+
+
+class Limit(NamedTuple):
+    """From the least number to the most; `above`: the least itself is too little."""
+
+    least: float
+    most: float
+    above: bool = False
+
+
+MANY = float(2**31)
+LIMITS = {  # by the fields of `Sampling` and `Request`
+    "max_tokens": Limit(0, MANY),
+    "min_tokens": Limit(0, MANY),
+    "temperature": Limit(0, 100),
+    "top_p": Limit(0, 1, above=True),
+    "top_k": Limit(0, MANY),
+    "min_p": Limit(0, 1),
+    "repetition_penalty": Limit(0.01, 100),
+    "presence_penalty": Limit(-2, 2),
+    "frequency_penalty": Limit(-2, 2),
+    "seed": Limit(-(2**63), 2**63 - 1),
+    "logprobs": Limit(0, 20),
+    "completions": Limit(1, 128),
+}
+BIAS = Limit(-100, 100)
+MOST_STOPS, MOST_ENDS, MOST_BIASED = 16, 128, 1024  # stop strings, stop tokens, tokens with a bias
+
+
+class Unfit(ConfigError):
+    """Something in a request is not what it may be: `param`, a field of `Sampling` or `Request`, with which the message begins."""
+
+    def __init__(self, param: str, problem: str) -> None:
+        super().__init__(f"{param} {problem}")
+        self.param, self.problem = param, problem
+
+
+def check_number(name: str, value: float | None, limit: Limit | None = None) -> None:
+    """Raise `Unfit` for a number beyond its limit, by default that of LIMITS.
+
+    >>> check_number("top_p", 0.0)
+    Traceback (most recent call last):
+    symbiosis.serving.engine.limits.Unfit: top_p must be above 0 and at most 1, not 0.0
+    """
+    least, most, above = limit or LIMITS[name]
+    if value is None or (least <= value <= most and not (above and value == least)):
+        return
+    bounds = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
+    raise Unfit(name, f"must be {bounds}, not {value}")
+
+
+def check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    """Raise `Unfit` for what no engine does."""
+    try:
+        msgspec.convert(msgspec.to_builtins(sampling), Sampling)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise Unfit("sampling", f"has a wrong type: {error}") from None
+    for name in Sampling.__struct_fields__:
+        if name in LIMITS:
+            check_number(name, getattr(sampling, name))
+    if sampling.min_tokens > sampling.max_tokens:
+        raise Unfit("min_tokens", f"are {sampling.min_tokens}, and max_tokens {sampling.max_tokens}")
+    check_count("stop_tokens", len(sampling.stop_tokens), MOST_ENDS)
+    check_tokens("stop_tokens", sampling.stop_tokens, vocabulary)
+    check_count("logit_bias", len(sampling.logit_bias), MOST_BIASED)
+    check_tokens("logit_bias", tuple(sampling.logit_bias), vocabulary)
+    for value in sampling.logit_bias.values():
+        check_number("logit_bias", value, BIAS)
+
+
+def check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise Unfit(name, f"may have {most}, and has {count}")
+
+
+def check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
+    """Raise `Unfit` for what is no token of the model."""
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocabulary:
+            raise Unfit(name, f"has the token {token!r:.50}, and the model's are numbered from 0 to {vocabulary - 1}")
