@@ -200,7 +200,7 @@ def test_a_program_and_a_client_are_refused_alike(api: Api, name: str, called: s
             else {name: tuple(value) if isinstance(value, list) else value}
         )
         data = {"model": "demo", "prompt": PROMPT, "max_tokens": 2, called: value}
-        answer = httpx.post(f"{api.url}/v1/completions", content=json.dumps(data).encode(), timeout=60)
+        answer = web.post(f"{api.url}/v1/completions", content=json.dumps(data).encode(), timeout=60)
         assert (answer.status_code == 200) == is_good, answer.text
         if name == "completions":
             request = Request(id=api.engine.next_id(), prompt=(5,), sampling=Sampling(max_tokens=1), completions=value)
