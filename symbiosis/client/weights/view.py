@@ -200,7 +200,8 @@ def is_dense(value: Tensor) -> bool:
     >>> is_dense(torch.zeros(2, 3).t()), is_dense(torch.zeros(3).expand(2, 3)), is_dense(torch.zeros(2, 4)[:, :3])
     (True, False, False)
     """
-    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    strides = value.stride()
+    order = sorted(range(value.dim()), key=lambda dim: -strides[dim])
     return value.permute(order).is_contiguous()
 
 
