@@ -142,7 +142,7 @@ def run_alone(setting: Setting) -> Alone:
             for side, worker in zip(SIDES, pair, strict=True)
         ]
         for what, _, worker, _ in turns:  # memory is allocated, and the executor learns
-            setting.run([worker], what, setting.decode_s)
+            setting.run([worker], what, setting.decode_s if what == "decode" else 0.0)
         for number in range(setting.rounds):
             progress(f"one program, round {number + 1} of {setting.rounds}")
             for what, side, worker, pids in turns:
