@@ -18,6 +18,7 @@ _WHERE = {
     "report": "symbiosis.client.wrap",
     "from_executor": "symbiosis.client.from_executor",
     "capture": "symbiosis.client.capture",
+    "offload_cache": "symbiosis.attention.offload",
     "Noise": "symbiosis.client.privacy.noise",
     "Pads": "symbiosis.client.privacy.pads",
     "Split": "symbiosis.client.privacy.split",
@@ -35,6 +36,7 @@ __all__ = [
     "SymbiosisError",
     "capture",
     "from_executor",
+    "offload_cache",
     "publish",
     "report",
     "stats",
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from symbiosis.attention.offload import offload_cache
     from symbiosis.client.capture import capture
     from symbiosis.client.from_executor import from_executor
     from symbiosis.client.privacy.noise import Noise

@@ -12,6 +12,7 @@ SymbiosisError
 │   ├── HandshakeFailed         ... before it was there: the keys do not agree
 │   └── ExecutorUnavailable     ... and no executor answered within the patience
 ├── PadsUsedUp                  a file of pads has none left for a call
+├── OutOfHostMemory             keys and values need more memory than the host has
 ├── CaptureError                something in a step cannot be part of a CUDA graph
 └── CallError                   the executor refused a call; `code` says why
     └── ProtocolError           a frame or header that is not one of ours
@@ -78,6 +79,10 @@ class RemoteWeightError(SymbiosisError, RuntimeError):
 
 class PadsUsedUp(SymbiosisError):
     """A file of pads has none left for a call."""
+
+
+class OutOfHostMemory(SymbiosisError, MemoryError):
+    """Keys and values that are kept in the host's memory need more than is free."""
 
 
 class CaptureError(SymbiosisError, RuntimeError):

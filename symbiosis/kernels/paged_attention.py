@@ -40,6 +40,13 @@ class How:
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]
 
+    @classmethod
+    def told(
+        cls, query: Tensor, scaling: float | None, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> "How":
+        """As transformers' attention interface says it."""
+        return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, sinks)
+
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: How) -> Tensor:
     """Compute attention of [sequences, heads, rows, size] over as many or fewer heads of keys and values. A row sees where `mask` is

@@ -8,10 +8,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from symbiosis.attention.alike import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.serving.arena import KvShape
-from symbiosis.serving.model import Served, place_of, text_config
-from symbiosis.serving.paged import CannotBatch, Paged, agree, logits_alone, probe_tokens
+from symbiosis.serving.model import Served
+from symbiosis.serving.paged import CannotBatch, Paged
 from symbiosis.serving.step import Segment, Sequence, Step
 
 logger = logging.getLogger("symbiosis")

@@ -82,8 +82,7 @@ def attend_now(
 ) -> Tensor:
     if _now.attend is None:
         raise RuntimeError("this model is served by symbiosis.serving, and is called through it only")
-    how = How(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, sinks)
-    return _now.attend(module, query, key, value, how)
+    return _now.attend(module, query, key, value, How.told(query, scaling, window, softcap, sinks))
 
 
 def _no_mask(*_: object, local_size: int | None = None, **__: object) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from symbiosis.attention.alike import place_of, text_config
 from symbiosis.memory import free_memory
 from symbiosis.serving.arena import Arena, KvShape
 from symbiosis.serving.blocks import Blocks
@@ -69,16 +70,6 @@ class Served(ABC):
         embedded = self.embed(step, ids)
         words = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}
         return {**words, "position_ids": positions.unsqueeze(0).to(self.device)}
-
-
-def text_config(model: nn.Module) -> Any:
-    return model.config.get_text_config()  # type: ignore[operator, union-attr]
-
-
-def place_of(model: nn.Module) -> tuple[torch.device, torch.dtype]:
-    """Return the device and the dtype of what the model holds itself."""
-    own = next(p for p in model.parameters() if p.device.type != "meta" and p.is_floating_point())
-    return own.device, own.dtype
 
 
 def _ends(model: nn.Module) -> frozenset[int]:

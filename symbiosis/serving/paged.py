@@ -11,24 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from symbiosis.attention.alike import PROBE, agree, logits_alone, probe_tokens, text_config
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.kernels.paged_attention import How
 from symbiosis.serving.arena import KvShape
 from symbiosis.serving.attention import NAME, Lookup, Tables, attending_by
 from symbiosis.serving.gpu.runner import Runner, is_for
-from symbiosis.serving.model import Served, place_of, text_config
+from symbiosis.serving.model import Served
 from symbiosis.serving.request import Request
 from symbiosis.serving.step import Segment, Sequence, Step
 
 logger = logging.getLogger("symbiosis")
-
-PROBE = (21, 9), 10  # the lengths of two sequences, and how much of the first is computed at first
-AS_GOOD_AS = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-3,
-    torch.float16: 5e-2,
-    torch.bfloat16: 1e-1,
-}  # of the largest logit
 
 
 class CannotBatch(Exception):
@@ -164,13 +157,6 @@ def _same_positions(config: Any) -> int:
     return longest
 
 
-@torch.inference_mode()
-def logits_alone(model: nn.Module, tokens: list[int]) -> Tensor:
-    """Return the logits of all positions."""
-    ids = torch.tensor([tokens], device=place_of(model)[0])
-    return model(input_ids=ids, use_cache=False).logits[0].float()  # type: ignore[no-any-return]
-
-
 def _references(model: nn.Module) -> list[Tensor]:
     """Return what the model's own attention makes of the probes."""
     try:
@@ -181,14 +167,3 @@ def _references(model: nn.Module) -> list[Tensor]:
         raise ConfigError(
             f"{type(model).__name__} cannot be served, as it makes no logits of plain tokens: {error}"
         ) from error
-
-
-def agree(logits: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
-    """Whether two results agree, apart from rounding in other company."""
-    return bool((logits - expected).abs().max() <= AS_GOOD_AS[dtype] * expected.abs().max())
-
-
-def probe_tokens(model: nn.Module) -> tuple[list[int], list[int]]:
-    generator, (lengths, _) = torch.Generator().manual_seed(0), PROBE
-    long, short = (torch.randint(text_config(model).vocab_size, (n,), generator=generator).tolist() for n in lengths)
-    return long, short

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
 from symbiosis.executor.model.load import DEMO_MODEL
@@ -62,6 +63,17 @@ def test_a_loop_of_captured_tokens_says_what_generate_says(endpoint: str, tmp_pa
     assert "\n".join(text).startswith(example("generate.py", endpoint, tmp_path).partition("Stats(")[0].strip())
 
 
+def test_a_long_context_says_what_generate_says(endpoint: str, tmp_path: Path) -> None:
+    read, *text, rate = example("long_context.py", endpoint, tmp_path, "500").splitlines()
+    assert read.startswith("500 tokens read") and rate.endswith("with a context of 540 tokens in the host's memory")
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    files = sorted(Path(symbiosis.__file__).parent.glob("*.py"))
+    prompt = tokenizer(" ".join(file.read_text() for file in files), return_tensors="pt").input_ids[:, :500]
+    expected = model.generate(prompt, max_new_tokens=41, do_sample=False)[0, 500:]
+    assert "\n".join(text) == tokenizer.decode(expected, skip_special_tokens=True)
+
+
 @pytest.mark.parametrize("name", ["finetune_trl.py", "embedded.py"])
 def test_example(name: str, endpoint: str, tmp_path: Path) -> None:
     if "trl" in name:
@@ -110,6 +122,7 @@ def test_every_example_is_tested() -> None:
         "finetune_trl.py",
         "generate.py",
         "generate_captured.py",
+        "long_context.py",
         "serve_beside_a_trainer.py",
         "serve_client.py",
         "tour.ipynb",

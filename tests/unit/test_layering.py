@@ -65,9 +65,10 @@ ALLOWED = {
     "mps": {"config", "errors", "security"},
     "security": {"errors", "protocol", "security"},
     "transport": {"endpoints", "errors", "kernels", "protocol", "security", "text", "transport"},
+    "attention": {"attention", "errors", "kernels", "memory"},
     "client": {*ROOT - {"endpoints"}, "client", "kernels", "transport"},
     "executor": {*ROOT, "executor", "kernels", "transport"},
-    "serving": {*ROOT, "__version__", "client", "kernels", "serving", "symbiosis", "transport"},
+    "serving": {*ROOT, "__version__", "attention", "client", "kernels", "serving", "symbiosis", "transport"},
     "tools": {*ROOT, "client", "executor", "kernels", "__version__", "serving", "symbiosis", "tools", "transport"},
     "cli": {*ROOT, "__version__", "client", "executor", "serving", "symbiosis", "tools", "transport"},
 }

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from symbiosis.attention.alike import probe_tokens
 from symbiosis.serving.model import Served
-from symbiosis.serving.paged import probe_tokens
 from symbiosis.serving.request import Request
 from symbiosis.serving.step import Segment, Sequence, Step
 
