@@ -4,7 +4,7 @@ VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
 CPU = not gpu and not multi_gpu and not soak
 WORKERS ?= 2
-.PHONY: setup demo test test-fast test-soak test-gpu check docs wheel
+.PHONY: setup demo test test-fast test-soak test-gpu test-browser check docs wheel
 
 setup: $(VENV)/.ready
 
@@ -31,6 +31,11 @@ test-soak: setup
 
 test-gpu: setup
 	$(PYTEST) -m "gpu or multi_gpu"
+
+# The page of `symbiosis serve` in Debian's Chromium, which `make test` opens, too, where it is installed.
+test-browser: setup
+	which chromium chromedriver || { apt-get update && apt-get install -y chromium chromium-driver; }
+	$(PYTEST) -m browser
 
 check: setup
 	$(VENV)/bin/ruff check .
