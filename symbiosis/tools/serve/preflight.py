@@ -13,7 +13,7 @@ from symbiosis.executor.preflight import check_room
 from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
 
-PACKAGES = ("httptools", "starlette", "uvicorn")
+PACKAGES = ("httptools", "jinja2", "starlette", "uvicorn")
 INSTALL = "`symbiosis serve` needs the packages of an extra: pip install 'symbiosis-llm[serve]'"
 DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
 
