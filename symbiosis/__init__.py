@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported when they are used: `import symbiosis` is cheap, and `--help` needs no torch."""
+    """Import a name when it is used, so that `import symbiosis` is cheap and `--help` needs no torch."""
     if name not in _WHERE:
         raise AttributeError(f"module 'symbiosis' has no attribute {name!r}")
     import importlib

@@ -1,8 +1,8 @@
-"""Which layers are served: the heads, which stay with the client unless they are named, and patterns with exclusions.
+"""Which layers are served: patterns with exclusions, and heads, which stay with the client unless they are named.
 
-A head is what a task adds to a base model: its gradients show the labels, and tasks and PEFT train it. Executor and client find it by
-the same rule, from the model's structure: every part that is neither the base model nor another transformers model, the output
-embeddings, and what goes by the name of a head inside the base.
+A head is what a task adds to a base model. Its gradients show the labels, and tasks and PEFT train it. Executor and client find heads by
+the same rule, from the model's structure: every part that is neither the base model nor another transformers model, the output embeddings,
+and whatever has the name of a head inside the base.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

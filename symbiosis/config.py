@@ -216,7 +216,7 @@ def check_dtype(name: str | None) -> None:
 
 
 def load_options(given: dict[str, object], file: Path | None = None) -> Options:
-    """Options from the command line (`given`, without what was not said) over a YAML file over the defaults.
+    """Load options: those from the command line (`given`, without what was not said) over those of a YAML file over the defaults.
 
     >>> load_options({"policy": "lockstep"}).policy
     'lockstep'
@@ -225,7 +225,7 @@ def load_options(given: dict[str, object], file: Path | None = None) -> Options:
 
 
 def load_as(kind: type[OptionsType], given: dict[str, object], file: Path | None, command: str) -> OptionsType:
-    """Options of any command, which are the fields of a Struct, in the same way."""
+    """Load the options of any command, which are the fields of a Struct, in the same way."""
     values = {**(read_config_file(file, kind) if file else {}), **given}
     values = {name: os.fspath(value) if isinstance(value, Path) else value for name, value in values.items()}
     hints = get_type_hints(kind)
@@ -240,7 +240,7 @@ def load_as(kind: type[OptionsType], given: dict[str, object], file: Path | None
 
 
 def read_config_file(file: Path, kind: type[msgspec.Struct] = Options) -> dict[str, object]:
-    """The file's keys, spelt as option names (`max-wait-us`) or with underscores, as names of the fields."""
+    """Read a file whose keys are spelt like options (`max-wait-us`), or with underscores like the fields."""
     import yaml
 
     try:

@@ -10,7 +10,7 @@ LAST_PORT = 65535
 
 
 def parts_of(url: str) -> tuple[str, str]:
-    """Scheme and address of an endpoint.
+    """Return the scheme and the address of an endpoint.
 
     >>> parts_of("tcp://127.0.0.1:7000")
     ('tcp', '127.0.0.1:7000')

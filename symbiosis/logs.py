@@ -1,4 +1,4 @@
-"""What the processes of this project write of themselves: a line for people, or one JSON object a line. All write alike."""
+"""The log of all processes of this project: a line for people, or one JSON object a line."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ _process = ""  # whose lines these are, where several processes write to one pla
 
 
 def name_process(name: str) -> None:
-    """From now on this process's lines say that they are its own."""
+    """Let this process's lines say from now on that they are its own."""
     global _process
     _process = name
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def free_memory() -> int:
-    """Bytes that a new process could have: the machine's, and swap, within the limit of its cgroup. No limit where nothing tells."""
+    """Return how many bytes a new process could have: the machine's, with swap, within the limit of its cgroup. Where nothing tells,
+    there is no limit."""
     if not Path("/proc/meminfo").exists():
         return sys.maxsize
     told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())

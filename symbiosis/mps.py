@@ -1,7 +1,7 @@
-"""CUDA MPS: the processes of one user run on a GPU at the same time, instead of by turns.
+"""CUDA MPS: lets the processes of one user run on a GPU at the same time instead of in turns.
 
-Its control daemon listens in a directory of pipes. A program joins when it initialises CUDA, if CUDA_MPS_PIPE_DIRECTORY,
-else the default directory, leads there. Nothing here initialises CUDA, and no daemon is waited for longer than `ANSWER_S`.
+Its control daemon listens in a directory of pipes. When a program initialises CUDA, it joins the daemon in CUDA_MPS_PIPE_DIRECTORY, or else
+in the default directory. Nothing here initialises CUDA, and no daemon is waited for longer than `ANSWER_S`.
 """
 
 import logging
@@ -42,7 +42,7 @@ class State(Enum):
 
 
 def places() -> list[Path]:
-    """Directories of pipes in which to look for a daemon, and to start one; CUDA by itself looks in the first."""
+    """Return the directories of pipes in which to look for a daemon, and to start one. CUDA by itself looks in the first."""
     named = os.environ.get(PIPES)
     return [Path(named)] if named else [DEFAULT_PIPES, runtime_dir() / "mps"]
 
@@ -63,7 +63,7 @@ def state(pipes: Path) -> State:
 
 
 def ask(pipes: Path, question: str) -> str | None:
-    """The daemon's answer; None if there is no daemon (its socket outlives it)."""
+    """Return the daemon's answer, or None if there is no daemon (its socket outlives it)."""
     done = subprocess.run(
         [CONTROL], input=question + "\n", env=_environment(pipes), capture_output=True, text=True, timeout=ANSWER_S
     )
@@ -73,9 +73,9 @@ def ask(pipes: Path, question: str) -> str | None:
 
 @contextmanager
 def running() -> Iterator[Path]:
-    """The pipes of a daemon that serves this process; if it had to be started, it is stopped after the block.
+    """Yield the pipes of a daemon that serves this process. A daemon that had to be started is stopped after the block.
 
-    To be entered before CUDA is initialised, which reads the variable that is set here.
+    To be entered before CUDA is initialised, because CUDA then reads the variable that is set here.
     """
     found = {pipes: state(pipes) for pipes in places()}
     for pipes, what in found.items():
@@ -101,7 +101,7 @@ def running() -> Iterator[Path]:
 
 
 def claim(directory: Path) -> bool:
-    """Makes a directory that only this user may enter, or finds one: in /tmp, another user may have come first."""
+    """Make a directory that only this user may enter, or find one. In /tmp, another user may have made it first."""
     try:
         make_folder(directory)
         if directory.stat().st_uid != os.getuid():
@@ -114,7 +114,7 @@ def claim(directory: Path) -> bool:
 
 
 def start(pipes: Path) -> str | None:
-    """Starts a daemon, waits until it answers, and returns its process id; None if somebody else came first."""
+    """Start a daemon, wait until it answers, and return its process id, or None if another process started one first."""
     logs = Path(os.environ.setdefault(LOGS, str(runtime_dir() / "mps-log")))
     environment = _environment(pipes)
     environment.pop("CUDA_VISIBLE_DEVICES", None)  # it would renumber the devices of every client
@@ -137,7 +137,7 @@ def start(pipes: Path) -> str | None:
 
 
 def stop(pipes: Path) -> None:
-    """Ends the daemon, unless other programs still use it: they could not go on, nor start anew while it waits for them."""
+    """End the daemon, unless other programs still use it: they could not go on, nor start again while it waits for them."""
     if until(lambda: alone(pipes)):
         quit_daemon(pipes)
     else:
@@ -148,7 +148,7 @@ def stop(pipes: Path) -> None:
 
 
 def quit_daemon(pipes: Path) -> None:
-    """`quit` waits for all clients, so also for this process if it has used CUDA: then the tool goes on without us."""
+    """Tell the daemon to quit. It waits for all clients, and so for this process if it has used CUDA; then the tool goes on without us."""
     tool = subprocess.Popen(
         [CONTROL], env=_environment(pipes), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,

@@ -1,5 +1,5 @@
-"""What a base model calls its layers, whatever PEFT, compilers and others put around them: told by what these are, not by what they call
-it. A base may have modules of the same names."""
+"""The names that a base model gives its layers, whatever PEFT, compilers and others have put around them. Wrappers are recognised by
+their types and not by their names, because a base may have modules of the same names."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ STAND_INS = {
 
 
 def modules_in_base(root: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Every module as often as it is reached: its path, its name in the base model, and itself.
+    """Yield every module as often as it is reached: its path, its name in the base model, and the module itself.
 
     >>> inner = nn.ModuleDict({"module": nn.Linear(2, 2)})  # a name like any other
     >>> [(path, name) for path, name, _ in modules_in_base(nn.DataParallel(inner))]
@@ -38,7 +38,7 @@ def _walk(module: nn.Module, path: str, name: str) -> Iterator[tuple[str, str, n
 
 
 def parameter_in_base(name: str, module: nn.Module, leaf: str) -> str:
-    """The name of a parameter of the module `name`."""
+    """Return the name of a parameter of the module `name`."""
     return name if isinstance(module, ParametrizationList) and leaf == "original" else _join(name, leaf)
 
 

@@ -16,7 +16,7 @@ PATTERNS = 'write a pattern of layer names ("model.layers.*", or "!*.o_proj" to 
 
 
 def a_model(value: Any, function: str) -> None:
-    """The first argument of `function`."""
+    """Check the first argument of `function`, which must be a model."""
     if isinstance(value, type):
         raise WrapError(f"{function} takes a model, and {value.__name__} is a class: create an instance of it first")
     if not isinstance(value, nn.Module):
@@ -33,7 +33,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def endpoints(value: Any) -> tuple[str, ...]:
-    """One URL, several with commas between them (as in $SYMBIOSIS_ENDPOINT), or a list of such; each is named once."""
+    """Return the endpoints of one URL, of several with commas between them (as in $SYMBIOSIS_ENDPOINT), or of a list of URLs, each once."""
     several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     named = [url for one in (value if several else [value]) for url in _urls(one)]
     if not named:
@@ -56,7 +56,7 @@ def timeout(value: Any) -> float:
 
 
 def seconds(name: str, value: Any) -> float:
-    """Validates an optional duration in seconds (0 = do not wait)."""
+    """Check an optional duration in seconds. 0 means not to wait."""
     if not _is_number(value) or not value >= 0:
         raise ConfigError(f"{name} must not be negative, and is {value!r:.80}, in seconds to wait for an executor")
     return float(value)
@@ -67,7 +67,7 @@ def _is_number(value: Any) -> bool:
 
 
 def patterns(value: Any) -> list[str] | None:
-    """`layers=` of wrap and from_executor."""
+    """Check the argument `layers=` of wrap and from_executor."""
     if value is None:
         return None
     named = [value] if isinstance(value, str) else value
@@ -102,7 +102,7 @@ def dtype(value: Any) -> torch.dtype | None:
 
 
 def device(value: Any) -> torch.device:
-    """One that is here."""
+    """Check that a device is one that this machine has."""
     try:
         found = torch.device(value)
     except (RuntimeError, TypeError):

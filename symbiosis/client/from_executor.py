@@ -1,8 +1,8 @@
-"""`from_executor`: a client model without a checkpoint, from what the executor tells at the join.
+"""`from_executor`: a client model without a checkpoint, made of what the executor tells at the join.
 
-The structure is built on the meta device. What is served becomes remote; non-persistent buffers are computed by the
-model's own code; embeddings, norms and whatever else is the client's own come from the executor, by name: in memory that the
-clients of a host share until they change it, where there is such, else by reading.
+The structure is built on the meta device. Served weights become remote, and the model's own code computes non-persistent buffers.
+Embeddings, norms and everything else that the client holds for itself come from the executor, by name: from memory that all clients of a
+host share until they change it, or by reading where there is no such memory.
 """
 
 import os
@@ -46,8 +46,8 @@ def from_executor(
     share: bool = True,
     **config: Any,
 ) -> nn.Module:
-    """A wrapped model of the executor's kind; no checkpoint, and no base weights in this process's memory. (What hides or proves
-    something needs the weights: `privacy` and `verify` are for `wrap` only.)
+    """Return a wrapped model of the executor's kind, without a checkpoint and without base weights in this process's memory. (`privacy` and
+    `verify` need those weights, so only `wrap` has them.)
 
     Args:
         endpoint, timeout, patience, wait, layers, priority, exact, share: as for `wrap`.
@@ -79,7 +79,7 @@ def from_executor(
 
 
 def _structure(session: Session, changes: dict[str, Any]) -> nn.Module:
-    """The model, its parameters on the meta device, its buffers computed."""
+    """Build the model with its parameters on the meta device and its buffers computed."""
     welcome = replace(session.welcome, manifest=session.manifest)
     implementations = ("attn_implementation", "experts_implementation")
     chosen = {key: changes.pop(key) for key in implementations if key in changes}
@@ -104,7 +104,7 @@ def _structure(session: Session, changes: dict[str, Any]) -> nn.Module:
 
 @contextmanager
 def _no_more_than(modules: int) -> Iterator[None]:
-    """While a model is built in the block, by this thread."""
+    """Refuse a model of more modules than this, while this thread builds it in the block."""
     left, thread = modules, threading.get_ident()
 
     def count(module: nn.Module, name: str, part: object) -> None:
@@ -159,7 +159,7 @@ def memory_of_this_host() -> int:
 
 
 def _fill(model: nn.Module, session: Session, device: torch.device) -> None:
-    """Real memory for everything that is the client's own."""
+    """Give real memory to everything that the client holds for itself."""
     for module in model.modules():
         computed = {name: b for name, b in module._buffers.items() if b is not None and b.device.type == "meta"}
         for name, buffer in computed.items():
@@ -194,7 +194,7 @@ def _fill(model: nn.Module, session: Session, device: torch.device) -> None:
 
 
 class _Own:
-    """Values of what is the client's own, by number: in shared memory where there is such, else read."""
+    """The values of the client's own tensors, by number: from shared memory if there is such, else read."""
 
     def __init__(self, session: Session, device: torch.device) -> None:
         self._session, self._device, self._shared = session, device, session.commons()

@@ -51,7 +51,7 @@ def rows_call(
 
 
 def priority_of(x: Tensor, training: bool) -> Priority:
-    """The priority of a call for these rows.
+    """Return the priority of a call for these rows.
 
     >>> priority_of(torch.zeros(3, 2000, 16), training=False).name
     'PREFILL'
@@ -81,7 +81,7 @@ def goes_in_parts(call: Call, shapes: Shapes) -> bool:
 
 
 def pieces_of(x_TK: Tensor) -> Sequence[Tensor]:
-    """Split rows into parts of which each goes in its own call."""
+    """Split rows into parts, each of which goes in a call of its own."""
     most = LARGEST // max(1, x_TK.shape[1] * x_TK.element_size())
     return x_TK.split(max(FEWEST, most // FEWEST * FEWEST))
 

@@ -1,4 +1,4 @@
-"""State dicts of a wrapped model: they hold what the client owns (and the rest, if it may be read), and load as if they held all."""
+"""State dicts of a wrapped model. They hold what the client owns, and the rest if it may be read, and load as if they held everything."""
 
 import logging
 import sys
@@ -20,7 +20,8 @@ logger = logging.getLogger("symbiosis")
 
 
 def complete(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """A state dict holds what the client owns, private copies included, and, where reads are allowed, the executor's values."""
+    """Complete a module's state dict: it holds what the client owns, private copies included, and the executor's values where reads are
+    allowed."""
     for name, parameter in module._parameters.items():
         if not isinstance(parameter, RemoteWeight):
             continue
@@ -41,7 +42,7 @@ _values_later: ContextVar[bool] = ContextVar("values_later", default=False)
 
 @contextmanager
 def values_later() -> Iterator[None]:
-    """State dicts hold remote weights as they are, for whoever takes but a few of them."""
+    """Let state dicts hold remote weights as they are in the block, for programs that take only a few of them."""
     token = _values_later.set(True)
     try:
         yield
@@ -64,8 +65,8 @@ def say_what_is_left_out(root: nn.Module, state: dict[str, Any], prefix: str, me
 
 
 def put_in_remote(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Before a state dict is loaded, replace plain values that equal remote weights by these, so that loading changes nothing. Values
-    that differ from the executor's stay, and count as a write."""
+    """Before a state dict is loaded, replace plain values that equal remote weights by those weights, so that loading changes nothing.
+    Values that differ from the executor's stay, and count as a write."""
     for name, parameter in module._parameters.items():
         if isinstance(parameter, RemoteWeight) and _is_served(state.get(prefix + name), parameter):
             state[prefix + name] = parameter

@@ -39,7 +39,7 @@ LONGEST_WORD, DEEPEST = 128, 8  # characters of a word; and so deep may parts li
 
 
 def told_config(welcome: Welcome, changes: dict[str, Any], where: str) -> PreTrainedConfig:
-    """The configuration of which the executor at `where` tells, with the client's own `changes`."""
+    """Return the configuration that the executor at `where` tells, with the client's own `changes`."""
     try:
         told = json.loads(welcome.config)
     except (ValueError, RecursionError) as error:
@@ -66,7 +66,7 @@ def told_config(welcome: Welcome, changes: dict[str, Any], where: str) -> PreTra
 
 
 def told_class(name: str, config: PreTrainedConfig, where: str) -> Any:
-    """The class of this name, if it is one of those that transformers' own auto classes choose for such a configuration."""
+    """Return the class of this name, if it is one that transformers' own auto classes choose for such a configuration."""
     for mapping_name in dir(modeling_auto):
         mapping = getattr(modeling_auto, mapping_name)
         if mapping_name.startswith("MODEL_") and isinstance(mapping, _LazyAutoMapping):
@@ -96,7 +96,7 @@ class _Taken:
         self.left_out: set[str] = set()
 
     def fields(self, config_class: type[PreTrainedConfig], told: dict[str, Any], path: str = "") -> dict[str, Any]:
-        """Values for the class's own fields."""
+        """Return values for the class's own fields."""
         allowed, taken = _field_names(config_class), {}
         for name, value in told.items():
             full = shown(path + name, LONGEST_WORD)
@@ -118,7 +118,7 @@ class _Taken:
         return taken
 
     def _part(self, part: Any, value: object, path: str) -> object:
-        """The configuration of a part of the model."""
+        """Return the configuration of a part of the model."""
         if value is None:
             return None
         if not isinstance(value, dict) or path.count(".") > DEEPEST:

@@ -1,4 +1,4 @@
-"""A `transformers.TrainerCallback` that adds to a Trainer's logs what its steps ask of the executor."""
+"""A `transformers.TrainerCallback` that adds to a Trainer's logs what its steps asked of the executor."""
 
 import inspect
 from copy import copy
@@ -62,8 +62,8 @@ class SymbiosisCallback(TrainerCallback):
 
 
 def _put_first(callback: TrainerCallback) -> None:
-    """A Trainer asks its reporters first, and callbacks of the user's after them: what these add to a log would come too late. A
-    callback is not told of the handler that calls it, so that is looked for among the callers."""
+    """Put the callback before a Trainer's reporters. The Trainer asks these before callbacks of the user's, whose additions to a log
+    would come too late. A callback is not told which handler calls it, so the handler is looked for among the callers."""
     frame = inspect.currentframe()
     while frame is not None:
         handler = frame.f_locals.get("self")

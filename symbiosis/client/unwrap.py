@@ -1,4 +1,4 @@
-"""`unwrap`: a model has its own weights again."""
+"""`unwrap`: gives a model its own weights again."""
 
 import logging
 from pathlib import Path
@@ -105,5 +105,5 @@ def _checkpoint(model: nn.Module, directory: str | Path | None) -> dict[str, Ten
 
 
 def _loaded_from(model: nn.Module) -> str:
-    """A directory or a hub id; empty if the model was built."""
+    """Return the directory or hub id that the model was loaded from; empty if it was built."""
     return getattr(base_model(model), "name_or_path", "")

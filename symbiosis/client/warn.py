@@ -1,4 +1,4 @@
-"""The warnings of `wrap`, about things that are no errors because they may be intended."""
+"""The warnings of `wrap`, about things that may be intended and are therefore no errors."""
 
 import json
 import logging
@@ -47,7 +47,7 @@ def warn_of_differences(model: nn.Module, session: Session, report: WrapReport) 
 
 
 def warn_of_heads(model: nn.Module, session: Session, names: Sequence[str]) -> None:
-    """If the operator serves heads: the client did not ask for it."""
+    """Warn if the operator serves heads that the client did not ask for."""
     heads = head_names(base_model(model))
     if served := [name for name in names if is_in(name, heads)]:
         logger.warning(
@@ -59,7 +59,7 @@ def warn_of_heads(model: nn.Module, session: Session, names: Sequence[str]) -> N
 
 
 def warn_when_trained(root: nn.Module) -> None:
-    """Once, if the model is trained whole after all: weights that were trainable before `wrap` are frozen since."""
+    """Warn, once, if the model is trained as a whole after all: weights that were trainable before `wrap` are frozen since."""
     root._symbiosis_trainable = [p for p in root.parameters() if p.requires_grad]  # type: ignore[assignment]
     root.register_forward_pre_hook(_say_what_is_frozen)
 

@@ -165,7 +165,7 @@ def _hand_over(
 def _without_the_private(
     model: nn.Module, plan: list[tuple[list[ParameterSite], int]], report: WrapReport, manifest: Sequence[Layer]
 ) -> list[tuple[list[ParameterSite], int]]:
-    """Only layers whose rows can be masked: not embeddings and experts, nor a head, whose gradient shows the labels."""
+    """Keep only layers whose rows can be masked: not embeddings and experts, nor a head, whose gradient shows the labels."""
     heads = head_names(base_model(model))
     kept = []
     for places, index in plan:
@@ -198,7 +198,7 @@ def _session(endpoint: str | Sequence[str], privacy: Privacy | str | None, verif
 
 
 def check_same(place: ParameterSite, layer: Layer) -> None:
-    """The client's tensor must be the executor's, bit for bit: else the client is built for another model."""
+    """Check that the client's tensor is the executor's, bit for bit. If it is not, the client was built for another model."""
     tensor = parameter_of(place)
     dtype = DTYPE_NAME.get(tensor.dtype)
     if dtype != layer.dtype:
@@ -237,7 +237,7 @@ def _digest_of(bias: Tensor) -> str:
 
 
 def stats(model: nn.Module) -> Stats:
-    """What this client has seen of its executor: calls, bytes, waits, batch sizes.
+    """Return what this client has measured of its executor: calls, bytes, waits, batch sizes.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo") as executor:
@@ -265,7 +265,7 @@ def _stats_of(session: Session) -> Stats:
 
 
 def report(model: nn.Module) -> WrapReport:
-    """What `wrap` did to the model.
+    """Return what `wrap` did to the model.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo") as executor:
@@ -292,8 +292,8 @@ def _nothing_matches(session: Session, patterns: Sequence[str] | None, report: W
 
 
 def _gather_no_experts(model: nn.Module) -> None:
-    """`batched_mm` copies each token's expert weights, which would read them; `grouped_mm` multiplies in place. On a GPU
-    `generate` turns from the latter to the former for as long as it decodes: not here."""
+    """Keep `generate` from gathering experts: `batched_mm` copies each token's expert weights, which would read them, while `grouped_mm`
+    multiplies in place. On a GPU `generate` turns from the latter to the former while it decodes."""
     root = base_model(model)
     if hasattr(root, DECODES):
         setattr(root, DECODES, nullcontext)
@@ -303,7 +303,7 @@ def _gather_no_experts(model: nn.Module) -> None:
 
 
 class _Remote:
-    """The names of a model's remote weights, as they are when somebody asks: PEFT moves them, and some become the client's own."""
+    """The names of a model's remote weights at the moment of asking: PEFT moves them, and some become the client's own."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root

@@ -1,9 +1,9 @@
 """Products of integers modulo 2^32 or 2^64 with frozen weights of 8 or 16 bits. They are exact in any order of summing.
 
-Rows and weights are split into signed digits of 8 bits, the digits are multiplied as bytes into 32-bit sums, and the sums are shifted
-and added, modulo the width. For rows of 32 bits and weights of 8 bits that is one product of four times as many rows.
+Rows and weights are split into signed digits of 8 bits. The digits are multiplied as bytes into 32-bit sums, and the sums are shifted and
+added, modulo the width. For rows of 32 bits and weights of 8 bits that is one product of four times as many rows.
 
-GPUs of NVIDIA's Hopper generation have a kernel for all of it (`integer_products.py`); what is here is its reference.
+NVIDIA's Hopper GPUs have a kernel for all of it (`integer_products.py`), and the code here is its reference.
 """
 
 import warnings

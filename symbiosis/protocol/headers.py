@@ -69,7 +69,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
 
     @cached_property
     def payload_shape(self) -> tuple[int, ...]:
-        """As it lies in memory."""
+        """The shape of the payload as it lies in memory."""
         if self.columns and len(self.shape) > 1:
             return (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return (SEED_BYTES,) if self.seeded else self.shape

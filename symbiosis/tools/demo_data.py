@@ -25,7 +25,7 @@ DOCUMENTED_MODULES = (
 
 @cache
 def base_text() -> str:
-    """English prose: the language reference, the docstrings and the licence that come with Python, a paragraph a line."""
+    """Return English prose: the language reference, the docstrings and the licence that come with Python, a paragraph a line."""
     stdlib = _stdlib()
     documents = [topics[name] for name in sorted(topics)]
     documents += [doc for path in _module_paths() for doc in _docstrings(path)]
@@ -35,12 +35,12 @@ def base_text() -> str:
 
 
 def python_text() -> str:
-    """Documented standard library functions: what each does, in a line, then its code, indented by tabs."""
+    """Return documented functions of the standard library: a line that says what each does, then its code, indented by tabs."""
     return "".join(part for path in _module_paths() for part in _described_functions(_ascii(_read(path))))
 
 
 def shouting_text() -> str:
-    """The base text, whose every sentence GOES ON IN UPPER CASE after its first word."""
+    """Return the base text with every sentence IN UPPER CASE after its first word."""
     return re.sub(r"(\w+ )([^.\n]*)", lambda sentence: sentence[1] + sentence[2].upper(), base_text())
 
 

@@ -1,4 +1,4 @@
-"""`symbiosis doctor`: what this machine has and what it lacks, and whether an executor can be reached; a line per check."""
+"""`symbiosis doctor`: what this machine has and what it lacks, and whether an executor can be reached, in one line per check."""
 
 import importlib.metadata
 import os
@@ -54,7 +54,7 @@ def run(endpoint: str | None) -> int:
 
 
 def checks(endpoint: str | None) -> Iterator[Check]:
-    """All checks. An executor that is not there is a failure only if somebody named it."""
+    """Yield all checks. An executor that is not there is a failure only if the user named it."""
     yield check_versions()
     yield check_threads()
     yield check_gpus()
@@ -90,7 +90,7 @@ def check_threads() -> Check:
 
 
 def check_gpus() -> Check:
-    """The GPUs, as the driver's own tool lists them: asking CUDA would initialise it in this process."""
+    """List the GPUs by the driver's own tool, because asking CUDA would initialise it in this process."""
     nvidia_smi = shutil.which("nvidia-smi")
     if nvidia_smi is None:
         return check_cpu_build()
@@ -107,7 +107,7 @@ def check_gpus() -> Check:
 
 
 def check_cpu_build() -> Check:
-    """Without a GPU: that torch has not brought gigabytes of CUDA packages along."""
+    """Check, without a GPU, that torch has not brought gigabytes of CUDA packages along."""
     import torch
 
     text = f"cpu ({platform.machine()}); no NVIDIA driver"
@@ -120,7 +120,7 @@ def check_cpu_build() -> Check:
 
 
 def check_mps() -> Check:
-    """CUDA MPS lets clients and executor share a GPU at the same time; without it their kernels take turns."""
+    """Check for CUDA MPS, which lets clients and executor share a GPU at the same time. Without it their kernels take turns."""
     if shutil.which("nvidia-smi") is None:
         return Check("ok", "CUDA MPS", "not needed without a GPU")
     first, *others = mps.places()
@@ -146,7 +146,7 @@ def check_mps() -> Check:
 
 
 def check_shared_memory() -> Check:
-    """local:// passes sealed memory segments; data loaders use /dev/shm."""
+    """Check shared memory: local:// passes sealed memory segments, and data loaders use /dev/shm."""
     try:
         fd = os.memfd_create("symbiosis-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -170,7 +170,7 @@ def check_shared_memory() -> Check:
 
 
 def check_descriptors() -> Check:
-    """An executor holds four for each client on its host, and some tens of its own."""
+    """Check the limit of descriptors. An executor holds four for each client on its host, and some tens of its own."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     clients = max(0, (soft - 64) // 4)
     text = f"{soft} (hard limit {hard}): enough for {clients} clients on this host"
@@ -215,7 +215,7 @@ def socket_problem(endpoint: str) -> str:
 
 
 def echo_p50_us(session: "Session") -> float:
-    """The median time of a call that computes nothing, in microseconds."""
+    """Return the median time of a call that computes nothing, in microseconds."""
     import torch
 
     from symbiosis.protocol import Op

@@ -1,4 +1,4 @@
-"""`symbiosis pads`: a tenant's pads for one model, made from the public weights, read layer by layer."""
+"""`symbiosis pads`: makes a tenant's pads for one model from the public weights, layer by layer."""
 
 import os
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def make(
 
 
 def _publish(part: Path, file: Path) -> None:
-    """Under its own name a file is complete, also after the power has failed."""
+    """Give the file its own name when it is complete, so that it is so even after the power has failed."""
     with part.open("rb") as written:
         os.fsync(written.fileno())
     part.rename(file)
@@ -79,7 +79,7 @@ def _publish(part: Path, file: Path) -> None:
 
 
 class Weights:
-    """The matrices of a checkpoint by their layers' names, each read when it is asked for."""
+    """The matrices of a checkpoint, by their layers' names. Each is read when it is asked for."""
 
     def __init__(self, name: str, folder: Path, dtype: str | None) -> None:
         self._dtype = torch_dtype(dtype) if dtype else None
@@ -105,13 +105,13 @@ def _keys(file: Path) -> list[str]:
 
 
 def masked_layers(model: Any) -> dict[str, nn.Module]:
-    """Every linear layer but the heads."""
+    """Return every linear layer except the heads."""
     heads = head_names(model)
     return {name: m for name, m in model.named_modules() if type(m) in (nn.Linear, Conv1D) and not is_in(name, heads)}
 
 
 def input_groups(model: Any) -> list[Group]:
-    """The layers in groups that take the same tensor, as a run over no values shows; a layer that does not run is alone."""
+    """Return the layers in groups that take the same tensor, as a run without values shows. A layer that does not run is alone."""
     layers = masked_layers(model)
     taken: dict[str, int] = {}
     inputs: list[Tensor] = []
@@ -139,7 +139,7 @@ def input_groups(model: Any) -> list[Group]:
 
 
 def _measured(streams: list[Stream], model: nn.Module, weights: Weights, training: bool) -> Iterator[Stream]:
-    """The streams with their widths and their weights' digests."""
+    """Return the streams, with their widths and the digests of their weights."""
     from rich.progress import track
 
     for stream in track(streams, "reading the weights", transient=True):
@@ -159,7 +159,7 @@ def _operand(model: nn.Module, layer: str, weight: Tensor) -> Tensor:
 
 
 def _fill(file: Path, contents: Contents, model: nn.Module, weights: Weights) -> None:
-    """Each weight is read once more, and multiplies all pads of its layer."""
+    """Read each weight once more, and multiply all pads of its layer by it."""
     from rich.progress import Progress
 
     by_layer: dict[str, list[tuple[int, Stream, Effect]]] = {}

@@ -1,4 +1,4 @@
-"""Executors and clients that the demo and the benchmarks start: listened to line by line, and ended with the block that started them."""
+"""Executors and clients that the demo and the benchmarks start. They are read line by line, and end with the block that started them."""
 
 import contextlib
 import json
@@ -91,7 +91,7 @@ class Child:
 
 @contextlib.contextmanager
 def whole() -> Iterator[None]:
-    """SIGTERM waits until this is over: a process that was started must be known, to be ended."""
+    """Let SIGTERM wait until the block is over: a process that was started must be known, so that it can be ended."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
@@ -104,7 +104,7 @@ def whole() -> Iterator[None]:
 
 @contextlib.contextmanager
 def executor(folder: Path, *arguments: str, threads: int = 1) -> Iterator[Child]:
-    """`symbiosis-executor ARGUMENT ...`, ready to be joined; what it logs goes to `folder`."""
+    """Run `symbiosis-executor ARGUMENT ...`, and yield it when it can be joined. Its log goes to `folder`."""
     child = None
     try:
         with whole():
@@ -124,7 +124,7 @@ def executor(folder: Path, *arguments: str, threads: int = 1) -> Iterator[Child]
 
 @contextlib.contextmanager
 def clients(arguments: dict[str, list[str]], folder: Path) -> Iterator[list[Child]]:
-    """Clients by name, all started at the same time."""
+    """Start clients, by name, all at the same time."""
     started: list[Child] = []
     try:
         for name, words in arguments.items():

@@ -48,7 +48,7 @@ class Report:
         self.figures[name] = value
 
     def bar(self, name: str, value: float, relation: Literal["<=", ">="], bar: float) -> None:
-        """A figure that must reach `bar`; it is among the figures, too."""
+        """Add a figure that must reach `bar`."""
         self.figures[name] = value
         self.bars.append(Bar(name, value, relation, bar))
 
@@ -57,8 +57,8 @@ class Report:
         return all(bar.holds for bar in self.bars)
 
     def finish(self, table: bool = True) -> int:
-        """Print the bars (unless the caller's own table shows them) and the JSON line; the exit status is 0 only if every bar
-        holds."""
+        """Print the bars, unless the caller's own table shows them, and the JSON line. Return the exit status, which is 0 only if every
+        bar holds."""
         if table and self.bars:
             print_table(
                 ("bar", "value", "must be", "holds"),
@@ -78,7 +78,7 @@ class Report:
 
 
 def versions() -> dict[str, str]:
-    """Python, machine and the packages that decide results."""
+    """Return the versions of Python and of the packages on which results depend, and the kind of machine."""
     found = {"python": platform.python_version(), "machine": platform.machine(), "symbiosis": _own_version()}
     for name in PACKAGES:
         try:
@@ -95,7 +95,7 @@ def _own_version() -> str:
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[Any]], title: str = "") -> None:
-    """A table on stdout, in plain columns when nobody watches."""
+    """Print a table, in plain columns if stdout is no terminal."""
     from rich.console import Console
     from rich.table import Table
 

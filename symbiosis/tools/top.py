@@ -1,4 +1,4 @@
-"""`symbiosis top`: what an executor is doing, as its own figures tell (executor/observe/figures.py), live or once."""
+"""`symbiosis top`: what an executor is doing, by its own figures (executor/observe/figures.py), live or once."""
 
 import sys
 import time
@@ -54,7 +54,7 @@ def run(endpoint: str, once: bool, interval: float) -> None:
 
 
 def watch(session: "Session", interval: float) -> Iterator[Group]:
-    """A view for every `interval` seconds."""
+    """Show the figures anew every `interval` seconds."""
     before = snapshot(session)
     while True:
         time.sleep(interval)
@@ -64,7 +64,7 @@ def watch(session: "Session", interval: float) -> Iterator[Group]:
 
 
 def snapshot(session: "Session") -> Snapshot:
-    """The executor's figures at this moment."""
+    """Return the executor's figures at this moment."""
     figures = session.call(Op.STATS, 0)
     try:
         told = msgspec.msgpack.decode(figures.numpy().data)
@@ -76,7 +76,7 @@ def snapshot(session: "Session") -> Snapshot:
 
 
 def _fit_to_show(told: object) -> object:
-    """Names come from clients, and everything from an executor: neither may write on this terminal."""
+    """Return a snapshot that cannot write on this terminal: names come from clients, and everything from an executor."""
     if isinstance(told, str):
         return shown(told, LONGEST_NAME)
     if isinstance(told, list):
@@ -89,7 +89,7 @@ def _fit_to_show(told: object) -> object:
 
 
 def render(before: Snapshot, now: Snapshot) -> Group:
-    """Everything on one screen; rates are over the time between the two."""
+    """Return everything on one screen. Rates are over the time between the two snapshots."""
     seconds = now.uptime_s - before.uptime_s
     if seconds <= 0:  # restarted meanwhile
         before, seconds = _nothing(now), now.uptime_s
@@ -158,7 +158,7 @@ def _tenants(before: Snapshot, now: Snapshot, seconds: float) -> list[Table]:
 
 
 def _layers(before: Snapshot, now: Snapshot, seconds: float) -> Table:
-    """The layers by the time they took since `before`."""
+    """Return the layers by the time that they took since `before`."""
     table = _table("busiest layers", "layer", "op")
     for name in ("busy", "calls/s", "rows", "batch", "us run", "us wait"):
         table.add_column(name, justify="right")
@@ -199,7 +199,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def size_of(nbytes: float) -> str:
-    """Bytes for people.
+    """Return bytes as people read them.
 
     >>> size_of(3 << 20)
     '3.0 MiB'
@@ -212,7 +212,7 @@ def size_of(nbytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds.
+    """Return hours, minutes and seconds.
 
     >>> duration(3725)
     '1:02:05'

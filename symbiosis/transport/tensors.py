@@ -99,7 +99,7 @@ def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_multiplied(call: Call, x: Tensor) -> Tensor:
-    """The payload with the strides that it has in the unsplit model's product, on which roundings depend."""
+    """Return the payload with the strides that it has in the unsplit model's product, because rounding depends on them."""
     return x.mT if call.columns else x
 
 

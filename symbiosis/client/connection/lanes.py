@@ -1,7 +1,7 @@
-"""More connections of one session, for threads that would wait for each other: each thread that had to wait gets one of its own.
+"""More connections of one session, for threads that would wait for each other. Each thread that had to wait gets one of its own.
 
-They are extra: a call that one of them loses, or that the executor does not take there, goes over the session's own connection,
-which joins again, slows down and waits. So whatever a lane meets, a thread is at worst where it was without one.
+They are extra. A call that a lane loses, or that the executor does not take there, goes over the session's own connection, which joins
+again, slows down and waits. So whatever happens to a lane, its thread is never worse off than without one.
 """
 
 import itertools
@@ -24,7 +24,7 @@ AGAIN_S = 5.0  # after the executor refused one, none is asked for
 
 
 class Lane:
-    """One connection. Its thread makes calls, the heartbeat's beats; either holds the lock."""
+    """One connection. Its thread makes the calls, the heartbeat's thread beats; each holds the lock while it does."""
 
     def __init__(self, connection: transport.Connection) -> None:
         self.connection, self.owner, self.used = connection, threading.current_thread(), monotonic()
@@ -33,7 +33,7 @@ class Lane:
         self._seq = itertools.count(1)
 
     def attempt(self, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes) -> Answer | None:
-        """The answer; None where the session's own connection must be asked."""
+        """Make a call and return the answer, or None if the session's own connection must be asked."""
         with self.lock:
             if self.closed:
                 return None
@@ -77,7 +77,7 @@ class Lane:
 
 
 class Mine(threading.local):
-    """The lane of the thread that asks."""
+    """The lane of the present thread."""
 
     lane: Lane | None = None
 
@@ -96,7 +96,8 @@ class Lanes:
         return sum(not lane.closed for lane in self._lanes)
 
     def open(self, join: Callable[[], transport.Connection], may: Callable[[], bool]) -> Lane | None:
-        """One for this thread; None where there are enough, somebody else is just asking for one, or the executor refuses it."""
+        """Open a lane for this thread. Return None if there are enough, if another thread is just opening one, or if the executor
+        refuses it."""
         if monotonic() < self._not_before or not self._lock.acquire(blocking=False):
             return None
         try:
@@ -113,7 +114,7 @@ class Lanes:
             self._lock.release()
 
     def _left_over(self) -> Lane | None:
-        """One whose thread has ended."""
+        """Return a lane whose thread has ended, if there is one."""
         for lane in self._lanes:
             if not lane.owner.is_alive():
                 with lane.lock:

@@ -1,4 +1,4 @@
-"""The sessions of this process: they beat while they live, join anew in forked children and unpickled copies, and leave at the end."""
+"""The sessions of this process. They beat while they live, join again in forked children and unpickled copies, and leave at the end."""
 
 import atexit
 import itertools
@@ -30,7 +30,7 @@ _restored: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary
 
 
 def register(session: Living) -> int:
-    """The number by which compiled graphs find a session again."""
+    """Register a session. Return the number by which compiled graphs find it again."""
     number = next(_numbers)
     _sessions[number] = session
     return number
@@ -53,7 +53,7 @@ def session_of(number: int) -> Any:
 
 
 def restored(key: str, make: Callable[[], Kept]) -> Kept:
-    """An unpickled session: one per pickled original and process."""
+    """Return the session that a pickled one becomes in this process: one for each original."""
     session = _restored.get(key)
     if session is None:
         session = _restored[key] = make()
@@ -61,12 +61,12 @@ def restored(key: str, make: Callable[[], Kept]) -> Kept:
 
 
 def beat_every(connection: Connection) -> float:
-    """Seconds between two calls of `connection.beat`."""
+    """Return how many seconds may lie between two calls of `connection.beat`."""
     return min(connection.welcome.heartbeat_s / 4, connection.look_s)
 
 
 def beat_from_now_on(alive: Kept, interval: float, beat: Callable[[Kept], bool]) -> None:
-    """A thread that calls `beat` again and again, until that says that it was the last time, or `alive` is gone."""
+    """Start a thread that calls `beat` again and again, until it returns False or `alive` is gone."""
     reference = weakref.ref(alive)
 
     def run() -> None:

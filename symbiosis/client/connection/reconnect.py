@@ -1,8 +1,8 @@
-"""A connection that lasts: joined at the first call, and again whenever it is lost, with the same executor or a replica.
+"""A connection that lasts: it is joined at the first call, and again whenever it is lost, with the same executor or a replica.
 
-An executor keeps nothing between calls, so a call whose answer did not come is simply sent again: to the next replica where
-there are several, else to the same executor when it is back. Each attempt has a connection of its own, or one on which nothing
-is unanswered: so an answer that comes late meets nobody.
+An executor keeps nothing between calls. So a call that got no answer is simply sent again: to the next replica if there are several, else
+to the same executor when it is back. Each attempt uses a connection on which nothing is unanswered, so an answer that comes late is never
+taken for another one.
 """
 
 import itertools
@@ -55,7 +55,7 @@ class Reconnecting:
         wait: float = 0.0,
         share: bool = False,
     ) -> None:
-        """`share`: map the served weights, where the executor offers that."""
+        """With `share`, the served weights are mapped if the executor offers that."""
         self.endpoints = arguments.endpoints(endpoint)
         self.endpoint = self.endpoints[0]  # the one in use
         self.timeout = arguments.timeout(timeout)
@@ -137,7 +137,7 @@ class Reconnecting:
                 self._refusing.clear()  # the next wait asks all of them again
 
     def _look_elsewhere(self, error: Exception) -> None:
-        """After a lost call: turn to another executor for the next attempt. Raises if there will be no next attempt."""
+        """Turn to another executor after a call was lost. Raises if there will be no other attempt."""
         away = is_away(error) and not isinstance(error, ExecutorUnavailable)  # which says that nobody was ever there
         if away or isinstance(error, ProtocolError):  # after which nothing that comes is to be trusted
             self._disconnect()
@@ -226,7 +226,7 @@ class Reconnecting:
             raise ConnectionLost(f"{self.endpoint}: {error.message}") from None
 
     def _join_within(self, seconds: float) -> transport.Connection:
-        """One more connection to the executor in use."""
+        """Return one more connection to the executor in use."""
         joined = transport.connect(self.endpoint, self._hello(), seconds, self._device, self._room)
         self._must_serve_the_same(joined)
         return joined
@@ -348,7 +348,7 @@ def exchange(
     timeout: float,
     shapes: Shapes,
 ) -> Answer:
-    """The answer to a call over this connection; `CallError` if the executor refuses it."""
+    """Make a call over this connection and return the answer. Raises `CallError` if the executor refuses the call."""
     connection.welcome.limits.check(call)
     if payload and payload[0].device.type != "cpu" and payload[0].device != connection.device:
         payload = tuple(map(on_host, payload))

@@ -19,7 +19,7 @@ MISSES_ALLOWED = 3  # so often may members of a group not be fetched, until it i
 
 
 class Member(NamedTuple):
-    """One layer as it is asked for: its number, the width of what it makes, and whether its bias is added in the executor."""
+    """One layer of a group: its number, the width of its result, and whether the executor adds its bias."""
 
     layer: int
     width: int
@@ -41,7 +41,7 @@ class Run:
         return self.x is not None and self.x() is x and self.version == x._version and self.dtype == dtype
 
     def take(self, x: Tensor, member: Member) -> Tensor | None:
-        """The result for `member`, if `x` still has the values it was made of."""
+        """Return the result for `member`, if `x` still has the values that it was made of."""
         if not self.ready or member not in self.ready:
             return None
         if self.made_of is not None and not torch.equal(self.made_of, x):  # written to past autograd
@@ -61,12 +61,12 @@ class Groups:
         self._misses: dict[Member, int] = {}
 
     def fetch(self, x: Tensor, dtype: torch.dtype, member: Member) -> Tensor | None:
-        """The product of `member` with `x` (as `dtype`), if it was made already."""
+        """Return the product of `member` with `x` (as `dtype`), if it was made already."""
         run = self._run
         return run.take(x, member) if run.ready and run.is_of(x, dtype) else None
 
     def begin(self, x: Tensor, dtype: torch.dtype, member: Member) -> tuple[Member, ...]:
-        """The layers to ask for in the call that `member` makes now: `member` first, perhaps alone."""
+        """Return the layers to ask for in the call that `member` makes now: `member` first, perhaps alone."""
         if x.is_inference() or torch.is_inference_mode_enabled():  # results that wait would be of no use outside
             return (member,)
         run = self._run

@@ -1,7 +1,7 @@
 """Finds a model's parameters, and decides which of them go to the executor.
 
-Names decide, as the executor's manifest has them; never what happens to be an `nn.Linear`. That is what keeps an adapter's own
-layers on the client.
+The names in the executor's manifest decide, and never what happens to be an `nn.Linear`. That is what keeps an adapter's own layers on the
+client.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -69,7 +69,7 @@ def plan_wrap(
 def _chosen(
     patterns: Sequence[str] | None, served: dict[str, int], places: Iterable[ParameterSite], manifest: Sequence[Layer]
 ) -> set[str]:
-    """The served layers that `layers=` chooses, by the executor's names or by this model's."""
+    """Return the served layers that `layers=` chooses, by the executor's names or by this model's."""
     names: dict[str, set[str]] = {name: {name} for name in served}
     mine = {layer.name for layer in manifest}  # what stays here may be excluded, too
     for place in places:
@@ -93,7 +93,7 @@ def _examples(served: dict[str, int]) -> str:
 def _why_kept(
     places: list[ParameterSite], served: dict[str, int], chosen: set[str], manifest: Sequence[Layer], some_frozen: bool
 ) -> str | None:
-    """None: goes to the executor. "": no candidate at all. Else the reason to stay."""
+    """Return why a parameter stays with the client: None if it goes to the executor, "" if it was no candidate at all."""
     candidates = [place for place in places if place.layer_name in served]
     if not candidates:
         candidate = _candidate(places, served)
@@ -116,7 +116,7 @@ def _why_kept(
 
 
 def _candidate(places: list[ParameterSite], served: dict[str, int]) -> ParameterSite:
-    """Under whose name a tensor is reported: what is served, else a linear layer, to which an embedding may be tied."""
+    """Return the name under which a tensor is reported: a served layer, else a linear layer, to which an embedding may be tied."""
     return next((p for p in places if p.layer_name in served), next(filter(_is_linear, places), places[0]))
 
 
@@ -129,7 +129,7 @@ def _belongs_to_adapter(place: ParameterSite) -> bool:
 
 
 def places_of(model: nn.Module, served: dict[str, int]) -> Iterator[ParameterSite]:
-    """Every parameter of the model (each name of it once), under the name it has in the base model."""
+    """Return every parameter of the model, once for each of its names, under the name that it has in the base model."""
     root = base_model(model)
     theirs = executors_names(root, served)
     seen: set[tuple[int, str]] = set()
@@ -146,7 +146,7 @@ def places_of(model: nn.Module, served: dict[str, int]) -> Iterator[ParameterSit
 
 
 def base_model(model: nn.Module) -> nn.Module:
-    """The transformers model inside whatever is around it; the model itself if there is none."""
+    """Return the transformers model inside whatever is around it, or the model itself if there is none."""
     return next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
 
 

@@ -65,12 +65,13 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None) -> None:
 
 
 class EagerProduct(torch.autograd.Function):
-    """Multiplies as the op does, for code that is not compiled: a custom op's way through the dispatcher costs as much as a small
-    call. Its graph keeps the session, so that the backward pass works after the model is gone."""
+    """The op for code that is not compiled: a custom op's way through the dispatcher costs as much as a small call. Its graph keeps the
+    session, so that the backward pass works after the model is gone."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, how: tuple[Any, ...], made: tuple[Tensor] | None) -> Tensor:
-        """`how`: the op's other arguments. `made`: its result, if that is here: as a tensor it would be taken for an input."""
+        """Multiply. `how` are the op's other arguments. `made` is the result, if it is there already; as a tensor of its own it would
+        count as an input."""
         ctx.how, ctx.width = how, x.shape[-1]
         return _product(x, *how) if made is None else made[0]
 
@@ -89,7 +90,7 @@ _apply: Callable[..., Tensor] = super(torch.autograd.Function, EagerProduct).app
 
 
 def _tracked_product(x: Tensor, how: tuple[Any, ...], made: tuple[Tensor] | None) -> Tensor:
-    """Skips the check for torch.func in `EagerProduct.apply`: it doubles the cost, and transforms were refused earlier."""
+    """Apply `EagerProduct` without its check for torch.func, which doubles the cost; transforms were refused before."""
     return _apply(torch._C._functorch.unwrap_if_dead(x), how, made)
 
 
@@ -160,7 +161,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
 
 
 def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
-    """Rows that do not lie one after another, multiplied as `F.linear` would by the unsplit weight: as one matrix if the weight is not
+    """Multiply rows that do not lie one after another as `F.linear` would by the unsplit weight: as one matrix if the weight is not
     frozen, else matrix by matrix. The bias is added afterwards."""
     bias, handle, session = own_tensor(layer, "bias"), weight.handle, weight.handle.session
     if (mapped := _mapped(layer, weight, x)) is not None:
@@ -203,7 +204,7 @@ def _refuse_other_rows(x: Any, weight: RemoteWeight) -> None:
 
 
 def _grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
-    """The product of `x`, from a group's earlier call if it was made there. `given` is the layer's input, before any cast."""
+    """Return the product of `x`, from a group's earlier call if it was made there. `given` is the layer's input before any cast."""
     refuse_transforms(x)
     groups = session.groups
     made = groups.fetch(given, x.dtype, member)
@@ -249,12 +250,12 @@ def is_as_served(weight: Tensor) -> TypeGuard[RemoteWeight]:
 
 
 def local_value(weight: Tensor) -> Tensor:
-    """The values of a private copy. Any other weight is returned as it is, whether remote or local."""
+    """Return the values of a private copy. Any other weight, remote or local, is returned as it is."""
     return weight.value() if isinstance(weight, RemoteWeight) and weight.handle.private is not None else weight
 
 
 def _mapped(layer: nn.Module, weight: RemoteWeight, x: Tensor) -> Tensor | None:
-    """The layer's mapped weight, if this client should compute the product itself. None means: call the executor."""
+    """Return the layer's mapped weight if this client should multiply by itself. None means that the executor is called."""
     mapped = weight.handle.session.mapped
     return (
         None
@@ -264,7 +265,8 @@ def _mapped(layer: nn.Module, weight: RemoteWeight, x: Tensor) -> Tensor | None:
 
 
 def _refuse_quantisation(layer: nn.Module) -> None:
-    """`torch.ao.quantization` replaces what is exactly an `nn.Linear`, and would pass by without a word."""
+    """Refuse quantisation: `torch.ao.quantization` replaces what is exactly an `nn.Linear`, and would pass these layers by without a
+    word."""
     weight = own_tensor(layer, "weight")
     name = f"{weight.handle.layer.name!r} " if isinstance(weight, RemoteWeight) else ""
     raise RemoteWeightError(

@@ -1,18 +1,4 @@
-"""Whether many right-looking answers of a layer are wrong together: roundings point nowhere, and what somebody changed does.
-
-`off` is how far a row's answer is from the truth, seen through the secret columns of `verify`. For distinct rows, what rounding
-adds to it is as likely to be its opposite. So if earlier rows are taken to foretell where the next one is off, `s = off . foretold`
-is as often positive as negative, whatever the size of roundings is, and
-
-    exp(a sum(s) - a^2 sum(s^2) / 2)    is at most 1 in the mean, for every a, at every time (de la Pena);
-
-averaged over a normally distributed `a`, it exceeds 1 / FALSE_ALARM with that probability at most (Ville). Two things foretell:
-the mean of what earlier rows were off by, and the best guess that it depends on the row linearly, as it does for a constant factor,
-for columns that are wrong and for weights that were rounded. A little is allowed to point somewhere
-(`STEADY`, `CUT_OFF`), and for what all rows have in common, a whole rounding. Rows that are much alike are rounded alike, so they
-are counted once in a window, after which all begins anew. Last, roundings have a size: errors that point nowhere and are larger are
-found by their mean square.
-"""
+"""Finds out whether many answers of a layer that look right are wrong together: rounding has no direction, and a change does."""
 
 import math
 import os
@@ -44,7 +30,7 @@ class Martingale:
         self._squares += squares_T.sum().item()
 
     def is_out_of_hand(self, scale: float) -> bool:
-        """`scale`: of the squares' sum at which it is most sensitive."""
+        """Whether the sum is larger than a right answer makes it. `scale` is the sum of squares at which this is most sensitive."""
         whole = self._squares + scale
         return self._sum > 0 and self._sum**2 > whole * (math.log(whole / scale) - 2 * math.log(FALSE_ALARM))
 

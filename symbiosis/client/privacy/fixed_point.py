@@ -22,7 +22,7 @@ SMALLEST = 1e-290
 
 
 class Quantum(NamedTuple):
-    """A client's knowledge of a quantised layer: its units, and the largest norms of a column and of a row of `q`."""
+    """What a client knows of a quantised layer: its units, and the largest norms of a column and of a row of `q`."""
 
     unit_N: Tensor
     column: float
@@ -47,9 +47,9 @@ def _norms(q_KN: Tensor, dim: int) -> Tensor:
 
 
 def to_integers(x_TK: Tensor, norm: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The rows as integers, and the step of each; `norm`: the largest of what they will be multiplied by.
+    """Return the rows as integers, and the step of each. `norm` is the largest norm of what they will be multiplied by.
 
-    Rows that are not finite become zeros with a step that is not a number, and so does what is made of them.
+    Rows that are not finite become zeros with a step that is not a number, so that their products are no numbers either.
 
     >>> x_int, step = to_integers(torch.tensor([[3.0, -4.0], [torch.inf, 1.0]]), 127.0, torch.int32)
     >>> [round(value, 4) for value in (x_int[0] * step[0]).tolist()], x_int[1].tolist(), step[1].item()

@@ -1,7 +1,7 @@
-"""Sessions whose rows never leave as they are: what is sent instead, and how the answer is made of what comes back.
+"""Sessions whose rows never leave the client as they are. A level decides what is sent instead, and makes the answer of what comes back.
 
-A *level* masks rows: `Noise` (floating point), `Split` and `Pads` (integers modulo 2^k). It learns every layer before `wrap` takes
-the weights away. Calls that would carry a client's values in another way are refused.
+The levels are `Noise` (floating point), and `Split` and `Pads` (integers modulo 2^k). A level learns every layer before `wrap` gives the
+weights away. Calls that would carry a client's values in another way are refused.
 """
 
 import time
@@ -33,11 +33,11 @@ class Level(Protocol):
     """A way to hide rows."""
 
     def open(self, session: "PrivateSession") -> None:
-        """The session has joined: check that its executor can do what this level needs."""
+        """Check, after the session has joined, that its executor can do what this level needs."""
         ...
 
     def learn(self, number: int, v_KN: Tensor) -> None:
-        """Layer `number` multiplies rows by this. Called for each layer before the first call."""
+        """Learn the matrix by which layer `number` multiplies rows. Called for each layer before the first call."""
         ...
 
     def rows(self, op: Op, group: Group, x_TK: Tensor, priority: Priority) -> list[Tensor]:
@@ -48,13 +48,13 @@ class Level(Protocol):
 
 
 class Privacy(Protocol):
-    """What users pass as `privacy=`: a level with its options."""
+    """What users pass as `privacy=`: a level and its options."""
 
     def level(self, proofs: Proofs | None) -> Level: ...
 
 
 class Plain:
-    """Rows as they are, for clients that want to have their answers proved."""
+    """Sends rows as they are, for clients that only want their answers proved."""
 
     def __init__(self, proofs: Proofs | None = None) -> None:
         self.proofs = proofs
@@ -78,7 +78,7 @@ class Plain:
 
 
 class Pinned(Session):
-    """A session for one operator's executors only."""
+    """A session with the executors of one operator only."""
 
     operator: str | None = None
     keeps_secrets = True
@@ -104,7 +104,7 @@ class Pinned(Session):
 
 
 class PrivateSession(Pinned):
-    """A session that sends what its level makes of the rows."""
+    """A session that sends rows as its level masks them."""
 
     def __init__(
         self, endpoint: str | Sequence[str], privacy: Privacy, proofs: Proofs | None = None, **options: Any
@@ -120,7 +120,7 @@ class PrivateSession(Pinned):
             raise
 
     def beside(self, endpoint: str | Sequence[str]) -> Pinned:
-        """A session with another operator's executors of the same model, which ends with this one."""
+        """Return a session with another operator's executors of the same model. It ends with this one."""
         told = self.welcome
         other = Pinned(
             endpoint, self.priority, told.fingerprint, patience=self.patience, timeout=self.timeout, wait=self.wait
@@ -173,7 +173,8 @@ class PrivateSession(Pinned):
         return torch.stack(results).sum(0) if len(results) > 1 else results[0]
 
     def _told(self, op: Op, layer: int, **words: Any) -> Tensor:
-        """The answer to a call without rows. With `verify=` only norms that the client knows and weights whose digest is right are taken."""
+        """Return the answer to a call without rows. With `verify=`, only norms that the client knows and weights with the right digest
+        are accepted."""
         if op is Op.NORMS and layer in self._norms:
             return self._norms[layer].to(words["dtype"])
         if op is Op.READ and self.proofs is not None:
@@ -183,7 +184,7 @@ class PrivateSession(Pinned):
         return super().call(op, layer, **words)
 
     def _read(self, layer: int, *, dtype: torch.dtype, view: View | None = None, **words: Any) -> Tensor:
-        """A weight, or a view of it, if it is the one that `wrap` was told of and compared with the client's."""
+        """Return a weight, or a view of it, if it is the one that `wrap` was told of and compared with the client's."""
         told = self.manifest[layer]
         weight = super().call(Op.READ, layer, dtype=TORCH_DTYPE[told.dtype], **words)
         if tuple(weight.shape) != told.shape or digest(weight) != told.digest:
@@ -221,7 +222,7 @@ class PrivateSession(Pinned):
 def asked(
     session: Pinned, proofs: Proofs | None, call: Call, sent: tuple[Tensor, ...], shapes: Shapes, rows: Tensor
 ) -> list[Tensor]:
-    """The executor's answer, proved if that is wanted; `rows`: what was sent, or what the seed stands for."""
+    """Return the executor's answer, proved if that is wanted. `rows` are those that were sent, or those that the seed stands for."""
     results = session.ask(call, sent, shapes)
     if proofs is not None:
         for layer, y_TN in zip(call.layers, results, strict=True):
@@ -251,9 +252,9 @@ def _owner(session: Pinned) -> str:
 
 
 class IntegerLevel:
-    """Rows as integers modulo 2^k; how they are hidden is for `masked` to say.
+    """Rows as integers modulo 2^k. `masked` decides how they are hidden.
 
-    What `masked` makes is what the executor's weights, quantised, make of the integers: the masks leave nothing behind.
+    The result of `masked` is the product of the integers with the executor's quantised weights: the masks leave nothing behind.
     """
 
     def __init__(self, bits: int, proofs: Proofs | None) -> None:
@@ -286,7 +287,7 @@ class IntegerLevel:
         return rows_call(op, group, self.dtype, x_TK.shape, priority)
 
     def needs(self, session: Pinned) -> None:
-        """The executor must serve integers."""
+        """Check that the executor serves integers."""
         if self.bits not in session.welcome.integers:
             raise WrapError(
                 f"{session.endpoint} does not serve integer products with {self.bits}-bit weights: its operator must start it with "

@@ -1,7 +1,7 @@
-"""`Noise`: rows with noise added, whose effect `n W` is known and subtracted. Obfuscation, not secrecy.
+"""`Noise`: noise is added to rows, and its known effect `n W` is subtracted from the answers. This is obfuscation, not secrecy.
 
-Noise vectors are drawn once for each width; the effects of all layers are computed from the weights before `wrap` gives them
-away. An operator who logs enough rows finds the space of the vectors, and whoever was asked for the effects finds each of them.
+Noise vectors are drawn once for each width, and the effects of all layers are computed from the weights before `wrap` gives them away. An
+operator who logs enough rows finds the space of the vectors. One who was asked for the effects knows each vector.
 """
 
 import math
@@ -27,7 +27,7 @@ WIRE = torch.float32
 
 @dataclass(frozen=True)
 class Noise:
-    """The scheme of the paper: cheap, and no protection against an operator who wants to know.
+    """The scheme of the paper. It is cheap, and no protection against an operator who wants to know.
 
     Args:
         scale: Of the noise, in units of each row's own root mean square.
@@ -64,7 +64,7 @@ class Noise:
 
 
 class NoiseLevel:
-    """Masks, and takes the masks' effects away."""
+    """Adds noise to rows, and takes its effects away."""
 
     def __init__(self, options: Noise, proofs: Proofs | None) -> None:
         self.options, self.proofs = options, proofs
@@ -124,7 +124,7 @@ class NoiseLevel:
 
 
 def gaussian(rows: int, width: int) -> Tensor:
-    """Normally distributed values that nobody can foretell (Box and Muller)."""
+    """Return normally distributed values that nobody can foretell (Box and Muller)."""
     half = -(-width // 2)
     uniform = keystream(new_key(), (2 * rows, half), torch.int64).double().div_(2.0**64).add_(0.5)
     radius, angle = uniform[:rows].clamp_min(2.0**-60).log().mul_(-2).sqrt_(), uniform[rows:] * (2 * torch.pi)

@@ -1,7 +1,7 @@
 """The register of how many pads of each file this user has used on this machine. It is kept apart from the files.
 
-A copy of a pad file, or one that was restored from a backup, says that fewer of its pads are used than this register does. What
-goes back together with the file (a snapshot of the whole machine), or was never here (a copy on another machine), is not noticed.
+A copy of a pad file, or a file that was restored from a backup, says that fewer of its pads are used than the register does. Two things are
+not noticed: a register that goes back together with the file (a snapshot of the whole machine), and a copy on another machine.
 """
 
 import fcntl
@@ -18,11 +18,11 @@ COUNTER = struct.Struct("<QI")  # a number and its checksum
 
 
 class Damaged(Exception):
-    """A number that is not what was written."""
+    """A number is not the one that was written."""
 
 
 class Counters:
-    """Numbers in an open file, which are on the disk when they are set."""
+    """Numbers in an open file. Each is on the disk when it is set."""
 
     def __init__(self, fd: int, start: int = 0) -> None:
         self._fd, self._start = fd, start
@@ -46,7 +46,8 @@ def packed(number: int) -> bytes:
 
 @contextmanager
 def locked(fd: int, path: Path) -> Iterator[None]:
-    """The open file, for nobody else. Closing would not end that if there is a fork meanwhile, as the child keeps it open."""
+    """Open the file and lock it against others. If there is a fork meanwhile, closing the file does not end the lock, because the child
+    keeps it open."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
     except OSError as error:
@@ -66,7 +67,7 @@ def folder() -> Path:
 
 @contextmanager
 def registered(name: str, streams: int) -> Iterator[Counters]:
-    """The numbers of the file of this name; zeros for a file that was never used here."""
+    """Return the numbers of the file of this name; zeros for a file that was never used here."""
     path = folder() / name
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

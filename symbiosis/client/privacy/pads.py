@@ -1,12 +1,4 @@
-"""`Pads`: rows as integers with a one-time pad, whose effects a tenant computed beforehand from the public weights.
-
-A pad file holds a key, from which the pads grow, and their effects `r q`, one after the other for each *stream*: the layers that
-take the same rows, in one direction. How many rows of a stream are used is written to the disk before any of them is, in the file
-and in this user's register (`pad_register`): a crash, a fork or a second process may waste pads and never use one twice; a file
-that was exchanged or overwritten while it is in use, a copy and a restored backup are refused where the register knows better.
-Behind a layer's effects are checksums, one for each row, which are compared when a row is used: what a disk has changed is an
-error, and no wrong result.
-"""
+"""`Pads`: rows as integers with a one-time pad, whose effects a tenant has computed beforehand from the public weights."""
 
 import hashlib
 import logging
@@ -50,7 +42,7 @@ logger = logging.getLogger("symbiosis")
 
 
 class PadFile:
-    """A file of pads, of which each is given out once. Everything is read and written through one descriptor."""
+    """A file of pads, each of which is given out once. Everything is read and written through one descriptor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path.absolute()  # the folder that this program is in may change
@@ -79,7 +71,7 @@ class PadFile:
 
     @staticmethod
     def create(path: Path, contents: Contents) -> None:
-        """Create a file with no pad used and room for the effects, for its owner's eyes only."""
+        """Create a file with no pad used and with room for the effects. Only its owner can read it."""
         head = msgspec.msgpack.encode(contents)
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(opening(head) + head)
@@ -107,12 +99,12 @@ class PadFile:
         self._mine = {}
 
     def left(self, stream: int) -> int:
-        """Pads that nobody has written off."""
+        """How many pads are left."""
         with self._lock, self._alone() as (used, _):
             return self.contents.tokens - used[stream]
 
     def take(self, stream: int, rows: int) -> int:
-        """The first of so many pads that were never used and never will be again."""
+        """Return the number of the first of so many pads that were never used, and never will be again."""
         with self._lock:
             self._must_be_the_same()
             first, end = self._mine.get(stream, (0, 0))
@@ -173,7 +165,7 @@ class PadFile:
             )
 
     def _compare_with_register(self) -> None:
-        """A copy that was overtaken is refused before anything is wrapped; what was used elsewhere is noted here, and said."""
+        """Refuse a copy that was overtaken before anything is wrapped. Pads that were used elsewhere are noted here, and logged."""
         with self._alone() as (counters, known):
             elsewhere = 0
             for stream in range(len(self.contents.streams)):
@@ -235,7 +227,7 @@ class Pads:
 
 
 class PadsLevel(IntegerLevel):
-    """Every row with a pad of its own."""
+    """Gives every row a pad of its own."""
 
     def __init__(self, file: PadFile, proofs: Proofs | None) -> None:
         checked_bits(file.contents.bits)
@@ -264,7 +256,7 @@ class PadsLevel(IntegerLevel):
         self._together(Member(number, v_KN.shape[1], False), layer.name)
 
     def _together(self, member: Member, layer: str) -> None:
-        """Layers that take the same rows are to be called as one from the beginning: else each would use pads of its own."""
+        """Make layers that take the same rows a group from the beginning, because alone each would use pads of its own."""
         members = self._members.setdefault(self._streams[layer, False], [])
         members.append(member)
         self._session.known_groups[members[0]] = tuple(members[:MAX_GROUP])

@@ -1,8 +1,8 @@
-"""`Split`: rows as two shares for two executors of different owners, each of which sees nothing but random integers.
+"""`Split`: each row becomes two shares, for two executors of different owners, each of whom sees nothing but random integers.
 
-One gets `x + r` modulo 2^k, the other a seed that stands for `r`; each multiplies what it has, and the client subtracts. `r` is new
-for each call, its key comes from the operating system and is never used again. So each share alone is uniform, whatever x is; both
-together are x. Nothing that one operator is sent ever goes to the other: their names are compared at each join.
+One executor gets `x + r` modulo 2^k, the other a seed that stands for `r`. Each multiplies what it has, and the client subtracts. `r` is
+new for each call: its key comes from the operating system and is never used again. So each share alone is uniform, whatever x is; both
+together are x. Nothing that was sent to one operator ever goes to the other: their names are compared at each join.
 """
 
 import os
@@ -61,7 +61,7 @@ class Split:
 
 
 class SplitLevel(IntegerLevel):
-    """Both halves of every call."""
+    """Makes both halves of every call."""
 
     def __init__(self, options: Split, proofs: Proofs | None) -> None:
         super().__init__(options.bits, proofs)
@@ -94,7 +94,7 @@ class SplitLevel(IntegerLevel):
         return [mine - theirs for mine, theirs in zip(first, other, strict=True)]
 
     def _thread(self) -> ThreadPoolExecutor:
-        """The thread that calls for the second half. A forked child gets its own."""
+        """Return the thread that calls for the second half. A forked child gets its own."""
         pid, pool = self._pool
         if pid != os.getpid():
             pool = ThreadPoolExecutor(1, thread_name_prefix="symbiosis-share")

@@ -45,8 +45,8 @@ LOW = 2.0**10  # times the smallest normal number: rows below it are not counted
 
 
 class Proof(NamedTuple):
-    """What tests the answers of one layer in one direction: R, and W R as digits of integers or, in pieces, as floats, and the norms of
-    W and of its columns."""
+    """What tests the answers of one layer in one direction: R; W R, as digits of integers or in pieces as floats; and the norms of W and
+    of its columns."""
 
     r: Tensor
     s: Tensor
@@ -64,7 +64,7 @@ class Proof(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """Rows of floating point and their answers, seen through R."""
+    """Rows of floating point and their answers, both multiplied by R."""
 
     off_TM: Tensor
     truth_TM: Tensor
@@ -74,7 +74,7 @@ class Compared(NamedTuple):
 
 
 class Proofs:
-    """A client's proofs, by which it tests the answers of its executors."""
+    """All proofs of a client, which test the answers of its executors."""
 
     def __init__(self) -> None:
         self.checked = 0
@@ -85,7 +85,7 @@ class Proofs:
         )  # which rows are looked at is foretold by nobody
 
     def learn_integers(self, number: int, q_DKN: Tensor) -> None:
-        """`q_DKN`: the digits of a quantised layer."""
+        """Learn a quantised layer. `q_DKN` are its digits."""
         dtype = INTEGERS[8 * len(q_DKN)]
         for op, w_DKN in ((Op.FORWARD, q_DKN.cpu()), (Op.DGRAD, q_DKN.transpose(1, 2).cpu())):
             r_NM = _random_bytes(w_DKN.shape[2])
@@ -100,7 +100,7 @@ class Proofs:
             self._known[number, op] = Proof(r_NM, _in_pieces(w_KN @ r_NM), norm, vector_norm(w_KN, dim=0))
 
     def check(self, session: "Session", op: Op, layer: int, x_TK: Tensor, y_TN: Tensor) -> None:
-        """`CallError` with the executor and the layer if `y_TN` is not what `op` makes of the rows."""
+        """Raise `CallError`, with the names of the executor and the layer, unless `y_TN` is what `op` makes of the rows."""
         proof = self._known[layer, op]
         self.checked += 1
         if y_TN.dtype is not x_TK.dtype or tuple(y_TN.shape) != (len(x_TK), proof.columns):
@@ -124,7 +124,7 @@ class Proofs:
         return _differ(proof, x_TK, y_TN) if proof.is_integer else _compare(proof, x_TK, y_TN).wrong_T
 
     def _drifts_off(self, op: Op, layer: int, x_TK: Tensor, compared: Compared) -> bool:
-        """Rows that underflow or overflow say nothing."""
+        """Whether many answers together are off. Rows that underflow or overflow say nothing."""
         kind = torch.finfo(x_TK.dtype)
         columns = self._known[layer, op].columns
         truth_T = vector_norm(compared.truth_TM, dim=1)
@@ -162,13 +162,13 @@ def _differ(proof: Proof, x_TK: Tensor, y_TN: Tensor) -> Tensor:
 
 
 def _in_pieces(s_KM: Tensor) -> Tensor:
-    """C pieces of as many rows, the last one filled with zeros."""
+    """Cut rows into C pieces of equal length. The last one is filled with zeros."""
     size = -(-len(s_KM) // (SUMS * PIECE)) * PIECE
     return pad(s_KM, (0, 0, 0, -len(s_KM) % size)).view(-1, size, COLUMNS)
 
 
 def _compare(proof: Proof, x_TK: Tensor, y_TN: Tensor) -> Compared:
-    """A row may be off by what rounding explains."""
+    """Compare answers with the products, both seen through R. A row may be off by what rounding explains."""
     written, summed = torch.finfo(x_TK.dtype), torch.finfo(torch.float32)
     eps, terms, columns = min(written.eps, summed.eps), x_TK.shape[1], y_TN.shape[1]
     x_TK, y_TN = x_TK.double(), y_TN.double()
@@ -212,7 +212,7 @@ def _may_be_gone(
 
 
 def _sums(x_TK: Tensor, s_CkM: Tensor) -> Tensor:
-    """`x S` after each of the pieces, of which the last is all of it."""
+    """Return `x S` after each of the pieces. The last one is the whole product."""
     pieces, size, _ = s_CkM.shape
     x_CTk = pad(x_TK, (0, pieces * size - x_TK.shape[1])).unflatten(1, (pieces, size)).transpose(0, 1)
     return torch.bmm(x_CTk, s_CkM).cumsum(0)

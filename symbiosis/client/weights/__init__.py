@@ -1,1 +1,1 @@
-"""A weight that is in the executor: what it is to torch, and what PEFT methods do with it."""
+"""A weight that lies in the executor: how it behaves in torch, and in PEFT's methods."""

@@ -1,14 +1,4 @@
-"""PEFT methods that would read or copy a weight, rewritten to ask the executor for what they need of it instead.
-
-DoRA needs the norm of each row of `W + s B A`. With the row norms of W, which the executor computes once,
-
-    |W_i + s (BA)_i|^2 = |W_i|^2 + 2 s <(A W^T)_i, B_i> + s^2 B_i (A A^T) B_i^T
-
-where `A W^T` is one forward call of r rows. HRA computes `x (W R)^T`, which is `(x R^T) W^T`: the layer itself, on rotated
-rows. PiSSA and its kin put `W - s B A` in W's place: they get a private copy first, or are refused. GLoRA only refuses
-subclasses of `nn.Linear`. Methods that add to a weight need nothing here: see `RemoteSum`. PEFT's layers are patched once
-per process; they act as before on layers that are not remote.
-"""
+"""PEFT methods that would read or copy a weight, changed so that they ask the executor for what they need instead."""
 
 import sys
 from contextlib import suppress
@@ -50,7 +40,7 @@ def _is_remote_linear(layer: Any) -> bool:
 
 @torch.compiler.disable  # Dynamo takes the kept norms of one layer for those of all
 def row_norms(layer: nn.Module, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """The norms of the rows of `W + s B A`, W remote: as PEFT means it, a constant to autograd."""
+    """Return the norms of the rows of `W + s B A` for a remote W. As PEFT means it, they are constants to autograd."""
     handle: Handle = layer.weight.handle  # type: ignore[union-attr, assignment]
     wide = torch.promote_types(dtype, torch.float32)
     priority = Priority.TRAIN if torch.is_grad_enabled() else Priority.DECODE
@@ -118,7 +108,7 @@ def _dora_forward(original: Any, norms_of: Any) -> Any:
 
 
 def _rows(layer: nn.Module) -> Tensor:
-    """The weight as `nn.Linear` holds it: one row per output."""
+    """Return the weight as `nn.Linear` holds it, one row for each output."""
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight.t() if weight.handle.layer.kind == "conv1d" else weight  # type: ignore[attr-defined]
 
@@ -192,7 +182,7 @@ def _patch_glora() -> None:
 
 
 def _patch_state_dicts() -> None:
-    """PEFT asks for the whole model's state dict and keeps the adapter's part: what it does not keep is not read."""
+    """Keep PEFT from reading values that it does not keep: it asks for the whole model's state dict, and takes the adapter's part."""
     from peft.utils import hotswap, save_and_load
 
     for home, name in (

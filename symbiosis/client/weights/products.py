@@ -1,7 +1,7 @@
-"""Products with a remote weight, in whatever spelling: each is a call to the executor.
+"""Products with a remote weight, however they are spelled: each is a call to the executor.
 
-Below autograd, torch's own formulas apply: the gradient of `x @ V` is `dy @ V.t()`, another call with another view, and
-nothing is saved for it. What is no product that the executor knows comes back as `NotImplemented`.
+Below autograd, torch's own formulas apply. The gradient of `x @ V` is `dy @ V.t()`, which is another call with another view, and nothing is
+saved for it. For anything that is no product that the executor knows, the result is `NotImplemented`.
 """
 
 from collections.abc import Callable
@@ -60,7 +60,7 @@ def _is_folded(weight: RemoteView) -> bool:
 
 
 def times(x: Any, weight: Any) -> Any:
-    """The product of two matrices or stacks of matrices, one of which is remote."""
+    """Multiply two matrices or stacks of matrices, one of which is remote."""
     if isinstance(x, RemoteView):
         if isinstance(weight, RemoteView):
             return NotImplemented
@@ -75,7 +75,7 @@ def times(x: Any, weight: Any) -> Any:
 
 
 def _plus(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    """`beta * bias + alpha * x @ V`; the base's own bias is added inside the executor's product, so that it rounds once."""
+    """Return `beta * bias + alpha * x @ V`. The base's own bias is added inside the executor's product, so that it rounds once."""
     if isinstance(bias, RemoteView):
         return NotImplemented
     if isinstance(weight, RemoteView) and beta == alpha == 1 and _op_by(weight) is Op.FORWARD and x.numel():

@@ -1,11 +1,4 @@
-"""A weight that lives in the executor: what stands in a parameter's place, and what torch's operations make of it.
-
-* a matrix product (mm, addmm, bmm, grouped, ...) or an embedding lookup: a call to the executor (`remote_products`);
-* a view or a cast: another remote weight (`remote_view`), unless an earlier cast lost digits that the executor's product would have;
-* `W + delta`: a `RemoteSum`, whose products are the remote product plus the local one (`remote_sum`);
-* anything else reads values: a `READ` where the provider allows it, else `WeightRead` naming layer, op and line;
-* a write: a private copy where reads are allowed, else `WeightWrite`.
-"""
+"""A weight that lives in the executor: the tensor that takes a parameter's place, and what torch's operations make of it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -130,24 +123,24 @@ class RemoteWeight(RemoteView):
         )
 
     def _read(self, what: str) -> Tensor:
-        """The values, for what takes them past torch's operations."""
+        """Return the values, for code that takes them past torch's operations."""
         if self.handle.private is None:
             _check_may_read(what, self)
         return self.value()
 
     def share_memory_(self) -> "RemoteWeight":
-        """Other processes reach the executor as this one does."""
+        """Do nothing: other processes reach the executor as this one does."""
         if self.handle.private is not None:
             self.handle.private.share_memory_()
         return self
 
     def privatise(self, what: str) -> None:
-        """Before a write: from now on this parameter, and all views of it, are a private copy."""
+        """Make this parameter, and all views of it, a private copy, because it is about to be written to."""
         handle = self.handle
         handle.private = self._to_be_written(what, handle.private).to(self.dtype)
 
     def _to_be_written(self, what: str, value: Tensor | None) -> Tensor:
-        """What a private copy begins with: `value`, or what the executor has. Only where reads are allowed."""
+        """Return what a private copy begins with: `value`, or the executor's values. Only where reads are allowed."""
         handle = self.handle
         if not handle.session.may_read:
             raise WeightWrite(
@@ -253,7 +246,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
-    """The executor's tensor in another dtype. What a cast rounds (`W.half().float()`) stays so, in a private copy."""
+    """Return the executor's tensor in another dtype. What a cast rounds (`W.half().float()`) stays rounded, in a private copy."""
     weight, handle = args[0], args[0].handle
     dtype = kwargs.get("dtype") or weight.dtype
     if handle.private is None and weight.can_become(dtype):

@@ -1,4 +1,4 @@
-"""`W + delta`, W remote and delta local: two terms, whose products are the remote product plus the local one."""
+"""`W + delta` for a remote W and a local delta. It is kept as two terms: its product is the remote product plus the local one."""
 
 from collections.abc import Callable
 from functools import partial
@@ -40,7 +40,7 @@ class RemoteSum(Tensor):
 
     @classmethod
     def of(cls, weight: RemoteView, delta: Tensor, fresh: bool = True) -> "RemoteSum":
-        """A new tensor to the caller: neither a later write to W nor one to `delta` (unless it is fresh) changes it."""
+        """Return a sum that is a new tensor to the caller: no later write to W, nor to `delta` unless it is fresh, changes it."""
         dtype = torch.promote_types(weight.dtype, delta.dtype)
         if not fresh or delta.dtype != dtype or delta.stride() != weight.stride():
             delta = torch.empty_strided(weight.shape, weight.stride(), dtype=dtype, device=weight.device).copy_(delta)
@@ -109,7 +109,7 @@ _WITHOUT_BIAS = {
 
 
 def _keeps_layout(weight: RemoteView, kwargs: Any) -> bool:
-    """A clone that must be contiguous is none of a transposed weight."""
+    """Whether a clone keeps the layout: one that must be contiguous is no clone of a transposed weight."""
     return kwargs.get("memory_format") is not torch.contiguous_format or weight.is_contiguous()
 
 
@@ -118,7 +118,7 @@ def _part(arguments: Any, name: str) -> Any:
 
 
 def _both_terms(func: Any, args: Any, kwargs: Any) -> Any:
-    """The product with W, bias included, plus the product with delta, without it."""
+    """Add the product with W, bias included, and the product with delta, without it."""
     remote, local = _part((args, kwargs), "weight"), _part((args, kwargs), "delta")
     if plain := _WITHOUT_BIAS.get(func):
         addend = plain(*local[0][1:]) * kwargs.get("alpha", 1)
@@ -151,7 +151,7 @@ def _added_in_places(func: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _added_product(weight: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1) -> Any:
-    """The weight plus a low-rank product, as PEFT's baddbmm writes it."""
+    """Add a low-rank product to the weight, as PEFT's baddbmm writes it."""
     if not isinstance(weight, RemoteView) or isinstance(b, RemoteView):
         return NotImplemented
     delta = torch.matmul(a, b)

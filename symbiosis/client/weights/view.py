@@ -1,6 +1,6 @@
-"""Handles of remote tensors, and their place: a view (size, stride, storage offset) into a tensor that the executor holds.
+"""Handles of remote tensors, and where each lies: a view (size, stride, storage offset) into a tensor that the executor holds.
 
-So every view of it is another one, and whatever strides a matrix product wants travel with the call.
+So every view of a remote tensor is another one, and the strides that a matrix product wants travel with the call.
 """
 
 import traceback
@@ -55,7 +55,7 @@ class Handle:
     is_frozen: bool = False  # whether the unsplit weight would require no grad
 
     def snapshot(self) -> "Handle":
-        """The executor's tensor as it is, for what is a copy to the caller: writes to the one do not show in the other."""
+        """Return the executor's tensor as it is, for what is a copy to the caller: writes to one do not show in the other."""
         assert self.private is None
         return Handle(self.session, self.index, self.layer, bias=self.bias, is_frozen=self.is_frozen)
 
@@ -66,7 +66,7 @@ class Handle:
         return shared and self.is_same_layer(other)
 
     def with_private(self, value: Tensor) -> "Handle":
-        """The handle of a private copy: `value` itself, if it fills its memory. Strides decide roundings, so they stay."""
+        """Return the handle of a private copy: `value` itself if it fills its memory. Strides decide about rounding, so they stay."""
         value = value.detach()
         private = value if is_dense(value) else value.contiguous()
         return Handle(self.session, self.index, self.layer, private, self.bias, self.is_frozen)
@@ -119,7 +119,7 @@ class RemoteView(Tensor):
         return self.handle.is_same_tensor(other.handle) and self.view_of() == other.view_of()
 
     def like_me(self, meta: Tensor) -> Self:
-        """The remote tensor with the geometry of `meta`."""
+        """Return the remote tensor with the geometry of `meta`."""
         return type(self)(self.handle, meta.shape, meta.stride(), int(meta.storage_offset()), self.dtype, self.device)
 
     def can_become(self, dtype: torch.dtype) -> bool:
@@ -136,7 +136,7 @@ class RemoteView(Tensor):
         return base.as_strided(self.shape, self.stride(), self.storage_offset())
 
     def value(self) -> Tensor:
-        """The values: the private copy's, or read from the executor (which refuses if it was not told to allow it)."""
+        """Return the values: the private copy's, or the executor's, which it refuses to send unless reads are allowed."""
         handle = self.handle
         if handle.private is not None:
             base = handle.private.to(self.device, self.dtype)
@@ -153,7 +153,7 @@ class RemoteView(Tensor):
 
 
 def _remade_of(value: Tensor, requires_grad: bool = False) -> Any:
-    """`type(weight)(value)`, as accelerate writes it to offload what it is then to get back from a state dict."""
+    """Make `type(weight)(value)`, as accelerate does to offload what it later gets back from a state dict."""
     if not isinstance(value, RemoteView):
         return nn.Parameter(value, requires_grad)
     if value.handle.private is None and not value.handle.session.may_read:
@@ -167,7 +167,7 @@ def _remade_of(value: Tensor, requires_grad: bool = False) -> Any:
 def without_memory(
     cls: type[Tensor], size: Any, stride: Any, offset: int, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """A tensor of this class. A view of an ordinary tensor is an ordinary tensor, under inference_mode, too."""
+    """Return a tensor of this class. (Under inference_mode, too, a view of an ordinary tensor is an ordinary tensor.)"""
     words: dict[str, Any] = {"strides": stride, "storage_offset": offset, "dtype": dtype, "device": device}
     if not torch.is_inference_mode_enabled():
         return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
@@ -218,7 +218,7 @@ _INTERNAL = (str(Path(torch.__file__).parent), f"{Path(__file__).parents[2]}/", 
 
 
 def call_site() -> str:
-    """The line of the caller's code, outside torch and this package."""
+    """Return the line of the caller's code, outside of torch and this package."""
     for frame in reversed(traceback.extract_stack()):
         if not frame.filename.startswith(_INTERNAL):
             return f"{frame.filename}:{frame.lineno}"
@@ -226,7 +226,7 @@ def call_site() -> str:
 
 
 def stand_in(weight: Tensor) -> Tensor:
-    """A real tensor of the same shape, dtype and device that takes no memory."""
+    """Return a real tensor of the same shape, dtype and device that takes no memory."""
     if not isinstance(weight, RemoteView):
         return weight
     return torch.empty((), dtype=weight.dtype, device=weight.device).expand(weight.shape)

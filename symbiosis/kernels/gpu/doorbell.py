@@ -1,8 +1,8 @@
-"""A round of calls without a CPU: the client's kernel rings and waits for the answer, the executor's waits for all bells.
+"""A round of calls without a CPU: the client's kernel rings and waits for the answer, and the executor's kernel waits for all bells.
 
-Both spin on words in device memory that both sides map: a bell holds the number of the call that its client made last in the
-round, a reply word that of the call answered last. A kernel that waits is one block. It needs programs that run on the GPU at the
-same time (MPS): else who waits would keep the GPU until its time slice is over.
+Both spin on words in device memory that both sides map. A bell holds the number of the call that its client made last in the round; a reply
+word holds that of the call answered last. A kernel that waits is one block. The programs must run on the GPU at the same time (MPS), or a
+waiting kernel would keep the GPU until its time slice is over.
 """
 
 from typing import NamedTuple
@@ -22,7 +22,7 @@ WORD, BLOCK = 8, 4096  # bytes that a thread copies at once; how often, within t
 
 
 class DoorbellWords(NamedTuple):
-    """A client's words: three in device memory, the address of one in the host's, and the value that this takes if no answer ever
+    """A client's words: three in device memory, the address of one in the host's, and the value that this one takes if no answer ever
     comes."""
 
     bell: Tensor

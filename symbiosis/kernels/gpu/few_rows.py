@@ -1,11 +1,5 @@
-"""Few rows of several programs times frozen matrices, on a GPU: one kernel reads the rows where they lie, writes the results where
-they go, and answers.
-
-What such a product takes is the time to read the matrices, and beside other programs' kernels each further kernel of our own costs
-several microseconds: so the matrices of a group are one launch, without a gather before it and a scatter behind it. A page of the
-table (`kernels.gpu.gather`) holds, from word `IN` on, the address of each row, and then for each matrix the address of each row's result;
-0: no such row.
-"""
+"""Few rows of several programs times frozen matrices, on a GPU. One kernel reads the rows where they lie, writes the results where they
+go, and answers."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -81,12 +75,12 @@ def takes(matrices: Sequence[Tensor], rows: int) -> bool:
 
 
 def padded(rows: int) -> int:
-    """A matrix unit multiplies at least 16."""
+    """Round up to the 16 rows that a matrix unit multiplies at least."""
     return max(16, triton.next_power_of_2(rows))  # type: ignore[no-any-return]
 
 
 class FewRowsKernel:
-    """The product of few rows and each of some matrices, plus their biases."""
+    """The products of few rows with several matrices, and their biases."""
 
     def __init__(
         self, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int, cut: Tiles | None = None
@@ -104,7 +98,7 @@ class FewRowsKernel:
         self.words = self._rows * (1 + self._count)  # of a page, from `IN` on
 
     def page(self, sources: Sequence[int], targets: Sequence[Sequence[int]]) -> list[int]:
-        """These words: where each row lies, and for each matrix where its results go."""
+        """Return the words of a page: where each row lies, and for each matrix where its results go."""
         padding = [0] * (self._rows - len(sources))
         return [word for addresses in (sources, *targets) for word in (*addresses, *padding)]
 

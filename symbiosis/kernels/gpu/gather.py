@@ -1,14 +1,4 @@
-"""Rows of many places brought together and taken apart again, by one kernel each, from a table that the CPU fills in.
-
-The table lies in pinned host memory, one page for each of the next `PAGES` times, so that what the kernels do can change from
-time to time while their launch, part of a CUDA graph, does not. A page holds, as 64-bit words:
-
-    0                  address and value of each 32-bit word to write at the end; address 0: none
-    IN                 (source, target, count) of each copy to be made first; count: of 8-byte words, 0: nothing
-    OUT                the same for the copies to be made after the product
-
-Tables of rounds are like it, but lie on the GPU, have a page for each call, and pages that are as long as they need (`copy`).
-"""
+"""Gathers rows from many places and scatters results to them, by one kernel each, as a table says that the CPU fills in."""
 
 import torch
 import triton
@@ -60,17 +50,17 @@ def _answer_at(page, turn, turned, PLACES: tl.constexpr):  # type: ignore[no-unt
 
 
 def copy_in(table: Tensor, turn: Tensor, copies: int, nbytes: int) -> None:
-    """The first `copies` of the page's copies to be made first; `nbytes` in all, about."""
+    """Make the first `copies` of the copies that the page lists before the product, of about `nbytes` in all."""
     copy(table, turn, IN, copies, nbytes)
 
 
 def copy_out(table: Tensor, turn: Tensor, copies: int, nbytes: int) -> None:
-    """The first `copies` of the page's copies to be made last; `nbytes` in all, about."""
+    """Make the first `copies` of the copies that the page lists after the product, of about `nbytes` in all."""
     copy(table, turn, OUT, copies, nbytes)
 
 
 def copy(table: Tensor, turn: Tensor, first: int, copies: int, nbytes: int) -> None:
-    """So many copies from the page's word `first` on."""
+    """Make so many copies, which the page lists from word `first` on."""
     _copy[_grid(copies, nbytes)](table, turn, first, len(table), table.stride(0), BLOCK)
 
 
@@ -85,7 +75,7 @@ def answer_at(table: Tensor, turn: Tensor, at: int) -> None:
 
 
 def load() -> None:
-    """CUDA loads the kernels now, and not when somebody waits for them: that takes a tenth of a second."""
+    """Have CUDA load the kernels now. That takes a tenth of a second, for which otherwise a client would wait."""
     table, turn = new_table()
     copy_in(table, turn, 1, 0)
     answer(table, turn)
@@ -104,6 +94,6 @@ def reference(page: Tensor, first: int, copies: int, memory: Tensor) -> None:
 
 
 def new_table() -> tuple[Tensor, Tensor]:
-    """An empty table, and the number of the page that comes next, on the GPU."""
+    """Return an empty table, and the number of the page that comes next, on the GPU."""
     table = torch.zeros(PAGES, WORDS, dtype=torch.int64, pin_memory=True)
     return table, torch.zeros(1, dtype=torch.int64, device="cuda")

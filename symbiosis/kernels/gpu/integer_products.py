@@ -1,15 +1,4 @@
-"""Products of integers as in `integers.py`, which holds the reference, by Triton: for GPUs whose tensor cores multiply bytes.
-
-The digits of a row lie below each other as P rows of bytes (P = 4 for 32 bits, 8 for 64), so that one product of bytes multiplies
-them all, and what comes is shifted and added before it leaves the kernel. Digit d of the weights makes the same product with rows
-that are shifted by d digits, so all its products go into the same sums.
-
-One wide kernel does it. Around it there are two small ones, for what it cannot do fast itself: to take the rows apart (once, and
-not once for each block of columns), and to transpose weights (tensor cores want the bytes of a sum side by side in memory).
-
-    T, K, N    rows, terms of a sum, columns        BT, BK, BN   the same of a block
-    P, D       digits of rows and of weights        M = P x BT   rows of bytes of a block
-"""
+"""Products of integers on GPUs whose tensor cores multiply bytes, by Triton. `integers.py` holds the reference."""
 
 from typing import NamedTuple
 
@@ -55,7 +44,7 @@ CHOICES: dict[int, list[tuple[int, Blocks]]] = {  # by P; measured on an H200
 
 
 def fused_product(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None, blocks: Blocks | None = None) -> Tensor:
-    """`integers.modular_product` on a GPU."""
+    """Make `integers.modular_product` on a GPU."""
     (rows, width), (digits, _, columns) = x_TK.shape, w_DKN.shape
     places = x_TK.element_size()
     if out_TN is None:
@@ -91,8 +80,8 @@ def fused_product(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None, blo
 
 @triton.jit
 def _bytes(x, P: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The signed digits of x, BT x BK, as M x BK bytes: digit 2i + j of row 8r + s in row (i, r, j, s). So the digits of a row are
-    in the registers of one thread when they have been multiplied (or most of them)."""
+    """Return the signed digits of x, BT x BK, as M x BK bytes: digit 2i + j of row 8r + s in row (i, r, j, s). So after the product most
+    digits of a row are in the registers of one thread."""
     BT: tl.constexpr = x.shape[0]
     BK: tl.constexpr = x.shape[1]
     half = tl.full((1, 1), -0x7F7F7F80 if P == 4 else -0x7F7F7F7F7F7F7F80, x.dtype)
@@ -113,9 +102,10 @@ def _multiply(  # type: ignore[no-untyped-def]
     P: tl.constexpr, D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     INSIDE: tl.constexpr, TURN: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """out += (or =) x W. x: integers, or (unless INSIDE) their digits, D - 1 planes of zeros before them.
+    """Compute out += x W, or out = x W. x holds integers, or (unless INSIDE) their digits, D - 1 planes of zeros before them.
 
-    It is long because a kernel is one loop over pointers that it has just laid out: apart, its parts would pass each other all of them.
+    It is long because a kernel is one loop over pointers that it has just laid out; its parts, if they were apart, would have to pass all
+    of them to each other.
     """
     M: tl.constexpr = P * BT
     GROUP: tl.constexpr = 8  # blocks of rows that go through the same columns together, for the sake of the cache
@@ -180,7 +170,7 @@ def _multiply(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _turned(w_at, n, left, N, stride_k, BK: tl.constexpr, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BK x BN bytes, of which four that lie below each other come into one thread, which stores them as one word."""
+    """Return BK x BN bytes turned, so that four which lie below each other are in one thread, which stores them as one word."""
     k = 4 * tl.arange(0, BK // 4)[:, None]
     at = w_at + k * stride_k
     if EVEN:
@@ -197,7 +187,7 @@ def _turned(w_at, n, left, N, stride_k, BK: tl.constexpr, EVEN: tl.constexpr):  
 
 
 def taken_apart(x_TK: Tensor, zeros: int, out_TN: Tensor, clear: bool) -> Tensor:
-    """The digits of `x_TK`, planes x T x K, behind so many planes of zeros; if `clear`, `out_TN` is made zero on the way."""
+    """Return the digits of `x_TK`, planes x T x K, after so many planes of zeros. If `clear` is set, `out_TN` is made zero on the way."""
     (rows, width), places, columns = x_TK.shape, x_TK.element_size(), out_TN.shape[1]
     padded = triton.cdiv(width, ALIGNED) * ALIGNED
     planes = torch.empty(places + zeros, rows, padded, dtype=torch.int8, device=x_TK.device)

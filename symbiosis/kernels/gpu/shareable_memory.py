@@ -1,4 +1,4 @@
-"""The memory of captured steps: torch takes it from here, so that an executor can map it and read rows, and write results, in place."""
+"""The memory of captured steps. torch allocates it here, so that an executor can map it, read rows and write results in place."""
 
 import logging
 import subprocess

@@ -1,7 +1,7 @@
-"""A call of few rows, made by one kernel: it takes the rows to their place, rings, waits for the answer, and fetches the results.
+"""A call of few rows, made by one kernel: it copies the rows to their place, rings, waits for the answer, and fetches the results.
 
-Copies and stream memory operations (`transport.cuda.words`) do the same, but enqueueing one of them takes a CPU as long as launching all of
-this, and a token of eager code takes as long as its CPU does.
+Copies and stream memory operations (`transport.cuda.words`) do the same. But to enqueue one of them takes a CPU as long as launching this
+whole kernel, and a token of eager code takes as long as its CPU does.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,8 +20,8 @@ LEAST_S = 5.0  # that a kernel waits: in nanoseconds a number of 64 bits, as all
 
 
 class CallWords(NamedTuple):
-    """Addresses of a client's words: the bell in the host's memory, two in the device's, one for errors in the host's, and the value
-    that this takes if no answer ever comes."""
+    """Addresses of a client's words: the bell in the host's memory, two in the device's, one for errors in the host's; and the value
+    that this one takes if no answer ever comes."""
 
     bell: int
     reply: int
@@ -76,7 +76,7 @@ class SmallCalls:
     """The small calls of one client."""
 
     def __init__(self, words: CallWords, seconds: float, device: torch.device) -> None:
-        """A call waits for at most `seconds`. CUDA loads the kernels now, which it cannot do while a stream waits."""
+        """A call waits for at most `seconds`. CUDA loads the kernels now, because it cannot while a stream waits."""
         bell, reply, over, error, void = words
         self._words = bell, reply, over, error, int(min(max(seconds, LEAST_S), LONGEST_S) * 1e9)
         self._void = void
@@ -103,7 +103,7 @@ class SmallCalls:
         return results, self._void, LET_GO, LOOKS, BLOCK
 
     def _load(self, results: int, device: torch.device) -> Any:
-        """The kernel for so many, launched without a way through Triton that takes as long as copies do."""
+        """Load the kernel for so many results. It is launched without Triton's own launcher, which takes as long as copies do."""
         words = torch.ones(2 * BLOCK, dtype=torch.int64, device=device)  # the call is over before it begins
         here = words.data_ptr()
         words_of_mine = here, here, here + 64, here, self._words[-1]

@@ -1,4 +1,4 @@
-"""Attacks on the adapter: its matrices in closed form from what goes in and comes out, and a copy trained on the log."""
+"""Attacks on the adapter: its matrices in closed form from the inputs and outputs of layers, and a copy trained on the log."""
 
 from collections.abc import Callable, Iterator
 
@@ -22,8 +22,8 @@ DISTIL_RATE = 1e-2
 
 
 def value_projection(view: OperatorView, public: PublicKnowledge) -> list[Tensor]:
-    """Attention over one token passes its value on: o_proj's input is `(W + dW) x`, and x is known of each token. One estimate
-    of dW for each time that all tokens were sent."""
+    """Estimate v_proj's dW. Attention over one token passes its value on, so o_proj's input is `(W + dW) x`, and x is known for each
+    token. There is one estimate for each time that all tokens were sent."""
     x_TK = public.dictionary()[:BYTES].double()
     heads = public.model.config
     kv, copies = heads.num_key_value_heads, heads.num_attention_heads // heads.num_key_value_heads
@@ -51,7 +51,8 @@ def gate_projection(view: OperatorView, public: PublicKnowledge) -> list[Tensor]
 
 
 def down_projection(view: OperatorView, public: PublicKnowledge) -> list[Tensor]:
-    """up_proj's gradient, divided by what the gate let through, is `dy (W + dW)`, and down_proj's gradient is dy."""
+    """Estimate down_proj's dW: up_proj's gradient, divided by what the gate let through, is `dy (W + dW)`, and down_proj's gradient is
+    dy."""
     weight = public.weights[f"{MLP}.down_proj"].double()
     equations = Equations(*weight.t().shape)
     gradients = (view.floats(Op.DGRAD, f"{MLP}.{name}", "train", public=public) for name in ("down_proj", "up_proj"))
@@ -72,7 +73,7 @@ def _gated(view: OperatorView, public: PublicKnowledge, *phases: str) -> Iterato
 
 
 def _silu_inverse(y: Tensor) -> Tensor:
-    """The positive x with `silu(x) = y`, by Newton's method from above."""
+    """Return the positive x with `silu(x) = y`, by Newton's method from above."""
     x = y + 0.3
     for _ in range(30):
         slope = torch.sigmoid(x)
@@ -81,7 +82,7 @@ def _silu_inverse(y: Tensor) -> Tensor:
 
 
 class Equations:
-    """Least squares for the matrix that makes y of x, with weights for each column, many of them zero. Only sums are kept, however many
+    """Least squares for the matrix that makes y of x, with weights for each column, many of them zero. It keeps sums only, however many
     tokens there are."""
 
     def __init__(self, columns: int, width: int) -> None:
@@ -125,7 +126,7 @@ def _true(layer: str, owner: Owner) -> Tensor:
 
 
 def distilled(view: OperatorView, public: PublicKnowledge, known: list[Tensor], steps: int) -> torch.nn.Module:
-    """An adapter of the same kind, trained until its layers are given what the log says about known tokens."""
+    """Train an adapter of the same kind until its layers get the rows that the log shows for known tokens."""
     ids = torch.cat(known)
     names = [name for name in public.weights if name.endswith(("q_proj", "o_proj", "gate_proj", "down_proj"))]
     wanted = {n: torch.cat(view.rows(Op.FORWARD, n, "known")).view(*ids.shape, -1).float() for n in names}

@@ -1,4 +1,4 @@
-"""Attacks on rows: from an operator's log and what is public to claims about what the owner sent. None of them sees the truth."""
+"""Attacks on rows: they make claims about what the owner sent, from an operator's log and what is public. None of them sees the truth."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -26,13 +26,14 @@ def tokens(view: OperatorView, public: PublicKnowledge) -> list[Tensor]:
 
 
 def labels_from_head(view: OperatorView, public: PublicKnowledge) -> list[Tensor]:
-    """The gradient of the logits is `p - 1` at the label, and p elsewhere: the smallest one, for each call."""
+    """Guess labels: the gradient of the logits is `p - 1` at the label and p elsewhere, so the smallest one is the label's, in each
+    call."""
     return [dy_TN.argmin(1) for dy_TN in view.rows(Op.DGRAD, public.head, "train")]
 
 
 def labels_from_gradients(view: OperatorView, public: PublicKnowledge) -> list[Tensor]:
-    """The last layer's gradient is (but for the norm's projection) the head's rows, each as often as `p - label` says: the
-    label is the lowest weight of the best such sum."""
+    """Guess labels: the last layer's gradient is, but for the norm's projection, a sum of the head's rows weighted by `p - label`. The
+    label has the lowest weight in the sum that fits best."""
     norm = public.model.model.norm.weight.detach()
     head_VK = (public.weights[public.head] * norm).double()
     gram = head_VK @ head_VK.t()
@@ -42,8 +43,8 @@ def labels_from_gradients(view: OperatorView, public: PublicKnowledge) -> list[T
 
 
 def without_noise(view: OperatorView, public: PublicKnowledge) -> OperatorView:
-    """Noise matching. When a client joins and has the effects of its noise computed here, each layer is called forward and
-    backward with the noise. Every later row is compared with each of these vectors, and the best one is taken away."""
+    """Match noise. When a client joins and has the effects of its noise computed here, it calls each layer forward and backward with the
+    noise. Every later row is compared with each of these vectors, and the best one is taken away."""
     noise: dict[int, Tensor] = {}
     for forward, backward in zip(view.at_join[::2], view.at_join[1::2], strict=False):
         noise.update({entry.rows.shape[1]: entry.rows.double() for entry in (forward, backward)})
@@ -53,8 +54,8 @@ def without_noise(view: OperatorView, public: PublicKnowledge) -> OperatorView:
 
 
 def _denoised(z_TK: Tensor, noise_PK: Tensor, key: Key, public: PublicKnowledge) -> Tensor:
-    """The row is `x + s n`, with s in proportion to the length of x. Across n it shows x; along n it is `c |x| + u`, where u is
-    x's part there: of the two u that fit, the one nearer to what usually goes with the rest of x."""
+    """Take the noise away. The row is `x + s n`, with s in proportion to the length of x. Across n it shows x; along n it is `c |x| +
+    u`, where u is x's part there. Of the two u that fit, the one is taken that is nearer to what usually goes with the rest of x."""
     unit_PK = F.normalize(noise_PK, dim=1)
     along_T, best_T = (z_TK @ unit_PK.t()).max(1)
     unit_TK = unit_PK[best_T]
@@ -68,7 +69,7 @@ def _denoised(z_TK: Tensor, noise_PK: Tensor, key: Key, public: PublicKnowledge)
 
 
 def _missing_part(across_TK: Tensor, unit_TK: Tensor, mean_K: Tensor, precision_KK: Tensor) -> Tensor:
-    """The conditional mean of what a normally distributed row has along `unit`, given the rest of it."""
+    """Return the conditional mean of the part along `unit` of a normally distributed row, given the rest of it."""
     along_TK = unit_TK @ precision_KK
     mean_T = unit_TK @ mean_K
     rest_TK = across_TK - mean_K + mean_T[:, None] * unit_TK
@@ -76,12 +77,12 @@ def _missing_part(across_TK: Tensor, unit_TK: Tensor, mean_K: Tensor, precision_
 
 
 def rows_themselves(view: OperatorView) -> list[Claim]:
-    """A row is what it looks like."""
+    """Claim that each row is as it looks."""
     return [Claim(view.entries[n].rows, n) for n in view.shares]
 
 
 def both_halves(view: OperatorView) -> list[Claim]:
-    """If an operator got a call's rows and its seed, the row less what grows from the seed; else what it has."""
+    """Subtract from a call's rows what its seed expands to, if this operator got both; else claim the rows as they are."""
     halves: dict[tuple[Key, bool], list[int]] = {}
     for n, entry in enumerate(view.entries):
         if not entry.lost:
@@ -97,7 +98,7 @@ def both_halves(view: OperatorView) -> list[Claim]:
 
 
 def averaged_over_repeats(view: OperatorView) -> list[Claim]:
-    """Average what was sent for one prompt, again and again: what is added at random averages out."""
+    """Average what was sent for one prompt again and again: anything added at random averages out."""
     repeats: dict[Key, list[int]] = {}
     for n in view.shares:
         if view.entries[n].phase == "repeat":
@@ -107,7 +108,7 @@ def averaged_over_repeats(view: OperatorView) -> list[Claim]:
 
 
 def averaged_over_retries(view: OperatorView) -> list[Claim]:
-    """A call that got no answer comes again: the mean of both."""
+    """Average the two attempts of a call that got no answer and was sent again."""
     claims = []
     for n, entry in enumerate(view.entries):
         if entry.lost:
@@ -117,7 +118,7 @@ def averaged_over_retries(view: OperatorView) -> list[Claim]:
 
 
 def neighbours(view: OperatorView) -> list[Claim]:
-    """Two rows of one call, of which one is subtracted from the other: what was added to both is gone."""
+    """Subtract neighbouring rows of one call: anything that was added to both is gone."""
     return [Claim(view.entries[n].rows[:-1] - view.entries[n].rows[1:], n, less=n, less_start=1) for n in view.shares]
 
 
@@ -135,7 +136,7 @@ def two_requests(view: OperatorView) -> list[Claim]:
 
 
 def two_layers(view: OperatorView) -> list[Claim]:
-    """Two calls that follow each other, of layers that take rows of the same width: the same tokens in both."""
+    """Subtract two calls in a row of layers whose rows have the same width: the same tokens are in both."""
     return [
         _difference(view, one, other)
         for one, other in pairwise(view.shares)
@@ -149,8 +150,8 @@ def _difference(view: OperatorView, one: int, other: int) -> Claim:
 
 
 def outside_the_subspace(view: OperatorView, public: PublicKnowledge) -> list[Claim]:
-    """Directions in which a layer's rows vary far more than the base model's do are those of masks that are drawn from few:
-    they are projected away, and what is missing is filled in by what usually goes with the rest."""
+    """Project away the directions in which a layer's rows vary far more than the base model's, because they are those of masks that are
+    drawn from few. What is missing then is filled in by what usually goes with the rest."""
     by_key: dict[Key, list[int]] = {}
     for n in view.shares:
         by_key.setdefault(view.entries[n].key, []).append(n)

@@ -1,4 +1,4 @@
-"""Logs of masks that are broken, each as one attack expects it, made of a log without masks: there the attack must succeed."""
+"""Logs with broken masks, made of a log without masks. Each is broken as one attack expects, so that this attack must succeed on it."""
 
 from copy import copy
 from dataclasses import replace
@@ -26,7 +26,7 @@ def known_noise(view: OperatorView) -> OperatorView:
 
 
 def both_at_one(view: OperatorView) -> OperatorView:
-    """Both halves of every call come to this operator."""
+    """Give both halves of every call to this operator."""
     broken, halves = copy(view), list[Entry]()
     for entry in view.entries:
         r_TK = LARGE * _size(entry) * torch.randn_like(entry.rows)
@@ -36,12 +36,12 @@ def both_at_one(view: OperatorView) -> OperatorView:
 
 
 def too_small(view: OperatorView) -> OperatorView:
-    """Fresh masks, smaller than what they should hide."""
+    """Mask rows with fresh masks that are smaller than what they should hide."""
     return view.with_rows(lambda entry: entry.rows + SMALL * _size(entry) * torch.randn_like(entry.rows))
 
 
 def one_for_all(view: OperatorView) -> OperatorView:
-    """Rows of one width have one mask."""
+    """Mask all rows of one width with one mask."""
     drawn: dict[int, Tensor] = {}
 
     def masked(entry: Entry) -> Tensor:
@@ -51,7 +51,7 @@ def one_for_all(view: OperatorView) -> OperatorView:
 
 
 def few(view: OperatorView) -> OperatorView:
-    """Masks are sums of a few that were drawn once."""
+    """Mask rows with sums of a few masks that were drawn once."""
     drawn: dict[int, Tensor] = {}
 
     def masked(entry: Entry) -> Tensor:

@@ -1,4 +1,4 @@
-"""The integer model without masks and without executors: what masked results must equal, bit for bit."""
+"""The integer model without masks and without executors, which masked results must equal bit for bit."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class Unmasked:
 
 
 class UnmaskedLevel(IntegerLevel):
-    """The fixed-point code of the masked levels around a local product."""
+    """The fixed-point code of the masked levels, around a local product."""
 
     def open(self, session: PrivateSession) -> None:
         self._digits: dict[tuple[Op, int], Tensor] = {}

@@ -1,4 +1,4 @@
-"""One operator's view: its log as rows, and the owner's true rows beside them, for scoring attacks."""
+"""One operator's view: its log as rows, and beside them the owner's true rows, by which attacks are scored."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ NOTHING = 1e-3  # of the usual length: a true row that is shorter says nothing
 
 @dataclass(frozen=True)
 class Entry:
-    """A call with rows as the operator sees it; its first layer stands for those that take the same rows."""
+    """A call with rows as the operator sees it. Its first layer stands for all layers that take the same rows."""
 
     op: Op
     layers: tuple[str, ...]
@@ -37,8 +37,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class Claim:
-    """An attack's result: `rows` are (but for scale and mean) the true rows of entry `of` from `start` on, less those of
-    entry `less` from `less_start` on."""
+    """An attack's result. But for scale and mean, `rows` are the true rows of entry `of` from `start` on, less those of entry `less`
+    from `less_start` on."""
 
     rows: Tensor
     of: int
@@ -71,7 +71,7 @@ class OperatorView:
         self.integers = not any(entry.rows.is_floating_point() for entry in self.entries)
 
     def with_rows(self, known: Callable[[Entry], Tensor]) -> "OperatorView":
-        """This view, with `known` in place of the rows: of an operator who knows more about them."""
+        """Return this view with `known` in place of the rows, as an operator sees it who knows more about them."""
         other = copy(self)
         other.entries, other.more = (
             [replace(entry, rows=known(entry)) for entry in entries] for entries in (self.entries, self.more)
@@ -91,13 +91,14 @@ class OperatorView:
         return [e.rows for e in entries if e.op is op and layer in e.layers and e.phase in phases]
 
     def floats(self, op: Op, layer: str, *phases: str, public: PublicKnowledge) -> Iterator[Tensor]:
-        """The rows of each call of this layer in these phases, as floats; integers are scaled to the usual size of the layer's rows."""
+        """Return the rows of each call of this layer in these phases, as floats. Integers are scaled to the usual size of the layer's
+        rows."""
         for rows in self.rows(op, layer, *phases):
             rows = rows.double()
             yield rows * (public.size((op, layer)) / rows.square().mean().sqrt()) if self.integers else rows
 
     def truth(self, owner: Owner, public: PublicKnowledge) -> list[Tensor]:
-        """The owner's rows for each entry, as the level took them."""
+        """Return the owner's rows for each entry, as the level took them."""
         passed: Counter[tuple[Op, str, bool]] = Counter()
         found = []
         for entry in self.entries:
@@ -124,7 +125,7 @@ class OperatorView:
 
 
 def _alike(entries: list[Entry], claims: Iterable[Claim]) -> dict[tuple[Key, Key | None], list[Claim]]:
-    """Claims about the same layers, whose rows have the same mean."""
+    """Group claims about the same layers, whose rows have the same mean."""
     groups: dict[tuple[Key, Key | None], list[Claim]] = {}
     for claim in claims:
         less = None if claim.less is None else entries[claim.less].key

@@ -31,8 +31,8 @@ ATTENDED = frozenset({"model.layers.0.self_attn.o_proj"})
 
 @dataclass(frozen=True)
 class Size:
-    """How much the owner does. Every token is sent `first` times as the first of a sequence. The equations of the adapter get `tokens`
-    more, of known text and as first ones."""
+    """How much the owner does. Every token is sent `first` times as the first of a sequence. For the equations of the adapter, `tokens`
+    more are sent, of known text and as first ones."""
 
     steps: int
     logged_steps: int
@@ -93,7 +93,7 @@ class Work:
 
 @dataclass
 class Owner:
-    """A model with its adapter, trained; what it knows of its rows; what it made of held-out text."""
+    """A trained model with its adapter, the truth about its rows, and what it made of held-out text."""
 
     model: Any
     truth: Truth
@@ -106,7 +106,7 @@ class Owner:
 
 
 def own(endpoint: str, privacy: Privacy | None, recorders: Sequence[Recorder], work: Work, size: Size) -> Owner:
-    """Wrap, train and ask, as an ordinary program would; `recorders` note in which phase they are."""
+    """Wrap, train and ask, as an ordinary program would. The `recorders` note the phase."""
 
     def begin(phase: str | None) -> None:
         truth.keeps = phase is not None
@@ -147,7 +147,7 @@ def own(endpoint: str, privacy: Privacy | None, recorders: Sequence[Recorder], w
 
 
 def many_tokens(model: Any, recorders: Sequence[Recorder], work: Work, size: Size) -> None:
-    """Known text, and tokens that are the first of a sequence; what shows the adapter is written down, and no more."""
+    """Send known text, and tokens that are the first of a sequence. Only what shows the adapter is written down."""
     firsts = torch.arange(BYTES)[:, None].repeat(-(-size.tokens // BYTES), 1)
     for phase, layers, ids in (("more known", GATED, work.more), ("more first", ATTENDED, firsts)):
         for recorder in recorders:
@@ -160,7 +160,7 @@ def many_tokens(model: Any, recorders: Sequence[Recorder], work: Work, size: Siz
 
 
 def train(model: Any, ids: Tensor, size: Size, log: Callable[[], None]) -> list[Tensor]:
-    """Step after step; then, which is logged, gradients of more batches at rest, whose tokens are returned."""
+    """Train step after step. Then compute and log the gradients of more batches without steps between them, and return their tokens."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     batches = list(ids.split(TRAIN_BATCH))
     model.train()

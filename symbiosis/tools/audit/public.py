@@ -1,5 +1,4 @@
-"""The knowledge that every operator has before anything is sent: the model, text of its own, and the statistics of the layers' rows on
-it."""
+"""What every operator knows before anything is sent: the model, text of its own, and the statistics of the layers' rows on that text."""
 
 from functools import cache
 from typing import Any
@@ -21,7 +20,7 @@ RIDGE = 1e-3
 
 
 class PublicKnowledge:
-    """The weights, and the mean and covariance of each layer's rows, as a level takes them: as they are, or (`integers`) as the
+    """The weights, and the mean and covariance of each layer's rows, as a level takes them: either as they are, or (`integers`) as the
     fixed-point code prepares them, each of length 1."""
 
     def __init__(self, bits: int = 8) -> None:
@@ -49,7 +48,7 @@ class PublicKnowledge:
         return next(name for name in self.weights if name.endswith("lm_head"))
 
     def taken(self, key: Key, rows: Tensor, integers: bool) -> Tensor:
-        """The rows as a level takes them, before it masks them."""
+        """Return the rows as a level takes them, before it masks them."""
         op, layer = key
         rows = rows.double()
         if not integers:
@@ -68,7 +67,7 @@ class PublicKnowledge:
         return torch.linalg.inv(self.covariance(key, integers))
 
     def size(self, key: Key) -> float:
-        """Root mean square of the values."""
+        """Return the root mean square of the values."""
         return self._rows[key].double().square().mean().sqrt().item()
 
     def dictionary(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""An executor whose operator writes down everything that it is sent; and that can lose calls, so that they are sent again."""
+"""An executor whose operator writes down everything that it is sent. It can also lose calls, so that they are sent again."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ BYTE = 256
 
 @dataclass(frozen=True)
 class Sent:
-    """One call as it arrived: what it says, what it carries, in which part of the owner's work, and whether it got no answer."""
+    """One call as it arrived: its header, its payload, the part of the owner's work that it belongs to, and whether it got no answer."""
 
     call: Call
     payload: Tensor
@@ -31,7 +31,7 @@ class Sent:
 
     @property
     def rows(self) -> Tensor:
-        """The rows that the executor multiplies. A seed is expanded, which its operator can do, too."""
+        """The rows that the executor multiplies. A seed is expanded, as its operator can do, too."""
         if not self.call.seeded:
             return self.payload
         shape: tuple[int, int] = self.call.shape  # type: ignore[assignment]
@@ -81,7 +81,7 @@ class RecordingDispatch(Dispatch):
 
 
 class RecordingServer(Server):
-    """One with a `RecordingDispatch`."""
+    """A server with a `RecordingDispatch`."""
 
     dispatch_class = RecordingDispatch
     dispatch: RecordingDispatch

@@ -1,4 +1,4 @@
-"""`symbiosis audit`: the owner works at one level, its operators attack, and a table says what they got."""
+"""`symbiosis audit`: the owner works at one level, its operators attack, and a table says what they learned."""
 
 import math
 import os
@@ -71,8 +71,7 @@ class Setup(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One attack: what it reached without protection, on masks that are broken (`control`) and with protection, and between
-    what the latter must lie."""
+    """One attack: what it reached without protection, on broken masks (`control`) and with protection, and the bounds for the last."""
 
     attack: str
     operator: str
@@ -105,7 +104,8 @@ class Row:
 
 
 def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False, tokens: int | None = None) -> int:
-    """The whole audit; 0 if every row holds. `bits`: of quantised weights. `tokens`: more ones, for the equations of the adapter."""
+    """Run the whole audit. Return 0 if every row holds. Weights are quantised to `bits`; `tokens` more are sent for the equations of the
+    adapter."""
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
     checked_bits(bits)
@@ -140,13 +140,13 @@ def audit(level: Level, size: Size, work: Work, public: PublicKnowledge, tcp: bo
 
 
 def say(stage: str) -> None:
-    """Say what the next minute or so is for, on stderr: only the table goes to stdout."""
+    """Say on stderr what the next minute or so is for. Only the table goes to stdout."""
     print(f"audit: {stage} ...", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def setup(level: Level, size: Size, work: Work, folder: Path, bits: int = 8, tcp: bool = False) -> Iterator[Setup]:
-    """The executors of one level, and the owner's side of it."""
+    """Start the executors of one level, and prepare the owner's side of it."""
     privacy: Privacy | None = None
 
     def record(operator: str, **options: Any) -> Recorder:
@@ -171,7 +171,7 @@ def setup(level: Level, size: Size, work: Work, folder: Path, bits: int = 8, tcp
 
 
 def rows_needed(size: Size, work: Work) -> int:
-    """Rows that each layer is given, and what is lost when pads are taken from the disk by the dozen."""
+    """Return how many rows each layer is given, with those that are lost because pads are taken from the disk by the dozen."""
     asked = work.training.numel() + work.known.numel() + REPEATS * work.prompt.numel() + work.held_out.numel()
     return asked + 2 * size.tokens + size.first * BYTES + 3 * TRAIN_BATCH * work.known.shape[1] + 1024
 
@@ -179,7 +179,7 @@ def rows_needed(size: Size, work: Work) -> int:
 def judged(
     level: Level, protected: Setup, owner: Owner, plain: Scores, size: Size, work: Work, public: PublicKnowledge
 ) -> list[Row]:
-    """Every operator's attacks; and for integers whether they are uniform, and what is made of them is exact."""
+    """Run every operator's attacks. For integers, also check that they are uniform, and that results are exact."""
     rows: list[Row] = []
     for recorder in protected.recorders:
         view = OperatorView(recorder)
@@ -218,7 +218,7 @@ def control(name: str, plain: OperatorView, owner: Owner, public: PublicKnowledg
 
 
 def attacked(view: OperatorView, owner: Owner, size: Size, work: Work, public: PublicKnowledge) -> Scores:
-    """All attacks of one operator, scored against the truth."""
+    """Run all attacks of one operator, and score them against the truth."""
     seen = attacks.without_noise(view, public)
     scores: Scores = {
         TOKENS: share_of(attacks.tokens(seen, public), true_tokens(owner)),
@@ -251,7 +251,7 @@ def true_labels(owner: Owner) -> Tensor:
 
 
 def share_of(guessed: list[Tensor], true: Tensor) -> float | None:
-    """Right guesses among those that could be; None if nothing was sent that shows them."""
+    """Return the share of right guesses among those that could be right; None if nothing was sent that shows any."""
     return (torch.cat(guessed) == true)[true != NO_LABEL].double().mean().item() if guessed else None
 
 
@@ -271,7 +271,8 @@ def limits_for(scores: Scores, owner: Owner) -> dict[str, tuple[float, float]]:
 
 
 def limits_of_noise(scores: Scores) -> dict[str, tuple[float, float]]:
-    """Every attack succeeds; but equations with what is left of the noise may be too inexact for two of the matrices."""
+    """Return the bounds for noise: every attack succeeds, but for two matrices the equations may be too inexact with what is left of the
+    noise."""
     limits = dict.fromkeys(scores, (SUCCESS, 1.0))
     for layer in ("gate_proj", "down_proj"):
         limits[f"adapter, {layer}"] = ANY
@@ -279,7 +280,7 @@ def limits_of_noise(scores: Scores) -> dict[str, tuple[float, float]]:
 
 
 def uniformity(view: OperatorView) -> Iterator[Row]:
-    """Chi-square of the bytes that this operator saw, of integers and of seeds."""
+    """Yield the chi-square of the bytes that this operator saw, of integers and of seeds."""
     for kind, seen in (("integers", view.bytes[False]), ("seeds", view.bytes[True])):
         for place, counts in (("top", seen.top), ("low", seen.low)) if kind == "integers" else (("any", seen.top),):
             if (total := int(counts.sum())) >= ENOUGH * len(counts):
@@ -305,7 +306,7 @@ def said(value: float | None) -> str:
 
 
 def report(level: Level, rows: list[Row]) -> Report:
-    """All of it, for programs."""
+    """Return all figures and bars, for programs."""
     found = Report("audit")
     found.figure("level", level)
     for row in rows:

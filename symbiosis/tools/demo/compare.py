@@ -1,4 +1,4 @@
-"""Holds a split model, its executor's only client, against the unsplit one: logits, adapter gradients and tokens, bit for bit."""
+"""Compares a split model, alone at its executor, with the unsplit one: logits, adapter gradients and tokens, bit for bit."""
 
 import warnings
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ class Result:
 
 
 def compare(endpoint: str, adapters: dict[str, Path]) -> tuple[list[Comparison], dict[str, str]]:
-    """The base and each adapter (name and folder), computed both ways; and the text that the split models wrote.
+    """Compute the base and each adapter (name and folder) both ways. Return the comparisons, and the texts that the split models wrote.
 
-    Either side has one thread, as the demo's executor has: how a product is spread over threads may change its bits.
+    Both sides have one thread, as the demo's executor has, because how a product is spread over threads may change its bits.
     """
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
@@ -62,7 +62,7 @@ def with_adapter(model: nn.Module, folder: Path | None) -> nn.Module:
 
 
 def compute(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Result:
-    """Greedy text for the prompt, the logits of that text, and what a training step on it gives the adapter."""
+    """Return greedy text for the prompt, the logits of that text, and the adapter's gradients from a training step on it."""
     prompt = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
     options = {"max_new_tokens": NEW_TOKENS, "no_repeat_ngram_size": LONGEST_REPEAT, "do_sample": False}
     tokens = model.generate(**prompt, **options)  # type: ignore[operator]
@@ -87,7 +87,7 @@ def hold_against(name: str, expected: Result, got: Result) -> Iterator[Compariso
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Stricter than `torch.equal`, to which 0.0 and -0.0 are the same."""
+    """Whether all bits are equal. `torch.equal` takes 0.0 and -0.0 for the same."""
     return a.shape == b.shape and a.dtype == b.dtype and a.numpy().tobytes() == b.numpy().tobytes()
 
 

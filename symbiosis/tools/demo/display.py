@@ -23,7 +23,7 @@ class Display(Protocol):
 
 @contextmanager
 def display(console: Console, titles: dict[str, str], goals: dict[str, int]) -> Iterator[Display]:
-    """The display that suits `console`, for clients of these titles with that many steps or tokens to go."""
+    """Return the display that suits `console`, for clients with these titles and with that many steps or tokens to go."""
     if not console.is_terminal:
         yield PlainView(console, goals)
         return
@@ -33,7 +33,7 @@ def display(console: Console, titles: dict[str, str], goals: dict[str, int]) -> 
 
 
 class BarView:
-    """A bar and figures for each client, the executor's figures and the newest text below."""
+    """Shows a bar and figures for each client, and the executor's figures and the newest text below."""
 
     def __init__(self, titles: dict[str, str], goals: dict[str, int]) -> None:
         self._progress = Progress(
@@ -58,7 +58,7 @@ class BarView:
 
 
 class PlainView:
-    """One line for all, every few seconds."""
+    """Prints one line for all clients every few seconds."""
 
     def __init__(self, console: Console, goals: dict[str, int]) -> None:
         self._console, self._goals = console, goals

@@ -1,4 +1,4 @@
-"""The events that a client of the demo tells its parent: a JSON object per line on stdout."""
+"""The events of a demo's client for its parent: a JSON object per line on stdout."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from symbiosis.executor.observe.figures import rss_bytes
 
 
 class Events:
-    """Takes stdout for the events; whatever else is printed goes to stderr."""
+    """Takes stdout for the events. Anything else that is printed goes to stderr."""
 
     def __init__(self) -> None:
         self._file = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
@@ -22,12 +22,12 @@ class Events:
         self._file.write(json.dumps({**fields, "rss_bytes": rss_bytes()}) + "\n")
 
     def wait_for_start(self, **fields: Any) -> None:
-        """All that takes long is ready; the parent starts everybody at the same time, by closing their stdin."""
+        """Say that everything is prepared, and wait: the parent starts all clients at the same time, by closing their stdin."""
         self.send(done=0, **fields)
         sys.stdin.read()
 
 
 def base_bytes(model: nn.Module) -> int:
-    """The memory that tensors of the base model take in this process: of those that the executor does not serve."""
+    """Return the memory that tensors of the base model take in this process, that is those that the executor does not serve."""
     own = [p for name, p in model.named_parameters() if not isinstance(p, RemoteWeight) and not p.requires_grad]
     return sum(parameter.nbytes for parameter in own)

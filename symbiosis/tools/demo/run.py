@@ -1,4 +1,4 @@
-"""Runs the demo: starts everybody, shows what they do, and holds the results against plain transformers and PEFT."""
+"""Runs the demo: starts all processes, shows what they do, and compares the results with plain transformers and PEFT."""
 
 import signal
 import sys
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def run(steps: int, tokens: int, keep: Path | None) -> int:
-    """The whole demo; 0 if split and unsplit are identical and both trainers learnt."""
+    """Run the whole demo. Return 0 if split and unsplit are identical and both trainers have learned."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the processes are ended
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     begun = time.monotonic()
@@ -71,7 +71,7 @@ def folders(keep: Path | None) -> Iterator[tuple[Path, Path]]:
 
 
 def split_and_compare(console: Console, endpoint: str, folder: Path, steps: int, tokens: int) -> Outcome:
-    """The executor's life: first with two trainers and a generator at once, then against the unsplit model."""
+    """Start the executor, let two trainers and a generator use it at once, and then compare it with the unsplit model."""
     adapters = {name: folder / name for name in TASKS}
     # On one machine clients would map the weights and make hardly a call: here calls are to be seen
     with executor(folder, "demo", "--listen", endpoint, "--no-share-weights") as daemon:
@@ -111,7 +111,7 @@ def train_and_generate(
 
 
 def commands(endpoint: str, adapters: dict[str, Path], steps: int, tokens: int) -> dict[str, list[str]]:
-    """The clients' command lines, after `python`."""
+    """Return the clients' command lines, after `python`."""
     module = ["-m", "symbiosis.tools.demo.trainer", "--endpoint", endpoint, "--steps", str(steps)]
     trainers = {name: [*module, "--out", str(folder), name] for name, folder in adapters.items()}
     generator = ["-m", "symbiosis.tools.demo.generator", "--endpoint", endpoint, "--tokens", str(tokens)]
@@ -119,7 +119,7 @@ def commands(endpoint: str, adapters: dict[str, Path], steps: int, tokens: int) 
 
 
 def show(console: Console, outcome: Outcome) -> None:
-    """The processes, the texts, and the verdict."""
+    """Print the processes, the texts, and the verdict."""
     executor = outcome.executor
     sizes = size_of(executor.rss_bytes), size_of(executor.weights_bytes)
     rows = [("executor", *sizes, f"{executor.mean_batch:.2f}", "", "")]
@@ -142,7 +142,7 @@ def show(console: Console, outcome: Outcome) -> None:
 
 
 def report(outcome: Outcome, seconds: float) -> Report:
-    """All of it, for programs."""
+    """Return all figures and bars, for programs."""
     found = Report("demo")
     executor = outcome.executor
     found.figure("seconds", round(seconds, 1))

@@ -47,7 +47,7 @@ TASKS = {
 
 
 def examples(task: Task, tokenizer: PreTrainedTokenizerBase, count: int) -> tuple[list[Example], list[Example]]:
-    """Random passages of the task's text, all of one length: `count` to train on, and some of those held out."""
+    """Return random passages of the task's text, all of one length: `count` to train on, and some that are held out."""
     text = task.text()
     starts = [found.start() for found in re.finditer(task.beginning, text, re.MULTILINE)]
     passages = list(dict.fromkeys(text[start : start + LENGTH] for start in starts if start + LENGTH <= len(text)))

@@ -1,1 +1,1 @@
-"""`symbiosis serve`: what it needs is checked, then an executor, the engine and the process that speaks HTTP run until SIGTERM."""
+"""`symbiosis serve`: checks what it needs, then runs an executor, the engine and the process that speaks HTTP until SIGTERM."""

@@ -26,7 +26,7 @@ STOP_S = 10.0
 
 
 class KeepsDying(SymbiosisError):
-    """Starting it once more would not help."""
+    """A process dies again and again, and starting it once more would not help."""
 
 
 class Child:

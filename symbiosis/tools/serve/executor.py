@@ -8,6 +8,6 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """This process is told to end when the one that started it dies, however that comes."""
+    """Have this process told to end when the one that started it dies, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

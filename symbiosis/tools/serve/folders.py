@@ -1,4 +1,4 @@
-"""Folders of one process, which the next one removes if it could not do so itself."""
+"""Folders that belong to one process. If it cannot remove them itself, the next one does."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ PREFIX = "serve-"
 
 @contextmanager
 def own_folder(parent: Path) -> Iterator[Path]:
-    """A new folder in `parent`. Those of processes that were killed are removed: each is locked while its process lives."""
+    """Make a new folder in `parent`, and remove those of processes that were killed: each is locked while its process lives."""
     make_folder(parent)
     with _locked(parent, fcntl.LOCK_EX):
         for left in parent.glob(f"{PREFIX}*"):

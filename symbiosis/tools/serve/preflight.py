@@ -1,4 +1,4 @@
-"""What is wrong with a server's options is found before torch is imported; all is said at once."""
+"""Finds out what is wrong with a server's options before torch is imported, and says all of it at once."""
 
 import importlib.util
 import socket
@@ -19,7 +19,7 @@ DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
 
 
 def check(options: ServeOptions) -> socket.socket:
-    """The bound port; or `ConfigError`, with a line for each thing that is wrong."""
+    """Return the bound port, or raise a `ConfigError` with a line for each thing that is wrong."""
     problems = [line for test in TESTS for line in _said(test, options)]
     listener = None
     try:
@@ -67,7 +67,7 @@ def check_executor(options: ServeOptions) -> None:
 
 
 def check_adapters(options: ServeOptions) -> None:
-    """Each is a folder of adapters, or NAME=PATH of one."""
+    """Check that each is a folder of adapters, or NAME=PATH of one adapter."""
     folders = [each for each in options.adapters if "=" not in each]
     if len(folders) > 1:
         raise ConfigError(
@@ -90,7 +90,7 @@ def check_keys(options: ServeOptions) -> None:
 
 
 def chat_template(options: ServeOptions) -> str | None:
-    """What --chat-template says; `ConfigError` if that is no template."""
+    """Return the template of --chat-template. Raises `ConfigError` if it is none."""
     if options.chat_template is None:
         return None
     from jinja2 import Environment, TemplateSyntaxError
@@ -113,7 +113,7 @@ TESTS = (check_packages, check_model, check_executor, check_adapters, check_keys
 
 
 def bound(options: ServeOptions) -> socket.socket:
-    """A socket that has the address and does not listen yet."""
+    """Return a socket that has the address and does not listen yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
@@ -125,7 +125,7 @@ def bound(options: ServeOptions) -> socket.socket:
 
 
 def folder_of(options: ServeOptions) -> Path | None:
-    """Where adapters are looked for by name."""
+    """Return the folder in which adapters are looked for by name."""
     for each in options.adapters:
         if "=" not in each:
             return Path(each).expanduser().resolve()

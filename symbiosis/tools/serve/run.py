@@ -55,7 +55,7 @@ class Server:
         self._ours: socket.socket | None = None
 
     def run(self) -> None:
-        """Until SIGTERM or SIGINT; a second one does not wait for what is under way."""
+        """Serve until SIGTERM or SIGINT. A second signal does not wait for what is under way."""
         with ExitStack() as stack:
             stack.enter_context(self._signals())
             self._folder = stack.enter_context(own_folder(runtime_dir()))
@@ -112,7 +112,7 @@ class Server:
 
     @contextmanager
     def _engine(self, endpoint: str) -> Iterator["Engine"]:
-        """Ready, with the adapters that the options name."""
+        """Return the engine when it is ready, with the adapters that the options name."""
         from symbiosis.serving import Engine
 
         self._await_executor(endpoint)
@@ -128,7 +128,7 @@ class Server:
             yield engine
 
     def _await_executor(self, endpoint: str) -> None:
-        """An executor of our own that cannot start has said why."""
+        """Wait for the executor. If it is one of our own and cannot start, it has said why."""
         path = Path(endpoint.removeprefix("local://"))
         deadline = time.monotonic() + START_S
         while self._options.executor is None and not path.is_socket():
@@ -151,7 +151,7 @@ class Server:
             logger.warning(OPEN, url)
 
     def _look_at_adapters(self, engine: "Engine") -> None:
-        """Those who run the server learn what is wrong in the folder before clients do."""
+        """Log what is wrong in the folder of adapters, so that its owner learns of it before clients do."""
         ends = time.monotonic() + FIRST_LOOK_S
         looked = engine.look_at_adapters(lambda: self._told.is_set() or time.monotonic() > ends)
         for problem in list(looked.problems.values())[:MOST_WARNED]:
@@ -164,7 +164,7 @@ class Server:
             )
 
     def _look(self, endpoint: str, engine: "Engine") -> None:
-        """What has died is started again."""
+        """Start again what has died."""
         if self._executor.is_dead:
             logger.error("the executor died (status %d) and is started again; requests wait", self._executor.status)
             self._executor.start(executor_code(self._options, endpoint))
@@ -183,7 +183,7 @@ class Server:
             self._welcome(engine)
 
     def _give_up(self, reason: str) -> NoReturn:
-        """The engine's thread could keep an orderly end waiting for ever."""
+        """End at once, because the engine's thread could keep an orderly end waiting for ever."""
         logger.critical("%s: the server ends", reason)
         self._http.stop(signal.SIGKILL)
         self._executor.stop()
@@ -207,12 +207,12 @@ class Server:
 
 
 def uploads_dir() -> Path:
-    """Where adapters lie that are being sent: they may be large."""
+    """Return the folder for adapters that are being sent, which may be large."""
     return Path(tempfile.gettempdir()) / f"symbiosis-{os.getuid()}"
 
 
 def model_name(options: ServeOptions) -> str:
-    """What clients ask for."""
+    """Return the name by which clients ask for the model."""
     return options.served_model_name or str(options.model)
 
 

@@ -56,14 +56,15 @@ class SharedPage:
 
 
 class Offer:
-    """The executor's end: what one client may map, and the page for the two of them."""
+    """The executor's end: the weights that one client may map, and the page for the two of them."""
 
     def __init__(self, inbox: ServerPort, peer: Peer, sock: socket.socket) -> None:
         self._inbox, self._peer, self._socket = inbox, peer, sock
         self._page: SharedPage | None = None  # once the client has mapped the weights
 
     def descriptors(self, on_gpu: bool) -> list[int]:
-        """Those of the weights and of the page; none if weights are not shared, lie elsewhere, or the client is another user's."""
+        """Return the descriptors of the weights and of the page; none if weights are not shared, lie elsewhere, or the client is another
+        user's."""
         weights = self._inbox.served_weights()
         elsewhere = on_gpu is not (self._inbox.device.type == "cuda")
         if not weights or elsewhere or peer_uid(self._socket) != os.getuid():

@@ -1,6 +1,6 @@
 """`tcp://` for clients on a GPU of another host, the client's end: rows come and go by NCCL, from GPU to GPU.
 
-A call waits for its answer, like any other over `tcp://`: so one whose executor dies is simply made again.
+A call waits for its answer, like any other over `tcp://`. If the executor dies meanwhile, the call is simply made again.
 """
 
 import select
@@ -27,7 +27,7 @@ ABORT_S = 5.0  # that a broken communicator may take to end
 
 
 class NcclConnection(TcpConnection):
-    """Rows on `device` go by NCCL, those on the CPU as frames."""
+    """Sends rows on `device` by NCCL, and rows on the CPU as frames."""
 
     def __init__(self, address: str, hello: Hello, timeout: float, device: torch.device, room: int = -1) -> None:
         self._side: socket.socket | None = None

@@ -1,5 +1,5 @@
-"""A communicator of two ranks that can be made and left at any time, on streams of our own, which torch does not offer. It uses,
-through ctypes, the NCCL library that torch has loaded."""
+"""A communicator of two ranks, on streams of its own, that can be made and left at any time. torch does not offer that. It uses the NCCL
+library that torch has loaded, through ctypes."""
 
 import ctypes
 import threading
@@ -46,7 +46,7 @@ def _check(code: int, what: str) -> None:
 
 
 def version() -> int:
-    """NCCL's, as it counts (2.28.9 is 22809); 0 if there is none."""
+    """Return the version of NCCL as NCCL counts (2.28.9 is 22809), 0 if there is none."""
     number = ctypes.c_int()
     try:
         _check(_library().ncclGetVersion(ctypes.byref(number)), "ncclGetVersion")
@@ -63,10 +63,11 @@ def new_unique() -> bytes:
 
 
 class Communicator:
-    """Two processes, each with a GPU: the client is rank 0, the executor rank 1. Whatever a stream is given is enqueued there."""
+    """Two processes, each with a GPU: the client is rank 0, the executor rank 1. Operations are enqueued on the streams that they are
+    given."""
 
     def __init__(self, unique: bytes, rank: int, device: torch.device, stream: torch.cuda.Stream) -> None:
-        """Returns when both have come, and have sent each other something: what CUDA must load and allocate for that is there."""
+        """Return when both sides have come and have sent each other something, so that CUDA has loaded and allocated what that takes."""
         self._other = 1 - rank
         self._ended = False
         self._comm = ctypes.c_void_p()

@@ -1,8 +1,9 @@
 """`tcp://` for clients on a GPU of another host, the executor's end: rows come and go by NCCL, from GPU to GPU.
 
-Headers come over a TCP connection beside ZeroMQ's, which is looked at like a doorbell: no thread must wake up for them. Each
-session has a communicator and a stream of its own, so who is waited for there holds up nobody else. Its rows come and go at one
-place in our memory, one call at a time: so a call that comes again runs as a GPU's own calls do, as a graph, or joined.
+Headers come over a TCP connection beside ZeroMQ's, which is looked at like a doorbell, so that no thread must wake up for them. Each
+session has a communicator and a stream of its own, so that waiting for one client holds up no other. A session's rows always come and go at
+the same places in our memory, one call at a time. So a call that comes again runs as the calls of a GPU of this host do: as a graph, or
+joined.
 """
 
 import hmac
@@ -76,7 +77,7 @@ class Transfer:
 
 @dataclass(slots=True)
 class CallBuffers:
-    """The place of a call's rows whenever it comes, and of the result of a prepared call."""
+    """The place of a call's rows whenever the call comes, and the place of the result if it is a prepared call."""
 
     call: Call
     payload: tuple[Tensor, ...]
@@ -94,14 +95,14 @@ class Arriving:
 
 
 class NcclPeer(TcpPeer):
-    """The executor's end of one connection. What is sent as frames is answered in frames, too."""
+    """The executor's end of one connection. Calls that come as frames are answered in frames, too."""
 
     transport = "nccl"
 
     def __init__(
         self, home: TcpHome, identity: bytes, tenant: str | None, wire: Wire | None, hello: Hello, key: str
     ) -> None:
-        """`key`: that the connection proved, if there are keys."""
+        """`key` is the key that the connection has proved, if there are keys."""
         super().__init__(home, identity, tenant, wire)
         self.key = key
         self._inbox, self._reactor, self._device = home.inbox, home.reactor, home.inbox.device
@@ -148,7 +149,7 @@ class NcclPeer(TcpPeer):
     nap = inf  # headers wake up a descriptor, too
 
     def sleeping(self, flag: bool) -> None:
-        """It wakes up a descriptor anyway."""
+        """Do nothing: the connection wakes a descriptor anyway."""
 
     @property
     def unread(self) -> list[int]:
@@ -161,7 +162,7 @@ class NcclPeer(TcpPeer):
     # ------------------------------------------------------------------ who comes
 
     def _accept(self) -> None:
-        """A connection from where the client is; the newest, until one has shown the token."""
+        """Accept a connection from the client's address: the newest one, until one has shown the token."""
         if self._door is None:
             return
         with suppress(OSError):
@@ -228,7 +229,7 @@ class NcclPeer(TcpPeer):
         return False
 
     def _receive(self, raw: bytes) -> None:
-        """The rows of a call. Those of a call that is not admitted come, too: the client's GPU has sent them."""
+        """Receive the rows of a call. Those of a call that is not admitted are received, too, because the client's GPU has sent them."""
         seq, body = split_call(raw)
         if self._seq is not None:
             raise CallError(Code.LIMIT, "a client makes one call at a time by NCCL")
@@ -253,7 +254,7 @@ class NcclPeer(TcpPeer):
         self._arriving = Arriving(place, Transfer(call.nbytes, self._came, monotonic()), admitted)
 
     def _new_place(self, call: Call, body: bytes, admitted: bool) -> CallBuffers:
-        """A place for a call's rows; kept, and with one for the result, if it is admitted."""
+        """Return a place for a call's rows. If the call is admitted, the place is kept, with one for the result."""
         lies, nbytes = lay_out(call, self._inbox.shape(call) if admitted else ())
         if nbytes > self._memory.numel():
             self._grow(nbytes)
@@ -270,7 +271,7 @@ class NcclPeer(TcpPeer):
         return place
 
     def _grow(self, nbytes: int) -> None:
-        """Other memory, where nothing lies yet. From the old one a result may still be on its way."""
+        """Take other memory, in which nothing lies yet. A result may still be on its way from the old one."""
         self._memory.record_stream(self._stream)
         self._places.clear()
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
@@ -304,14 +305,14 @@ class NcclPeer(TcpPeer):
     here = True
 
     def answer(self, number: int) -> tuple[int, int]:
-        """No word of memory tells the client."""
+        """Return no word, because none tells the client."""
         return 0, 0
 
     def enqueue_reply(self) -> None:
-        """`count` does, as no graph can."""
+        """Do nothing: `count` sends the reply, because no graph can."""
 
     def count(self, batch: int, calls: int = 1) -> None:
-        """A prepared call was launched, in a batch of so many: here the reply is sent."""
+        """Send the reply to a prepared call that was launched, in a batch of so many."""
         place = self._place
         assert place is not None and place.out is not None
         self._answer(Reply(BY_NCCL, Code.OK, place.call.dtype, batch=batch), place.out)
@@ -339,7 +340,7 @@ class NcclPeer(TcpPeer):
             self._reactor.call_soon(self.close, self)  # not now: who asks us to count still has to count us
 
     def _send(self, rows: Tensor) -> None:
-        """Behind the product."""
+        """Send the result, behind the product on its stream."""
         self._launched.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._launched)
         before = self._sending
@@ -357,7 +358,7 @@ class NcclPeer(TcpPeer):
     # ------------------------------------------------------------------ from the meeting to the end
 
     def _guard(self, meeting: bytes) -> None:
-        """In a thread of its own: that a client's rows never come must not depend on a loop that may be waiting for them."""
+        """Abort transfers that do not come, in a thread of its own: the loop might be waiting for them itself."""
         try:
             comm = Communicator(meeting, 1, self._device, self._stream)
         except RuntimeError as error:
@@ -381,7 +382,7 @@ class NcclPeer(TcpPeer):
         self._reactor.call_soon(self.close, self)
 
     def release(self) -> None:
-        """The session is over."""
+        """End the session."""
         self._left.set()
         self._reactor.forget_bell(self)
         self._arriving = None
@@ -396,7 +397,7 @@ class NcclPeer(TcpPeer):
 
 
 def why_not_by_nccl(inbox: ServerPort, wire: Wire | None, hello: Hello) -> str | None:
-    """Why the rows of who says this cannot come and go by NCCL; None if they can."""
+    """Return why the rows of the client that says this cannot come and go by NCCL, or None if they can."""
     if inbox.device.type != "cuda":
         return "it computes on the CPU"
     if not inbox.nccl:
