@@ -65,7 +65,7 @@ class Session(Reconnecting):
         share: bool = False,
         whole: bool = True,
     ) -> None:
-        """`whole`: of a service's ranks it asks all for what they hold, not only the one that it joins."""
+        """With `whole`, all ranks of a service are asked for what they hold, not only the one that this session joins."""
         super().__init__(endpoint, priority, fingerprint, observer, patience, timeout, wait, share)
         self._whole = whole
         self._service: Service[Session] | None = None
@@ -111,7 +111,7 @@ class Session(Reconnecting):
         return [self] if self.service is None else [self, *self.service.others]
 
     def holder(self, layer: int) -> "Session":
-        """The session with the rank that holds this layer."""
+        """Return the session with the rank that holds this layer."""
         return self if self.service is None else self.service.holder(layer) or self
 
     @property
@@ -122,7 +122,7 @@ class Session(Reconnecting):
 
     @property
     def has_its_values(self) -> bool:
-        """The same, of the layers that this rank holds."""
+        """Whether this client computes with the values of the weights that this rank holds (`has_values`)."""
         if self.mapped is not None and self.mapped.suffices:
             return True
         return transport.is_within_process(self.endpoint) and self.welcome.allow_read
@@ -174,7 +174,7 @@ class Session(Reconnecting):
     def _locally(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor] | None:
-        """The results of a call that mapped weights answer, on `device`; None if it should be sent."""
+        """Return the results of a call that mapped weights answer, on `device`, or None if the call should be sent."""
         mapped = self.mapped
         if mapped is None or (payload and device != mapped.device) or not mapped.takes(call):
             return None
@@ -183,7 +183,8 @@ class Session(Reconnecting):
     def _by_cpu(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor]:
-        """The results, on `device`, of a call that this CPU makes: from mapped weights, or by sending it, in parts if it is large."""
+        """Make a call from this CPU, and return its results on `device`: mapped weights answer it, or it is sent, in parts if it is
+        large."""
         if self.mapped is not None and (made := self._locally(call, payload, device, shapes)):
             return made
         if goes_in_parts(call, shapes):
@@ -279,7 +280,7 @@ class Session(Reconnecting):
         return sum(len(session._lanes) for session in lifetime.sessions()) < most
 
     def commons(self) -> dict[int, Tensor]:
-        """Tensors that every client holds for itself, if an executor on this host shares them. The rest must be read."""
+        """Return the tensors that every client holds for itself, if an executor on this host shares them. The rest must be read."""
         return {number: tensor for rank in self.ranks for number, tensor in rank._commons().items()}
 
     def _commons(self) -> dict[int, Tensor]:
@@ -318,7 +319,7 @@ class Session(Reconnecting):
                 line.close()
 
     def forget_parent(self) -> None:
-        """In a forked child: the connections are the parent's, and so is an executor that lives in it."""
+        """Let go, in a forked child, of the connections, which are the parent's, and of an executor that lives in the parent."""
         if all(map(transport.is_within_process, self.endpoints)):
             self._welcome = None  # nobody waits for what will never come
         self._lock, self._counting, self._joining = threading.Lock(), threading.Lock(), threading.Lock()
@@ -335,7 +336,7 @@ class Session(Reconnecting):
         return _restore, (self._key, self.endpoints, self.priority, self.fingerprint, self._options())
 
     def _options(self) -> dict[str, Any]:
-        """What another session with the same executor, or with a rank beside it, is made with."""
+        """Return the options for another session with the same executor, or with a rank beside it."""
         names = ("patience", "timeout", "exact", "share")
         return {**{name: getattr(self, name) for name in names}, "whole": self._whole}
 
@@ -347,5 +348,5 @@ def _restore(
     fingerprint: str | None,
     options: dict[str, Any],
 ) -> Session:
-    """An unpickled session, joined at its first call."""
+    """Return an unpickled session. It joins at its first call."""
     return lifetime.restored(key, lambda: Session(endpoints, priority, fingerprint, **options))
