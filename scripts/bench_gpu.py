@@ -11,6 +11,7 @@
 * `call`      a call of one layer by each way there is to the executor.
 * `cost`      what a call takes of the executor's CPU, and what for.
 * `integers`  products of private clients' integers against those of floats.
+* `long`      a token after 16K to 64K others, their keys and values in the host's memory: by `offload_cache`, and by transformers' offloaded cache.
 
 The processes share the GPU by CUDA MPS, which is started if it does not run.
 
@@ -49,6 +50,7 @@ from _gpu import (
     Shape,
     TimedServing,
 )
+from _long import LongContext, Read
 from _processes import TOGETHER_S, Pace, Worker, idle_workers, prepare, progress, same_cores, together, workers
 
 from symbiosis import mps
@@ -91,6 +93,7 @@ class Setting:
     jobs: Sequence[Job]
     options: dict[str, Any]  # of every executor
     eager: bool  # what several programs do
+    lengths: Sequence[int] = ()  # of long contexts
 
     @property
     def on_gpu(self) -> bool:
@@ -562,12 +565,70 @@ def integers(setting: Setting) -> None:
     print_table(("integers", "weight", "rows", "µs", "bfloat16", "ratio"), rows)
 
 
+# ---------------------------------------------------------------- long contexts
+
+LENGTHS = (1 << 14, 1 << 15, 1 << 16)
+LONG_BARS = {1 << 15: 1.0, 1 << 16: 0.75}  # a token, over transformers' offloaded cache
+GROUPED_HEADS = ("num_key_value_heads", 8)
+
+
+def long(setting: Setting) -> None:
+    """A split program with its cache in the host's memory, and an unsplit one with transformers' caches; for two kinds of heads."""
+    rows = []
+    few = Shape(setting.shape.layers, 4096, 14336, 32, 128256, "llama", (GROUPED_HEADS,))  # of Llama-3-8B
+    for model, shape in (
+        {"Llama-7B": setting.shape, "8 heads of keys": few}.items() if setting.on_gpu else [("tiny", setting.shape)]
+    ):
+        with ExitStack() as stack:
+            endpoint = stack.enter_context(setting.executor(shape=shape))
+            split, unsplit = stack.enter_context(
+                workers(LongContext, [(side, shape, setting.device) for side in (endpoint, None)])
+            )
+            for length in setting.lengths if setting.on_gpu else (40,):
+                progress(f"{model}, {length} tokens")
+                found = {}
+                for name, worker, kind in (
+                    ("host", split, "host"), ("offloaded", unsplit, "offloaded"), ("on_gpu", unsplit, "device"),
+                ):  # fmt: skip
+                    found[name] = worker.call("read", kind, length)
+                    worker.call("forget")
+                rows += [compared(setting, f"{model}, {length}", name, found) for name in found]
+                name = f"long_{model.replace(' ', '_')}_{length}"
+                ratio = token_ms(found["host"]) / token_ms(found["offloaded"])
+                progress(
+                    f"... {token_ms(found['host']):.1f} ms a token, over transformers' offloaded cache {ratio:.3f}"
+                )
+                if length in LONG_BARS:
+                    setting.bar(f"{name}_token_ratio", ratio, "<=", LONG_BARS[length])
+                else:
+                    setting.report.figure(f"{name}_token_ratio", ratio)
+                mine, others = found["host"], found["on_gpu"]
+                differ = sum(a != b for a, b, clear in zip(mine.best, others.best, others.clear, strict=True) if clear)
+                setting.report.figure(f"{name}_tokens_compared", sum(others.clear))
+                setting.report.bar(f"{name}_tokens_that_differ", differ, "==", 0)
+    print_table(("context", "cache", "ms a token", "tokens/s of the prompt", "GiB on the GPU"), rows)
+
+
+def compared(setting: Setting, context: str, name: str, found: dict[str, Read]) -> tuple[str, ...]:
+    """The table's row of one cache, and its figures."""
+    read, length = found[name], int(context.rpartition(" ")[2])
+    key = f"long_{context.replace(',', '').replace(' ', '_')}_{name}"
+    setting.report.figure(f"{key}_ms", token_ms(read))
+    setting.report.figure(f"{key}_prompt_s", read.prompt_s)
+    return context, name, f"{token_ms(read):.1f}", f"{length / read.prompt_s:.0f}", f"{read.cache_gib:.2f}"
+
+
+def token_ms(read: Read) -> float:
+    return statistics.median(read.token_s) * 1e3
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "suites", nargs="*", choices=(*SUITES, []), help=f"of {', '.join(SUITES)}; all if none is named"
     )
     parser.add_argument("--layers", type=int, default=32, help="of the model")
+    parser.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of the contexts of `long`, in tokens")
     parser.add_argument(
         "--jobs", nargs="+", choices=JOBS, default=list(JOBS), help="what `many` programs do, or as many as `fit`"
     )
@@ -599,6 +660,7 @@ SUITES: dict[str, Callable[[Setting], None]] = {
     "call": call,
     "cost": cost,
     "integers": integers,
+    "long": long,
 }
 
 
@@ -622,7 +684,18 @@ def main() -> int:
             del MODELS[name]
         judged = not (args.tiny or args.eager or args.batch_invariant or args.no_mps)
         setting = Setting(
-            shape, device, seconds, rounds, args.programs, folder, report, judged, jobs, options, args.eager
+            shape,
+            device,
+            seconds,
+            rounds,
+            args.programs,
+            folder,
+            report,
+            judged,
+            jobs,
+            options,
+            args.eager,
+            args.lengths,
         )
         report.figure("rounds", not args.no_rounds)
         report.figure("share_weights", not args.no_share_weights)

@@ -98,6 +98,7 @@ WANTED = {
     "decode": {*(f"decode_eager_ms_{side}" for side in ("split", "unsplit")), "decode_eager_over_eager"},
     "cost": {f"cost_{count}_decode_eager_{what}" for count in (1, 2) for what in ("us", "busy")},
     "fit": {"decode_fit_split", "decode_fit_unsplit_tokens_per_s", "decode_fit_ratio"},
+    "long": {*(f"long_tiny_40_{name}_ms" for name in ("host", "offloaded", "on_gpu")), "long_tiny_40_token_ratio"},
     "many": {f"decode_{count}_tokens_per_s_{side}" for count in (1, 2) for side in ("split", "unsplit")},
     "policies": {*POLICIES, "policies_throughput_ratio", "policies_latency_ratio"},
 }
