@@ -54,6 +54,11 @@ class Size:
 TINY = Size(256, 688, 2, 4, 512, 1 << 28)
 
 
+def dtype_on(device: str) -> torch.dtype:
+    """Triton's interpreter has no bfloat16."""
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
 def build(size: Size, device: str) -> nn.Module:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -62,7 +67,7 @@ def build(size: Size, device: str) -> nn.Module:
         max_position_embeddings=4096, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(dtype_on(device))
     try:
         with torch.device(device):
             return LlamaForCausalLM(config).eval().requires_grad_(False)
@@ -77,6 +82,7 @@ class Bench:
         self.size = size
         self.served: Served = make_ready(build(size, device), size.memory)
         assert self.served.fetcher is not None, "there are no kernels for this device"
+        self.served.arena.flat.normal_()  # of what would be there, sums could be anything
         self.residency = Residency(self.served.arena, self.served.blocks.make_room, self.served.fetcher)
         self.sites = Sites(self.served, self.residency)
         self._packed: Any = None
@@ -89,7 +95,7 @@ class Bench:
         parts = {}
         for name, module in self.served.model.named_modules():
             if isinstance(module, nn.Linear) and name != "lm_head":
-                (N, K), like = module.weight.shape, {"dtype": torch.bfloat16}
+                (N, K), like = module.weight.shape, {"dtype": self.served.dtype}
                 parts[name] = Part(down=torch.randn(RANK, K, **like) / K**0.5, up=torch.randn(RANK, N, **like) * 0.01)
         self._packed = self.served.fetcher.pack(parts)
         return {name: part.to("meta") for name, part in parts.items()}
@@ -297,7 +303,7 @@ def sweep_adapters() -> None:
                 records.append([RANK, RANK * member, 0, 0, *(at + r * n * size for r in range(RANK))])
                 at += RANK * n * size
             for entry, record in enumerate(records):
-                stores.append(torch.tensor([*record, *[0] * 16], device="cuda"))
+                stores.append(torch.tensor([*record, *[0] * 64], device="cuda"))
                 addresses[entry, number // rows, number % rows] = stores[-1].data_ptr()
         x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
         ys = [torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in widths]

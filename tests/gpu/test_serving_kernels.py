@@ -64,7 +64,7 @@ class Lora:
                 where.append(0 if vector is None else 4 + len(rows) + len(behind))
                 behind += [] if vector is None else pages.put(vector)
             records.append([ranks[member], sum(ranks[:member]), *where, *rows, *behind])
-        self.words = [torch.tensor([*record, *[0] * 16], device=DEVICE) for record in records]
+        self.words = [torch.tensor([*record, *[0] * 64], device=DEVICE) for record in records]
 
     def adapted(self, y: Tensor, x: Tensor, member: int) -> Tensor:
         y, x = y.double(), x.double()
@@ -79,10 +79,11 @@ class Lora:
     [(64, [48, 32, 80], 128), (77, [131], 200), (300, [33, 290], 96), (1056, [520, 24, 24, 8], 2048)],
 )
 @pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("singly", [False, True])
 def test_adapters_of_any_rank_side_by_side(
-    K: int, widths: list[int], page: int, extras: bool, dtype: torch.dtype
+    K: int, widths: list[int], page: int, extras: bool, singly: bool, dtype: torch.dtype
 ) -> None:
-    from symbiosis.kernels.gpu.adapter_rows import Tiles, expand_, parts_of, shrink, tiles_of
+    from symbiosis.kernels.gpu.adapter_rows import TILE, Tiles, expand_, parts_of, shrink, tiles_of
 
     torch.manual_seed(K)
     memory = Pages(page, 12 * 1024, dtype)
@@ -92,7 +93,7 @@ def test_adapters_of_any_rank_side_by_side(
     runs = [(0, 1), (1, 20), (21, 2), (23, 1), (26, 17), (50, 0)]  # 24, 25, and what follows, are of nobody
     of = [0, 1, 2, 3, 4, 0]
     rows = 52
-    tiles = tiles_of(runs)
+    tiles = tiles_of(runs, 1 if singly else TILE)
     room = len(tiles) + 3
     words = torch.zeros(room, 2, dtype=torch.int32)
     records = torch.zeros(2 + members, room, dtype=torch.int64)
@@ -100,7 +101,7 @@ def test_adapters_of_any_rank_side_by_side(
         words[number] = torch.tensor([first, count])
         for entry, record in enumerate(loras[of[run]].words):
             records[1 + entry, number] = record.data_ptr()
-    where = Tiles(words.to(DEVICE), records.to(DEVICE))
+    where = Tiles(words.to(DEVICE), records.to(DEVICE), singly)
     x = torch.randn(rows, K, device=DEVICE).to(dtype)
     ys = [torch.randn(rows, n, device=DEVICE).to(dtype) for n in widths]
     before = [y.clone() for y in ys]

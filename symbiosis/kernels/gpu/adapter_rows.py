@@ -2,7 +2,9 @@
 all layers of the group, one expands them for all. `symbiosis/kernels/adapter_rows.py` is the formula.
 
 Rows of the batch come in tiles: up to `TILE` rows behind each other that are of one adapter; a tile of no rows, or without a record, is
-left at once. So a launch depends on how many tiles there may be, and not on the adapters: it can be part of a CUDA graph. A record says,
+left at once. So a launch depends on how many tiles there may be, and not on the adapters: it can be part of a CUDA graph. Where sequences
+have a row each, tiles are of one row, and there are kernels of their own: all that they read is on its way at once, as they are as fast as
+memory answers. A record says,
 in 64-bit words in the GPU's memory, what an adapter does; every row of its matrices has an address of its own, as it may lie anywhere,
 and one for each piece of so many columns if it is longer than a page:
 
@@ -25,7 +27,6 @@ TILE = 16  # rows: a matrix unit multiplies at least so many
 RANKS = 16  # at once
 MOST_MEMBERS = 4
 SHRINK_HEAD, EXPAND_HEAD = 1, 4  # words of a record before the addresses
-BEHIND = RANKS
 SUPPORTED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 ALIGNED = 8  # elements: 16 bytes of the narrowest
 
@@ -39,7 +40,9 @@ class Cut(NamedTuple):
 
 
 SHRINK, EXPAND = Cut(256, 4), Cut(256, 4)
+SHRINK_ONE, EXPAND_ONE = Cut(1024, 4), Cut(1024, 4)  # of single rows
 BLOCKS = 4  # of ranks that are computed side by side; further ones follow in turn
+BEHIND = RANKS * BLOCKS
 
 
 @triton.jit
@@ -57,6 +60,102 @@ def _pointers(  # type: ignore[no-untyped-def]
         if ALIGNED:
             pointers = tl.multiple_of(pointers, [16, 16])
     return pointers
+
+
+@triton.jit
+def _weights(  # type: ignore[no-untyped-def]
+    record, start, ranks, at, columns, inside, chunks, width, FLOAT: tl.constexpr, RANKS: tl.constexpr, CHUNKED: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Rows from `start` on, of those whose addresses begin at word `at`: [rows, columns]."""
+    r = start + tl.arange(0, RANKS)
+    of = _pointers(record, r, ranks, at, columns, chunks, width, FLOAT, CHUNKED, ALIGNED)
+    return tl.load(of, mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
+
+
+@triton.jit
+def _member_at(  # type: ignore[no-untyped-def]
+    block, y0, y1, y2, y3, N0, N1, N2, N3, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Which layer of a group a block of columns is of; where its results begin, its width, and how many blocks are before its own."""
+    end0 = tl.cdiv(N0, COLUMNS)
+    end1 = end0 + tl.cdiv(N1, COLUMNS)
+    end2 = end1 + tl.cdiv(N2, COLUMNS)
+    member = (block >= end0).to(tl.int32) + (block >= end1).to(tl.int32) + (block >= end2).to(tl.int32)
+    before = tl.where(member == 0, 0, tl.where(member == 1, end0, tl.where(member == 2, end1, end2)))
+    N = tl.where(member == 0, N0, tl.where(member == 1, N1, tl.where(member == 2, N2, N3)))
+    y = tl.where(member == 1, y1.to(tl.int64), y0.to(tl.int64))
+    y = tl.where(member == 2, y2.to(tl.int64), y)
+    return member, tl.where(member == 3, y3.to(tl.int64), y), N, before
+
+
+@triton.jit(do_not_specialize=["entry"])
+def _shrink_one(  # type: ignore[no-untyped-def]
+    x, low, tiles, records, entry, most, K, stride, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
+    COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Of one row, and of one part of its columns."""
+    tile, part = tl.program_id(0), tl.program_id(2)
+    row, count = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
+    address = tl.load(records + entry * most + tile)
+    if (count > 0) & (address != 0):
+        record = address.to(tl.pointer_type(tl.int64))
+        ranks, chunks = tl.load(record).to(tl.int32), tl.cdiv(K, width)
+        columns = part * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < K
+        x_K = tl.load(x + row * stride + columns, mask=inside, other=0.0).to(tl.float32)
+        start, step, r = tl.program_id(1) * RANKS, tl.num_programs(1) * RANKS, tl.arange(0, RANKS)
+        w_RK = _weights(record, start, ranks, HEAD, columns, inside, chunks, width, FLOAT, RANKS, CHUNKED, ALIGNED)
+        to = low + (row * SPLIT + part) * room + r
+        tl.store(to + start, tl.sum(w_RK.to(tl.float32) * x_K[None, :], 1), mask=start + r < ranks)
+        for more in range(start + step, ranks, step):
+            w_RK = _weights(record, more, ranks, HEAD, columns, inside, chunks, width, FLOAT, RANKS, CHUNKED, ALIGNED)
+            tl.store(to + more, tl.sum(w_RK.to(tl.float32) * x_K[None, :], 1), mask=more + r < ranks)
+
+
+@triton.jit(do_not_specialize=["entry"])
+def _expand_one(  # type: ignore[no-untyped-def]
+    y0, y1, y2, y3, N0, N1, N2, N3, low, tiles, records, entry, most, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Of one row. PARTS: SPLIT, padded. Long: as `_expand`."""
+    tile = tl.program_id(0)
+    row, count = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
+    member, y, N, before = _member_at(tl.program_id(1), y0, y1, y2, y3, N0, N1, N2, N3, COLUMNS)
+    address = tl.load(records + (entry + member) * most + tile)
+    if (count > 0) & (address != 0):
+        record = address.to(tl.pointer_type(tl.int64))
+        ranks, begin = tl.load(record).to(tl.int32), tl.load(record + 1).to(tl.int32)
+        gain, shift = tl.load(record + 2), tl.load(record + 3)
+        chunks, columns = tl.cdiv(N, width), (tl.program_id(1) - before) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = columns < N
+        to = y.to(tl.pointer_type(FLOAT)) + row * N + columns
+        if ALIGNED:
+            to = tl.multiple_of(to, 16)
+        w_RN = _weights(record, 0, ranks, HEAD, columns, inside, chunks, width, FLOAT, RANKS, CHUNKED, ALIGNED)
+        sums = tl.load(to, mask=inside, other=0.0).to(tl.float32)
+        part, r = tl.arange(0, PARTS), tl.arange(0, RANKS)
+        of = low + ((row * SPLIT + part) * room + begin)[:, None] + r[None, :]
+        low_R = tl.sum(tl.load(of, mask=(part < SPLIT)[:, None] & (r < ranks)[None, :], other=0.0), 0)
+        if gain != 0:
+            sums *= tl.sum(
+                _weights(record, 0, 1, gain, columns, inside, chunks, width, FLOAT, 1, CHUNKED, ALIGNED).to(tl.float32),
+                0,
+            )
+        if shift != 0:
+            sums += tl.sum(
+                _weights(record, 0, 1, shift, columns, inside, chunks, width, FLOAT, 1, CHUNKED, ALIGNED).to(
+                    tl.float32
+                ),
+                0,
+            )
+        sums += tl.sum(w_RN.to(tl.float32) * low_R[:, None], 0)
+        for start in range(RANKS, ranks, RANKS):
+            w_RN = _weights(record, start, ranks, HEAD, columns, inside, chunks, width, FLOAT, RANKS, CHUNKED, ALIGNED)
+            mask = (part < SPLIT)[:, None] & (start + r < ranks)[None, :]
+            low_R = tl.sum(tl.load(of + start, mask=mask, other=0.0), 0)
+            sums += tl.sum(w_RN.to(tl.float32) * low_R[:, None], 0)
+        tl.store(to, sums.to(FLOAT), mask=inside)
 
 
 @triton.jit(do_not_specialize=["entry"])
@@ -100,18 +199,9 @@ def _expand(  # type: ignore[no-untyped-def]
     """The layers' records are entries behind each other, from `entry` on. Long: one loop over pointers that it has just laid out."""
     tile, block = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    end0 = tl.cdiv(N0, COLUMNS)
-    end1 = end0 + tl.cdiv(N1, COLUMNS)
-    end2 = end1 + tl.cdiv(N2, COLUMNS)
-    member = (block >= end0).to(tl.int32) + (block >= end1).to(tl.int32) + (block >= end2).to(tl.int32)
+    member, y, N, before = _member_at(block, y0, y1, y2, y3, N0, N1, N2, N3, COLUMNS)
     address = tl.load(records + (entry + member) * most + tile)
     if (count > 0) & (address != 0):
-        before = tl.where(member == 0, 0, tl.where(member == 1, end0, tl.where(member == 2, end1, end2)))
-        N = tl.where(member == 0, N0, tl.where(member == 1, N1, tl.where(member == 2, N2, N3)))
-        y = y0.to(tl.int64)
-        y = tl.where(member == 1, y1.to(tl.int64), y)
-        y = tl.where(member == 2, y2.to(tl.int64), y)
-        y = tl.where(member == 3, y3.to(tl.int64), y)
         record = address.to(tl.pointer_type(tl.int64))
         ranks, begin = tl.load(record).to(tl.int32), tl.load(record + 1).to(tl.int32)
         gain, shift = tl.load(record + 2), tl.load(record + 3)
@@ -143,7 +233,7 @@ def _expand(  # type: ignore[no-untyped-def]
             w_RN = tl.load(w, mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
             known = (t < count)[:, None] & (r < ranks)[None, :]
             low_TR = tl.zeros((TILE, RANKS), tl.float32)
-            for part in tl.static_range(SPLIT):
+            for part in range(SPLIT):
                 low_TR += tl.load(
                     low + ((rows * SPLIT + part) * room + begin)[:, None] + r[None, :], mask=known, other=0.0
                 )
@@ -153,27 +243,35 @@ def _expand(  # type: ignore[no-untyped-def]
 
 def parts_of(width: int) -> int:
     """Into how many parts the rows of a `down` of this width are cut, so that few rows occupy the whole GPU."""
-    return int(min(8, triton.next_power_of_2(max(1, width // 1024))))
+    return int(triton.cdiv(width, SHRINK_ONE.columns))
 
 
 class Tiles(NamedTuple):
     """Which rows of a batch are whose. `words`: int32 [tiles, first row and how many]. `records`: the address of the record of each entry
-    for each tile, int64 [entries, tiles]; 0: nothing to do."""
+    for each tile, int64 [entries, tiles]; 0: nothing to do. `singly`: no tile has more than one row."""
 
     words: Tensor
     records: Tensor
+    singly: bool = False
 
 
 def shrink(x_TK: Tensor, tiles: Tiles, count: int, entry: int, page: int, low: Tensor) -> None:
     """Rows times all `down` of the group whose record is `entry`, in parts that are still to be added up, into `low` (float32 [rows, parts,
     ranks of the group at most]). `count`: of tiles; `page`: elements."""
-    (_, K), parts = x_TK.shape, low.shape[1]
+    (_, K), (_, parts, room) = x_TK.shape, low.shape
     aligned = K % ALIGNED == 0 and page % ALIGNED == 0 and x_TK.dtype != torch.float32
-    _shrink[(count, min(BLOCKS, triton.cdiv(low.shape[2], RANKS)), parts)](
-        x_TK, low, tiles.words, tiles.records, entry, tiles.records.shape[1], K, x_TK.stride(0), low.shape[2], page,
-        SUPPORTED[x_TK.dtype], parts, TILE, RANKS, SHRINK.columns, SHRINK_HEAD, page < K, aligned, num_warps=SHRINK.warps,
-        num_stages=SHRINK.stages,
-    )  # fmt: skip
+    grid = count, min(BLOCKS, triton.cdiv(room, RANKS)), parts
+    given = x_TK, low, tiles.words, tiles.records, entry, tiles.records.shape[1], K, x_TK.stride(0), room, page
+    how = SHRINK_HEAD, page < K, aligned
+    if tiles.singly:
+        assert parts == parts_of(K)
+        cut = SHRINK_ONE
+        _shrink_one[grid](*given, SUPPORTED[x_TK.dtype], parts, RANKS, cut.columns, *how, num_warps=cut.warps)
+    else:
+        cut = SHRINK
+        _shrink[grid](
+            *given, SUPPORTED[x_TK.dtype], parts, TILE, RANKS, cut.columns, *how, num_warps=cut.warps, num_stages=cut.stages
+        )  # fmt: skip
 
 
 def expand_(ys: Sequence[Tensor], tiles: Tiles, count: int, entry: int, page: int, low: Tensor) -> None:
@@ -183,22 +281,25 @@ def expand_(ys: Sequence[Tensor], tiles: Tiles, count: int, entry: int, page: in
     padded = [*ys, *[ys[0]] * (MOST_MEMBERS - len(ys))]
     widths = [y.shape[1] for y in ys] + [0] * (MOST_MEMBERS - len(ys))
     aligned = all(n % ALIGNED == 0 for n in widths) and page % ALIGNED == 0 and ys[0].dtype != torch.float32
-    blocks = sum(triton.cdiv(n, EXPAND.columns) for n in widths)
-    _expand[(count, blocks)](
-        *padded, *widths, low, tiles.words, tiles.records, entry, tiles.records.shape[1], low.shape[2], page,
-        SUPPORTED[ys[0].dtype], low.shape[1], TILE, RANKS, EXPAND.columns, EXPAND_HEAD, page < max(widths), aligned,
-        num_warps=EXPAND.warps, num_stages=EXPAND.stages,
-    )  # fmt: skip
+    cut, (_, parts, room) = EXPAND_ONE if tiles.singly else EXPAND, low.shape
+    grid = count, sum(triton.cdiv(n, cut.columns) for n in widths)
+    given = *padded, *widths, low, tiles.words, tiles.records, entry, tiles.records.shape[1], room, page
+    how = RANKS, cut.columns, EXPAND_HEAD, page < max(widths), aligned
+    kind = SUPPORTED[ys[0].dtype]
+    if tiles.singly:
+        _expand_one[grid](*given, kind, parts, triton.next_power_of_2(parts), *how, num_warps=cut.warps)
+    else:
+        _expand[grid](*given, kind, parts, TILE, *how, num_warps=cut.warps, num_stages=cut.stages)
 
 
-def tiles_of(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def tiles_of(runs: Sequence[tuple[int, int]], size: int = TILE) -> list[tuple[int, int, int]]:
     """(first row, rows, number of the run) of the tiles of these runs of rows, each (first row, rows).
 
     >>> tiles_of([(0, 2), (2, 20)])
     [(0, 2, 0), (2, 16, 1), (18, 4, 1)]
     """
     return [
-        (row, min(TILE, first + rows - row), number)
+        (row, min(size, first + rows - row), number)
         for number, (first, rows) in enumerate(runs)
-        for row in range(first, first + rows, TILE)
+        for row in range(first, first + rows, size)
     ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from symbiosis.kernels.gpu.adapter_rows import SUPPORTED
 from symbiosis.kernels.paged_attention import How
 
-QUERIES = 64  # rows of a block of a longer segment
+QUERIES = 32  # rows of a block of a longer segment
 KEYS = 64  # at once, of those
 LOG2_E = tl.constexpr(1.4426950408889634)
 EMPTY = -1
@@ -72,6 +72,15 @@ def _capped(scores, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-
 
 
 @triton.jit
+def _within(seen, d, SIZE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which elements [tokens, d] there are."""
+    mask = seen[:, None]
+    if SIZE != PADDED:
+        mask = mask & (d < SIZE)[None, :]
+    return mask
+
+
+@triton.jit
 def _kept(  # type: ignore[no-untyped-def]
     part, stats, sinks, result, at, head, row, heads, acc, most, sum, d, mask, head_mask, VALUE: tl.constexpr,
     SPLIT: tl.constexpr, SINKS: tl.constexpr,
@@ -95,10 +104,11 @@ def _kept(  # type: ignore[no-untyped-def]
 def _decode(  # type: ignore[no-untyped-def]
     q, flat, pages, singles, result, part, stats, sinks, layer, layers, most, page, values_at, q_row, q_head, window, scaling,
     softcap, HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr,
-    VALUES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    VALUES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr,
+    STAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of keys, with the heads of queries that share it. ROWS: these, padded; 1 if there is one. Long: one loop over pointers that it
-    has just laid out."""
+    """One head of keys, with the heads of queries that share it; ROWS: these, padded. Long: one loop over pointers that it has just laid
+    out."""
     head, number, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, slot, end = (
         tl.load(singles + 3 * number).to(tl.int64),
@@ -123,7 +133,7 @@ def _decode(  # type: ignore[no-untyped-def]
         top = tl.full((ROWS,), -float("inf"), tl.float32)
         sum = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, VALUES), tl.float32)
-        for at in range(low, high, PAGES):
+        for at in tl.range(low, high, PAGES, num_stages=STAGES):  # without dots, only told loops fetch ahead
             there = at + j // BLOCK < high
             number_of = tl.load(table + at + j // BLOCK, mask=there, other=0).to(tl.int64)
             token = at * BLOCK + j
@@ -131,44 +141,68 @@ def _decode(  # type: ignore[no-untyped-def]
             where = flat + number_of * page
             k = where + (j % BLOCK * HEADS + head) * KEY
             v = where + values_at + (j % BLOCK * HEADS + head) * VALUE
-            k_JD = tl.load(k[:, None] + dk[None, :], mask=seen[:, None] & (dk < KEY)[None, :], other=0.0)
-            v_JD = tl.load(v[:, None] + dv[None, :], mask=seen[:, None] & (dv < VALUE)[None, :], other=0.0)
-            if ROWS == 1:
-                scores = tl.sum(k_JD.to(tl.float32) * q_GD.to(tl.float32), 1)[None, :]
-            else:
-                scores = tl.dot(q_GD, k_JD.T, input_precision="ieee")
+            k_JD = tl.load(k[:, None] + dk[None, :], mask=_within(seen, dk, KEY, KEYS), other=0.0)
+            v_JD = tl.load(v[:, None] + dv[None, :], mask=_within(seen, dv, VALUE, VALUES), other=0.0)
+            scores = tl.dot(q_GD, k_JD.T, input_precision="ieee")
             scores = tl.where(seen[None, :], _capped(scores * scaling, softcap, SOFTCAP), -float("inf"))
             new = tl.maximum(top, tl.max(scores, 1))
             weights, old = tl.exp2(scores - new[:, None]), tl.exp2(top - new)
-            if ROWS == 1:
-                added = tl.sum(weights.T * v_JD.to(tl.float32), 0)[None, :]
-            else:
-                added = tl.dot(weights.to(v_JD.dtype), v_JD, input_precision="ieee")
-            acc = acc * old[:, None] + added
+            acc = acc * old[:, None] + tl.dot(weights.to(v_JD.dtype), v_JD, input_precision="ieee")
             sum = sum * old + tl.sum(weights, 1)
             top = new
         query = head * GROUP + g
         to = (number * (HEADS * GROUP) + query) * SPLIT + s
         mask = mine[:, None] & (dv < VALUE)[None, :]
         _kept(
-            part,
-            stats,
-            sinks,
-            result,
-            to,
-            query,
-            row,
-            HEADS * GROUP,
-            acc,
-            top,
-            sum,
-            dv,
-            mask,
-            mine,
-            VALUE,
-            SPLIT,
-            SINKS,
+            part, stats, sinks, result, to, query, row, HEADS * GROUP, acc, top, sum, dv, mask, mine, VALUE, SPLIT, SINKS
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["layer", "window"])
+def _decode_alone(  # type: ignore[no-untyped-def]
+    q, flat, pages, singles, result, part, stats, sinks, layer, layers, most, page, values_at, q_row, q_head, window, scaling,
+    softcap, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    BLOCK: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """One head of keys with its only head of queries: sums in place of products of matrices, which would multiply by padding. Long: as
+    `_decode`."""
+    head, number, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at = singles + 3 * number
+    row, slot, end = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
+    if row >= 0:
+        begin = tl.where(window > 0, tl.maximum(end - window, 0), 0)
+        first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
+        each = tl.cdiv(tl.cdiv(last - first, SPLIT), PAGES) * PAGES
+        low = first + s * each
+        high = tl.minimum(low + each, last)
+        j, dk, dv = tl.arange(0, PAGES * BLOCK), tl.arange(0, KEYS), tl.arange(0, VALUES)
+        table = pages + (slot * layers + layer).to(tl.int64) * most
+        q_D = tl.load(q + row * q_row + head * q_head + dk, mask=dk < KEY, other=0.0).to(tl.float32)
+        inside_k, inside_v = (
+            j % BLOCK * (HEADS * KEY) + head * KEY,
+            values_at + j % BLOCK * (HEADS * VALUE) + head * VALUE,
         )
+        top, sum, acc = -float("inf"), 0.0, tl.zeros((VALUES,), tl.float32)
+        for start in tl.range(low, high, PAGES, num_stages=STAGES):
+            there = start + j // BLOCK < high
+            where = flat + tl.load(table + start + j // BLOCK, mask=there, other=0).to(tl.int64) * page
+            token = start * BLOCK + j
+            seen = there & (token < end) & (token >= begin)
+            k_JD = tl.load((where + inside_k)[:, None] + dk[None, :], mask=_within(seen, dk, KEY, KEYS), other=0.0)
+            v_JD = tl.load((where + inside_v)[:, None] + dv[None, :], mask=_within(seen, dv, VALUE, VALUES), other=0.0)
+            scores = _capped(tl.sum(k_JD.to(tl.float32) * q_D[None, :], 1) * scaling, softcap, SOFTCAP)
+            scores = tl.where(seen, scores, -float("inf"))
+            new = tl.maximum(top, tl.max(scores, 0))
+            weights, old = tl.exp2(scores - new), tl.exp2(top - new)
+            acc = acc * old + tl.sum(weights[:, None] * v_JD.to(tl.float32), 0)
+            sum = sum * old + tl.sum(weights, 0)
+            top = new
+        one = tl.arange(0, 1)
+        query = head + one
+        _kept(
+            part, stats, sinks, result, (number * HEADS + query) * SPLIT + s, query, row, HEADS, acc[None, :],
+            top + one.to(tl.float32), sum + one.to(tl.float32), dv, (dv < VALUE)[None, :], query >= 0, VALUE, SPLIT, SINKS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -230,7 +264,7 @@ def _prefill(  # type: ignore[no-untyped-def]
             where = flat + numbers * page
             k = where + (token % BLOCK * HEADS + head // GROUP) * KEY
             v = where + values_at + (token % BLOCK * HEADS + head // GROUP) * VALUE
-            k_JD = tl.load(k[:, None] + dk[None, :], mask=seen[:, None] & (dk < KEY)[None, :], other=0.0)
+            k_JD = tl.load(k[:, None] + dk[None, :], mask=_within(seen, dk, KEY, KEYS), other=0.0)
             scores = _capped(tl.dot(q_TD, k_JD.T, input_precision="ieee") * scaling, softcap, SOFTCAP)
             own = (position + t)[:, None]
             sees = seen[None, :] & (token[None, :] <= own) & ((window <= 0) | (token[None, :] > own - window))
@@ -238,7 +272,7 @@ def _prefill(  # type: ignore[no-untyped-def]
             new = tl.maximum(top, tl.max(scores, 1))
             base = tl.where(new == -float("inf"), 0.0, new)  # a row that sees none of these
             weights, old = tl.exp2(scores - base[:, None]), tl.exp2(top - base)
-            v_JD = tl.load(v[:, None] + dv[None, :], mask=seen[:, None] & (dv < VALUE)[None, :], other=0.0)
+            v_JD = tl.load(v[:, None] + dv[None, :], mask=_within(seen, dv, VALUE, VALUES), other=0.0)
             acc = acc * old[:, None] + tl.dot(weights.to(v_JD.dtype), v_JD, input_precision="ieee")
             sum = sum * old + tl.sum(weights, 1)
             top = new
@@ -283,13 +317,18 @@ def decode(
     stats = query.new_empty(count * heads * split * 2 if split > 1 else 0, dtype=torch.float32)
     sinks = part if how.sinks is None else how.sinks
     assert query.dtype in SUPPORTED
-    rows = 1 if group == 1 else max(16, triton.next_power_of_2(group))
-    _decode[(memory.heads, count, split)](
+    given = (
         query, memory.flat, memory.pages, singles, result, part, stats, sinks, memory.layer, *memory.pages.shape[1:],
         memory.page, memory.values_at, query.stride(1), query.stride(0), how.window or 0, how.scaling, how.softcap or 0.0,
-        memory.heads, group, memory.key, memory.value, _padded(memory.key), _padded(memory.value), rows, memory.block,
-        cut.pages, split, how.softcap is not None, how.sinks is not None, num_warps=cut.warps, num_stages=cut.stages,
+        memory.heads,
     )  # fmt: skip
+    sizes = memory.key, memory.value, _padded(memory.key), _padded(memory.value)
+    cuts = memory.block, cut.pages, split, cut.stages, how.softcap is not None, how.sinks is not None
+    grid, cuts_of = (memory.heads, count, split), {"num_warps": cut.warps, "num_stages": cut.stages}
+    if group == 1:
+        _decode_alone[grid](*given, *sizes, *cuts, **cuts_of)
+    else:
+        _decode[grid](*given, group, *sizes, max(16, triton.next_power_of_2(group)), *cuts, **cuts_of)
     if split > 1:
         _join[(count, heads)](
             part, stats, sinks, singles, result, heads, memory.value, _padded(memory.value), split, how.sinks is not None,
@@ -302,27 +341,14 @@ def prefill(memory: Memory, how: How, query: Tensor, blocks: Tensor, result: Ten
     query = query if query.stride(2) == 1 else query.contiguous()
     heads = query.shape[0]
     keys, values = _padded(memory.key), _padded(memory.value)
-    # Tiles of 64 rows gave wrong results and illegal accesses on an H200 with heads of 20 and 12 elements, padded; the cause is not known.
-    is_padded = (keys, values) != (memory.key, memory.value) or values < 32
-    large = is_padded or max(keys, values) > 128 or query.dtype == torch.float32
-    rows, columns = (32, 32) if large else (QUERIES, KEYS)
+    columns = 32 if max(keys, values) > 128 or query.dtype == torch.float32 else KEYS
     sinks = query if how.sinks is None else how.sinks
-    if rows < QUERIES:
-        blocks = _halved(blocks, rows)
     _prefill[(len(blocks), heads)](
         query, memory.flat, memory.pages, blocks, result, sinks, memory.layer, *memory.pages.shape[1:], memory.page,
         memory.values_at, query.stride(1), query.stride(0), how.window or 0, how.scaling, how.softcap or 0.0, memory.heads,
-        heads // memory.heads, memory.key, memory.value, keys, values, memory.block, rows, columns, how.softcap is not None,
-        how.sinks is not None, num_warps=4, num_stages=2,
+        heads // memory.heads, memory.key, memory.value, keys, values, memory.block, QUERIES, columns,
+        how.softcap is not None, how.sinks is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
-
-
-def _halved(blocks: Tensor, rows: int) -> Tensor:
-    """Each block as blocks of fewer rows."""
-    begin = torch.arange(0, QUERIES, rows, device=blocks.device, dtype=blocks.dtype)
-    first, count, slot, position = (word.unsqueeze(1) for word in blocks.unbind(1))
-    parts = first + begin, (count - begin).clamp(0, rows), slot.expand(-1, len(begin)), position + begin
-    return torch.stack(parts, dim=-1).flatten(0, 1)
 
 
 def _padded(size: int) -> int:

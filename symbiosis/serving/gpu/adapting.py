@@ -1,7 +1,8 @@
 """Adapters in a step on a GPU: at each group of layers that any loaded adapter acts on, their products are computed together when the
-first of them is called, one kernel shrinks the rows for all, and one expands them."""
+first of them is called. Beside them, on a stream of its own, one kernel shrinks the rows for all; then one expands them for all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from symbiosis.serving.gpu.compiled import put_in_place
 from symbiosis.serving.gpu.groups import Group, width_of
 from symbiosis.serving.gpu.tables import Rows
 
-FIRST_RANKS = 64  # of a group together, that there is room for at first
+RANKS = 16  # a group's room for ranks grows by so many
 Run = tuple[int, int, Book]  # rows behind each other of one adapter: the first, and how many
 
 
@@ -62,15 +63,16 @@ class Adapting:
         self, groups: Sequence[Group], rows: Rows, page: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._of = {name: group for group in groups for name in group.names}
-        self._taken: set[Group] = set()
+        self._ranks: dict[Group, int] = {}  # where adapters act: of a group together, that there is room for
         self._page, self._dtype, self._device = page, dtype, device
-        self._ranks = FIRST_RANKS
         self._entries = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
         self.state = 0
         self._is_compiled = False
         self.acts = False  # whether this step has rows of adapters
+        self._singly = False  # ... and each sequence one row
+        self._runs: tuple[Sequence[Run], Sequence[Run]] = (), ()
         self._kernels = with_triton("gpu.adapter_rows")
-        self._parts = max((self._kernels.parts_of(group.width) for group in groups), default=1)
+        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.resize(rows)
 
     def resize(self, rows: Rows) -> None:
@@ -79,49 +81,55 @@ class Adapting:
         self._records = [
             Records(entries, count, self._device) for entries, count in zip(self._entries, tiles, strict=True)
         ]
-        self._low = torch.empty(rows.rows * self._parts * self._ranks, dtype=torch.float32, device=self._device)
+        self._make_low()
+
+    def _make_low(self) -> None:
+        each = max((self._kernels.parts_of(group.width) * ranks for group, ranks in self._ranks.items()), default=0)
+        self._low = torch.empty(self._rows.rows * each, dtype=torch.float32, device=self._device)
         self.state += 1
 
     def add(self, adapter: LoadedAdapter) -> None:
         """Its places exist from now on."""
+        before = dict(self._ranks)
         for name in adapter.parts:
             group = self._of[name]
             ranks = sum(
                 0 if (part := adapter.parts.get(each)) is None or part.down is None else len(part.down)
                 for each in group.names
             )
-            if ranks > self._ranks:
-                self._ranks = 1 << (ranks - 1).bit_length()
-                self.resize(self._rows)
-            if group not in self._taken:
-                self._take_over(group)
-
-    def _take_over(self, group: Group) -> None:
-        self._taken.add(group)
-        if not self._is_compiled:
-            self._put_in_place(group)
-        self.state += 1
+            if group not in self._ranks and not self._is_compiled:
+                self._put_in_place(group)
+            self._ranks[group] = max(self._ranks.get(group, 0), _rounded(ranks))
+        if self._ranks != before:
+            self._make_low()
 
     def put_everywhere(self) -> None:
         """Before anything is compiled: a compiler would not see what is put in place later."""
         for group in dict.fromkeys(self._of.values()):
-            if group not in self._taken:
+            if group not in self._ranks:
                 self._put_in_place(group)
         self._is_compiled = True
 
     def _put_in_place(self, group: Group) -> None:
         before = [module.forward for module in group.modules]
-        for member, module in enumerate(group.modules):
-            put_in_place(module, partial(self._forward, group, member, before), width_of(module))
+        put_in_place(
+            group.modules, partial(self._products, group, before), [width_of(module) for module in group.modules]
+        )
 
     def begin(self, runs: Sequence[Run], kept_runs: Sequence[Run]) -> None:
-        self.acts = bool(runs or kept_runs)
+        """Whose the rows are, and those whose logits are kept."""
+        self.acts, self._runs = bool(runs or kept_runs), (runs, kept_runs)
+
+    def fill(self, singly: bool) -> None:
+        """The tables, for a step in which each sequence has one row, or for any."""
+        self._singly = singly
         self._rows.wait()
+        size = 1 if singly else self._kernels.TILE
         for section, records, of, head in (
-            ("tiles", self._records[0], runs, False),
-            ("kept_tiles", self._records[1], kept_runs, True),
+            ("tiles", self._records[0], self._runs[0], False),
+            ("kept_tiles", self._records[1], self._runs[1], True),
         ):
-            tiles = self._kernels.tiles_of([(first, rows) for first, rows, _ in of])
+            tiles = self._kernels.tiles_of([(first, rows) for first, rows, _ in of], size)
             words = self._rows.host[section]
             words[:] = 0
             if tiles:
@@ -133,42 +141,42 @@ class Adapting:
         for records in self._records:
             records.upload()
 
-    def _forward(self, group: Group, member: int, before: list[Any], x: Tensor) -> Tensor:
-        if not self.acts:
-            return before[member](x)  # type: ignore[no-any-return]
-        if member in group.ready and _are_same(group.given, x):
-            y = group.ready.pop(member)
-            if not group.ready:
-                group.given = None
-            return y
-        ys = [forward(x) for forward in before]
-        self._adapt_(group, x, ys)
-        group.given, group.ready = x, dict(enumerate(ys))
-        y = group.ready.pop(member)
-        if not group.ready:
-            group.given = None
-        return y  # type: ignore[no-any-return]
+    def _products(self, group: Group, before: list[Any], x: Tensor) -> list[Tensor]:
+        """Of all layers of a group."""
+        if not self.acts or group not in self._ranks:
+            return [forward(x) for forward in before]
+        x_TK, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self._kernels
+        tiles, count = self._tiles(group, len(x_TK))
+        parts, ranks = kernels.parts_of(x_TK.shape[1]), self._ranks[group]
+        low = self._low[: len(x_TK) * parts * ranks].view(len(x_TK), parts, ranks)
+        with self._beside(lambda: kernels.shrink(x_TK, tiles, count, group.entry, self._page, low)):
+            ys = [forward(x) for forward in before]
+        kernels.expand_([y.view(-1, y.shape[-1]) for y in ys], tiles, count, group.entry + 1, self._page, low)
+        return ys
 
-    def _adapt_(self, group: Group, x: Tensor, ys: list[Tensor]) -> None:
-        x_TK, y_TNs = x.reshape(-1, x.shape[-1]).contiguous(), [y.view(-1, y.shape[-1]) for y in ys]
-        rows, records = len(x_TK), self._records[group.is_head].device
-        words = self._rows.device["kept_tiles" if group.is_head else "tiles"]
+    def _tiles(self, group: Group, rows: int) -> tuple[Any, int]:
+        """Of the rows that the group sees, and how many there may be."""
         if rows > (self._rows.sequences if group.is_head else self._rows.rows):
             raise AdapterError(f"{group.names[0]} was given {rows} rows: adapters cannot act there")
-        tiles, count = self._kernels.Tiles(words, records), self._rows.tiles_of(rows)
-        parts = self._kernels.parts_of(x_TK.shape[1])
-        low = self._low[: rows * parts * self._ranks].view(rows, parts, self._ranks)
-        self._kernels.shrink(x_TK, tiles, count, group.entry, self._page, low)
-        self._kernels.expand_(y_TNs, tiles, count, group.entry + 1, self._page, low)
+        words = self._rows.device["kept_tiles" if group.is_head else "tiles"]
+        tiles = self._kernels.Tiles(words, self._records[group.is_head].device, self._singly)
+        return tiles, rows if self._singly else self._rows.tiles_of(rows)
+
+    @contextmanager
+    def _beside(self, run: Callable[[], object]) -> Iterator[None]:
+        """Runs it beside what the block runs."""
+        if self._aside is None:
+            run()
+            yield
+            return
+        now = torch.cuda.current_stream(self._device)
+        self._aside.wait_stream(now)
+        with torch.cuda.stream(self._aside):
+            run()
+        yield
+        now.wait_stream(self._aside)
 
 
-def _are_same(a: Tensor | None, b: Tensor) -> bool:
-    """Whether they are the same rows; a compiler passes on other objects."""
-    if a is b:
-        return True
-    return a is not None and (a.data_ptr(), a.shape, a.stride(), a.dtype) == (
-        b.data_ptr(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-    )
+def _rounded(ranks: int) -> int:
+    """Up to what is computed at once, so that there are not many kinds of graphs."""
+    return max(1, -(-ranks // RANKS)) * RANKS

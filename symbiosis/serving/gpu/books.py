@@ -14,7 +14,7 @@ from symbiosis.serving.adapters.residency import NAMES, Run, matrices_of, place,
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.gpu.groups import Group
 
-SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 16
+SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 64
 
 
 @dataclass(slots=True, frozen=True, eq=False)

@@ -4,7 +4,7 @@ Products with adapters and attention are custom ops there. Which layer, or which
 into the code: one compilation serves all layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -16,25 +16,37 @@ from symbiosis.serving.attention import attend_now
 
 
 class Place:
-    """Of a linear layer: what is called in its stead."""
+    """Where linear layers see the same rows: when the first is called, `products` computes those of all, and the others take theirs."""
 
-    def __init__(self, forward: Callable[[Tensor], Tensor]) -> None:
-        self.forward = forward
+    def __init__(self, products: Callable[[Tensor], list[Tensor]], widths: list[int]) -> None:
+        self.products, self.widths = products, widths
         self.number = torch.tensor(id(self))
+        self._given: Tensor | None = None
+        self._ready: list[Tensor] = []
         _places[id(self)] = self
+
+    def take(self, member: int, x: Tensor) -> Tensor:
+        if self._given is not x:
+            is_compiling = torch.compiler.is_compiling()
+            self._ready = _adapted_products(x, self.number, self.widths) if is_compiling else self.products(x)
+            self._given = x
+        y = self._ready[member]
+        if member == len(self.widths) - 1:
+            self._given, self._ready = None, []
+        return y
 
 
 _places: "WeakValueDictionary[int, Place]" = WeakValueDictionary()
 
 
-@torch.library.custom_op("symbiosis::adapted_product", mutates_args=())
-def _adapted_product(x: Tensor, place: Tensor, width: int) -> Tensor:
-    return _places[int(place)].forward(x)
+@torch.library.custom_op("symbiosis::adapted_products", mutates_args=())
+def _adapted_products(x: Tensor, place: Tensor, widths: list[int]) -> list[Tensor]:
+    return _places[int(place)].products(x)
 
 
-@_adapted_product.register_fake
-def _shape_of_product(x: Tensor, place: Tensor, width: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], width)
+@_adapted_products.register_fake
+def _shapes_of_products(x: Tensor, place: Tensor, widths: list[int]) -> list[Tensor]:
+    return [x.new_empty(*x.shape[:-1], width) for width in widths]
 
 
 @torch.library.custom_op("symbiosis::paged_attention", mutates_args=())
@@ -55,29 +67,28 @@ def _shape_of_attention(
 
 
 class Placed:
-    """A linear layer in whose stead a place is called; a mixin."""
+    """A linear layer that takes its products from a place; a mixin."""
 
     symbiosis_place: Place
-    symbiosis_number: Tensor
-    symbiosis_width: int
+    symbiosis_member: int
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return _adapted_product(x, self.symbiosis_number, self.symbiosis_width)
-        return self.symbiosis_place.forward(x)
+        return self.symbiosis_place.take(self.symbiosis_member, x)
 
 
 _kinds: dict[type[nn.Module], type[nn.Module]] = {}
 
 
-def put_in_place(module: nn.Module, forward: Callable[[Tensor], Tensor], width: int) -> None:
-    kind = type(module)
-    if kind not in _kinds:
-        _kinds[kind] = type(kind.__name__, (Placed, kind), {"__module__": kind.__module__})
-    place = Place(forward)
-    for name, value in (("place", place), ("number", place.number), ("width", width)):
-        object.__setattr__(module, f"symbiosis_{name}", value)
-    module.__class__ = _kinds[kind]
+def put_in_place(modules: Sequence[nn.Module], products: Callable[[Tensor], list[Tensor]], widths: list[int]) -> None:
+    """These layers, in the order in which they are called, take what `products` computes."""
+    place = Place(products, widths)
+    for member, module in enumerate(modules):
+        kind = type(module)
+        if kind not in _kinds:
+            _kinds[kind] = type(kind.__name__, (Placed, kind), {"__module__": kind.__module__})
+        object.__setattr__(module, "symbiosis_place", place)
+        object.__setattr__(module, "symbiosis_member", member)
+        module.__class__ = _kinds[kind]
 
 
 def compile_layers(model: nn.Module, count: int, backend: str = "inductor") -> int:

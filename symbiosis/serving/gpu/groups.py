@@ -1,7 +1,7 @@
 """Linear layers that see the very same rows (q, k and v; gate and up), found by looking: adapters act at them together."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,6 @@ class Group:
     is_head: bool  # sees only rows whose logits are kept
     entry: int = 0
     width: int = 0  # of the rows
-    given: Tensor | None = None  # the rows of which `ready` was made
-    ready: dict[int, Tensor] = field(default_factory=dict)  # what members will return that have not been called yet
 
     @property
     def last_entry(self) -> int:

@@ -27,9 +27,7 @@ from symbiosis.serving.step import Sequence as OneSequence
 from symbiosis.serving.step import Step
 
 logger = logging.getLogger("symbiosis")
-DTYPES = (
-    torch.float32,
-)  # prefill of bfloat16 and float16 read beyond its memory on an H200 for some heads: not before that is mended
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_GRAPHS = 64
 FINEST = 32  # rows: steps of more are rounded up to a power of two, or to one and a half of it
 
@@ -102,14 +100,12 @@ class Runner:
 
     def logits(self, step: Step, kept: Tensor, inputs: Callable[[], dict[str, Any]]) -> Tensor:
         """Of the kept rows. `inputs` are what the model is called with if it runs as it is."""
-        self._rows.fill(step, self._slots, kept)
-        self._rows.upload()
-        if self.adapting is not None:
-            self.adapting.upload()
-        if self._captured is None or not self.is_plain or len(kept) > self._rows.sequences:
+        is_eager = self._captured is None or not self.is_plain or len(kept) > self._rows.sequences
+        shape = Shape(step.rows, *self._counts(step), 0) if is_eager else self._shape(step, kept)
+        self._fill(step, kept, shape)
+        if is_eager:
             with torch.compiler.set_stance("force_eager"):  # compiled code does not see hooks
-                return self._run(Shape(step.rows, *self._counts(step), 0), inputs(), kept.to(self._device))
-        shape = self._shape(step, kept)
+                return self._run(shape, inputs(), kept.to(self._device))
         try:
             with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
                 logits: Tensor = self._captured(shape.rows, shape.singles, shape.blocks, shape.kept, self._key())
@@ -118,6 +114,14 @@ class Runner:
             self._captured = self._logits
             logits = self._logits(shape.rows, shape.singles, shape.blocks, shape.kept, self._key())
         return logits[: len(kept)]
+
+    def _fill(self, step: Step, kept: Tensor, shape: Shape) -> None:
+        """The tables, and to the device with them."""
+        self._rows.fill(step, self._slots, kept)
+        if self.adapting is not None:
+            self.adapting.fill(singly=not shape.blocks)
+            self.adapting.upload()
+        self._rows.upload()
 
     def _shape(self, step: Step, kept: Tensor) -> Shape:
         singles, blocks = self._counts(step)
