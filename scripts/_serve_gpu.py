@@ -36,7 +36,7 @@ class Size:
     layers: int = 32
     heads: int = 32
     vocabulary: int = 32000
-    memory: int = 70 * GIB
+    memory: int = 46 * GIB
 
     @property
     def weight_bytes(self) -> int:
@@ -51,6 +51,7 @@ class Size:
         return tokens * 2 * self.hidden * 2 * self.layers
 
 
+LOADED = Size(memory=40 * GIB)  # beside a second model, of those that it is compared with
 TINY = Size(256, 688, 2, 4, 512, 1 << 28)
 
 

@@ -3,7 +3,13 @@
     python scripts/bench_serve.py --cpu --quick
     python scripts/bench_serve.py --cpu      # 16 requests of 8 adapters at once, against PEFT one after another
 
-    python scripts/bench_serve.py step       # on a GPU: a decoding step with many adapters, Llama-7B shapes
+On a GPU, with Llama-7B shapes; --quick is shorter, --tiny a small model on a CPU:
+
+    python scripts/bench_serve.py step       # a decoding step with many adapters, beside the bytes that it must read
+    python scripts/bench_serve.py punica     # Punica's load, beside PEFT's adapter_names and transformers' continuous batching
+    python scripts/bench_serve.py slora      # S-LoRA's loads: up to 2,000 adapters, rates up to saturation
+    python scripts/bench_serve.py cold       # the first token of an adapter in the host's memory, or on disk
+    python scripts/bench_serve.py mixed      # streams of tokens beside two trainers on the same executor
 
 One process, so that both have the same threads. Both take turns in every round; the table has medians over the rounds.
 """
@@ -14,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,6 +31,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from symbiosis import mps
 from symbiosis.serving import Engine
 from symbiosis.serving.request import Output, Request, Sampling
 from symbiosis.tools.reporting import Report, print_table
@@ -33,6 +41,7 @@ RANKS = (4, 8, 16, 32)
 PROMPT = 32
 MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LATEST_S = 120.0
+WHATS = ("step", "punica", "slora", "cold", "mixed", "attention", "adapters")
 
 
 def build(hidden: int, layers: int) -> nn.Module:
@@ -97,9 +106,15 @@ def by_peft(model: Any, names: list[str], length: int) -> tuple[float, list[list
 
 def on_gpu(args: argparse.Namespace) -> int:
     import _serve_gpu
+    import _serve_loads
 
     report = Report(f"bench_serve {args.what}")
-    if args.what == "attention":
+    if args.what in _serve_loads.LOADS:
+        size, device = (_serve_gpu.TINY, "cpu") if args.tiny else (_serve_gpu.LOADED, "cuda")
+        setting = _serve_loads.Setting(size, device, args.quick, args.tiny, args.compile)
+        with nullcontext() if args.tiny or args.what != "mixed" else mps.running():
+            _serve_loads.LOADS[args.what](report, setting)
+    elif args.what == "attention":
         _serve_gpu.sweep_attention()
     elif args.what == "adapters":
         _serve_gpu.sweep_adapters()
@@ -112,11 +127,13 @@ def on_gpu(args: argparse.Namespace) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=["step", "attention", "adapters"], help="on a GPU")
+    parser.add_argument(
+        "what", nargs="?", choices=WHATS, help="on a GPU; attention, adapters: how their kernels are best cut"
+    )
     parser.add_argument("--cpu", action="store_true", help="on this machine's CPU, in float32")
-    parser.add_argument("--compile", action="store_true", help="step: with torch.compile")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile")
     parser.add_argument("--profile", action="store_true", help="step: tell which kernels take the time")
-    parser.add_argument("--tiny", action="store_true", help="step: of a tiny model, on a CPU by Triton's interpreter")
+    parser.add_argument("--tiny", action="store_true", help="of a tiny model, on a CPU; step: by Triton's interpreter")
     parser.add_argument("--quick", action="store_true", help="shorter, and one round")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=1024)
@@ -127,7 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     if args.what is not None:
         return on_gpu(args)
     if not args.cpu:
-        parser.error("say `step`, or --cpu")
+        parser.error(f"say what ({', '.join(WHATS)}), or --cpu")
     length, rounds = (16, 1) if args.quick else (64, 3)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

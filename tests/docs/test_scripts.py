@@ -6,6 +6,7 @@ Processes are threads here (how the scripts' processes start is tested with one 
 import importlib
 import json
 import math
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -356,3 +357,61 @@ def test_the_server_beside_peft(
     bench.main(["--cpu", "--quick", "--hidden", "128", "--layers", "1", "--threads", "1"])
     found = last_line(capsys.readouterr().out, "bench_serve")["figures"]
     assert found["different_requests"] == 0 and found["server_tokens_per_s"] > 0
+
+
+BARS_OF_LOADS = {
+    "punica": {f"punica_{kind}_{what}" for kind in ("distinct", "uniform", "skewed", "identical") for what in ("tokens_per_s", "of_steps")}
+    | {"distinct_over_peft_adapter_names", "distinct_over_transformers_batching"},
+    "slora": {"S1_5_over_slora", "S1_many_of_few", "S1_satisfied_by_abort"},
+    "cold": {"cold_host_over_warm", "cold_disk_over_warm"},
+    "mixed": {"mixed_p50_over_alone", "mixed_p99_over_alone", "mixed_trainers_keep"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("load", BARS_OF_LOADS)
+def test_loads_of_the_server(
+    load: str, script: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a tiny model on the CPU, where the times say nothing; every request is answered in full, and the exit status is that of the bars."""
+    bench = script("bench_serve")
+    monkeypatch.setattr(bench, "prepare", lambda threads: None)
+    monkeypatch.setattr(importlib.import_module("_serve_loads"), "workers", workers)
+    status = bench.main([load, "--tiny", "--threads", "1"])
+    found = last_line(capsys.readouterr().out, f"bench_serve {load}")
+    assert {bar["name"] for bar in found["bars"]} == BARS_OF_LOADS[load]
+    assert all(bar["value"] > 0 or "abort" in bar["name"] for bar in found["bars"])
+    assert status == (0 if all(bar["holds"] for bar in found["bars"]) else 1)
+
+
+def test_the_loads_of_papers(script: Callable) -> None:
+    """They are the same at every run, and what the papers say."""
+    script("bench_serve")
+    loads = importlib.import_module("_serve_loads")
+    lengths = loads.lengths_like_sharegpt(1000, 1 << 20)
+    means = [sum(each) / 1000 for each in zip(*lengths, strict=True)]
+    assert lengths == loads.lengths_like_sharegpt(1000, 1 << 20)
+    assert means == pytest.approx([161, 338], rel=0.15)
+    kinds = {kind: loads.popularity(kind, 1000) for kind in ("distinct", "uniform", "skewed", "identical")}
+    assert {kind: len(set(of)) for kind, of in kinds.items() if kind != "skewed"} == {"distinct": 1000, "uniform": 32, "identical": 1}  # fmt: skip
+    most, next_to_it = sorted((kinds["skewed"].count(of) for of in set(kinds["skewed"])), reverse=True)[:2]
+    assert most / next_to_it == pytest.approx(2**1.5, rel=0.25)
+    asks = loads.gamma_arrivals(50.0, 40.0, ["a", "b"], 512)
+    gaps = [after.at - before.at for before, after in zip(asks, asks[1:], strict=False)]
+    assert sum(gaps) / len(gaps) == pytest.approx(1 / 50, rel=0.1)
+    assert statistics.pstdev(gaps) == pytest.approx(1 / 50, rel=0.15)
+
+
+def test_what_users_got_of_a_load(script: Callable) -> None:
+    """Satisfaction falls with the square of the wait; a request that was refused, or cut off, satisfies nobody or counts for nothing."""
+    script("bench_serve")
+    loads = importlib.import_module("_serve_loads")
+    told = [
+        loads.Ask(1.0, 4, 2, None, [1.0, 2.0], loads.Finish.LENGTH),
+        loads.Ask(0.0, 4, 2, None, [3.0, 4.0], loads.Finish.LENGTH),
+        loads.Ask(0.0, 4, 2, None, [7.0], loads.Finish.CANCELLED),
+        loads.Ask(0.0, 4, 2, None, [], loads.Finish.ABORTED),
+    ]
+    served = loads.Served.of(told, 2.0, 10.0)
+    assert (served.requests_per_s, served.attainment) == (0.2, 0.5)
+    assert served.satisfaction == pytest.approx((1.0 + 0.75) / 4)
+    assert served.first_s == pytest.approx(10 / 3)

@@ -12,6 +12,7 @@ from symbiosis.serving.step import Sequence
 
 NOWHERE = float("-inf")
 COLDEST = 1e-5  # a lower temperature changes nothing but that its numbers become too small
+NONE = -1  # no token
 MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64
 MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -39,19 +40,41 @@ def choose(
     best, ids = scores.max(dim=-1)
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
     if drawn:
-        ids[drawn] = _draw(scores[drawn], [sequences[row] for row in drawn])
-    chosen = [id if finite else None for id, finite in zip(ids.tolist(), best.isfinite().tolist(), strict=True)]
-    return _with_logprobs(logits, sequences, chosen)
+        which = _there(drawn, scores.device)
+        ids = ids.index_copy(0, which, _draw(scores[which], [sequences[row] for row in drawn]))
+    ids = torch.where(best.isfinite(), ids, NONE)
+    asked = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
+    tops = [sequences[row].request.sampling.logprobs for row in asked]
+    which = _there(asked, scores.device)
+    found = _logprobs(logits[which], ids[which].clamp(min=0), tops) if asked else None
+    numbers = ids.double() if found is None else torch.cat([ids.double(), found.flatten()])
+    told = numbers.tolist()  # the one copy to the host, which waits for the step
+    tokens = [Token(int(id)) if id >= 0 else None for id in told[: len(sequences)]]
+    if found is not None:
+        width, rest = found.shape[1], told[len(sequences) :]
+        for number, row in enumerate(asked):
+            if tokens[row] is not None:
+                tokens[row] = _token(int(told[row]), rest[number * width : (number + 1) * width], tops[number])
+    return tokens
 
 
 def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[Token]:
     """Return these tokens with their log probabilities, and with those of so many of the most likely tokens."""
+    found = _logprobs(logits, _there(ids, logits.device), tops).tolist()
+    return [_token(id, row, count) for id, row, count in zip(ids, found, tops, strict=True)]
+
+
+def _logprobs(logits: Tensor, ids: Tensor, tops: list[int | None]) -> Tensor:
+    """Return in each row that of its token, then the most likely tokens, then theirs, in float64, which holds all of them as they are."""
     logprobs = logits.log_softmax(dim=-1)
-    own = logprobs.gather(1, torch.tensor(ids, device=logits.device).unsqueeze(1)).squeeze(1).tolist()
-    most = min(max(count or 0 for count in tops), logits.shape[1])
-    values, which = logprobs.topk(most, dim=-1)
-    rows = zip(ids, own, tops, which.tolist(), values.tolist(), strict=True)
-    return [Token(id, logprob, tuple(zip(w, v, strict=True))[: count or 0]) for id, logprob, count, w, v in rows]
+    values, which = logprobs.topk(min(max(count or 0 for count in tops), logits.shape[1]), dim=-1)
+    return torch.cat([each.double() for each in (logprobs.gather(1, ids.unsqueeze(1)), which, values)], dim=1)
+
+
+def _token(id: int, row: list[float], count: int | None) -> Token:
+    most = len(row) // 2
+    tops = tuple((int(which), logprob) for which, logprob in zip(row[1 : 1 + most], row[1 + most :], strict=True))
+    return Token(id, row[0], tops[: count or 0])
 
 
 def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -74,11 +97,11 @@ def _draw(scores: Tensor, sequences: list[Sequence]) -> Tensor:
     """Draw by the inverse of the cumulative distribution, in the order of the tokens' numbers. Then rounding hardly ever changes which
     token is drawn."""
     device, samplings = scores.device, [sequence.request.sampling for sequence in sequences]
-    heat = torch.tensor([max(sampling.temperature, COLDEST) for sampling in samplings], device=device)
+    heat = _there([max(sampling.temperature, COLDEST) for sampling in samplings], device)
     scores = (scores - scores.max(dim=-1, keepdim=True).values) / heat.unsqueeze(1)
     probabilities = _truncated(scores, samplings).softmax(dim=-1, dtype=torch.float64)
-    seeds = torch.tensor([seed_of(sequence) for sequence in sequences], device=device)
-    positions = torch.tensor([sequence.produced for sequence in sequences], device=device)
+    seeds = _there([seed_of(sequence) for sequence in sequences], device)
+    positions = _there([sequence.produced for sequence in sequences], device)
     cumulative = probabilities.cumsum(dim=-1)
     reached = uniform(seeds, positions).unsqueeze(1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, reached, right=True).squeeze(1)
@@ -91,8 +114,8 @@ def _truncated(scores: Tensor, samplings: list[Sampling]) -> Tensor:
     device, count = scores.device, scores.shape[1]
     if any(0 < sampling.top_k < count or sampling.top_p < 1.0 for sampling in samplings):
         ranked, order = scores.sort(dim=-1, descending=True, stable=True)
-        k = torch.tensor([min(sampling.top_k or count, count) for sampling in samplings], device=device)
-        p = torch.tensor([sampling.top_p for sampling in samplings], device=device)
+        k = _there([min(sampling.top_k or count, count) for sampling in samplings], device)
+        p = _there([sampling.top_p for sampling in samplings], device)
         ranked = ranked.masked_fill(torch.arange(count, device=device) >= k.unsqueeze(1), NOWHERE)
         likely = ranked.softmax(dim=-1)
         before = likely.cumsum(dim=-1) - likely
@@ -100,7 +123,7 @@ def _truncated(scores: Tensor, samplings: list[Sampling]) -> Tensor:
         beyond[:, 0] = False
         scores = torch.empty_like(scores).scatter_(1, order, ranked.masked_fill(beyond, NOWHERE))
     if any(sampling.min_p > 0.0 for sampling in samplings):
-        least = torch.tensor([sampling.min_p for sampling in samplings], device=device).log().unsqueeze(1)
+        least = _there([sampling.min_p for sampling in samplings], device).log().unsqueeze(1)
         scores = scores.masked_fill(scores < scores.max(dim=-1, keepdim=True).values + least, NOWHERE)
     return scores
 
@@ -147,15 +170,11 @@ def _shape(scores: Tensor, sequence: Sequence, ends: frozenset[int], allowed: Te
         scores.masked_fill_(~allowed.to(device), NOWHERE)
 
 
-def _with_logprobs(logits: Tensor, sequences: list[Sequence], chosen: list[int | None]) -> list[Token | None]:
-    tokens = [None if id is None else Token(id) for id in chosen]
-    counts = [sequence.request.sampling.logprobs for sequence in sequences]
-    asked = [row for row, id in enumerate(chosen) if id is not None and counts[row] is not None]
-    if asked:
-        ids = [id for id in (chosen[row] for row in asked) if id is not None]
-        for row, token in zip(asked, logprobs_of(logits[asked], ids, [counts[row] for row in asked]), strict=True):
-            tokens[row] = token
-    return tokens
+def _there(numbers: list[int] | list[float], device: torch.device) -> Tensor:
+    """Put numbers on the device, without waiting for what it computes."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, device=device, dtype=None if numbers else torch.long)
+    return torch.tensor(numbers, dtype=None if numbers else torch.long).pin_memory().to(device, non_blocking=True)
 
 
 def _mixed(x: Tensor) -> Tensor:
