@@ -67,7 +67,8 @@ class Server:
 
     def __init__(self, setting: Setting, names: int, ranks: Sequence[int] = (RANK,), **options: Any) -> None:
         self.setting = setting
-        options = {"max_batch": 32, "max_waiting": 1 << 20, "adapter_memory": ENDLESS} | options
+        fixed = {"max_waiting": 1 << 20, "adapter_memory": ENDLESS, "compiles": setting.compiles}
+        options = {"max_batch": 32} | fixed | options
         self.batch: int = options["max_batch"]
         self.engine = Engine(build(setting.size, setting.device), memory=setting.size.memory, **options)
         self.served: Any = self.engine._served  # type: ignore[attr-defined]
@@ -76,8 +77,6 @@ class Server:
         for number, name in enumerate(self.names):
             adapter = LoadedAdapter(name=name, version=Adapter.next_version(), **sets[number % len(sets)])
             self.engine._library._keep(Found(adapter, None))  # type: ignore[attr-defined]
-        if setting.compiles and self.served.runner is not None:
-            self.served.runner.compile()
         self._next = 0
 
     def run(self, asks: Sequence[Ask], seconds: float | None = None) -> float:

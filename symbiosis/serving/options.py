@@ -36,6 +36,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     first_token_s: float = 6.0
     prefill_tokens: int = 512
     dtype: str | None = None
+    compile: bool = False
     drain_s: float = 30.0
     max_body_bytes: int = 16 << 20
     max_adapter_bytes: int = 1 << 30

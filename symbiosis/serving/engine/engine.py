@@ -47,6 +47,7 @@ class Engine:
             "vtc": tenants get alike.
         max_waiting: Requests under way; more are refused.
         of_tenant: Sequences of one tenant that run together while others wait; None is no limit.
+        compiles: Whether the model's layers are compiled by torch, when they first run. Only on a GPU, where its kernels serve the model.
         max_rank: Adapters of a larger rank are refused.
         adapter_memory: Bytes of the host's memory for adapters. Those of the folder are let go for others, and read again; beyond it
             others are refused. Default: a quarter of what is free.
@@ -74,6 +75,7 @@ class Engine:
         of_tenant: int | None = None,
         max_rank: int = 256,
         adapter_memory: int | None = None,
+        compiles: bool = False,
     ) -> None:
         _check_options(
             policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens,
@@ -94,6 +96,8 @@ class Engine:
         self._max_waiting = max_waiting
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
         self._served.serve(max_batch, max_batch + prefill_tokens)
+        if compiles and self._served.runner is not None:
+            self._served.runner.compile()
         self._loop = Loop(self._served, self._scheduler)
         self._library.on_replaced = self._forget
 
