@@ -88,9 +88,7 @@ class Bench:
         self.sites = Sites(self.served, self.residency)
         self._packed: Any = None
         self._parts = self._make_parts()
-        self.served.serve(most, most + 512)
-        if compiles:
-            self.served.runner.compile()
+        self.served.serve(most, most + 512, compiles)
 
     def _make_parts(self) -> dict[str, Part]:
         parts = {}
@@ -265,7 +263,7 @@ def sweep_attention(layers: int = 8) -> None:
         query = torch.randn(heads, rows, 128, device="cuda", dtype=torch.bfloat16)
         result = torch.empty(rows, heads, 128, device="cuda", dtype=torch.bfloat16)
         found = []
-        for cut in (kernels.Decode(p, w, s) for p in (1, 2, 4) for w in (2, 4) for s in (2, 3)):
+        for cut in (kernels.Decode(p, w, s) for p in (1, 2, 4) for w in (2, 4) for s in (2, 3, 4)):
             for split in (1, 2, 4):
 
                 def run(cut: Any = cut, split: int = split) -> None:
@@ -279,7 +277,7 @@ def sweep_attention(layers: int = 8) -> None:
                     print("attention", cut, split, repr(error)[:150], flush=True)
         found.sort()
         speed = flat.nbytes / layers / found[0][0] / 1e6
-        default = [took for took, cut, split in found if cut == tuple(kernels.DECODE) and split == kernels.split_for(rows, shared, blocks)]  # fmt: skip
+        default = [took for took, cut, split in found if cut == tuple(kernels.DECODE_ALONE if shared == heads else kernels.DECODE) and split == kernels.split_for(rows, shared, blocks)]  # fmt: skip
         print(f"attention {rows} x {context}, {shared} heads of keys: {speed:.2f} TB/s;", [(f"{t:.1f} us", c, s) for t, c, s in found[:4]], "default", default, flush=True)  # fmt: skip
 
 
@@ -308,32 +306,30 @@ def sweep_adapters() -> None:
                 addresses[entry, number // rows, number % rows] = stores[-1].data_ptr()
         x = torch.randn(rows, K, device="cuda", dtype=torch.bfloat16)
         ys = [torch.randn(rows, n, device="cuda", dtype=torch.bfloat16) for n in widths]
-        low = torch.empty(rows, kernels.parts_of(K), 64, device="cuda")
-        distinct = torch.tensor([(row, 1) for row in range(rows)], dtype=torch.int32, device="cuda")
-        same = torch.zeros(rows, 2, dtype=torch.int32, device="cuda")
-        same[:2] = torch.tensor([(0, 16), (16, 16)])
+        words = torch.tensor([(row, 1) for row in range(rows)], dtype=torch.int32, device="cuda")
         sets = [addresses[:, number].contiguous().cuda() for number in range(8)]
-        for kind, words in (("distinct", distinct), ("identical", same)):
-            for what, cuts in (("SHRINK", ((128, 4), (256, 2), (256, 4), (512, 4), (512, 8), (1024, 8))), ("EXPAND", ((128, 2), (128, 4), (256, 2), (256, 4), (512, 4), (512, 8), (1024, 8)))):  # fmt: skip
+        same = [each[:, :1].expand(-1, rows).contiguous() for each in sets]
+        for kind, of in (("distinct", sets), ("identical", same)):
+            for what in ("SHRINK_ONE", "EXPAND_ONE"):
                 found, before = [], getattr(kernels, what)
-                for columns, warps in cuts:
-                    for stages in (2, 4) if what == "SHRINK" else (2,):
-                        setattr(kernels, what, kernels.Cut(columns, warps, stages))
+                for columns, warps in ((256, 2), (512, 2), (512, 4), (1024, 4), (1024, 8), (2048, 8)):
+                    setattr(kernels, what, kernels.Cut(columns, warps))
+                    low = torch.empty(rows, kernels.parts_of(K), RANK * members, device="cuda")
 
-                        def run(what: str = what, words: Any = words) -> None:
-                            for records in sets:
-                                tiles = kernels.Tiles(words, records)
-                                if what == "SHRINK":
-                                    kernels.shrink(x, tiles, rows, 0, page, low)
-                                else:
-                                    kernels.expand_(ys, tiles, rows, 1, page, low)
+                    def run(what: str = what, low: Any = low) -> None:
+                        for records in of:
+                            tiles = kernels.Tiles(words, records, True)
+                            if what == "SHRINK_ONE":
+                                kernels.shrink(x, tiles, rows, 0, page, low)
+                            else:
+                                kernels.expand_(ys, tiles, rows, 1, page, low)
 
-                        try:
-                            found.append((captured_time(run, 5) / len(sets) * 1e3, columns, warps, stages))
-                        except Exception as error:
-                            print(what, columns, warps, repr(error)[:150], flush=True)
-                        finally:
-                            setattr(kernels, what, before)
+                    try:
+                        found.append((captured_time(run, 5) / len(of) * 1e3, columns, warps))
+                    except Exception as error:
+                        print(what, columns, warps, repr(error)[:150], flush=True)
+                    finally:
+                        setattr(kernels, what, before)
                 found.sort()
-                default = [took for took, *cut in found if tuple(cut[:2]) == tuple(before)[:2]]
-                print(f"{what} {kind} {K} -> {widths}:", [f"{t:.1f} us {c} x {w} warps, {s}" for t, c, w, s in found[:4]], "default", [f"{t:.1f}" for t in default], flush=True)  # fmt: skip
+                default = [took for took, *cut in found if tuple(cut) == tuple(before)[:2]]
+                print(f"{what} {kind} {K} -> {widths}:", [f"{t:.1f} us {c} x {w} warps" for t, c, w in found[:4]], "default", [f"{t:.1f}" for t in default], flush=True)  # fmt: skip

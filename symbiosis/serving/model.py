@@ -52,10 +52,12 @@ class Served(ABC):
     def logits(self, step: Step, rows: Tensor) -> Tensor:
         """Return the logits of these rows of the step, float32 [rows, vocabulary]."""
 
-    def serve(self, sequences: int, rows: int) -> None:
+    def serve(self, sequences: int, rows: int, compiles: bool = False) -> None:
         """Prepare for steps of up to so many sequences and rows."""
         if self.runner is not None:
             self.runner.serve(sequences, rows)
+            if compiles:
+                self.runner.compile()
 
     def release(self, sequence: Sequence) -> None:
         """Free what was computed of a sequence."""

@@ -2,7 +2,7 @@
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,29 @@ def test_every_kind_in_one_batch_has_the_logits_it_has_alone(tmp_path: Path, dty
             assert off(mine, expected) < AS_ALONE[dtype], name
             sequence.tokens.append(int(expected.argmax()))
     assert sites is not None
+
+
+@pytest.mark.skipif(INTERPRETED, reason="torch compiles kernels for a GPU")
+@torch.inference_mode()
+def test_compiled_layers_compute_what_they_did(tmp_path: Path) -> None:
+    base = llama()
+    made = {f"r{rank}": saved(base, lora(rank), tmp_path / f"r{rank}", seed=rank) for rank in (3, 16)}
+    with Engine(deepcopy(base), adapters=tmp_path, memory=1 << 24, max_batch=4, compiles=True) as engine:
+        for _ in range(4):  # as it is, then captured, then replayed
+            for name, prompt in answers_to(made):
+                alone = base if name is None else made[name][1]
+                ids = torch.tensor([prompt], device=DEVICE)
+                told = alone.generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+                )
+                mine = engine.generate(prompt, adapter=name, max_tokens=8, temperature=0.0, ignore_eos=True)
+                assert mine.tokens == told[0, len(prompt) :].tolist(), (name, len(prompt))
+
+
+def answers_to(names: Iterable[str]) -> Iterator[tuple[str | None, list[int]]]:
+    for name in (None, *names):
+        for length in (1, 6, 30):
+            yield name, list(range(3, 3 + length))
 
 
 @pytest.mark.timeout(400)

@@ -40,7 +40,7 @@ class Cut(NamedTuple):
 
 
 SHRINK, EXPAND = Cut(256, 4), Cut(256, 4)
-SHRINK_ONE, EXPAND_ONE = Cut(1024, 4), Cut(1024, 4)  # of single rows
+SHRINK_ONE, EXPAND_ONE = Cut(512, 4), Cut(512, 2)  # of single rows
 BLOCKS = 4  # of ranks that are computed side by side; further ones follow in turn
 BEHIND = RANKS * BLOCKS
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from symbiosis.kernels.gpu.adapter_rows import SUPPORTED
 from symbiosis.kernels.paged_attention import How
 
-QUERIES = 32  # rows of a block of a longer segment
+QUERIES = 32  # rows of a block of a longer segment; of 64, Triton 3.6 makes products that are wrong where values have at most 16 elements
 KEYS = 64  # at once, of those
 LOG2_E = tl.constexpr(1.4426950408889634)
 EMPTY = -1
@@ -38,12 +38,12 @@ class Memory(NamedTuple):
 class Decode(NamedTuple):
     """How a launch is divided. Measured."""
 
-    pages: int = 4  # at once
-    warps: int = 4
-    stages: int = 3
+    pages: int  # at once
+    warps: int
+    stages: int
 
 
-DECODE = Decode()
+DECODE, DECODE_ALONE = Decode(2, 4, 3), Decode(2, 2, 4)
 PROGRAMS = 1024  # that occupy a GPU
 
 
@@ -305,13 +305,14 @@ def split_for(rows: int, heads: int, pages: int) -> int:
 
 
 def decode(
-    memory: Memory, how: How, query: Tensor, singles: Tensor, result: Tensor, cut: Decode = DECODE, split: int = 0
+    memory: Memory, how: How, query: Tensor, singles: Tensor, result: Tensor, cut: Decode | None = None, split: int = 0
 ) -> None:
     """Of single rows: int32 [rows, 3] says which row of the queries [heads, rows, size] and of the result [rows, heads, size], of which
     slot, and how many tokens it sees."""
     query = query if query.stride(2) == 1 else query.contiguous()
     heads, count = query.shape[0], len(singles)
     group = heads // memory.heads
+    cut = cut or (DECODE_ALONE if group == 1 else DECODE)
     split = split or split_for(count, memory.heads, memory.pages.shape[2])
     part = query.new_empty(count * heads * split * memory.value if split > 1 else 0, dtype=torch.float32)
     stats = query.new_empty(count * heads * split * 2 if split > 1 else 0, dtype=torch.float32)

@@ -95,9 +95,7 @@ class Engine:
         self._scheduler = Scheduler(self._served.blocks, self._residency, rules, self._served.release)
         self._max_waiting = max_waiting
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
-        self._served.serve(max_batch, max_batch + prefill_tokens)
-        if compiles and self._served.runner is not None:
-            self._served.runner.compile()
+        self._served.serve(max_batch, max_batch + prefill_tokens, compiles)
         self._loop = Loop(self._served, self._scheduler)
         self._library.on_replaced = self._forget
 
