@@ -20,6 +20,7 @@ class KvShape:
     heads: int
     key: int
     value: int
+    window: int | None = None  # how many tokens a row sees, itself included; None: all
 
     @property
     def key_elements(self) -> int:

@@ -162,12 +162,13 @@ class Together:
 
     @cached_property
     def _seen(self) -> tuple[Tensor, Tensor]:
-        """Return the rows of keys and of values, [layers, sequences * longest]. A shorter sequence repeats its own first row, so that
-        nothing of another one's is read, not even to be masked."""
-        tokens = torch.arange(self._longest).expand(len(self._ends), -1)
-        tokens = tokens.where(tokens < self._ends.unsqueeze(1), 0)
-        pages = self._tables.gather(2, (tokens // BLOCK).expand(len(self._tables), -1, -1))
-        return self._arena.rows(pages.flatten(1), (tokens % BLOCK).flatten())
+        """Return the rows of keys and of values, [layers, sequences * longest]. Where a sequence has no token, or one behind the window,
+        whose page may be another's by now, its own last row is repeated: nothing of another one's is read, not even to be masked."""
+        windows = torch.tensor([layer.window or self._longest + 1 for layer in self._arena.layers]).view(-1, 1, 1)
+        tokens, ends = torch.arange(self._longest).view(1, 1, -1), self._ends.view(1, -1, 1)
+        tokens = tokens.where((tokens < ends) & (tokens > ends - self._rows - windows), ends - 1)
+        pages = self._tables.gather(2, tokens // BLOCK)
+        return self._arena.rows(pages.flatten(1), (tokens % BLOCK).flatten(1))
 
     def _mask(self, window: int | None) -> Tensor:
         """Return the mask, [sequences, 1, rows, longest]."""

@@ -6,6 +6,7 @@ of one version of one adapter, and by no others. Only full blocks are shared, an
 
 import struct
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from hashlib import blake2b
 
@@ -16,9 +17,18 @@ HASH_BYTES = 16
 
 
 class Blocks:
-    """The blocks of all sequences. A block takes one page for each layer. Without `shares` no prefix is found again."""
+    """The blocks of all sequences. A block takes one page for each layer.
 
-    def __init__(self, pool: Pool, layers: int, shares: bool = True) -> None:
+    Args:
+        shares: Whether prefixes are found again.
+        windows: For each layer, how many tokens a row sees; None is all.
+    """
+
+    def __init__(self, pool: Pool, layers: int, shares: bool = True, windows: Iterable[int | None] = ()) -> None:
+        self._windowed: dict[int, frozenset[int]] = {}  # layers by their window
+        for layer, window in enumerate(windows):
+            if window is not None:
+                self._windowed[window] = self._windowed.get(window, frozenset()) | {layer}
         self.pool, self.layers, self.shares = pool, layers, shares
         self._named: dict[bytes, Block] = {}
         self._versions: dict[bytes, int] = {}  # of the adapter that a named block was computed with
@@ -79,8 +89,30 @@ class Blocks:
             if self._named.get(block.key) is block:
                 self._unused[block.key] = block
             else:
-                self.pool.give_back(block.pages)
-        sequence.blocks, sequence.computed = [], 0
+                self.pool.give_back(page for layer, page in enumerate(block.pages) if layer not in block.gone)
+        sequence.blocks, sequence.computed, sequence.behind = [], 0, {}
+
+    def trim(self, sequences: Iterable[Sequence]) -> None:
+        """Give back the pages at which no row to come looks any more, because they lie behind the window of their layer. Blocks without
+        them are not found again, so this is for when there is no room."""
+        for sequence in sequences:
+            for window, layers in self._windowed.items():
+                behind = max(0, (sequence.computed - window + 1) // BLOCK)
+                for number in range(sequence.behind.get(window, 0), behind):
+                    self._give_back(sequence, number, layers)
+                sequence.behind[window] = behind
+
+    def _give_back(self, sequence: Sequence, number: int, layers: frozenset[int]) -> None:
+        """Give back these layers' pages of a block, unless others use it, too. Another block takes its place, by which those notice it
+        who know its pages."""
+        block = sequence.blocks[number]
+        if block.users > 1:
+            return
+        if self._named.get(block.key) is block:
+            del self._named[block.key], self._versions[block.key]
+        self.pool.give_back(block.pages[layer] for layer in layers)
+        pages = tuple(0 if layer in layers else page for layer, page in enumerate(block.pages))
+        sequence.blocks[number] = Block(pages, key=block.key, gone=block.gone | layers)
 
     def forget(self, version: int) -> None:
         """Let no block of this version of an adapter be found any more."""

@@ -41,7 +41,7 @@ class Served(ABC):
         self.longest: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.ends = _ends(model)
         self.arena = Arena(layers, share_of_free(self.device) if memory is None else memory, self.dtype, self.device)
-        self.blocks = Blocks(self.arena.pool, len(layers), shares=self.batches)
+        self.blocks = Blocks(self.arena.pool, len(layers), self.batches, [layer.window for layer in layers])
 
     def forward(self, step: Step) -> Tensor:
         """Return the logits of the last row of each segment that chooses a token, float32 [such segments, vocabulary]."""

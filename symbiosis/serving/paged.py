@@ -111,14 +111,13 @@ def _layers(model: nn.Module) -> tuple[KvShape, ...]:
         model.set_attn_implementation(NAME)  # type: ignore[operator]
     except (AttributeError, ValueError, ImportError) as error:
         raise CannotBatch(f"it takes no other attention ({error})") from None
-    seen, windows = dict[int, KvShape](), dict[int, int | None]()
+    seen = dict[int, KvShape]()
 
     def look(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in seen:
             raise CannotBatch(f"{type(module).__name__} does not tell which layer it is")
-        seen[layer] = KvShape(k.shape[1], k.shape[3], v.shape[3])
-        windows[layer] = how.window
+        seen[layer] = KvShape(k.shape[1], k.shape[3], v.shape[3], how.window)
         k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
@@ -127,19 +126,19 @@ def _layers(model: nn.Module) -> tuple[KvShape, ...]:
     count = text_config(model).num_hidden_layers
     if sorted(seen) != list(range(count)):
         raise CannotBatch(f"{len(seen)} of its {count} layers attend by transformers' attention interface")
-    _check_windows(getattr(text_config(model), "layer_types", None) or (), windows, attending.windows)
+    _check_windows(getattr(text_config(model), "layer_types", None) or (), seen, attending.windows)
     return tuple(seen[layer] for layer in range(count))
 
 
-def _check_windows(kinds: Collection[str], windows: dict[int, int | None], meant: frozenset[int]) -> None:
+def _check_windows(kinds: Collection[str], seen: dict[int, KvShape], meant: frozenset[int]) -> None:
     """Check that each layer tells its window, because the probe would not show one that is longer than itself. `meant` are the masks
     that the model asked for; some may be for kinds of layers that it does not have."""
     for layer, kind in enumerate(kinds):
         if kind not in ("full_attention", "sliding_attention"):
             raise CannotBatch(f"its layer {layer} has {kind}")
-        if kind == "sliding_attention" and windows[layer] is None:
+        if kind == "sliding_attention" and seen[layer].window is None:
             raise CannotBatch(f"its layer {layer} does not tell its sliding window")
-    if not kinds and (unsaid := meant - set(windows.values())):
+    if not kinds and (unsaid := meant - {shape.window for shape in seen.values()}):
         raise CannotBatch(f"it masks what lies {min(unsaid)} tokens back, and no layer tells that window")
 
 

@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -13,7 +14,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, MistralConfig, MistralForCausalLM
 
 import symbiosis
 from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
@@ -455,3 +456,26 @@ def test_what_fails_between_two_steps_ends_no_engine(engine: Engine) -> None:
 
     engine._loop.ask(fail)
     assert len(greedy(engine, PROMPTS[0], 3)) == 3 and engine.is_alive
+
+
+def test_texts_behind_a_window_make_room_for_others() -> None:
+    torch.manual_seed(0)
+    tiny = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = MistralForCausalLM(MistralConfig(**tiny, num_key_value_heads=2, sliding_window=8, eos_token_id=None)).eval()
+    prompts, ids = [[5, 6, 7], [9, 8, 7, 6], [1, 2]], []
+    with torch.no_grad():
+        for prompt in prompts:
+            whole = model.generate(torch.tensor([prompt]), max_new_tokens=150, do_sample=False, pad_token_id=0)
+            ids.append(whole[0, len(prompt) :].tolist())
+    page = 16 * 2 * 16 * 4  # a text takes 20 of them, the three together 60
+    with Engine(model, memory=26 * page) as engine, ThreadPoolExecutor(3) as pool:
+        answers = pool.map(lambda prompt: engine.generate(prompt, max_tokens=150, temperature=0.0), prompts)
+        assert [list(answer.tokens) for answer in answers] == ids
+        figures = engine.figures()
+        assert figures.evictions == 0 and figures.pages == 26

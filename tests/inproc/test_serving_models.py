@@ -91,6 +91,12 @@ def started(served: Served, tokens: list[int]) -> Sequence:
     return sequence
 
 
+def spoil(served: Served) -> None:
+    """What lies in pages that are nobody's is no number."""
+    pages = served.arena.flat.view(served.arena.pool.total, -1)
+    pages[served.arena.pool._free] = float("nan")
+
+
 def run_at_random(served: Served, texts: list[list[int]], seed: int) -> list[list[torch.Tensor]]:
     """Each sequence's logits where a piece ended; all sequences in pieces of random lengths, in random company."""
     rng = random.Random(seed)
@@ -107,6 +113,8 @@ def run_at_random(served: Served, texts: list[list[int]], seed: int) -> list[lis
             segment.sequence.computed = segment.end
             found[sequences.index(segment.sequence)].append((segment.end, logits))  # type: ignore[arg-type]
             served.blocks.keep(segment.sequence)
+        served.blocks.trim(rng.sample(sequences, 2) if len(sequences) > 1 else ())
+        spoil(served)
     for sequence in sequences:
         served.release(sequence)
     return found
@@ -130,7 +138,7 @@ def test_side_by_side_as_alone(name: str) -> None:
     assert served.blocks.spare() == served.arena.pool.total
 
 
-@pytest.mark.parametrize("name", ["soft caps", "sinks", "latent"])
+@pytest.mark.parametrize("name", ["soft caps", "sinks", "latent", "window"])
 def test_without_a_c_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("symbiosis.serving.attention.compiled", lambda dtype: None)
     test_side_by_side_as_alone(name)

@@ -87,7 +87,10 @@ def test_two_that_compute_the_same_at_once_keep_one_of_them() -> None:
 
 ACTIONS = st.lists(
     st.tuples(
-        st.sampled_from(["come", "grow", "go", "forget"]), st.integers(0, 5), st.integers(1, 70), st.integers(0, 2)
+        st.sampled_from(["come", "grow", "go", "forget", "trim"]),
+        st.integers(0, 5),
+        st.integers(1, 70),
+        st.integers(0, 2),
     ),
     max_size=60,
 )
@@ -96,7 +99,7 @@ ACTIONS = st.lists(
 @settings(max_examples=150)
 @given(ACTIONS, st.integers(1, 40))
 def test_no_page_is_lost_or_given_twice(actions: list[tuple[str, int, int, int]], pages: int) -> None:
-    blocks = Blocks(Pool(pages), LAYERS)
+    blocks = Blocks(Pool(pages), LAYERS, windows=(None, 8))
     under_way: list[Sequence] = []
     for what, which, tokens, adapter in actions:
         if what == "come":
@@ -108,6 +111,8 @@ def test_no_page_is_lost_or_given_twice(actions: list[tuple[str, int, int, int]]
                 under_way.append(one)
             else:
                 blocks.release(one)
+        elif what == "trim":
+            blocks.trim(under_way[which:])
         elif what == "forget":
             blocks.forget(adapter)
         elif under_way:
@@ -120,11 +125,15 @@ def test_no_page_is_lost_or_given_twice(actions: list[tuple[str, int, int, int]]
                 one.computed = len(one.tokens)
                 blocks.keep(one)
         held = {id(block): block for one in under_way for block in one.blocks}
-        pages_held = [page for block in held.values() for page in block.pages]
+        pages_held = [
+            page for block in held.values() for layer, page in enumerate(block.pages) if layer not in block.gone
+        ]
         assert len(pages_held) == len(set(pages_held))
         assert blocks.spare() + len(pages_held) == pages
         for one in under_way:
             assert len(one.blocks) * BLOCK >= one.computed
+            for number, block in enumerate(one.blocks):
+                assert block.gone <= {1} and (not block.gone or (number + 1) * BLOCK <= one.computed - 7)
     for one in under_way:
         blocks.release(one)
     assert blocks.spare() == pages and blocks.make_room(pages - pages % LAYERS)
@@ -135,3 +144,19 @@ def test_tenants_share_nothing() -> None:
     computed(blocks, sequence(list(range(40)), tenant="alice"))
     assert blocks.find(sequence(list(range(40)), tenant="bob")) == blocks.find(sequence(list(range(40)))) == 0
     assert blocks.find(sequence(list(range(40)), tenant="alice")) == 32
+
+
+def test_pages_behind_a_window_are_given_back() -> None:
+    blocks = Blocks(Pool(100), LAYERS, windows=(None, 8))
+    one, other = computed(blocks, sequence(list(range(64)))), sequence([*range(16), *range(70)])
+    computed(blocks, other)  # shares the first block
+    free = blocks.pool.free
+    blocks.trim([one])
+    assert blocks.pool.free == free + 2  # of the second and third: the last is in the window
+    assert [sorted(block.gone) for block in one.blocks] == [[], [1], [1], []]
+    again = sequence(list(range(64)))
+    assert blocks.find(again) == 16
+    blocks.trim([one])
+    for each in (one, other, again):
+        blocks.release(each)
+    assert blocks.spare() == 100

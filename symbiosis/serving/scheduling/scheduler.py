@@ -246,6 +246,8 @@ class Scheduler:
 
     def _find_room(self, pages: int) -> bool:
         """Whether `Blocks.grow` can get so many pages. Adapters that nothing uses now are evicted for it."""
+        if pages > self._blocks.spare():
+            self._blocks.trim(self.running)
         spare = self._blocks.spare()
         if pages > spare and self._residency is not None:
             self._residency.make_room(self._blocks.pool.free + pages - spare)
