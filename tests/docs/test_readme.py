@@ -91,7 +91,9 @@ def test_commands_exist() -> None:
 
 
 def test_paths_exist() -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", PROSE) if "://" not in link]
+    links = [
+        link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", PROSE) if "://" not in link
+    ]  # sections: test_docs.py
     paths = [path for text in SHOWN for path in re.findall(r"(?<![\w/:.-])\w[\w./-]*(?:\.py|\.md|/)(?![\w/:])", text)]
     assert len(links) > 5 and len(paths) > 30
     for path in (*links, *paths):
