@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ import symbiosis
 from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.reader import GenerationFailed
+from symbiosis.serving.http.link.engine_side import Link
+from symbiosis.serving.http.link.messages import LENGTH, Outputs, Submit, Welcome, framed, from_engine
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
@@ -479,3 +482,20 @@ def test_texts_behind_a_window_make_room_for_others() -> None:
         assert [list(answer.tokens) for answer in answers] == ids
         figures = engine.figures()
         assert figures.evictions == 0 and figures.pages == 26
+
+
+def test_what_a_step_tells_crosses_to_http_as_one_message(engine: Engine) -> None:
+    ours, theirs = socket.socketpair()
+    welcome = Welcome(model="m", longest=engine.longest, vocabulary=engine.vocabulary)
+    link = Link(engine, ours, welcome)
+    sampling = Sampling(max_tokens=12, ignore_eos=True, seed=1)
+    theirs.sendall(framed(Submit(Request(id=3, prompt=(5, 6, 7), sampling=sampling, completions=8))))
+    sizes: list[int] = []
+    with theirs.makefile("rb") as stream:
+        while sum(sizes) < 8 * 12:
+            message = from_engine.decode(stream.read(LENGTH.unpack(stream.read(LENGTH.size))[0]))
+            if isinstance(message, Outputs):
+                sizes.append(len(message.outputs))
+    link.close()
+    theirs.close()
+    assert max(sizes) == 8 and len(sizes) <= engine.figures().steps

@@ -122,6 +122,10 @@ class Engine:
         sequences = [Sequence(request, number, list(tokens), adapter, now) for number in range(request.completions)]
         self._loop.begin(Job(request, sequences, grammars, on_output))
 
+    def on_pause(self, call: Callable[[], None]) -> None:
+        """Have this called after each step, in the engine's thread, when `on_output` was told of all its tokens. It must not block."""
+        self._loop.on_pause = call
+
     def cancel(self, id: int, has_stopped: bool = False) -> None:
         """End a request. Its memory is free before the next step. A request that has ended already is no error.
 

@@ -30,6 +30,9 @@ class Loop:
         self._served, self._scheduler = served, scheduler
         self.jobs: dict[int, Job] = {}
         self.figures, self.finished = Figures(), Counter[str]()
+        self.on_pause: Callable[[], None] = lambda: (
+            None
+        )  # called between two steps: what a step tells is all told by then
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._closing = False
@@ -91,6 +94,7 @@ class Loop:
         while True:
             while self._messages:
                 self._messages.popleft()()
+            self.on_pause()
             if self.jobs:
                 return True
             with self._awake:

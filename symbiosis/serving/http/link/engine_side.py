@@ -4,11 +4,10 @@ import logging
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from http import HTTPStatus
-from itertools import groupby
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -47,6 +46,7 @@ class Serves(Protocol):
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
     def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    def on_pause(self, call: Callable[[], None]) -> None: ...
     @property
     def step_s(self) -> float: ...
     def has_loaded(self, name: str) -> bool: ...
@@ -68,7 +68,9 @@ class Link:
         self, engine: Serves, connection: socket.socket, welcome: Welcome, load: Callable[[str], Any] = str
     ) -> None:
         self._engine, self._connection, self._load = engine, connection, load
-        self._unsent: SimpleQueue[FromEngine | Output | None] = SimpleQueue()
+        self._unsent: SimpleQueue[FromEngine | None] = SimpleQueue()
+        self._told: list[Output] = []  # of the present step
+        self._put = self._sent = 0  # outputs
         self._pulse, self.is_lost = Pulse(), False  # lost: the other process hangs
         self._closing = threading.Event()
         self._open: dict[int, int] = {}  # requests under way: completions that have not finished
@@ -78,6 +80,7 @@ class Link:
             4, thread_name_prefix="serve-load"
         )  # what has to be read first: others do not wait for it
         self._unsent.put(welcome)
+        engine.on_pause(self._on_pause)
         self._threads = [
             threading.Thread(target=run, name=f"serve-{run.__name__.strip('_')}", daemon=True)
             for run in (self._read, self._write, self._beat)
@@ -153,8 +156,16 @@ class Link:
                 del self._open[output.request]
         if output.error is not None:
             output = msgspec.structs.replace(output, error=without_paths(output.error))
-        self._unsent.put(output)
-        if self._unsent.qsize() > MOST_UNREAD:  # the other process does not read any more
+        self._told.append(output)
+
+    def _on_pause(self) -> None:
+        """Send what a step has told as one message, in the engine's thread."""
+        if not self._told:
+            return
+        told, self._told = self._told, []
+        self._put += len(told)
+        self._unsent.put(Outputs(told))
+        if self._put - self._sent > MOST_UNREAD:  # the other process does not read any more
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
@@ -197,27 +208,15 @@ class Link:
         return [loaded.get(name) or AdapterInfo(name=name) for name in self._engine.adapter_names()]
 
     def _write(self) -> None:
-        """Write everything that has come since the last time at once."""
+        """Write what is to be sent."""
         try:
-            came: list[FromEngine | Output | None] = []
-            while None not in came:
-                came = [self._unsent.get()]
-                while not self._unsent.empty():
-                    came.append(self._unsent.get())
-                self._connection.sendall(b"".join(map(framed, _gathered(came))))
+            while (message := self._unsent.get()) is not None:
+                self._connection.sendall(framed(message))
+                self._sent += len(message.outputs) if isinstance(message, Outputs) else 0
         except OSError as error:
             logger.debug("the link to the HTTP process broke: %s", error)
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-
-
-def _gathered(came: list[FromEngine | Output | None]) -> Iterator[FromEngine]:
-    """Gather outputs that follow one another into one message."""
-    for are_outputs, group in groupby(came, lambda each: isinstance(each, Output)):
-        if are_outputs:
-            yield Outputs(list(group))  # type: ignore[arg-type]
-        else:
-            yield from (each for each in group if each is not None)  # type: ignore[misc]
 
 
 def _info(adapter: Any) -> AdapterInfo:
