@@ -303,8 +303,11 @@ def named_endpoints(text: str) -> tuple[str, ...]:
 
 def default_endpoints() -> tuple[str, ...]:
     """Return the endpoints in $SYMBIOSIS_ENDPOINT, separated by spaces or commas, else this user's socket on this host."""
-    if named := named_endpoints(os.environ.get("SYMBIOSIS_ENDPOINT", "")):
+    text = os.environ.get("SYMBIOSIS_ENDPOINT", "")
+    if named := named_endpoints(text):
         return named
+    if text:
+        raise ConfigError(f"$SYMBIOSIS_ENDPOINT is {text!r:.80}, which names no executor: write its URL, or unset it")
     folder = runtime_dir()
     check_folder(folder)
     return (f"local://{folder / 'executor.sock'}",)

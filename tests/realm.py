@@ -54,6 +54,10 @@ class Realm:
             generate(name, self.folder)
         (self.tenants / f"{name}.pub").write_bytes((self.folder / f"{name}.pub").read_bytes())
 
+    @property
+    def port(self) -> int:
+        return int(self.executor.endpoint.rpartition(":")[2])
+
     def endpoint(self, key: str, server: str = "executor", address: str | None = None) -> str:
         return f"{address or self.executor.endpoint}?server={self.folder}/{server}.pub&key={self.folder}/{key}.key"
 

@@ -1,6 +1,7 @@
 """Checks the arguments that users pass. An error names the argument, says what it was, and what to write."""
 
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -62,8 +63,25 @@ def seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def seconds_in(variable: str, default: float) -> float:
+    """Return the seconds that an environment variable names, or `default` where it is not set."""
+    text = os.environ.get(variable, "").strip()
+    try:
+        found = float(text or default)
+    except ValueError:
+        found = math.nan
+    if not found >= 0:
+        raise ConfigError(f"${variable} is {text!r:.80}: write a number of seconds that is not negative, or unset it")
+    return found
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:  # a whole number beyond all floating-point ones
+        return False
 
 
 def patterns(value: Any) -> list[str] | None:

@@ -128,8 +128,10 @@ def _lines(path: Path) -> list[tuple[str, str]]:
         found = path.stat()
         usual = stat.S_ISREG(found.st_mode) and found.st_size <= LONGEST_FILE
         text = path.read_text(encoding="ascii") if usual else ""
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot read the key file {path}: {error}") from error
+    except UnicodeDecodeError:
+        usual, text = False, ""
     if not usual:
         raise ConfigError(f"cannot read the key file {path}: it is not a key file")
     lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith("#")]

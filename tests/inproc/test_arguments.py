@@ -1,5 +1,6 @@
 """What a user passes wrongly is refused by name: which argument, what it was, and what to write."""
 
+import importlib
 import logging
 import re
 import time
@@ -15,18 +16,20 @@ from typer.testing import CliRunner
 
 import symbiosis
 from symbiosis import cli
+from symbiosis.client import arguments
+from symbiosis.client.connection import reconnect
 from symbiosis.errors import ExecutorUnavailable, SymbiosisError
 from tests.conftest import tiny_llama
 
 ENDPOINT = "inproc://nobody"
 
 TIMES = [
-    ({"timeout": value}, rf"timeout must be positive, not {re.escape(repr(value))}")
-    for value in (0, -1.0, "5", None, True, float("nan"))
+    ({"timeout": value}, rf"timeout must be positive, not {re.escape(repr(value)[:40])}")
+    for value in (0, -1.0, "5", None, True, float("nan"), 10**310)
 ] + [
-    ({name: value}, rf"{name} must not be negative, and is {re.escape(repr(value))}")
+    ({name: value}, rf"{name} must not be negative, and is {re.escape(repr(value)[:40])}")
     for name in ("patience", "wait")
-    for value in (-1, "5", None, True, float("nan"))
+    for value in (-1, "5", None, True, float("nan"), 10**310)
 ]
 ENDPOINTS: list[tuple[dict[str, Any], str]] = [
     ({"endpoint": 5}, "5 is not an endpoint: write its URL"),
@@ -104,6 +107,23 @@ def test_from_executor_refuses_by_name(words: dict[str, Any], message: str, serv
 def test_a_gpu_that_is_not_there_is_named() -> None:
     with pytest.raises(SymbiosisError, match="device='cuda:7': this process sees 0 GPUs"):
         symbiosis.from_executor(ENDPOINT, device="cuda:7")
+
+
+@pytest.mark.parametrize("value", ["soon", "nan", "-1"])
+def test_seconds_in_the_environment_are_checked(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYMBIOSIS_PATIENCE_S", value)
+    with pytest.raises(SymbiosisError, match=rf"\$SYMBIOSIS_PATIENCE_S is '{value}': write a number of seconds"):
+        importlib.reload(reconnect)
+    monkeypatch.setenv("SYMBIOSIS_PATIENCE_S", " 7 ")
+    assert arguments.seconds_in("SYMBIOSIS_PATIENCE_S", 60.0) == 7.0
+
+
+@pytest.mark.parametrize("value", [" , ", " "])
+def test_an_environment_that_names_no_executor_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """... and is not taken for the default one."""
+    monkeypatch.setenv("SYMBIOSIS_ENDPOINT", value)
+    with pytest.raises(SymbiosisError, match=r"\$SYMBIOSIS_ENDPOINT is .* which names no executor"):
+        symbiosis.wrap(tiny_llama())
 
 
 NO_MODELS = [None, 3, "demo", nn.Linear, torch.zeros(1)]

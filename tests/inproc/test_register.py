@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import socket
 import stat
 from collections.abc import Iterator
 from contextlib import suppress
@@ -28,6 +29,7 @@ from symbiosis.security.keys import generate
 from tests.conftest import tiny_llama
 from tests.processes import until
 from tests.realm import Raw, Realm, echoes
+from tests.zmtp import GREETING
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2Jbob\r\n\x9b31m\u202egnp\u200b\x00"
 
@@ -143,6 +145,42 @@ def test_a_full_disk_ends_nobody(realm: Realm, caplog: pytest.LogCaptureFixture)
     assert echoes(session)
     session.close()
     assert caplog.text.count("cannot write the audit log") == 1
+
+
+def test_handshakes_that_fail_are_told_with_reason_and_address(realm: Realm) -> None:
+    """Those that ZeroMQ refuses before a key is proved, too; nothing of who came in."""
+    good = Session(realm.endpoint("alice"))
+    assert echoes(good)
+    for name in ("stranger", "other"):
+        generate(name, realm.folder)
+    for endpoint in (realm.endpoint("alice", server="other"), realm.endpoint("stranger")):
+        with pytest.raises(SymbiosisError):
+            _ = Session(endpoint, timeout=5.0, patience=0.0).welcome
+    known = realm.executor.server.listeners[0]._handshakes._from
+    for said in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", GREETING, b""):
+        until(lambda: set(known.values()) <= {None}, "the end of the connections before")
+        with socket.create_connection(("127.0.0.1", realm.port)) as sock:
+            until(lambda: "127.0.0.1" in known.values(), "a connection")
+            sock.sendall(said)
+            with suppress(ConnectionError):
+                while sock.recv(1024):
+                    pass
+    codes = {"WRONG_EXECUTOR_KEY", "UNKNOWN_KEY", "NOTHING_SAID", "WITHOUT_KEY", "UNFINISHED"}
+    until(lambda: codes == {line["code"] for line in events(realm, "kept out")}, "a line of each")
+    good.close()
+    until(lambda: events(realm, "left"), "the end of a session")
+    told = {(line["code"], line["address"]) for line in events(realm, "kept out")}
+    assert {(code, "127.0.0.1") for code in ("NOTHING_SAID", "WITHOUT_KEY", "UNKNOWN_KEY")} <= told
+    assert 'symbiosis_refused_handshakes_total{reason="WITHOUT_KEY"}' in metrics(realm)
+
+
+def test_failed_handshakes_do_not_fill_the_disk(realm: Realm) -> None:
+    kept_out = realm.executor.server.ledger.kept_out
+    for _ in range(100):
+        socket.create_connection(("127.0.0.1", realm.port)).close()
+    until(lambda: kept_out.total() >= 100, "a hundred of them")
+    most = 2 * 7 * len(kept_out)  # of known addresses, and of those that were gone too soon
+    assert 7 <= len(events(realm, "kept out")) <= most
 
 
 def test_nobody_fills_a_disk(tmp_path: Path) -> None:

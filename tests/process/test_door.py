@@ -12,9 +12,9 @@ from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
 from symbiosis.protocol import MAGIC_REPLY
 from symbiosis.security.allowance import MOST_KNOWN, Allowance
+from symbiosis.security.inotify import FolderWatch
 from symbiosis.security.keys import Keyring, Tenants, generate, read_public
 from symbiosis.transport.tcp.curve import Address
-from symbiosis.transport.tcp.inotify import FolderWatch
 from tests.processes import until
 from tests.realm import Raw, Realm, echoes
 

@@ -1,10 +1,11 @@
 """Many small things over `tcp://` without keys: no message and nobody who joins keeps the executor's loop, or fills its log."""
 
 import json
+import socket
 import struct
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from symbiosis.errors import ProtocolError
 from symbiosis.executor.observe import join_log
 from symbiosis.protocol import LONGEST_BEAT_S, MAX_WELCOME, Bye, Hello, Limits, Op, encode_control
 from symbiosis.security.allowance import Allowance
-from symbiosis.transport.tcp import discard, lookout, waiting_room
+from symbiosis.transport.tcp import discard, gate, lookout, waiting_room
+from symbiosis.transport.tcp import listener as tcp_listener
 from symbiosis.transport.tcp.sockets import Wire
 from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
 from tests.conftest import tiny_llama
@@ -140,6 +142,64 @@ def test_a_client_holds_little_of_a_message_that_never_ends(when: str) -> None:
     assert sum(sent) < in_kernel + 2 * MAX_WELCOME
 
 
+# ---------------------------------------------------------------- very many connections
+
+
+def test_too_many_connections_from_one_address_are_not_opened(house: Any, llama: nn.Module, tmp_path: Path) -> None:
+    """... for a while, whatever they want. The kernel drops them, so they cost the executor nothing."""
+    (listener,), kept_out = house.server.listeners, house.server.ledger.kept_out
+    port = int(house.endpoint.rpartition(":")[2])
+    with Bystander(house.endpoint, llama) as innocent:
+        listener._gate._allowance = Allowance(20, 100.0)
+        opened = [socket.create_connection(("127.0.0.1", port)) for _ in range(30)]
+        until(lambda: kept_out["TOO_MANY_CONNECTIONS"], "the closing of the gate")
+        with pytest.raises(TimeoutError):
+            socket.create_connection(("127.0.0.1", port), timeout=gate.SHUT_S / 5)
+        innocent.goes_on()
+        until(lambda: not listener._gate._shut, "the opening of the gate")
+        new = Session(house.endpoint)
+        assert echoes(new)
+        new.close()
+    for one in opened:
+        one.close()
+    lines = [json.loads(line) for line in (tmp_path / "audit").read_text().splitlines()]
+    assert [line["address"] for line in lines if line.get("code") == "TOO_MANY_CONNECTIONS"][0] == "127.0.0.0/8"
+
+
+@pytest.mark.parametrize(
+    ("shut", "host", "comes_from", "passes"),
+    [
+        (["127.0.0.2/32"], "127.0.0.1", "127.0.0.2", False),
+        (["127.0.0.2/32"], "127.0.0.1", "127.0.0.3", True),
+        (["10.0.0.0/8", "2001:db8::/64", "127.0.0.0/8"], "127.0.0.1", "127.0.0.3", False),
+        (["10.0.0.1/32", "2001:db8::/64", "::/64"], "127.0.0.1", "127.0.0.3", True),
+        (["10.0.0.1/32", "::/64"], "::1", "::1", False),
+        (["10.0.0.1/32", "0:0:0:1::/64", "0:0:1::/64", "127.0.0.0/8"], "::1", "::1", True),
+        ([gate.ANYBODY], "127.0.0.1", "127.0.0.3", False),
+    ],
+)
+def test_the_kernel_drops_those_who_are_shut_out(shut: list[str], host: str, comes_from: str, passes: bool) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, 0), family=family)
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with listening, socket.socket(family) as early, socket.socket(family) as late:
+        keeper = gate.Gate(listening.getsockname()[1], lambda why, address: None)
+        for one in (early, late):
+            one.settimeout(0.3)
+            one.bind((comes_from, 0))
+        early.connect(listening.getsockname()[:2])
+        keeper._shut = dict.fromkeys(shut, time.monotonic() + 60.0)
+        keeper._filter()
+        with nullcontext() if passes else pytest.raises(TimeoutError):
+            late.connect(listening.getsockname()[:2])
+        early.sendall(b"more")  # who is in stays in
+        accepted, _ = listening.accept()
+        assert accepted.recv(4) == b"more"
+        accepted.close()
+
+
 # ---------------------------------------------------------------- joins without keys
 
 
@@ -159,6 +219,20 @@ def test_who_joins_and_leaves_again_and_again_takes_turns(house: Any, llama: nn.
         new = Session(house.endpoint)
         assert echoes(new)
         new.close()
+    for stream in streams:
+        stream.close()
+
+
+def test_joins_leave_the_loop_to_others(house: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many may join at once, the executor lets them in by and by."""
+    monkeypatch.setattr(tcp_listener, "LET_IN_S", 0.0)
+    server, passes, joined = house.server, list[int](), house.server.dispatch.joined
+    server.dispatch.joined = lambda *told: passes.append(server.reactor.passes) or joined(*told)
+    streams = [Stream(house.endpoint) for _ in range(20)]
+    for stream in streams:
+        stream.say(Hello(client="one of many"))
+    until(lambda: len(server.sessions) == 20, "the last of them")
+    assert len(set(passes)) == 20
     for stream in streams:
         stream.close()
 

@@ -4,7 +4,6 @@ ZeroMQ's CURVE encrypts, and proves that the client holds the secret half of its
 in (ZAP, RFC 27). The answer goes with every message as its `User-Id`, so nobody can speak for another tenant.
 """
 
-import ipaddress
 import logging
 from collections import defaultdict, deque
 from contextlib import suppress
@@ -20,10 +19,11 @@ from zmq.utils import z85
 from symbiosis.endpoints import is_loopback, open_to_others
 from symbiosis.errors import ConfigError
 from symbiosis.security.allowance import Allowance
+from symbiosis.security.inotify import FolderWatch
 from symbiosis.security.keys import Keyring, Pair, read_pair, read_publics
 from symbiosis.transport.base import JOIN_S, ServerPort
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tcp.inotify import FolderWatch
+from symbiosis.transport.tcp.gate import network_of
 
 ZAP = "inproc://zeromq.zap.01"
 IO_THREADS = 4  # of ZeroMQ; connections that share one wait while it encrypts a large message
@@ -186,17 +186,6 @@ class Door:
         self._folder.close()
         self._asked.close()
         Thread(target=self.context.term, daemon=True).start()  # it waits until the last replies have gone out
-
-
-def network_of(address: str) -> str:
-    """Return what stands for the owner of an address: for IPv6 its network, because one host may have many addresses.
-
-    >>> network_of("192.0.2.7"), network_of("2001:db8::7")
-    ('192.0.2.7', '2001:db8::/64')
-    """
-    if ":" not in address or address.startswith("::ffff:"):
-        return address
-    return str(ipaddress.ip_network((address.partition("%")[0], 64), strict=False))
 
 
 class Address(NamedTuple):

@@ -26,6 +26,8 @@ from symbiosis.transport.base import ServerPort, refuse
 from symbiosis.transport.nccl.peer import NcclPeer
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.curve import Door
+from symbiosis.transport.tcp.gate import Gate
+from symbiosis.transport.tcp.handshakes import Handshakes
 from symbiosis.transport.tcp.intake import MOST_FRAMES, Frames, Intake
 from symbiosis.transport.tcp.lookout import Lookout
 from symbiosis.transport.tcp.peer import NO_MEMORY, TcpPeer
@@ -36,6 +38,7 @@ from symbiosis.transport.tensors import tensor_of_frame
 AT_ONCE = 64  # most messages taken in, or read, between two products
 OF_ONE = 8  # most messages read of one tenant between two products, while others call
 REFUSALS = 100  # a tenant (without keys: connection) with more than this between two ticks is hung up on
+LET_IN_S = 2e-3  # of the loop's time for joins without keys, between two products
 FORGET_S = 10.0  # messages of a closed connection may still be queued for so long
 STRANGERS = b""  # stands for all connections that have not joined, without keys to tell them apart
 
@@ -58,7 +61,8 @@ class TcpListener:
         self._socket = self._bound(address)
         self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, self._too_much)
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._lookout = Lookout(self, int(self.url.rpartition(":")[2]))
+        port = int(self.url.rpartition(":")[2])
+        self._lookout, self._gate = Lookout(self, port), Gate(port, inbox.kept_out)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         reactor.watch(self._fd, self._drain)
 
@@ -72,9 +76,11 @@ class TcpListener:
         bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
         bound.setsockopt(zmq.HANDSHAKE_IVL, 2000)
         bound.setsockopt(zmq.MAXMSGSIZE, self.inbox.limits.max_call_bytes + 4096)
+        self._handshakes = Handshakes(bound, self.reactor, self._door is not None, self._came, self.inbox.kept_out)
         try:
             bound.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
+            self._handshakes.close()
             bound.close()
             if self._door:
                 self._door.close()
@@ -204,14 +210,19 @@ class TcpListener:
         """Handle a request to join. With keys, the client has waited at the door already; else it may have to wait here."""
         if self._door:
             self._join(Knock(identity, tenant, frame, hello, self._wire_below(frame)))
-        elif self._waiting.put(knock := Knock(identity, tenant, frame, hello, Wire.below(frame))):
-            self._let_in()
+        elif self._waiting.put(knock := Knock(identity, tenant, frame, hello, self._wire_of(frame))):
+            self._drain_soon()  # which lets it in
         else:
             self.hang_up(TcpPeer(self, identity, wire=knock.wire))
 
     def _let_in(self) -> None:
+        """Let clients in that have waited, as many as there is time for before the next product."""
+        until = monotonic() + LET_IN_S
         while knock := self._waiting.next(monotonic()):
             self.reactor.attempt(None, self._join_or_refuse, knock)
+            if monotonic() > until:
+                self._drain_soon()
+                break
 
     def _join_or_refuse(self, knock: Knock) -> None:
         self._socket.getsockopt(zmq.EVENTS)  # ZeroMQ notices connections that are gone, so that `send` fails for them
@@ -237,9 +248,16 @@ class TcpListener:
     def _wire_below(self, frame: zmq.Frame) -> Wire | None:
         """Return the wire by which a message seems to have come. If its connection is gone, it may be another's, but ZeroMQ notices
         that here, and the next `send` fails."""
-        wire = Wire.below(frame)
+        wire = self._wire_of(frame)
         self._socket.getsockopt(zmq.EVENTS)
         return wire
+
+    def _came(self, address: str) -> None:
+        self._gate.came(address)
+
+    def _wire_of(self, frame: zmq.Frame) -> Wire | None:
+        self._handshakes.spoke(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type]
+        return Wire.below(frame)
 
     def _call(self, peer: TcpPeer | None, frames: Frames, room: bool) -> None:
         if peer is None:
@@ -325,9 +343,10 @@ class TcpListener:
             for peer in self._by_nccl:  # their calls do not pass the door
                 if self._door.tenants.name_of(peer.key) != peer.tenant:
                     self.hang_up(peer, "struck off")
+        self._gate.look(now)
         self._lookout.look(list(self._peers.values()))
-        self._let_in()
         self._drain()
+        self._let_in()
 
     def stop_accepting(self) -> None:
         with suppress(zmq.ZMQError):  # it may be unbound already
@@ -337,6 +356,7 @@ class TcpListener:
         self.reactor.forget(self._fd)
         for peer in list(self._peers.values()):
             self.drop(peer)
+        self._handshakes.close()
         self._socket.close(linger=2000)  # the last replies still go out
         if self._door:
             self._door.close()

@@ -82,6 +82,24 @@ class Wire(NamedTuple):
                 kept.shutdown(socket.SHUT_RDWR)
 
 
+def descriptor_at(port: int) -> int:
+    """Return the descriptor by which this process listens at a port, -1 if it does not."""
+    for fd in _descriptors():
+        with suppress(OSError), listening(fd, port):
+            return fd
+    return -1
+
+
+@contextmanager
+def listening(fd: int, port: int) -> Iterator[socket.socket]:
+    """Yield the socket if it is one that listens at this port, else raise OSError."""
+    with _opened(fd) as kept:
+        inet = kept.family in (socket.AF_INET, socket.AF_INET6)
+        if not (inet and kept.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and kept.getsockname()[1] == port):
+            raise OSError(errno.ENOTSOCK, "it does not listen there")
+        yield kept
+
+
 def _descriptors() -> Iterable[int]:
     """Return this process's descriptors. If none is left to list them with, all that it may have are in use."""
     try:
