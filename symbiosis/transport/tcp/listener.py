@@ -76,7 +76,9 @@ class TcpListener:
         bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
         bound.setsockopt(zmq.HANDSHAKE_IVL, 2000)
         bound.setsockopt(zmq.MAXMSGSIZE, self.inbox.limits.max_call_bytes + 4096)
-        self._handshakes = Handshakes(bound, self.reactor, self._door is not None, self._came, self.inbox.kept_out)
+        self._handshakes = Handshakes(
+            bound, self.reactor, self._door is not None, lambda address: self._gate.came(address), self.inbox.kept_out
+        )
         try:
             bound.bind(f"tcp://{address}")
         except zmq.ZMQError as error:
@@ -252,9 +254,6 @@ class TcpListener:
         self._socket.getsockopt(zmq.EVENTS)
         return wire
 
-    def _came(self, address: str) -> None:
-        self._gate.came(address)
-
     def _wire_of(self, frame: zmq.Frame) -> Wire | None:
         self._handshakes.spoke(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type]
         return Wire.below(frame)
@@ -269,25 +268,14 @@ class TcpListener:
                 self.inbox.turns_away(peer, seq, call)
                 return
             _check_sizes(call, frames[1:])
-            payload = self._payload(call, frames[1:]) if self.inbox.admits(peer, seq, call) else None
+            payload = None
+            if self.inbox.admits(peer, seq, call):
+                payload = _payload(call, frames[1:], self.inbox.device.type == "cuda")
         except CallError as error:
             refuse(peer, seq, error)
         else:
             if payload is not None:
                 self.inbox.arrived(peer, seq, call, payload)
-
-    def _payload(self, call: Call, frames: Frames) -> tuple[Tensor, ...]:
-        """Return the tensors of a payload: the rows, whose frame comes last, and the ends of groups."""
-        kinds = zip(
-            reversed(frames), ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False
-        )
-        for_gpu = self.inbox.device.type == "cuda"
-        try:
-            return tuple(tensor_of_frame(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
-        except CallError:  # the shape is larger than any memory
-            raise
-        except (RuntimeError, MemoryError):
-            raise CallError(Code.RESOURCE, NO_MEMORY) from None
 
     def send(self, peer: TcpPeer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
@@ -366,3 +354,14 @@ def _check_sizes(call: Call, frames: Frames) -> None:
     sizes = tuple(map(len, frames))
     if sizes != call.parts[::-1]:
         raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts[::-1]} bytes, {sizes[:3]} came")
+
+
+def _payload(call: Call, frames: Frames, for_gpu: bool) -> tuple[Tensor, ...]:
+    """Return the tensors of a payload: the rows, whose frame comes last, and the ends of groups."""
+    kinds = zip(reversed(frames), ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False)
+    try:
+        return tuple(tensor_of_frame(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
+    except CallError:  # the shape is larger than any memory
+        raise
+    except (RuntimeError, MemoryError):
+        raise CallError(Code.RESOURCE, NO_MEMORY) from None
