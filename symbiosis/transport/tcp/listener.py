@@ -2,6 +2,7 @@
 
 from collections import Counter
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -59,7 +60,7 @@ class TcpListener:
         self._drained = -1  # the pass of the loop in which `_drain` stopped early
         self._door = Door.at(address, reactor, inbox)
         self._socket = self._bound(address)
-        self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, self._too_much)
+        self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, partial(self._handle, room=False))
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = int(self.url.rpartition(":")[2])
         self._lookout, self._gate = Lookout(self, port), Gate(port, inbox.kept_out)
@@ -73,9 +74,8 @@ class TcpListener:
         if self._door:
             self._door.guard(bound)
         harden(bound)
-        bound.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        bound.setsockopt(zmq.HANDSHAKE_IVL, 2000)
-        bound.setsockopt(zmq.MAXMSGSIZE, self.inbox.limits.max_call_bytes + 4096)
+        bound.router_mandatory, bound.handshake_ivl = 1, 2000
+        bound.maxmsgsize = self.inbox.limits.max_call_bytes + 4096
         self._handshakes = Handshakes(
             bound, self.reactor, self._door is not None, lambda address: self._gate.came(address), self.inbox.kept_out
         )
@@ -134,9 +134,6 @@ class TcpListener:
     def _drain_now(self) -> None:
         self._due = False
         self._drain()
-
-    def _too_much(self, frames: Frames) -> None:
-        self._handle(frames, room=False)
 
     def _handle(self, frames: Frames, room: bool = True) -> None:
         """Read a message. Whatever goes wrong ends its connection, and nothing else."""
