@@ -1,5 +1,6 @@
 """Programs of the GPU benchmarks: an executor and LoRA clients on a random Llama, each in a process of its own."""
 
+import gc
 import statistics
 import time
 from collections import Counter
@@ -92,6 +93,14 @@ class Serving:
 
     def endpoints(self) -> list[str]:
         return self._executor.endpoints
+
+    def close(self) -> None:
+        """Let go of the model's memory."""
+        self._executor.close()
+        del self._executor
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 class TimedServer(Server):
@@ -259,6 +268,16 @@ class Program:
         """Let go of all jobs."""
         self._steps.clear()
         self._rewind.clear()
+        gc.collect()
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self.forget()
+        self._first.clear()
+        del self._model
+        gc.collect()
         if self._device != "cpu":
             torch.cuda.empty_cache()
 

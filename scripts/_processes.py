@@ -1,5 +1,6 @@
 """What the benchmarks share: executors and clients as processes of their own, checkpoints, and LoRA clients to run in them."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+AGAIN = "again"
 RESULT_S = 600.0  # the longest wait for an answer
 TOGETHER_S = 0.3  # from the order to the common start of several processes
 VOCABULARY = 2048
@@ -60,7 +62,9 @@ def executor(model: Path, threads: int, *options: str) -> Iterator[processes.Chi
 
 
 class Worker:
-    """An object that lives in a process of its own: `begin` builds it, then `send` it a method call, take the `result` later."""
+    """An object that lives in a process of its own: `begin` builds it, then `send` it a method call, take the `result` later. `again`
+    builds another one in its place.
+    """
 
     def __init__(self, kind: Callable[..., Any]) -> None:
         context = multiprocessing.get_context("spawn")
@@ -95,6 +99,10 @@ class Worker:
         self.send(method, *args)
         return self.result()
 
+    def again(self, *args: Any) -> None:
+        """Build another object, once the old one is gone."""
+        self.call(AGAIN, *args)
+
     def hang_up(self) -> None:
         """The process ends when it has answered."""
         self._pipe.close()
@@ -115,7 +123,13 @@ def _live(pipe: "Connection", kind: Callable[..., Any]) -> None:
         pipe.send((True, None))
         while True:
             method, arguments = pipe.recv()
-            pipe.send((True, getattr(thing, method)(*arguments)))
+            if method == AGAIN:
+                del thing
+                gc.collect()
+                thing = kind(*arguments)
+                pipe.send((True, None))
+            else:
+                pipe.send((True, getattr(thing, method)(*arguments)))
     except (EOFError, BrokenPipeError):
         return
     except Exception:

@@ -109,11 +109,14 @@ class Setting:
         return count if self.on_gpu else min(count, 32)
 
     @contextmanager
-    def serving(self, kind: type[Serving] = Serving, shape: Shape | None = None, **options: Any) -> Iterator[Worker]:
+    def serving(self, kind: type[Serving] = Serving, **options: Any) -> Iterator[Worker]:
         """A new executor."""
-        arguments = shape or self.shape, self.device, f"local://{self.folder}/executor.sock", self.options | options
-        with workers(kind, [arguments]) as started:
+        with workers(kind, [self.served(self.shape, **options)]) as started:
             yield started[0]
+
+    def served(self, shape: Shape, **options: Any) -> tuple[Any, ...]:
+        """What an executor of that model is made of."""
+        return shape, self.device, f"local://{self.folder}/executor.sock", self.options | options
 
     @contextmanager
     def executor(self, **options: Any) -> Iterator[str]:
@@ -227,44 +230,61 @@ EAGER_BAR, CAPTURED_BAR = 1.08, 1.03
 
 
 def models(setting: Setting) -> None:
-    """One split and one unsplit program of each model, taking turns; a second unsplit one tells whether bits repeat at all."""
-    rows = []
-    for model, shape in MODELS.items() if setting.on_gpu else [("tiny", setting.shape)]:
-        with ExitStack() as stack:
-            endpoint = stack.enter_context(setting.executor(shape=shape))
-            arguments = [
-                (endpoint, shape, setting.device),
-                (None, shape, setting.device),
-                (None, shape, setting.device),
+    """One split and one unsplit program of each model, taking turns."""
+    rows: list[tuple[str, ...]] = []
+    shapes = MODELS if setting.on_gpu else {"tiny": setting.shape}
+    with setting.serving() as server, same_cores(CORES), idle_workers(Program, 2) as (split, unsplit):
+        endpoint = server.call("endpoints")[0]
+        for number, (model, shape) in enumerate(shapes.items()):
+            server.call("close")
+            server.again(*setting.served(shape))
+            for worker, where in ((split, endpoint), (unsplit, None)):
+                arguments = where, shape, setting.device
+                if number:
+                    worker.call("close")
+                    worker.again(*arguments)
+                else:
+                    worker.begin(*arguments)
+                    worker.result()
+            rows += [
+                measured(setting, model, split, unsplit, job, captured)
+                for captured in ((False, True) if setting.on_gpu else (False,))
+                for job in OF_EACH
             ]
-            with same_cores(CORES):
-                split, unsplit, control = stack.enter_context(workers(Program, arguments))
-            for job, captured in itertools.product(OF_EACH, (False, True) if setting.on_gpu else (False,)):
-                name = f"{model}, {job.kind} {job.batch}x{job.length}, {'captured' if captured else 'eager'}"
-                progress(name)
-                ratio, took = ratio_of(setting, split, unsplit, job, captured)
-                made = [worker.call("bits", job, captured) for worker in (split, unsplit, control)]
-                same = "equal" if made[0] == made[1] else "differ" if made[1] == made[2] else "do not repeat"
-                key = name.replace(",", "").replace(" ", "_")
-                setting.bar(f"{key}_ratio", ratio, "<=", CAPTURED_BAR if captured else EAGER_BAR)
-                setting.report.bar(f"{key}_bits_equal", int(made[0] == made[1] or made[1] != made[2]), "==", 1)
-                direct, calls = split.call("direct")
-                progress(f"... {took:.2f} ms unsplit, split / unsplit {ratio:.3f}, bits {same}")
-                rows.append((name, f"{took:.2f}", f"{ratio:.3f}", same, f"{direct}", f"{calls}"))
     print_table(("one program", "unsplit ms", "split / unsplit", "bits", "direct so far", "calls"), rows)
 
 
+def measured(setting: Setting, model: str, split: Worker, unsplit: Worker, job: Job, captured: bool) -> tuple[str, ...]:
+    """What a step takes, and whether its bits are equal. If they are not, another unsplit run tells whether bits repeat at all."""
+    name = f"{model}, {job.kind} {job.batch}x{job.length}, {'captured' if captured else 'eager'}"
+    progress(name)
+    ratio, took = ratio_of(setting, split, unsplit, job, captured)
+    mine, others = (worker.call("bits", job, captured) for worker in (split, unsplit))
+    same = "equal"
+    if mine != others:
+        same = "differ" if others == unsplit.call("bits", job, captured) else "do not repeat"
+    key = name.replace(",", "").replace(" ", "_")
+    setting.bar(f"{key}_ratio", ratio, "<=", CAPTURED_BAR if captured else EAGER_BAR)
+    setting.report.bar(f"{key}_bits_equal", int(same != "differ"), ">=", 1)
+    direct, calls = split.call("direct")
+    progress(f"... {took:.2f} ms unsplit, split / unsplit {ratio:.3f}, bits {same}")
+    return name, f"{took:.2f}", f"{ratio:.3f}", same, f"{direct}", f"{calls}"
+
+
+TURNS = 4  # in which a measurement of one program is divided, so that both sides see the same machine
+
+
 def ratio_of(setting: Setting, split: Worker, unsplit: Worker, job: Job, captured: bool) -> tuple[float, float]:
-    """What a step of one takes over that of the other, in milliseconds, and the other's; they take turns."""
-    measured: dict[Worker, list[float]] = {split: [], unsplit: []}
-    for worker in measured:
+    """What a step of one takes over that of the other, and what the other's takes, in milliseconds; they take turns."""
+    steps: dict[Worker, list[float]] = {split: [], unsplit: []}
+    for worker in steps:
         worker.call("prepare", job, captured)
-    for _ in range(setting.rounds):
-        for worker, found in measured.items():
-            found.append(median_ms(together([worker], "run", setting.seconds, job, captured)[0]))
-    for worker in measured:
+    for _ in range(setting.rounds * TURNS):
+        for worker, found in steps.items():
+            found += worker.call("run", 0.0, setting.seconds / TURNS, job, captured).steps
+    for worker in steps:
         worker.call("forget")
-    mine, others = (statistics.median(found) for found in measured.values())
+    mine, others = (statistics.median(found) * 1e3 for found in steps.values())
     return mine / others, others
 
 

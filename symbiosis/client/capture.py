@@ -25,6 +25,7 @@ from symbiosis.errors import CaptureError, ConfigError
 from symbiosis.kernels import with_triton
 from symbiosis.kernels.gpu import shareable_memory
 from symbiosis.protocol import Call
+from symbiosis.transport.cuda.weights import unmap_unused
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda.client import DeviceLine
@@ -77,6 +78,7 @@ class Graph:
 def _free_ended() -> None:
     """Free graphs that are not used any more. Called in a thread that captures nothing: when an executor knows that they are gone, or before
     another step runs. CUDA takes memory back only when all streams are done, and other threads have to run while it waits for that."""
+    unmap_unused()
     if _ended and not torch.cuda.is_current_stream_capturing():
         torch.cuda.synchronize()
         while _ended:

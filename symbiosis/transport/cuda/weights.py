@@ -4,6 +4,7 @@ allocation of its own that goes by descriptor. Equal tensors lie there once.
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from math import prod
 from typing import NamedTuple
 
@@ -92,16 +93,25 @@ def _tensor(piece: DeviceMemory, layer: Layer, place: Place) -> Tensor:
 
 
 class Mapping(DeviceMemory):
-    """A piece that is unmapped when the last tensor over it is gone."""
+    """A piece that is unmapped when the last tensor over it is gone. While a step is captured it waits: to synchronise would break the
+    capture, and garbage may be found at any time.
+    """
 
     def __del__(self) -> None:
         if sys.is_finalizing() or not getattr(self, "address", 0):
             return
-        try:
-            torch.cuda.synchronize(self.user)  # what is launched may still read it
-            self.close()
-        except (
-            CudaError,
-            RuntimeError,
-        ):  # a graph is captured, or CUDA is broken: it stays mapped until the program ends
-            return
+        _unused.append(self)
+        unmap_unused()
+
+
+_unused: list[Mapping] = []  # there is no tensor over them any more
+
+
+def unmap_unused() -> None:
+    """Unmap what no tensor lies over, unless this thread captures a graph."""
+    if not _unused or torch.cuda.is_current_stream_capturing():
+        return
+    with suppress(CudaError, RuntimeError):  # CUDA is broken: it stays mapped until the program ends
+        torch.cuda.synchronize(_unused[0].user)  # what is launched may still read it
+        while _unused:
+            _unused.pop().close()
