@@ -11,6 +11,7 @@ import torch
 from _processes import Pace, wait_for
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
 import symbiosis
@@ -247,9 +248,10 @@ class Program:
                 parameter.data.copy_(self._first[name])
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            step, _ = (self._trainer if job.kind == "train" else self._decoder)(job)
-            run = symbiosis.capture(step) if captured else step
-            made = [run().detach().clone() for _ in range(steps)]
+            with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):  # the others add gradients in any order
+                step, _ = (self._trainer if job.kind == "train" else self._decoder)(job)
+                run = symbiosis.capture(step) if captured else step
+                made = [run().detach().clone() for _ in range(steps)]
         finally:
             torch.use_deterministic_algorithms(False)
         trained = [p for p in self._model.parameters() if p.requires_grad]

@@ -8,7 +8,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +36,7 @@ from symbiosis.client.requests import (
 )
 from symbiosis.errors import CaptureError, ConnectionLost
 from symbiosis.kernels import with_triton
-from symbiosis.protocol import Call, Layer, Op, Priority, View, shape_of_reply
+from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, shape_of_reply
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 
 if TYPE_CHECKING:
@@ -221,7 +222,7 @@ class Session(Reconnecting):
         name = str(torch.cuda.get_device_properties(device).uuid)
         welcome = self._connected().welcome
         mapped = Mapped(welcome.manifest, self.priority, device) if self.share and welcome.shares_weights else None
-        line = transport.open_line(self.endpoint, lambda: self._hello(name), device, self.patience, mapped)
+        line = transport.open_line(self.endpoint, self._greeting(name), device, self.patience, mapped)
         if line is not None:
             line.kernel = with_triton("gpu.small_call")
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
@@ -230,6 +231,17 @@ class Session(Reconnecting):
         elif transport.may_go_by_nccl(self.endpoint):
             self._join_for(device)
         return line
+
+    def _greeting(self, device: str) -> Callable[[], Hello]:
+        """What a line joins with. A line lives in threads of its own, which must not keep a session that nobody uses any more."""
+        own = weakref.ref(self)
+
+        def hello() -> Hello:
+            if (session := own()) is None:
+                raise ConnectionLost("the session of this line is gone")
+            return session._hello(device)
+
+        return hello
 
     def map_for(self, device: torch.device) -> None:
         """Map the weights for a model on this GPU before its first call, where the executor may be on the same one."""

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from symbiosis.client.arguments import a_model
 from symbiosis.client.layers.layer_plan import base_model
-from symbiosis.client.layers.virt_layer import ORIGINAL
+from symbiosis.client.layers.virt_experts import original_of
 from symbiosis.client.state_dict import is_the_executors, may_read
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.wrap import DECODES, Model
@@ -39,7 +39,7 @@ def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) 
             if isinstance(parameter, RemoteWeight):
                 module._parameters[name] = nn.Parameter(values[parameter], requires_grad=False)
                 module._state_dict_hooks.clear()
-        module.__class__ = ORIGINAL.get(type(module), type(module))
+        module.__class__ = original_of(module)
     vars(base_model(model)).pop(DECODES, None)
     for session in {weight.handle.session for weight in names}:
         session.close()

@@ -15,7 +15,7 @@ from symbiosis.choice import head_names, is_in
 from symbiosis.client import arguments
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S
 from symbiosis.client.layers.layer_plan import ParameterSite, WrapReport, base_model, parameter_of, plan_wrap
-from symbiosis.client.layers.virt_layer import PROXY
+from symbiosis.client.layers.virt_experts import proxy_of
 from symbiosis.client.privacy.masked_session import Plain, Privacy, PrivateSession
 from symbiosis.client.privacy.noise import Noise
 from symbiosis.client.privacy.verify import Proofs
@@ -227,7 +227,7 @@ def replace(
         bias = owner._parameters.get("bias")
         if bias is not None and handle.layer.bias and biases.get(f"{handle.layer.name}.bias") == _digest_of(bias):
             handle.bias = bias.detach().clone()
-        owner.__class__ = PROXY.get(type(owner), type(owner))
+        owner.__class__ = proxy_of(owner, handle.layer)
         owner.register_state_dict_post_hook(complete)
         owner.register_load_state_dict_pre_hook(put_in_remote)
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -291,6 +292,21 @@ def test_direct_rows_are_counted_by_the_executor(llama: Served, ids: Tensor) -> 
         until(lambda: sum(one.direct_rows for one in look().sessions) == rows, "the heartbeat's figures")
 
 
+def test_weights_are_let_go_when_the_model_is_gone(llama: Served, ids: Tensor) -> None:
+    """Neither the threads of its line nor its graphs keep the session."""
+    split = lora(symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)).train()
+    run = symbiosis.capture(trainer(split))
+    for _ in range(4):
+        run(ids)
+    session, weight = (
+        weakref.ref(one) for one in (session_of(split), next(iter(session_of(split).mapped.weights.values())))
+    )
+    del split, run
+    gc.collect()
+    assert session() is None
+    until(lambda: gc.collect() is not None and weight() is None, "the threads of its line")
+
+
 def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -302,7 +318,6 @@ def test_joins_leave_nothing(start: Callable[..., Served], ids: Tensor) -> None:
         split = symbiosis.wrap(wide_llama().cuda(), served.endpoint)
         with torch.no_grad():
             split(ids)
-        session_of(split).close()
         del split
         gc.collect()
         torch.cuda.empty_cache()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import symbiosis
 from symbiosis.client.direct import rule
 from symbiosis.client.session import Session
+from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import CallError
 from symbiosis.executor.account import MOST_COUNTED
 from symbiosis.executor.observe.prometheus import PrometheusCollector
@@ -84,6 +85,53 @@ def test_a_model_is_the_unsplit_one_either_way(
         "called": (True, True),  # what many rows without gradients make is direct
         "unshared": (True, False),
     }[way]
+
+
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+def test_experts_run_as_in_the_unsplit_model(
+    experts: str, share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their forward finds the mapped tensors, also after a copy, a pickle, and under checkpointing; outside of it they are remote."""
+    model = tiny_mixtral()
+    model.set_experts_implementation(experts)
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
+    asked: list[Any] = []
+    monkeypatch.setattr(Session, "call", lambda *args, **named: asked.append(args))
+    with torch.no_grad():
+        for one in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
+            assert torch.equal(one(ids).logits, model(ids).logits)
+            assert isinstance(one.model.layers[0].mlp.experts.down_proj, RemoteWeight)
+    trained = []
+    for one in (model, split):
+        torch.manual_seed(3)
+        adapted = get_peft_model(one, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+        loss = adapted.train()(input_ids=ids, labels=ids).loss
+        loss.backward()
+        trained.append((loss.detach(), [p.grad for p in adapted.parameters() if p.grad is not None]))
+    (loss, expected), (split_loss, got) = trained
+    assert torch.equal(loss, split_loss) and expected and all(map(torch.equal, got, expected))
+    assert not asked
+
+
+def test_experts_that_should_be_called_are(share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    model = tiny_mixtral()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
+    with torch.no_grad():
+        for others in (0, 1):
+            advise(session_of(split), others=others)
+            before = symbiosis.stats(split)
+            calls, direct = before.calls, before.direct
+            assert torch.equal(split(ids[:, :1]).logits, model(ids[:, :1]).logits)
+            after = symbiosis.stats(split)
+            assert (after.calls > calls, after.direct > direct) == (others == 1, others == 0)
+    kind = type(split.model.layers[0].mlp.experts)
+    assert kind.__name__ == type(model.model.layers[0].mlp.experts).__name__ and issubclass(
+        kind, type(model.model.layers[0].mlp.experts)
+    )
+    symbiosis.unwrap(split)
+    assert type(split.model.layers[0].mlp.experts) is type(model.model.layers[0].mlp.experts)
 
 
 @pytest.mark.parametrize("way", ["direct", "called", "unshared"])

@@ -5,6 +5,7 @@ with views, experts, lookups, norms, reads) arrives as a `Call`, and is answered
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -94,15 +95,45 @@ class Mapped:
             return None
         if not self._on_cpu and x.device != self.device:
             return None
-        rows, training = x.numel() // max(1, x.shape[-1]), training and torch.is_grad_enabled()
-        if self._should_send(rows, Priority.TRAIN if training else Priority.PREFILL):
+        rows, recorded = x.numel() // max(1, x.size(-1)), torch.is_grad_enabled()
+        if self._should_send(rows, training and recorded):
             return None
-        products = 2 if x.requires_grad and torch.is_grad_enabled() else 1  # the gradient's, too
-        self.count(products, products * rows, rows * products * weight.numel())
+        products = 2 if recorded and x.requires_grad else 1  # the gradient's, too
+        rows *= products
+        self.calls += products
+        self.rows += rows
+        self.multiplications += rows * weight.numel()
         return weight
 
-    def _should_send(self, rows: int, priority: Priority) -> bool:
-        page, training = self._page, (self._priority or priority) is Priority.TRAIN
+    def weights_for_local_products(
+        self, wanted: dict[str, tuple[int, torch.dtype]], x: Tensor, routed: int, training: bool
+    ) -> dict[str, Tensor]:
+        """The stacks of matrices that a module multiplies rows by, or none if its products should be sent. Counts the products, as the
+        caller makes them now.
+
+        Args:
+            wanted: Numbers and dtypes of the stacks, by whatever name.
+            x: The rows that the module was given.
+            routed: How many rows it multiplies, if it multiplies some of them more than once.
+        """
+        weights = {name: self.weights.get(number) for name, (number, _) in wanted.items()}
+        if x.is_cpu is not self._on_cpu or (not self._on_cpu and x.device != self.device):
+            return {}
+        rows, recorded = max(routed, x.numel() // max(1, x.size(-1))), torch.is_grad_enabled()
+        found = {
+            name: weight for name, weight in weights.items() if weight is not None and weight.dtype is wanted[name][1]
+        }
+        if len(found) < len(wanted) or self._should_send(rows, training and recorded):
+            return {}
+        products = 2 if recorded and x.requires_grad else 1
+        for weight in found.values():
+            self.count(products, products * rows, products * rows * prod(weight.shape[-2:]))
+        return found
+
+    def _should_send(self, rows: int, training: bool) -> bool:
+        page = self._page
+        if self._priority is not None:
+            training = self._priority is Priority.TRAIN
         if training:
             self.asked_for_training = True
         elif rows <= DECODE_ROWS:
@@ -128,7 +159,7 @@ class Mapped:
         """Whether this call should be answered here rather than sent. Tells the executor of tokens that are decoded."""
         if not self.knows(call):
             return False
-        return not call.op.traits.multiplies or not self._should_send(call.rows, call.priority)
+        return not call.op.traits.multiplies or not self._should_send(call.rows, call.priority is Priority.TRAIN)
 
     def answer(self, call: Call, payload: Payload, shapes: Shapes) -> list[Tensor]:
         """Answer a call as the executor would."""

@@ -164,9 +164,8 @@ def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width
     """Multiply rows that do not lie one after another as `F.linear` would by the unsplit weight: as one matrix if the weight is not
     frozen, else matrix by matrix. The bias is added afterwards."""
     bias, handle, session = own_tensor(layer, "bias"), weight.handle, weight.handle.session
-    if (mapped := _mapped(layer, weight, x)) is not None:
-        rows = x if handle.is_frozen else x.reshape(-1, x.shape[-1])
-        y = unshared(F.linear(rows, mapped), (*x.shape[:-1], width))
+    if not handle.is_frozen and (mapped := _mapped(layer, weight, x)) is not None:
+        y = unshared(F.linear(x.reshape(-1, x.shape[-1]), mapped), (*x.shape[:-1], width))
     else:
         if x.dtype is not weight.dtype:
             _refuse_other_rows(x, weight)
@@ -256,12 +255,10 @@ def local_value(weight: Tensor) -> Tensor:
 
 def _mapped(layer: nn.Module, weight: RemoteWeight, x: Tensor) -> Tensor | None:
     """Return the layer's mapped weight if this client should multiply by itself. None means that the executor is called."""
-    mapped = weight.handle.session.mapped
-    return (
-        None
-        if mapped is None
-        else mapped.weight_for_local_product(weight.handle.index, weight.dtype, x, layer.training)
-    )
+    handle = weight.handle
+    if (mapped := handle.session.mapped) is None:
+        return None
+    return mapped.weight_for_local_product(handle.index, weight.dtype, x, layer.training)
 
 
 def _refuse_quantisation(layer: nn.Module) -> None:
@@ -292,14 +289,16 @@ class VirtLinear(nn.Linear):
     @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
         weight = own_tensor(self, "weight")
-        if is_as_served(weight):
-            fused = own_tensor(self, "bias") is not None
-            if is_strided(x, fused) and is_strided(x := _as_autocast(x), fused):
-                return _product_of_strided(self, x, weight, self.out_features)
-            if (mapped := _mapped(self, weight, x)) is not None:
-                return F.linear(x, mapped, own_tensor(self, "bias"))
-            return remote_product(self, x, weight, self.out_features)
-        return F.linear(x, local_value(weight), self.bias)
+        if not is_as_served(weight):
+            return F.linear(x, local_value(weight), self.bias)
+        bias, frozen = own_tensor(self, "bias"), weight.handle.is_frozen
+        if frozen and (mapped := _mapped(self, weight, x)) is not None:
+            return F.linear(x, mapped, bias)
+        if is_strided(x, bias is not None) and is_strided(x := _as_autocast(x), bias is not None):
+            return _product_of_strided(self, x, weight, self.out_features)
+        if not frozen and (mapped := _mapped(self, weight, x)) is not None:
+            return F.linear(x, mapped, bias)
+        return remote_product(self, x, weight, self.out_features)
 
 
 class VirtConv1D(Conv1D):
@@ -312,7 +311,7 @@ class VirtConv1D(Conv1D):
         if is_as_served(weight) and (mapped := _mapped(self, weight, x)) is None:
             return remote_product(self, x, weight, self.nf)
         matrix = local_value(weight) if mapped is None else mapped
-        y = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), matrix)
+        y = torch.addmm(own_tensor(self, "bias"), x.reshape(-1, x.shape[-1]), matrix)
         return y.view(*x.shape[:-1], self.nf)
 
 
