@@ -5,6 +5,7 @@ all of them as one round, without a CPU between them. It maps the memory in whic
 copied (`transport.cuda.step.Step`).
 """
 
+import gc
 import logging
 import sys
 from collections import OrderedDict
@@ -204,7 +205,10 @@ class Captured:
         graph = torch.cuda.CUDAGraph()
         try:
             in_pool: Any = None if pool is None else pool.id
-            with torch.cuda.graph(graph, in_pool, self._stream, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.graph(graph, in_pool, self._stream, capture_error_mode="thread_local"),
+                _garbage_is_kept(),
+            ):
                 result = tree_map(_owned, self._function(*arguments, **named))
         except CaptureError:
             _mend_random_numbers()
@@ -220,6 +224,19 @@ class Captured:
         rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
         made = [(session, stats) for session, stats in made if stats.calls]
         return Graph(graph, mine, result, made, rings, pool, steps, [], [])
+
+
+@contextmanager
+def _garbage_is_kept() -> Iterator[None]:
+    """What is found unused in the block is collected later: a session that ends, or memory that is unmapped, waits for the GPU, which
+    would break a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _mend_random_numbers() -> None:
