@@ -222,7 +222,7 @@ class Session(Reconnecting):
         name = str(torch.cuda.get_device_properties(device).uuid)
         welcome = self._connected().welcome
         mapped = Mapped(welcome.manifest, self.priority, device) if self.share and welcome.shares_weights else None
-        line = transport.open_line(self.endpoint, self._greeting(name), device, self.patience, mapped)
+        line = transport.open_line(self.endpoint, greeting(self, name), device, self.patience, mapped)
         if line is not None:
             line.kernel = with_triton("gpu.small_call")
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
@@ -231,17 +231,6 @@ class Session(Reconnecting):
         elif transport.may_go_by_nccl(self.endpoint):
             self._join_for(device)
         return line
-
-    def _greeting(self, device: str) -> Callable[[], Hello]:
-        """What a line joins with. A line lives in threads of its own, which must not keep a session that nobody uses any more."""
-        own = weakref.ref(self)
-
-        def hello() -> Hello:
-            if (session := own()) is None:
-                raise ConnectionLost("the session of this line is gone")
-            return session._hello(device)
-
-        return hello
 
     def map_for(self, device: torch.device) -> None:
         """Map the weights for a model on this GPU before its first call, where the executor may be on the same one."""
@@ -351,6 +340,18 @@ class Session(Reconnecting):
         """Return the options for another session with the same executor, or with a rank beside it."""
         names = ("patience", "timeout", "exact", "share")
         return {**{name: getattr(self, name) for name in names}, "whole": self._whole}
+
+
+def greeting(session: Session, device: str) -> Callable[[], Hello]:
+    """What a line joins with. A line lives in threads of its own, which must not keep a session that nobody uses any more."""
+    kept = weakref.ref(session)
+
+    def hello() -> Hello:
+        if (mine := kept()) is None:
+            raise ConnectionLost("the session of this line is gone")
+        return mine._hello(device)
+
+    return hello
 
 
 def _restore(
