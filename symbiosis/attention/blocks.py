@@ -86,11 +86,15 @@ class Sequence:
 
     def forget_before(self, token: int) -> None:
         """Give back blocks all of whose tokens are before this one."""
-        gone = (token - self.first) // self.shape.tokens
-        if gone > 0:
-            self._let_go(self.blocks[:gone])
-            del self.blocks[:gone]
-            self.first += gone * self.shape.tokens
+        first = self.first_after(token)
+        gone = (first - self.first) // self.shape.tokens
+        self._let_go(self.blocks[:gone])
+        del self.blocks[:gone]
+        self.first = first
+
+    def first_after(self, token: int) -> int:
+        """The first token that is there once those before `token` are forgotten."""
+        return self.first + max(0, token - self.first) // self.shape.tokens * self.shape.tokens
 
     def fork(self) -> "Sequence":
         """Another sequence that has begun the same. What is there is shared, not copied."""

@@ -55,6 +55,8 @@ class HostLayer(DynamicLayer):
                 f"a batch of {len(key_states)} with {shape} cannot be added to a cache that holds {len(self._sequences)} with {self.shape}: "
                 "make another by symbiosis.offload_cache"
             )
+        for sequence in self._sequences:
+            sequence.forget_before(self._shown_from)
         self._keep(key_states.detach(), value_states.detach())
         size = len(self._sequences), shape.heads, self._kept
         return (
@@ -103,9 +105,6 @@ class HostLayer(DynamicLayer):
             result = attend_within(query, keys, values, how).transpose(1, 2)
         else:
             result = self._in_pieces(query, keys, values, read, how)
-        if self._window is not None:
-            for sequence in self._sequences:
-                sequence.forget_before(sequence.end - self._window - SLACK)
         return result
 
     def _beside_the_memory(self, query: Tensor, mask: Mask, how: How) -> Tensor:
@@ -173,24 +172,30 @@ class HostLayer(DynamicLayer):
     def get_seq_length(self) -> int:
         return self._kept + self._sequences[0].first if self._sequences else 0
 
+    @property
+    def _shown_from(self) -> int:
+        """The first token that new ones may see."""
+        return 0 if self._window is None else self.get_seq_length() - self._window - SLACK
+
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         rows = query_length if isinstance(query_length, int) else len(query_length)
-        return self._kept + rows, self._sequences[0].first if self._sequences else 0
+        if not self._sequences:
+            return rows, 0
+        first = self._sequences[0].first_after(self._shown_from)  # as `update` will have it
+        return self.get_seq_length() + rows - first, first
 
     def reset(self) -> None:
         self._change([])
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise ValueError("crop a cache by a negative number of tokens: so many are removed")
+        """Forget so many of the last tokens, given as a negative number. (Older versions of transformers say how many stay.)"""
         self._settle()
         for sequence in self._sequences:
-            end, is_whole = sequence.end + tokens_to_remove, not sequence.first
-            if end < (0 if is_whole else sequence.first + (self._window or 0) - 1):
-                raise ValueError(
-                    f"{-tokens_to_remove} tokens cannot be removed: of a sliding window, older ones are gone"
-                )
+            end = sequence.end + tokens_to_remove if tokens_to_remove <= 0 else min(sequence.end, tokens_to_remove)
+            least = sequence.first + (self._window or 0) - 1 if sequence.first else 0
+            if end < min(least, sequence.end):
+                raise ValueError(f"{sequence.end - end} tokens cannot be removed: of a window, older ones are gone")
             sequence.crop(end)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

@@ -102,7 +102,7 @@ def _attention_of(base: nn.Module) -> str:
 def _layers_of(config: Any) -> list[Any]:
     """What transformers' own cache of this model is made of."""
     layers = DynamicCache(config=config).layers
-    return layers or [DynamicLayer() for _ in range(config.num_hidden_layers)]
+    return layers or [DynamicLayer() for _ in range(getattr(config, "num_hidden_layers", 0))]
 
 
 def _put_in(base: Any) -> None:
@@ -134,9 +134,7 @@ def _prove(base: Any, before: str, name: str) -> None:
     except SymbiosisError:
         raise
     except Touched as error:
-        raise ConfigError(
-            "it computes with what it has cached before it attends to it, as latent attention does"
-        ) from error
+        raise ConfigError("it computes with what it has cached before it attends to it") from error
     except Exception as error:
         raise ConfigError(f"with another attention it raises {type(error).__name__} ({error})") from error
     off = (torch.cat(found) - expected).abs().amax(1) / expected.abs().max()

@@ -18,6 +18,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 from symbiosis.errors import ConfigError
 from symbiosis.tools import demo_data
@@ -118,6 +119,14 @@ def test_a_suite_of_the_gpu_benchmark(
     figures = last_line(capsys.readouterr().out, "bench_gpu")["figures"]
     assert figures.keys() >= WANTED[suite]
     assert all(math.isfinite(figures[name]) and figures[name] > 0 for name in WANTED[suite])
+
+
+def test_long_contexts(script: Callable, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_long.py", "--tiny", "--tokens", "300", "--times", "1", "--layers", "1"])
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)  # a setting of processes
+    assert script("bench_long").main() == 0
+    figures = last_line(capsys.readouterr().out, "bench_long")["figures"]
+    assert figures["token_float32_8_heads_host_ms"] > 0 and figures["float16_32_heads_gb_per_s"] > 0
 
 
 @pytest.mark.timeout(300)
