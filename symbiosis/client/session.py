@@ -218,6 +218,7 @@ class Session(Reconnecting):
                     self._lines[device] = self._open_line(device)
         return self._lines[device]
 
+    @torch.inference_mode(False)  # as for `_connect`
     def _open_line(self, device: torch.device) -> "DeviceLine | None":
         name = str(torch.cuda.get_device_properties(device).uuid)
         welcome = self._connected().welcome

@@ -1,7 +1,9 @@
 """Under `torch.inference_mode` torch hands over operations as they were written: a remote weight makes of them what it makes elsewhere."""
 
 import copy
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 import symbiosis
 from symbiosis.errors import WeightRead
+from symbiosis.transport.local.segment import Slab
 from tests.conftest import MODELS, tiny_llama, tiny_mixtral
 
 
@@ -42,6 +45,39 @@ def test_what_was_used_there_can_be_trained_with_later(serve: Callable, ids: Ten
             model(input_ids=ids, labels=ids).loss.backward()
             gradients.append(embedding.weight.grad)
         assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("share", [True, False])
+def test_what_a_connection_keeps_is_used_in_any_mode(
+    share: bool, joined: bool, serve: Callable, llama: nn.Module, ids: Tensor, tmp_path: Path
+) -> None:
+    """Segments and mapped weights may be made under inference_mode, by the first call of a copy, too."""
+    executor = serve(llama, listen=[f"local://{tmp_path}/executor.sock"], share_weights=True)
+    split = symbiosis.wrap(copy.deepcopy(llama), executor.endpoint, share=share)
+    if not joined:
+        raw = pickle.dumps(split)
+        symbiosis.unwrap(split, llama.state_dict())
+        split = pickle.loads(raw)
+    gradients = []
+    for model in (llama, split):
+        with torch.inference_mode():
+            model(ids)
+        with torch.no_grad():
+            model(ids)
+        embedding = model.requires_grad_(False).get_input_embeddings().requires_grad_(True)
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(embedding.weight.grad)
+    assert torch.equal(*gradients)
+
+
+def test_a_segment_that_grows_is_used_in_any_mode() -> None:
+    with torch.inference_mode():
+        slab = Slab.create(8192)
+        rows = slab.tensor(4096, "float32", (2, 3))
+    with torch.no_grad():
+        assert rows.fill_(2.0).sum() == 12
+    slab.close()
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -165,17 +165,20 @@ class Reconnecting:
     # ------------------------------------------------------------------ joins
 
     def _connected(self) -> transport.Connection:
-        if self._connection is None:
-            self._connection = self._join() if self._welcome else self._join_first()
-            self.stats.reconnects += self._is_reconnect()
-            self._welcome = self._connection.welcome
-            self.fingerprint = self._welcome.fingerprint
-            self._is_away = False
-            if self.share:
-                self._map(self._connection)
-            connection = weakref.ref(self._connection)
-            beat_from_now_on(self, beat_every(self._connection), lambda alive: alive._beats(connection()))
-        return self._connection
+        return self._connection or self._connect()
+
+    @torch.inference_mode(False)  # tensors that are made here are used in whatever mode calls are made later
+    def _connect(self) -> transport.Connection:
+        made = self._connection = self._join() if self._welcome else self._join_first()
+        self.stats.reconnects += self._is_reconnect()
+        self._welcome = made.welcome
+        self.fingerprint = self._welcome.fingerprint
+        self._is_away = False
+        if self.share:
+            self._map(made)
+        connection = weakref.ref(made)
+        beat_from_now_on(self, beat_every(made), lambda alive: alive._beats(connection()))
+        return made
 
     def _map(self, connection: transport.Connection) -> None:
         """Map the served weights, if the executor shares them. The weights of a previous executor are freed once unused."""

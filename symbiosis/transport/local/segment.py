@@ -18,6 +18,7 @@ import struct
 from functools import lru_cache
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from symbiosis.errors import Code, ProtocolError
@@ -54,7 +55,8 @@ class Slab:
         self.fd, self.nbytes = fd, nbytes
         must_hold(fd, nbytes)
         self.memory = mmap.mmap(fd, nbytes)
-        self._bytes = over(self.memory)
+        with torch.inference_mode(False):  # tensors over it are written to in whatever mode a call is made
+            self._bytes = over(self.memory)
         self._views: dict[tuple[int, str, tuple[int, ...]], Tensor] = {}
         self._pinned: PinnedMemory | None = None
 
@@ -75,7 +77,8 @@ class Slab:
         if view is None:
             if len(self._views) >= VIEWS_KEPT:
                 self._views.clear()
-            view = self._views[key] = tensor_at(self._bytes, start, dtype, shape)
+            with torch.inference_mode(False):
+                view = self._views[key] = tensor_at(self._bytes, start, dtype, shape)
         return view
 
     def pin(self) -> None:
