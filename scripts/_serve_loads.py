@@ -367,6 +367,7 @@ def _under_load(
             asks = gamma_arrivals(rate, seconds, ours.names, longest)
             took = ours.run(asks, seconds)
             found.append(Served.of(asks, rate, took))
+            progress(f"{found[-1].requests_per_s:.2f} requests/s, first token after {found[-1].first_s:.2f} s")
             if found[-1].requests_per_s < 0.7 * rate:
                 break
     return found
@@ -490,13 +491,13 @@ def mixed(report: Report, setting: Setting) -> None:
     size, tiny = setting.size, setting.tiny
     shape = Shape(size.layers, size.hidden, size.inner, size.heads, size.vocabulary)
     seconds = 0.3 if tiny else 6.0 if setting.quick else 20.0
-    batch, prompt, length = (4, 8, 64) if tiny else (32, 512, 1024)
+    batch, prompt, length = (4, 8, 64) if tiny else (32, 256, 1024)
     job = Job("train", 2, 16 if tiny else 512)
     with TemporaryDirectory() as folder:
         endpoint = f"local://{folder}/executor.sock"
         given = [(shape, setting.device, endpoint, {})]
         with workers(Serving, given):
-            memory = size.memory // 4
+            memory = size.memory // 2
             with (
                 workers(Streams, [(endpoint, setting.device, memory, batch, prompt, length)]) as streams,
                 workers(Program, [(endpoint, shape, setting.device)] * 2) as trainers,
