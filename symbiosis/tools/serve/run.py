@@ -40,8 +40,8 @@ OPEN = (
 )
 
 
-class Ending(Exception):
-    """SIGTERM or SIGINT came."""
+class Ending(BaseException):
+    """SIGTERM or SIGINT came. Like KeyboardInterrupt, it is no error of the model's for those who try whether it works."""
 
 
 class Server:
