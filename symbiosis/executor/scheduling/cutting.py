@@ -33,12 +33,13 @@ class Cutting:
         queue = self._queues[head.key]
         most = TOGETHER if len(queue) > 1 and self._callers.other_tenants_call(head) else len(queue)
         most_rows = self._most_rows(head, queue)
-        if len(queue) <= most and queue.rows <= most_rows and self._ranking.runs_whole(queue):
+        alone = len(queue) == 1 and (queue.rows <= most_rows or not head.divisible)
+        if alone or (len(queue) <= most and queue.rows <= most_rows and self._ranking.runs_whole(queue)):
             del self._queues[head.key]
             pieces, first = [], None
             for item in queue:
+                pieces.append(Slice(item, item.start, item.rows))
                 item.start = item.rows
-                pieces.append(Slice(item, 0, item.rows))
         else:
             pieces, first = self._some(head, queue, most, most_rows), self._callers[head]
         self._callers.served([self._callers.sessions[item.session] for item, _, _ in pieces], now, first)
