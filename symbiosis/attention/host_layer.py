@@ -57,6 +57,7 @@ class HostLayer(DynamicLayer):
             )
         for sequence in self._sequences:
             sequence.forget_before(self._shown_from)
+        self._masks.begin(self)
         self._keep(key_states.detach(), value_states.detach())
         size = len(self._sequences), shape.heads, self._kept
         return (

@@ -8,8 +8,6 @@ from torch import Tensor
 from symbiosis.errors import ConfigError
 from symbiosis.kernels.paged_attention import Seen
 
-KEPT = 4  # masks: a step has one for each kind of layer
-
 
 class Piece(NamedTuple):
     """What rows see of some tokens. `mask` is None where that is all."""
@@ -75,10 +73,18 @@ class Mask:
 
 
 class Masks:
-    """The masks of the last step, each read once for all layers."""
+    """The masks of one step, of which there is one for each kind of layer, each read once for all layers."""
 
     def __init__(self) -> None:
         self._read: list[tuple[Tensor | None, Mask]] = []
+        self._first: int | None = None
+
+    def begin(self, layer: object) -> None:
+        """Forget the masks of the last step, which may be large, when the layer that is always first comes again."""
+        if self._first is None:
+            self._first = id(layer)  # the layer itself would keep its cache from being freed at once
+        if self._first == id(layer):
+            self._read.clear()
 
     def of(self, mask: Tensor | None, sequences: int, rows: int, tokens: int) -> Mask:
         sizes = sequences, rows, tokens
@@ -86,5 +92,5 @@ class Masks:
             if known is mask and (read.sequences, read.rows, read.tokens) == sizes:
                 return read
         read = Mask(mask, *sizes)
-        self._read = [(mask, read), *self._read[: KEPT - 1]]
+        self._read.append((mask, read))
         return read

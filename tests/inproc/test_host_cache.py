@@ -1,6 +1,8 @@
 """With keys and values in the host's memory, models write the same tokens: every kind of attention, of batch and of step."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -201,6 +203,31 @@ def test_keys_and_values_are_there_once(batch: dict[str, torch.Tensor]) -> None:
         block.keys.data_ptr() for layer in cache.layers for s in layer._sequences for block in s.blocks
     ] == addresses
     assert all(layer.keys is None and layer.values is None for layer in cache.layers)
+
+
+def test_masks_are_read_once_for_all_layers_and_not_kept(batch: dict[str, torch.Tensor]) -> None:
+    """That of a long chunk takes much memory."""
+    model = built(CONFIGS["two kinds of layers"]())
+    cache = symbiosis.offload_cache(model)
+    with torch.no_grad():
+        for at in range(0, PROMPT, 10):
+            mask = batch["attention_mask"][:, : at + 10]
+            model(batch["input_ids"][:, at : at + 10], attention_mask=mask, past_key_values=cache)
+            assert [read.tokens for _, read in cache.layers[0]._masks._read] in ([at + 10], [at + 10] * 2)
+
+
+def test_memory_is_given_back_with_the_cache(batch: dict[str, torch.Tensor]) -> None:
+    """At once, and not when Python next looks for circles."""
+    model = built(CONFIGS["two kinds of layers"]())
+    cache = symbiosis.offload_cache(model)
+    continued(model, batch, past_key_values=cache)
+    block = weakref.ref(cache.layers[0]._sequences[0].blocks[0].keys)
+    gc.disable()
+    try:
+        del cache
+        assert block() is None
+    finally:
+        gc.enable()
 
 
 def test_a_mask_of_ones_own(batch: dict[str, torch.Tensor]) -> None:
