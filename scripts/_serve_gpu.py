@@ -1,6 +1,7 @@
 """A decoding step of the server on a GPU: Llama-7B shapes with random bfloat16 weights, adapters of rank 16 on all seven projections."""
 # ruff: noqa: B023
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from _processes import progress
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from symbiosis.kernels import with_triton
+from symbiosis.serving import paged
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
 from symbiosis.serving.adapters.residency import Residency
@@ -53,6 +56,16 @@ class Size:
 
 LOADED = Size(memory=40 * GIB)  # beside a second model, of those that it is compared with
 TINY = Size(256, 688, 2, 4, 512, 1 << 28)
+
+
+def interpret() -> None:
+    """Have the kernels run on a CPU."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or with_triton("gpu.paged_attention") is None:
+        raise SystemExit(
+            "install triton, and set TRITON_INTERPRET=1: a CPU runs these kernels by Triton's interpreter only"
+        )
+    paged.is_for = lambda device, dtype: True  # type: ignore[attr-defined]
+    with_triton("gpu.paged_attention").PROGRAMS = 1
 
 
 def dtype_on(device: str) -> torch.dtype:
@@ -177,14 +190,15 @@ def copy_speed() -> float:
 def step_bench(
     report: Report, quick: bool, compiles: bool, profiles: bool, size: Size = Size(), device: str = "cuda"
 ) -> None:
-    most = 32 if quick else 128
+    loads = ((4, 32),) if device == "cpu" else ((32, 512), (32, 2048), *(() if quick else ((128, 512),)))
+    most = max(count for count, _ in loads)
     speed = copy_speed() if device == "cuda" else 1e10
     report.figure("copy_tb_per_s", speed / 1e12)
     progress(f"copies {speed / 1e12:.2f} TB/s")
     bench, rows = Bench(size, device, most, compiles), []
     seconds = 0.3 if quick else 2.0
     with torch.inference_mode():
-        for count, context in ((32, 512), (32, 2048), *([] if quick else [(128, 512)])):
+        for count, context in loads:
             times: dict[str, float] = {}
             for kind, different in (("base", 0), ("identical", 1), ("distinct", count)):
                 adapters = bench.adapters(different)

@@ -108,10 +108,10 @@ def on_gpu(args: argparse.Namespace) -> int:
     import _serve_gpu
     import _serve_loads
 
-    report = Report(f"bench_serve {args.what}")
+    report, compiles = Report(f"bench_serve {args.what}"), args.compile and not args.tiny
     if args.what in _serve_loads.LOADS:
         size, device = (_serve_gpu.TINY, "cpu") if args.tiny else (_serve_gpu.LOADED, "cuda")
-        setting = _serve_loads.Setting(size, device, args.quick, args.tiny, args.compile)
+        setting = _serve_loads.Setting(size, device, args.quick, args.tiny, compiles)
         with nullcontext() if args.tiny or args.what != "mixed" else mps.running():
             _serve_loads.LOADS[args.what](report, setting)
     elif args.what == "attention":
@@ -119,9 +119,10 @@ def on_gpu(args: argparse.Namespace) -> int:
     elif args.what == "adapters":
         _serve_gpu.sweep_adapters()
     elif args.tiny:
-        _serve_gpu.step_bench(report, True, args.compile, False, _serve_gpu.TINY, "cpu")
+        _serve_gpu.interpret()
+        _serve_gpu.step_bench(report, True, compiles, False, _serve_gpu.TINY, "cpu")
     else:
-        _serve_gpu.step_bench(report, args.quick, args.compile, args.profile)
+        _serve_gpu.step_bench(report, args.quick, compiles, args.profile)
     return report.finish()
 
 
@@ -131,7 +132,9 @@ def main(arguments: list[str] | None = None) -> int:
         "what", nargs="?", choices=WHATS, help="on a GPU; attention, adapters: how their kernels are best cut"
     )
     parser.add_argument("--cpu", action="store_true", help="on this machine's CPU, in float32")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="with torch.compile, as serve --compile"
+    )
     parser.add_argument("--profile", action="store_true", help="step: tell which kernels take the time")
     parser.add_argument("--tiny", action="store_true", help="of a tiny model, on a CPU; step: by Triton's interpreter")
     parser.add_argument("--quick", action="store_true", help="shorter, and one round")

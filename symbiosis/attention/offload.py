@@ -139,7 +139,12 @@ def _prove(base: Any, before: str, name: str) -> None:
         raise ConfigError(f"with another attention it raises {type(error).__name__} ({error})") from error
     off = (torch.cat(found) - expected).abs().amax(1) / expected.abs().max()
     if not all(_is_rounding(off[at : at + TOGETHER], dtype) for at in range(0, len(off), TOGETHER)):
-        raise ConfigError(f"its logits are then off by {float(off.max()):.1e} of the largest")
+        hint = (
+            " (set its attention to 'eager' if sdpa leaves out something, such as soft caps)"
+            if before == "sdpa"
+            else ""
+        )
+        raise ConfigError(f"its logits are then off by {float(off.max()):.1e} of the largest{hint}")
 
 
 def _is_rounding(off: Tensor, dtype: torch.dtype) -> bool:

@@ -26,7 +26,7 @@ class Alone(Served):
 
     batches, whole_prompts = False, True
 
-    def __init__(self, model: nn.Module, memory: int | None = None) -> None:
+    def __init__(self, model: nn.Module, memory: int | float | None = None) -> None:
         super().__init__(model, (ROW,), memory)
         self._caches: WeakKeyDictionary[Sequence, dict[str, Any]] = WeakKeyDictionary()
         self.uses_cache = _cache_is_right(model)
@@ -91,7 +91,7 @@ def _cache_is_right(model: nn.Module) -> bool:
     return True
 
 
-def make_ready(model: nn.Module, memory: int | None = None) -> Served:
+def make_ready(model: nn.Module, memory: int | float | None = None) -> Served:
     """Make a model ready to be served: in batches if possible, else one by one, which is logged."""
     if not hasattr(model, "get_output_embeddings") or not hasattr(text_config(model), "vocab_size"):
         raise ConfigError(

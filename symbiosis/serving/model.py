@@ -14,7 +14,7 @@ from symbiosis.serving.arena import Arena, KvShape
 from symbiosis.serving.blocks import Blocks
 from symbiosis.serving.step import Sequence, Step
 
-SHARE = 0.25  # of the memory that is free, for keys, values and adapters
+SHARE = 0.25  # of the memory that is free, where nothing is said
 
 
 class Served(ABC):
@@ -31,7 +31,7 @@ class Served(ABC):
     runner: Any = None  # of a GPU's kernels: `symbiosis.serving.gpu`
     fetcher: Any = None
 
-    def __init__(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | None) -> None:
+    def __init__(self, model: nn.Module, layers: tuple[KvShape, ...], memory: int | float | None) -> None:
         self.model, self.config = model, text_config(model)
         self.before: list[Callable[[Step, Tensor], None]] = []
         self.embed: Callable[[Step, Tensor], Tensor | None] = lambda step, ids: None
@@ -40,7 +40,7 @@ class Served(ABC):
         self.vocabulary: int = self.config.vocab_size
         self.longest: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.ends = _ends(model)
-        self.arena = Arena(layers, share_of_free(self.device) if memory is None else memory, self.dtype, self.device)
+        self.arena = Arena(layers, bytes_of(memory, self.device), self.dtype, self.device)
         self.blocks = Blocks(self.arena.pool, len(layers), self.batches, [layer.window for layer in layers])
 
     def forward(self, step: Step) -> Tensor:
@@ -83,8 +83,10 @@ def _ends(model: nn.Module) -> frozenset[int]:
     return frozenset()
 
 
-def share_of_free(device: torch.device) -> int:
-    """Return a share of the free memory."""
-    if device.type == "cuda":
-        return int(SHARE * torch.cuda.mem_get_info(device)[0])
-    return int(SHARE * min(free_memory(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")))
+def bytes_of(memory: int | float | None, device: torch.device) -> int:
+    """Return how many bytes that is: a number below 1 is a share of what is free, and None a quarter of it."""
+    if memory is not None and memory >= 1:
+        return int(memory)
+    free = free_memory() if device.type != "cuda" else torch.cuda.mem_get_info(device)[0]
+    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type != "cuda" else free
+    return int((SHARE if memory is None else memory) * min(free, whole))

@@ -1,6 +1,7 @@
 """The options of `symbiosis serve`."""
 
 import ipaddress
+import re
 from typing import Literal
 
 import msgspec
@@ -9,6 +10,23 @@ from symbiosis.config import check_dtype
 from symbiosis.errors import ConfigError
 
 PORT = 8000
+UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT]iB)?", re.IGNORECASE)
+
+
+def size(name: str, value: int | float | str) -> int | float:
+    """Return bytes, or, below 1, a share of what is free.
+
+    >>> size("memory", "1.5GiB"), size("memory", 1 << 20), size("memory", "0.25")
+    (1610612736, 1048576, 0.25)
+    """
+    found = SIZE.fullmatch(str(value))
+    number = float(found[1]) * UNITS[(found[2] or "").lower()] if found else 0.0
+    if not 0 < number < 2**62:
+        raise ConfigError(
+            f"{name} is a size such as 8GiB, a number of bytes, or a share of what is free such as 0.5, not {value}"
+        )
+    return number if number < 1 else int(number)
 
 
 class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,8 +47,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_batch: int = 64
     max_tenant_batch: int | None = None  # None: half of the batch, if there are keys
     adapters_in_batch: int | None = None
-    memory: int | None = None  # bytes
-    adapter_memory: int | None = None  # bytes of the host's memory
+    memory: int | float | str | None = None  # bytes, or a share of what is free; see `size`
+    adapter_memory: int | float | str | None = None  # of the host's memory
     max_rank: int = 256
     policy: Literal["fcfs", "abort", "vtc"] = "fcfs"
     first_token_s: float = 6.0
@@ -45,7 +63,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
-        for name in ("max_batch", "max_tenant_batch", "adapters_in_batch", "memory", "adapter_memory", "max_rank", "first_token_s", "prefill_tokens", "drain_s",
+        _ = self.memory_size, self.adapter_memory_size  # are checked
+        for name in ("max_batch", "max_tenant_batch", "adapters_in_batch", "max_rank", "first_token_s", "prefill_tokens", "drain_s",
                      "max_body_bytes", "max_adapter_bytes", "max_requests", "max_step_s"):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 < value < 2**62:
@@ -55,6 +74,14 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.max_tenant_batch is not None and self.api_keys is None:
             raise ConfigError("max-tenant-batch is for each API key: give --api-keys FILE, too")
         check_dtype(self.dtype)
+
+    @property
+    def memory_size(self) -> int | float | None:
+        return None if self.memory is None else size("memory", self.memory)
+
+    @property
+    def adapter_memory_size(self) -> int | float | None:
+        return None if self.adapter_memory is None else size("adapter-memory", self.adapter_memory)
 
     @property
     def of_tenant(self) -> int | None:

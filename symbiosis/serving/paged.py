@@ -39,7 +39,7 @@ class Paged(Served):
 
     batches, whole_prompts = True, False
 
-    def __init__(self, model: nn.Module, memory: int | None = None) -> None:
+    def __init__(self, model: nn.Module, memory: int | float | None = None) -> None:
         before = getattr(text_config(model), "_attn_implementation", None)
         self._tables = Tables()
         self.keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters

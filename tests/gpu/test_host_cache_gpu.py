@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import symbiosis
-from tests.inproc.test_host_cache import PROMPT, batch, continued, small_blocks  # noqa: F401  (fixtures)
+from tests.inproc.test_host_cache import PROMPT, batch, continued, made, small_blocks  # noqa: F401  (fixtures)
 from tests.inproc.test_serving_models import CONFIGS, built
 
 pytestmark = [
@@ -29,7 +29,7 @@ def test_tokens_are_the_same(
     batch: dict[str, torch.Tensor],  # noqa: F811
     small_pieces: None,
 ) -> None:
-    own, model = built(CONFIGS[name]()).cuda(), built(CONFIGS[name]()).cuda()
+    own, model = made(name).cuda(), made(name).cuda()
     inputs = {key: each.cuda() for key, each in batch.items()}
     options = {} if chunk is None else {"prefill_chunk_size": chunk}
     cache = symbiosis.offload_cache(model)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -20,7 +21,10 @@ from symbiosis.serving.adapters.library import Library
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
+from symbiosis.serving.choosing.sampling import choose
 from symbiosis.serving.gpu import runner
+from symbiosis.serving.request import Request, Sampling
+from symbiosis.serving.step import Sequence
 from tests.adapters import Made, off, run, saved, sequence_of
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
@@ -145,6 +149,27 @@ def test_compiled_layers_compute_what_they_did(tmp_path: Path) -> None:
                 )
                 mine = engine.generate(prompt, adapter=name, max_tokens=8, temperature=0.0, ignore_eos=True)
                 assert mine.tokens == told[0, len(prompt) :].tolist(), (name, len(prompt))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a CPU waits for nothing")
+def test_a_step_waits_once_for_what_it_chooses() -> None:
+    """However its tokens are chosen: greedy, drawn, with log probabilities."""
+    hows = [
+        Sampling(temperature=0.0, logprobs=3), Sampling(temperature=0.7, top_k=5, seed=1), Sampling(top_p=0.9, min_p=0.1, logprobs=0),
+    ]  # fmt: skip
+    sequences = [Sequence(Request(id=n, prompt=(1,), sampling=how), 0, [1], None, 0.0) for n, how in enumerate(hows)]
+    logits = torch.randn(3, 96, device=DEVICE)
+    expected = choose(logits.cpu(), sequences)
+    choose(logits, sequences)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            chosen = choose(logits, sequences)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchroniz" in str(each.message) for each in waits) == 1
+    assert [token and token.id for token in chosen] == [token and token.id for token in expected]
 
 
 def answers_to(names: Iterable[str]) -> Iterator[tuple[str | None, list[int]]]:

@@ -1,7 +1,9 @@
 """Sequences that are computed side by side, in pieces and over pages, have the logits that each has alone."""
 
+import inspect
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from symbiosis.serving.model import Served
 from symbiosis.serving.paged import Paged
 from symbiosis.serving.request import Request
 from symbiosis.serving.step import Segment, Sequence, Step
+from symbiosis.tools.serve.run import Ending
 from tests.conftest import tiny_llama
 
 TINY = {
@@ -216,3 +219,20 @@ def test_what_is_no_language_model_is_refused() -> None:
 def test_too_little_memory_is_told() -> None:
     with pytest.raises(ConfigError, match="give the server more"):
         make_ready(tiny_llama(), 1000)
+
+
+@pytest.mark.parametrize("calls", range(4))
+def test_an_end_that_is_told_while_a_model_is_tried_is_no_error_of_the_model(calls: int) -> None:
+    model, left = tiny_llama(), [calls]
+    forward = model.forward
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise Ending
+        return forward(*args, **options)
+
+    interrupted.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    model.forward = interrupted
+    with pytest.raises(Ending):
+        make_ready(model, 1 << 22)

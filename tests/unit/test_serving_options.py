@@ -1,14 +1,17 @@
 """What can be said of a server, and what is found wrong with it before it starts."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving.engine.detokenize import chat_tokens
 from symbiosis.serving.http.link.messages import FrontOptions
 from symbiosis.serving.http.process import tokenizer_of
+from symbiosis.serving.model import bytes_of
 from symbiosis.serving.options import ServeOptions
 from symbiosis.tools.serve.preflight import chat_template
 from symbiosis.tools.serve.run import model_name
@@ -41,3 +44,24 @@ def test_a_chat_template_may_be_given(tmp_path: Path) -> None:
     assert chat_tokens(tokenizer, [{"role": "user", "content": "x"}]) == tuple(b"<x>")
     own = tokenizer_of(FrontOptions(model="demo", folder=str(DEMO_MODEL)))
     assert chat_tokens(own, [{"role": "user", "content": "x"}]) == tuple(b"x")
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [("2GiB", 2 << 30), ("1.5 mib", 3 << 19), (4096, 4096), ("4096", 4096), (0.5, 0.5), (".25", 0.25), ("1", 1)],
+)
+def test_memory_is_a_size_or_a_share(given: Any, size: float) -> None:
+    options = ServeOptions(memory=given, adapter_memory=given)
+    assert options.memory_size == options.adapter_memory_size == size
+
+
+@pytest.mark.parametrize("given", ["", "-1", "0", "much", "2GB", "1e9", float("nan"), "9" * 30])
+def test_memory_that_is_no_size_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match="memory is a size such as 8GiB"):
+        ServeOptions(memory=given)
+
+
+def test_a_share_is_of_what_is_free() -> None:
+    cpu = torch.device("cpu")
+    assert bytes_of(1 << 20, cpu) == 1 << 20
+    assert 0.5 < bytes_of(0.5, cpu) / (2 * bytes_of(None, cpu)) < 2

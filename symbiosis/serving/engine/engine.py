@@ -26,7 +26,7 @@ from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.loop import Loop
 from symbiosis.serving.engine.reader import Completion, Reader, Stream
-from symbiosis.serving.model import share_of_free
+from symbiosis.serving.model import bytes_of
 from symbiosis.serving.request import Finish, Output, Request
 from symbiosis.serving.scheduling.scheduler import Policy, Rules, Scheduler
 from symbiosis.serving.step import Sequence
@@ -39,7 +39,7 @@ class Engine:
         model: Of transformers, wrapped or not, which nobody else may use from now on; or the endpoint of an executor.
         tokenizer: For prompts and answers that are text, and for text by a JSON schema; or where to load it from.
         adapters: A folder whose subfolders are adapters, loaded when they are first asked for.
-        memory: Bytes for keys, values and adapters. Default: a quarter of what is free.
+        memory: For keys, values and adapters: bytes, or, below 1, a share of what is free. Default: 0.25.
         max_batch: Sequences that run together.
         adapters_in_batch: Adapters that run together; None is no limit.
         prefill_tokens: Tokens of prompts in one step, beside all sequences that are being continued.
@@ -49,7 +49,7 @@ class Engine:
         of_tenant: Sequences of one tenant that run together while others wait; None is no limit.
         compiles: Whether the model's layers are compiled by torch, when they first run. Only on a GPU, where its kernels serve the model.
         max_rank: Adapters of a larger rank are refused.
-        adapter_memory: Bytes of the host's memory for adapters. Those of the folder are let go for others, and read again; beyond it
+        adapter_memory: The host's memory for adapters, told in the same way. Those of the folder are let go for others, and read again; beyond it
             others are refused. Default: a quarter of what is free.
 
     >>> import symbiosis
@@ -65,7 +65,7 @@ class Engine:
         tokenizer: Any = None,
         *,
         adapters: Path | str | None = None,
-        memory: int | None = None,
+        memory: int | float | None = None,
         max_batch: int = 64,
         adapters_in_batch: int | None = None,
         prefill_tokens: int = 512,
@@ -74,7 +74,7 @@ class Engine:
         max_waiting: int = 4096,
         of_tenant: int | None = None,
         max_rank: int = 256,
-        adapter_memory: int | None = None,
+        adapter_memory: int | float | None = None,
         compiles: bool = False,
     ) -> None:
         _check_options(
@@ -87,7 +87,7 @@ class Engine:
         self.tokenizer = _tokenizer(tokenizer)
         self._residency = Residency(self._served.arena, self._served.blocks.make_room, self._served.fetcher)
         self._sites = Sites(self._served, self._residency)
-        folder, most = Path(adapters) if adapters else None, adapter_memory or share_of_free(torch.device("cpu"))
+        folder, most = Path(adapters) if adapters else None, bytes_of(adapter_memory, torch.device("cpu"))
         self._library = Library(self._served, folder, max_rank, most)
         self._grammars = Grammars(self.tokenizer, self._served.vocabulary, self._served.ends)
         whole = self._served.whole_prompts

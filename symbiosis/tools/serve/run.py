@@ -40,8 +40,8 @@ OPEN = (
 )
 
 
-class Ending(Exception):
-    """SIGTERM or SIGINT came."""
+class Ending(BaseException):
+    """SIGTERM or SIGINT came. Like KeyboardInterrupt, it is no error of the model's for those who try whether it works."""
 
 
 class Server:
@@ -119,9 +119,9 @@ class Server:
         options = self._options
         with Engine(
             endpoint, located(str(options.model)), adapters=folder_of(options), max_batch=options.max_batch,
-            adapters_in_batch=options.adapters_in_batch, memory=options.memory, policy=options.policy,
+            adapters_in_batch=options.adapters_in_batch, memory=options.memory_size, policy=options.policy,
             first_token_s=options.first_token_s, prefill_tokens=options.prefill_tokens, max_waiting=options.max_requests,
-            of_tenant=options.of_tenant, max_rank=options.max_rank, adapter_memory=options.adapter_memory,
+            of_tenant=options.of_tenant, max_rank=options.max_rank, adapter_memory=options.adapter_memory_size,
             compiles=options.compile,
         ) as engine:  # fmt: skip
             for name, path in named(options):
