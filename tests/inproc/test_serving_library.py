@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
+from symbiosis.serving.adapters.files import check_finite
 from symbiosis.serving.adapters.library import FIXED_BYTES, Library
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
@@ -129,6 +130,17 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         tensors(lambda t: t.update({Q + "lora_C.weight": torch.ones(1)})), "nothing of this base's",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.float8_e5m2])
+def test_one_bad_value_is_found_wherever_it_is(dtype: torch.dtype) -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        for at in (0, 31, 998):
+            values = torch.randn(999)
+            check_finite([("good", values.to(dtype)), ("empty", values[:0].to(dtype))], "")
+            values[at] = bad
+            with pytest.raises(AdapterError, match="bad has values that are infinite or not numbers"):
+                check_finite([("bad", values.to(dtype))], "why")
 
 
 @pytest.mark.parametrize(
