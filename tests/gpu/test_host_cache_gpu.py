@@ -70,7 +70,9 @@ def test_a_model_that_moves_takes_its_cache_along(batch: dict[str, torch.Tensor]
     expected = continued(own, batch)
     cache = symbiosis.offload_cache(model)
     with torch.no_grad():
-        model.cuda()(**{key: each[:, : PROMPT - 1].cuda() for key, each in batch.items()}, past_key_values=cache)
+        read = {key: each[:, : PROMPT - 1].cuda() for key, each in batch.items()}
+        places = (read["attention_mask"].cumsum(1) - 1).clamp(min=0)  # as `generate` counts them
+        model.cuda()(**read, position_ids=places, past_key_values=cache)
     assert torch.equal(continued(model.cpu(), batch, past_key_values=cache), expected)
 
 
