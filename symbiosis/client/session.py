@@ -115,18 +115,16 @@ class Session(Reconnecting):
         """Return the session with the rank that holds this layer."""
         return self if self.service is None else self.service.holder(layer) or self
 
-    @property
-    def has_values(self) -> bool:
-        """Whether this client computes with a weight's values what the unsplit model does, because they lie on this host: they are
+    def has_values_on(self, device: torch.device) -> bool:
+        """Whether this client computes with a weight's values what the unsplit model does, because they lie on its device: they are
         mapped, or in the memory of this process. Else methods that change a weight are rewritten, and round otherwise."""
-        return self.exact and not self.keeps_secrets and all(rank.has_its_values for rank in self.ranks)
+        return self.exact and not self.keeps_secrets and all(rank.holds_on(device) for rank in self.ranks)
 
-    @property
-    def has_its_values(self) -> bool:
-        """Whether this client computes with the values of the weights that this rank holds (`has_values`)."""
+    def holds_on(self, device: torch.device) -> bool:
+        """Whether the weights of this rank lie there, where this client may read them."""
         if self.mapped is not None and self.mapped.suffices:
-            return True
-        return transport.is_within_process(self.endpoint) and self.welcome.allow_read
+            return self.mapped.device == device
+        return device == CPU and transport.is_within_process(self.endpoint) and self.welcome.allow_read
 
     def call(
         self,

@@ -30,7 +30,7 @@ def support_peft_methods() -> None:
 def _is_remote_linear(layer: Any) -> bool:
     """Whether a method has to be rewritten for this layer."""
     weight = getattr(layer, "weight", None)
-    if not isinstance(weight, RemoteWeight) or weight.handle.private is not None or weight.handle.session.has_values:
+    if not isinstance(weight, RemoteWeight) or weight.handle.private is not None or weight.has_values:
         return False
     return weight.is_whole and weight.handle.layer.kind in ("linear", "conv1d")
 

@@ -201,7 +201,7 @@ class RemoteWeight(RemoteView):
 def _answers(func: Any, weight: RemoteWeight, given: list[Any]) -> tuple[dict[Any, Any], ...]:
     """Where to look for what a call, or two terms, make of an operation. Where values are at hand, sums have one, and a matrix that lies
     by columns is multiplied as it lies: either rounds as unsplit."""
-    if not weight.handle.session.has_values:
+    if not weight.has_values:
         return PRODUCTS, SUMS
     matrices = (a for a in given if isinstance(a, Tensor) and not isinstance(a, RemoteView) and a.dim() == 2)
     by_columns = func is not aten.embedding.default and any(not matrix.is_contiguous() for matrix in matrices)

@@ -122,6 +122,11 @@ class RemoteView(Tensor):
         """Return the remote tensor with the geometry of `meta`."""
         return type(self)(self.handle, meta.shape, meta.stride(), int(meta.storage_offset()), self.dtype, self.device)
 
+    @property
+    def has_values(self) -> bool:
+        """Whether its values lie on its device, so that reading them takes no way."""
+        return self.handle.session.has_values_on(self.device)
+
     def can_become(self, dtype: torch.dtype) -> bool:
         """Whether a cast of this tensor gives what one of the executor's gives: not if an earlier one lost digits."""
         served = TORCH_DTYPE[self.handle.layer.dtype]
