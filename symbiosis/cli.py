@@ -55,7 +55,7 @@ def executor(
     device: Annotated[str | None, typer.Option(help="Device that holds the weights: cpu, cuda or cuda:NUMBER. Default: cpu.")] = None,
     devices: Annotated[str | None, typer.Option(help="Several devices, each with an executor (a rank) that holds a part of the model: GPUs, as 0-3 or 0,2, or cpu, with --ranks. Rank K answers at the endpoint with .rankK at its end, or at PORT + K.")] = None,
     ranks: Annotated[int | None, typer.Option(help="How many ranks, equally many on each of --devices. Default: one on each.")] = None,
-    shard: Annotated[str | None, typer.Option(help="How the model is laid out over ranks. layers (default): whole layers on each.")] = None,
+    shard: Annotated[str | None, typer.Option(help="How the model is laid out over ranks. layers (default): whole layers on each. fsdp, on a CPU: a part of every tensor on each, so that any rank answers any call.")] = None,
     shares: Annotated[str | None, typer.Option(help="How much of the model each rank holds, in proportion, as 3,1. Default: all the same.")] = None,
     mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,

@@ -34,7 +34,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     device: str = "cpu"
     devices: str | None = None
     ranks: int | None = None
-    shard: Literal["layers"] = "layers"
+    shard: Literal["layers", "fsdp"] = "layers"
     shares: tuple[float, ...] = ()
     mps: bool = False
     dtype: str | None = None
@@ -129,6 +129,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         count = len(self.places)
         if count > MOST_RANKS:
             raise ConfigError(f"a service has at most {MOST_RANKS} ranks, not {count}")
+        if self.shard == "fsdp" and self.on_gpu:
+            raise ConfigError("shard fsdp is for CPUs so far: on GPUs leave out --shard, for whole layers on each")
         if self.devices is not None and self.device.partition(":")[0] not in ("cpu", self.places[0].partition(":")[0]):
             raise ConfigError(
                 f"device {self.device} and devices {self.devices} contradict each other: leave out --device"
@@ -148,6 +150,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if left:
             raise ConfigError(f"{self.ranks} ranks cannot be equally many on each of {len(devices)} devices")
         return tuple(f"cuda:{number}" for number in devices for _ in range(each))
+
+    @property
+    def all_shares(self) -> tuple[float, ...]:
+        """The share of each rank."""
+        return self.shares or (1.0,) * len(self.places)
 
     def of_rank(self, rank: int) -> "Options":
         """Return the options of one rank, which has the device and the endpoints of its own."""

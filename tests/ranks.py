@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Thread
 
 from torch import nn
@@ -13,8 +14,9 @@ from symbiosis.config import load_options
 from symbiosis.endpoints import of_rank
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.ranks.board import Ranks
+from symbiosis.executor.ranks.orders import Order
 from symbiosis.executor.ranks.partition import whole_layers
-from symbiosis.executor.ranks.rank import parts_of
+from symbiosis.executor.ranks.rank import STORES, parts_of
 from symbiosis.executor.server import Server
 
 
@@ -34,14 +36,18 @@ def part_of(model: nn.Module, rank: int, shares: Sequence[float]) -> nn.Module:
 
 @contextmanager
 def ranks_of(
-    model: nn.Module, url: str, shares: Sequence[float] = (1.0, 1.0), **words: object
+    model: nn.Module | Path, url: str, shares: Sequence[float] = (1.0, 1.0), **words: object
 ) -> Iterator[list[Server]]:
-    """Serve a model at `url` by so many ranks."""
+    """Serve a model at `url` by so many ranks: one that is here by its layers, a checkpoint's as `shard` says."""
     board, ranks = HashStore(), len(shares)
 
     def make(rank: int) -> Server:
-        options = load_options({"listen": [of_rank(url, rank)], "ranks": ranks, **words})
-        store = Store(part_of(model, rank, shares), options.serve, (), Ranks(board, rank, ranks))
+        options = load_options({"listen": [of_rank(url, rank)], "ranks": ranks, "shares": tuple(shares), **words})
+        others = Ranks(board, rank, ranks)
+        if isinstance(model, Path):
+            store = STORES[options.shard](Order(str(model), options, rank, ""), options, others)
+        else:
+            store = Store(part_of(model, rank, shares), options.serve, (), others)
         if options.shares_weights:
             store.share_weights()
         return Server(store, options)

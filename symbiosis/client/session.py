@@ -92,10 +92,25 @@ class Session(Reconnecting):
     @property
     def service(self) -> "Service[Session] | None":
         """The other ranks of the service, once their sessions have joined; None if the executor is alone."""
-        if self._service is None and self._whole and not self.keeps_secrets and self.welcome.ranks > 1:
+        if self._service is None and self._whole and not self.keeps_secrets and self.welcome.is_part:
             with self._joining:
                 self._service = self._service or Service(self, self._with_rank)
         return self._service
+
+    def _join_first(self) -> transport.Connection:
+        connection = super()._join_first()
+        if not self._whole or self.keeps_secrets or self.observer or not connection.welcome.has_twins:
+            return connection
+        told, self._whole = connection.welcome, False
+        mine = told.session % told.ranks if told.rank == 0 else told.rank
+        order = [(mine + step) % told.ranks for step in range(told.ranks)]
+        first = self.endpoint
+        self.endpoints = tuple(transport.of_rank(url, rank, told.rank) for url in self.endpoints for rank in order)
+        if mine == told.rank:
+            return connection
+        connection.close()
+        self.endpoint = transport.of_rank(first, mine, told.rank)
+        return super()._join_first()
 
     def _with_rank(self, endpoints: tuple[str, ...]) -> "Session":
         words = {**self._options(), "whole": False, "wait": max(self.wait, self.patience)}

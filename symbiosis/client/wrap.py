@@ -115,9 +115,9 @@ def attach(
         raise WrapError("this model is wrapped already: symbiosis.unwrap(model) first")
     plan, report = plan_wrap(model, session.manifest, patterns)
     private = session if isinstance(session, PrivateSession) else None
-    if private and session.welcome.ranks > 1:
+    if private and session.welcome.is_part:
         raise WrapError(
-            f"privacy= and verify= need an executor of one rank, and {session.endpoint} is a service of several"
+            f"privacy= and verify= need an executor that holds all layers, and {session.endpoint} is a service whose ranks divide them"
         )
     if private:
         plan = _without_the_private(model, plan, report, session.manifest)

@@ -100,7 +100,7 @@ class Dispatch:
             session.number, store.fingerprint, store.manifest, store.config_json, store.model_class,
             self.limits, options.allow_read, options.heartbeat_s, f"{platform.node()}:{os.getpid()}",
             integers=options.integers, operator=options.operator, shares_weights=bool(store.files),
-            rank=store.rank, ranks=store.ranks,
+            rank=store.rank, ranks=store.ranks, shard=options.shard if store.ranks > 1 else "",
         )  # fmt: skip
 
     def kept_out(self, why: str, address: str, tenant: str = "") -> None:
@@ -205,8 +205,8 @@ class Dispatch:
         plan = self._plan(call)
         return plan.parts if plan.parts and call.op is Op.FORWARD else (plan.shape,)
 
-    def commons(self) -> BinaryIO:
-        return self._store.commons()
+    def commons(self) -> Sequence[BinaryIO]:
+        return self._store.commons_files()
 
     def served_weights(self) -> Sequence[BinaryIO]:
         return self._store.files

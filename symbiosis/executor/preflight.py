@@ -78,10 +78,9 @@ def needed_on(options: Options, nbytes: int) -> dict[str, int]:
     >>> needed_on(Options(devices="0,2", shares=(3.0, 1.0)), 1000)
     {'cuda:0': 750, 'cuda:2': 250}
     """
-    shares = options.shares or (1.0,) * len(options.places)
     found: dict[str, int] = {}
-    for device, share in zip(options.places, shares, strict=True):
-        found[device] = found.get(device, 0) + int(nbytes * share / sum(shares))
+    for device, share in zip(options.places, options.all_shares, strict=True):
+        found[device] = found.get(device, 0) + int(nbytes * share / sum(options.all_shares))
     return found
 
 

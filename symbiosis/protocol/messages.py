@@ -88,8 +88,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 class Welcome(Closed, frozen=True, tag="welcome"):
     """The executor accepts, and says what it serves, under which limits, for which bits of `integers`, who operates it, and whether it
-    shares its weights with clients that can map them. It is one `rank` of a service of so many `ranks`. With NCCL, the client sends the
-    headers of its calls to `port`, beginning with `token` and where to meet it."""
+    shares its weights with clients that can map them. It is one `rank` of a service of so many `ranks`, which
+    share the model as `shard` says. With NCCL, the client sends the headers of its calls to `port`, beginning with `token` and where to meet it."""
 
     session: int
     fingerprint: Word
@@ -108,6 +108,17 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     token: Annotated[bytes, Meta(max_length=64)] = b""
     rank: int = 0
     ranks: int = 1
+    shard: Word = ""
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other ranks hold layers that this one does not."""
+        return self.shard == "layers"
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether other ranks can answer every call of this one."""
+        return self.shard == "fsdp"
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refusal"):

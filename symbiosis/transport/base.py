@@ -220,8 +220,8 @@ class ServerPort(Protocol):
         """Return the shape of the reply to `call`, or raise `CallError` if the call is wrong."""
         ...
 
-    def commons(self) -> BinaryIO:
-        """Return the file with the tensors that every client holds for itself."""
+    def commons(self) -> Sequence[BinaryIO]:
+        """Return the files with the tensors that every client holds for itself: one, or one of each rank."""
         ...
 
     def served_weights(self) -> Sequence[BinaryIO]:

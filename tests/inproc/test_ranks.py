@@ -1,5 +1,6 @@
 """A model that several ranks hold: clients get the results of the unsplit model, bit for bit, and are told what is wrong."""
 
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -8,12 +9,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.errors import CallError, ConfigError, ExecutorUnavailable, WrapError
+from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.protocol import ELSEWHERE, Op
+from symbiosis.transport.local.striped_weights import PAGE
 from tests.conftest import MODELS, tiny_llama
 from tests.ranks import ranks_of
 
@@ -135,7 +139,7 @@ def test_private_and_verified_sessions_are_refused(llama: nn.Module) -> None:
     with ranks_of(tiny_llama(), "inproc://private"):
         for words in ({"privacy": "noise"}, {"verify": True}):
             with pytest.raises(
-                WrapError, match="need an executor of one rank, and inproc://private is a service of several"
+                WrapError, match="need an executor that holds all layers, and inproc://private is a service"
             ):
                 symbiosis.wrap(llama, "inproc://private", **words)
         assert next(remote_weights(llama), None) is None
@@ -144,3 +148,73 @@ def test_private_and_verified_sessions_are_refused(llama: nn.Module) -> None:
 def test_an_executor_in_a_program_has_one_rank() -> None:
     with pytest.raises(ConfigError, match="ranks are processes of symbiosis-executor"):
         symbiosis.Executor(tiny_llama(), ranks=2)
+
+
+@pytest.fixture(scope="module", params=[*MODELS, "tied"])
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    made = tiny_llama(tied=True) if request.param == "tied" else MODELS[request.param]()
+    made.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["layers", "fsdp"])
+def test_what_ranks_load_of_a_checkpoint_is_the_model(how: str, checkpoint: Path, tmp_path: Path, ids: Tensor) -> None:
+    """Called and mapped, with and without a checkpoint at the client. A rank holds its share of the tensors, and no more."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    url, expected, whole = f"local://{tmp_path}/a.sock", model(ids).logits, model.state_dict()
+    nbytes = sum(tensor.nbytes for tensor in {tensor.data_ptr(): tensor for tensor in whole.values()}.values())
+    with ranks_of(checkpoint, url, (1.0, 1.0, 1.0), shard=how) as servers:
+        for share in (False, True):
+            split = symbiosis.from_executor(url, share=share)
+            assert torch.equal(split(ids).logits, expected)
+            wrapped = symbiosis.wrap(AutoModelForCausalLM.from_pretrained(checkpoint), url, share=share)
+            assert torch.equal(wrapped(ids).logits, expected)
+        held = [server.store.nbytes for server in servers]
+        if how == "layers":
+            assert sum(held) == nbytes
+        else:
+            assert all(abs(part - nbytes / 3) <= (len(whole) + 2) * PAGE for part in held)
+
+
+def test_a_rank_loads_a_few_whole_tensors_at_a_time(checkpoint: Path) -> None:
+    """In as many turns as it takes; the parts are the same."""
+    files = {}
+    for at_once in (1, 1 << 14, 1 << 30):
+        striped = StripedModel(str(checkpoint), None)
+        parts = [striped.part((1.0, 1.0), rank, at_once) for rank in (0, 1)]
+        files[at_once] = [part.seal().fileno() for part in parts]
+        raw = [os.pread(file, 1 << 24, 0) for file in files[at_once]]
+        assert raw == files.setdefault("first", raw)
+
+
+def test_any_rank_answers_where_each_has_a_part_of_every_tensor(model: Path, tmp_path: Path, ids: Tensor) -> None:
+    """Clients are spread over the ranks, and go on with another when theirs is gone."""
+    url = f"local://{tmp_path}/a.sock"
+    with ranks_of(model, url, shard="fsdp") as servers:
+        clients = [symbiosis.from_executor(url, share=False, patience=5.0) for _ in range(4)]
+        joined = [next(remote_weights(client)).handle.session.endpoint for client in clients]
+        assert sorted(joined) == sorted([url, f"{url}.rank1"] * 2)
+        expected = tiny_llama()(ids).logits
+        servers[1].stop()
+        assert all(torch.equal(client(ids).logits, expected) for client in clients)
+        again = pickle.loads(pickle.dumps(clients[joined.index(f"{url}.rank1")]))
+        assert torch.equal(again(ids).logits, expected)
+
+
+def test_ranks_that_do_not_share_hand_out_the_clients_own_only(model: Path, tmp_path: Path, ids: Tensor) -> None:
+    url = f"local://{tmp_path}/a.sock"
+    with ranks_of(model, url, shard="fsdp", share_weights=False):
+        split = symbiosis.from_executor(url)
+        assert torch.equal(split(ids).logits, tiny_llama()(ids).logits)
+        session = next(remote_weights(split)).handle.session
+        assert session.mapped is None and symbiosis.stats(split).direct == 0
+        held = session.commons()
+        assert held and all(session.manifest[number].kind == "client" for number in held)
+
+
+def test_private_sessions_work_where_each_rank_answers_all(model: Path, tmp_path: Path, ids: Tensor) -> None:
+    url = f"local://{tmp_path}/a.sock"
+    with ranks_of(model, url, shard="fsdp"):
+        split = symbiosis.wrap(tiny_llama(), url, verify=True)
+        assert torch.equal(split(ids).logits, tiny_llama()(ids).logits)

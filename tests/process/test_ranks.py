@@ -39,21 +39,23 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-@pytest.fixture(scope="module")
-def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Executor]:
+@pytest.fixture(scope="module", params=["layers", "fsdp"])
+def service(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Executor]:
     """Two ranks, whose weights may be mapped."""
     folder = tmp_path_factory.mktemp("service")
+    options = ["--ranks=2", f"--shard={request.param}", "--share-weights", "--metrics-port=0"]
     with killed_at_the_end() as processes:
-        service = Executor(
-            model,
-            "--ranks=2",
-            "--share-weights",
-            f"--listen=local://{folder}/a.sock",
-            "--metrics-port=0",
-            log=folder / "log",
-        )
+        service = Executor(model, *options, f"--listen=local://{folder}/a.sock", log=folder / "log")
         processes.append(service)
         yield service
+
+
+def parts_mapped(pid: int) -> set[str]:
+    """The files with parts of all tensors that a process has mapped, by their inodes."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split()[4] for line in lines if "symbiosis-weights-part" in line}
 
 
 def trained(model: Any, meanwhile: Callable[[int], None] = lambda step: None) -> list[Tensor]:
@@ -81,8 +83,9 @@ def page(service: Executor, name: str) -> str:
 
 def test_a_service_has_one_name_and_one_page(service: Executor) -> None:
     assert "(14 layers, 0 MiB, 2 ranks) at local://" in service.line and len(service.endpoints) == 1
-    split = symbiosis.from_executor(service.endpoint, share=False)
-    assert torch.equal(split(IDS).logits, tiny_llama()(IDS).logits)
+    for _ in range(2):  # at either rank, where each answers all
+        split = symbiosis.from_executor(service.endpoint, share=False)
+        assert torch.equal(split(IDS).logits, tiny_llama()(IDS).logits)
     assert '"ready"' in page(service, "health")
     figures = page(service, "metrics")
     for rank in (0, 1):
@@ -98,7 +101,7 @@ def test_a_service_has_one_name_and_one_page(service: Executor) -> None:
 @pytest.mark.parametrize("share", [False, True], ids=["called", "mapped"])
 def test_clients_go_on_when_a_rank_is_killed_and_started_again(service: Executor, share: bool) -> None:
     """Training ends with the adapter that the unsplit model gets."""
-    expected = trained(tiny_llama())
+    expected, parts = trained(tiny_llama()), parts_mapped(pid_of(service, 0))
 
     def kill(step: int) -> None:
         if step in (1, 3):
@@ -111,6 +114,7 @@ def test_clients_go_on_when_a_rank_is_killed_and_started_again(service: Executor
     assert same(trained(symbiosis.from_executor(service.endpoint, share=share), kill), expected)
     assert service.log.read_text().count("a rank died, and is started again") >= 2
     until(lambda: '"ready"' in _health(service), "that all are ready")
+    assert all(parts_mapped(pid_of(service, rank)) == parts for rank in (0, 1))  # no second copy
 
 
 def _health(service: Executor) -> str:

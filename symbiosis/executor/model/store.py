@@ -82,6 +82,7 @@ class Store:
         self.device = self.held[0].device if self.held else CPU
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.held}.values())
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
+        self.striped: Sequence[BinaryIO] = ()  # the files of all ranks, if every tensor lies in parts in them
         self._commons: BinaryIO | None = None
         self.files: list[BinaryIO] = []  # hold the served weights if clients may map them
         self.on_gpu = self.device.type == "cuda"
@@ -109,10 +110,17 @@ class Store:
                 self.matrix.cache_clear()
         return self._commons
 
+    def commons_files(self) -> Sequence[BinaryIO]:
+        """Return the file, or the files of all ranks, from which clients of this host take what they hold for themselves."""
+        return self.striped if self.striped and self.files else [self.commons()]
+
     def share_weights(self) -> None:
         """Move the served weights into memory that clients may map, as this process does, and nobody can change: one sealed file, or a
         few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece."""
         if self.files:
+            return
+        if self.striped:
+            self.files = [*self.striped]
             return
         nothing = Tensor()
 

@@ -1,8 +1,10 @@
 """Where the ranks of a service tell each other what they hold, by one of torch's stores: a file of the service, or what `torchrun` set up."""
 
 import hashlib
+import os
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import BinaryIO
 
 import msgspec
 from msgspec.structs import replace
@@ -10,6 +12,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from symbiosis.errors import ConfigError
 from symbiosis.protocol import ELSEWHERE, Layer
+from symbiosis.transport.local.striped_weights import opened
 
 LONGEST_LOAD = timedelta(hours=6)  # that a rank waits for the others to load their parts
 
@@ -19,6 +22,13 @@ class Told(msgspec.Struct, frozen=True):
 
     model: str
     digests: dict[int, str]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What a rank tells of its file: where to open it, and a digest of where tensors begin."""
+
+    path: str
+    phases: str
 
 
 class Ranks:
@@ -39,6 +49,20 @@ class Ranks:
         told = Told(_model(config, manifest), mine)
         self._tell(told)
         return merged(manifest, [told if rank == self.rank else self._heard(rank) for rank in range(self.ranks)])
+
+    def files(self, file: BinaryIO, phases: Sequence[int]) -> list[BinaryIO]:
+        """Tell the others of this rank's file, and return the files of all. They are opened by way of the processes that made them."""
+        told = Place(f"/proc/{os.getpid()}/fd/{file.fileno()}", hashlib.sha256(str(phases).encode()).hexdigest())
+        self._store.set(f"file{self.rank}", msgspec.json.encode(told).decode())
+        found = []
+        for rank in range(self.ranks):
+            place = msgspec.json.decode(self._store.get(f"file{rank}"), type=Place)
+            if place.phases != told.phases:
+                raise ConfigError(
+                    f"rank {rank} reads another checkpoint than rank {self.rank}: give all ranks the same one"
+                )
+            found.append(file if rank == self.rank else opened(place.path))
+        return found
 
     def _tell(self, told: Told) -> None:
         """Tell the others. A rank that was started again must hold what it held before."""

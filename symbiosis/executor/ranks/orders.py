@@ -6,17 +6,21 @@ from symbiosis.config import Options
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What a rank is to do: which one it is, of which model, and the file by which ranks meet."""
+    """What a rank is to do: which one it is, of which model, and the file by which ranks meet. `parts`: files with the parts of all ranks, if the
+    service has kept them from a rank's earlier life."""
 
     model: str
     options: Options
     rank: int
     file: str
+    parts: tuple[str, ...] = ()
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """What a rank says when clients can join it: how many layers and bytes it serves, and the port of its pages, if it has any."""
+    """What a rank says when clients can join it: how many layers and bytes it holds, the port of its pages, and the descriptor of its part of
+    all tensors, if it has such."""
 
     layers: int
     nbytes: int
-    port: int | None
+    port: int | None = None
+    part: int | None = None

@@ -18,6 +18,7 @@ from symbiosis.errors import SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Store, check_patterns, entries
+from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.ranks.board import Ranks
@@ -25,8 +26,7 @@ from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.partition import Part, whole_layers
 from symbiosis.executor.server import Server
 from symbiosis.logs import name_process, set_up_logging
-
-LAYOUTS = {"layers": whole_layers}
+from symbiosis.transport.local.striped_weights import opened
 
 
 def main() -> None:
@@ -60,25 +60,44 @@ def run(order: Order) -> None:
     with shared_gpu(options):
         pages = None if options.metrics_port is None else Pages("127.0.0.1", 0)
         ranks = Ranks.at(order.file, order.rank, len(options.places))
-        store = Store(load_part_of(order.model, options, order.rank), options.serve, options.integers, ranks)
+        store = STORES[options.shard](order, options, ranks)
 
         def ready(server: Server) -> None:
-            told = Ready(len(store.served()), store.nbytes, pages.port if pages else None)
+            part = store.striped[order.rank].fileno() if store.striped else None
+            told = Ready(len(store.served()), store.nbytes, pages.port if pages else None, part)
             sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
             sys.stdout.buffer.flush()
 
         serve_store(store, options, pages, ready)
 
 
-def load_part_of(model_name: str, options: Options, rank: int) -> nn.Module:
-    """Load what this rank holds. The rest of the model stays on the meta device."""
-    whole = structure(model_name, options.dtype)
-    if options.serve:
-        check_patterns(whole, options.serve)
-    held = LAYOUTS[options.shard](parts_of(whole), options.shares or (1.0,) * len(options.places))
-    elsewhere = [key for key, holder in held.items() if holder != rank]
+def store_of_layers(order: Order, options: Options, ranks: Ranks) -> Store:
+    """Load the layers that this rank holds. The rest of the model stays on the meta device."""
+    whole = structure(order.model, options.dtype)
+    check_patterns(whole, options.serve)
+    held = whole_layers(parts_of(whole), options.all_shares)
+    elsewhere = [key for key, holder in held.items() if holder != order.rank]
     log(logging.INFO, "loading", tensors=len(held) - len(elsewhere), of=len(held))
-    return load_model(model_name, options.dtype, options.device, elsewhere)
+    model = load_model(order.model, options.dtype, options.device, elsewhere)
+    return Store(model, options.serve, options.integers, ranks)
+
+
+def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
+    """Load this rank's part of every tensor, and map the parts of all."""
+    check_patterns(structure(order.model, options.dtype), options.serve)
+    striped = StripedModel(order.model, options.dtype)
+    if order.parts:
+        files = list(map(opened, order.parts))
+    else:
+        part = striped.part(options.all_shares, order.rank)
+        files = ranks.files(part.seal(), part.phases)
+    store = Store(striped.fill(files), options.serve, options.integers)
+    store.rank, store.ranks, store.striped = order.rank, ranks.ranks, files
+    store.nbytes = os.fstat(files[order.rank].fileno()).st_size
+    return store
+
+
+STORES = {"layers": store_of_layers, "fsdp": store_of_parts}
 
 
 def parts_of(model: nn.Module) -> list[Part]:

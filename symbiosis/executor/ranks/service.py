@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from subprocess import PIPE, Popen
-from typing import IO
+from typing import IO, BinaryIO
 
 import msgspec
 from msgspec.structs import replace
@@ -75,6 +75,7 @@ class Service:
         self._orders = [Order(model, options, rank, file) for rank in range(len(options.places))]
         self._ranks: dict[int, Rank] = {}
         self.ports: dict[int, int] = {}  # of the pages of ranks that are ready
+        self._parts: dict[int, BinaryIO] = {}  # of all tensors, which outlive the ranks that made them
         self._told = self._ending = False
         self._status = 0
         self._selector = selectors.DefaultSelector()
@@ -111,6 +112,9 @@ class Service:
         return status
 
     def _start(self, order: Order) -> None:
+        if len(self._parts) == len(self._orders):
+            files = [self._parts[rank].fileno() for rank in range(len(self._orders))]
+            order = replace(order, parts=tuple(f"/proc/{os.getpid()}/fd/{file}" for file in files))
         rank = self._ranks[order.rank] = Rank(order)
         self._selector.register(rank.stdout, selectors.EVENT_READ, lambda _: self._heard(rank))
 
@@ -127,13 +131,18 @@ class Service:
         log(logging.INFO, "rank ready", rank=rank.number, pid=rank.pid, layers=ready.layers, mib=ready.nbytes >> 20)
         if ready.port is not None:
             self.ports[rank.number] = ready.port
+        if ready.part is not None and rank.number not in self._parts:
+            part = os.open(f"/proc/{rank.pid}/fd/{ready.part}", os.O_RDONLY | os.O_CLOEXEC)
+            self._parts[rank.number] = os.fdopen(part, "rb", buffering=0)
         if not self._told and all(one.ready for one in self._ranks.values()):
             self._told = True
             self._say_that_all_are_ready()
 
     def _say_that_all_are_ready(self) -> None:
         told = [rank.ready for rank in self._ranks.values() if rank.ready]
-        layers, nbytes = sum(one.layers for one in told), sum(one.nbytes for one in told)
+        each = [one.layers for one in told]
+        layers = sum(each) if self._options.shard == "layers" else max(each)
+        nbytes = sum(one.nbytes for one in told)
         what = f"{layers} layers, {nbytes / 2**20:.0f} MiB, {len(told)} ranks"
         print(f"symbiosis-executor ready: {self._model} ({what}) at {' '.join(self._options.listen)}", flush=True)
 

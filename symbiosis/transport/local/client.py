@@ -3,7 +3,7 @@
 import os
 import select
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
@@ -29,13 +29,14 @@ from symbiosis.protocol import (
     Reply,
     Share,
     Shared,
+    Welcome,
     decode_from_executor,
     decode_reply,
     encode_call,
 )
 from symbiosis.transport.accepted import Answers, accepted
 from symbiosis.transport.control import connected, received, send
-from symbiosis.transport.local import shared_page, shared_weights
+from symbiosis.transport.local import shared_page, shared_weights, striped_weights
 from symbiosis.transport.local.segment import (
     CALL_AT,
     CALL_BELL_AT,
@@ -182,14 +183,14 @@ class LocalConnection:
         return slab
 
     def commons(self) -> dict[int, Tensor]:
-        with self._told_of_loss(), self._asked(Share(), Shared, 1) as (_, fds):
-            return shared_weights.taken(self.welcome.manifest, fds[0])
+        with self._told_of_loss(), self._asked(Share(), Shared, 1, self.welcome.ranks) as (_, fds):
+            return held_in(self.welcome, fds, served=False)
 
     def served_weights(self) -> dict[int, Tensor]:
-        with self._told_of_loss(), self._asked(Share(weights=True), Shared, 0, 2) as (_, fds):
+        with self._told_of_loss(), self._asked(Share(weights=True), Shared, 0, 2, self.welcome.ranks + 1) as (_, fds):
             if not fds:
                 return {}
-            weights = shared_weights.taken(self.welcome.manifest, fds[0], served=True)
+            weights = held_in(self.welcome, fds[:-1], served=True)
             self.page = SharedPage(Slab(fds.pop(), shared_page.NBYTES))
             return weights
 
@@ -220,6 +221,15 @@ class LocalConnection:
                 self.page.close()
             os.close(self._call_bell)
             os.close(self._ear)
+
+
+def held_in(told: Welcome, fds: Sequence[int], served: bool) -> dict[int, Tensor]:
+    """Map the served weights, or what is the client's own, by number: from one file, or from those of all ranks."""
+    if len(fds) == 1:
+        return shared_weights.taken(told.manifest, fds[0], served)
+    wanted = shared_weights.in_file(told.manifest, served)
+    found = striped_weights.mapped(told.manifest, fds, writable=not served)
+    return {number: found[number] for number in wanted}
 
 
 def read_letter(fd: int) -> FromExecutor:

@@ -112,7 +112,8 @@ class LocalPeer:
         elif isinstance(message, Grow) and self._slab:
             self._grow(message.nbytes)
         elif isinstance(message, Share) and self._slab:
-            fds = self.offer.descriptors(on_gpu=False) if message.weights else [self._listener.inbox.commons().fileno()]
+            commons = () if message.weights else self._listener.inbox.commons()
+            fds = [file.fileno() for file in commons] or self.offer.descriptors(on_gpu=False)
             answer(self._socket, Shared(), fds)
         else:
             self._listener.drop(self)
