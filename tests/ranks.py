@@ -1,18 +1,20 @@
 """Ranks of a service within the test's process: each has its part of a model, and a thread that serves it."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from symbiosis.config import load_options
 from symbiosis.endpoints import of_rank
+from symbiosis.executor.model import stripes
 from symbiosis.executor.model.store import Store
+from symbiosis.executor.ranks import rank as rank_module
 from symbiosis.executor.ranks.board import Ranks
 from symbiosis.executor.ranks.orders import Order
 from symbiosis.executor.ranks.partition import whole_layers
@@ -32,6 +34,24 @@ def part_of(model: nn.Module, rank: int, shares: Sequence[float]) -> nn.Module:
                     nn.Parameter(tensor.to("meta"), False) if name in module._parameters else tensor.to("meta")
                 )
     return part
+
+
+_one_loads = Lock()
+
+
+def _one_by_one(load: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """While transformers builds a model it changes classes, for all threads: those of ranks that are processes do not meet."""
+
+    def locked(*arguments: object) -> nn.Module:
+        with _one_loads:
+            return load(*arguments)
+
+    return locked
+
+
+for _module in (rank_module, stripes):
+    for _name in ("load_model", "structure"):
+        setattr(_module, _name, _one_by_one(getattr(_module, _name)))
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from symbiosis.client import arguments
 from symbiosis.client.connection import lifetime
 from symbiosis.client.connection.lanes import Lane, Lanes
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
-from symbiosis.client.connection.service import Service
+from symbiosis.client.connection.service import Service, twins
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.layers.groups import Groups, Member
 from symbiosis.client.requests import (
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 LANE_AFTER_S = 0.5e-3  # a thread that waited so long for the others gets a connection of its own
 MOST_LANES, OF_A_TENANT = 16, 4  # in a process: of the sessions that a tenant may have, one in so many
 LANE_JOIN_S = 2.0
+OPTIONS = ("patience", "timeout", "exact", "share")
 
 
 class Session(Reconnecting):
@@ -68,9 +69,8 @@ class Session(Reconnecting):
     ) -> None:
         """With `whole`, all ranks of a service are asked for what they hold, not only the one that this session joins."""
         super().__init__(endpoint, priority, fingerprint, observer, patience, timeout, wait, share)
-        self._whole = whole
+        self._whole, self._joining = whole, threading.Lock()
         self._service: Service[Session] | None = None
-        self._joining = threading.Lock()
         self.exact = arguments.flag("exact", exact)
         self.known_groups: dict[Member, tuple[Member, ...]] = {}
         self._local = threading.local()
@@ -101,19 +101,15 @@ class Session(Reconnecting):
         connection = super()._join_first()
         if not self._whole or self.keeps_secrets or self.observer or not connection.welcome.has_twins:
             return connection
-        told, self._whole = connection.welcome, False
-        mine = told.session % told.ranks if told.rank == 0 else told.rank
-        order = [(mine + step) % told.ranks for step in range(told.ranks)]
-        first = self.endpoint
-        self.endpoints = tuple(transport.of_rank(url, rank, told.rank) for url in self.endpoints for rank in order)
-        if mine == told.rank:
+        self._whole = False
+        stays, self.endpoint, self.endpoints = twins(connection.welcome, self.endpoint, self.endpoints)
+        if stays:
             return connection
         connection.close()
-        self.endpoint = transport.of_rank(first, mine, told.rank)
         return super()._join_first()
 
     def _with_rank(self, endpoints: tuple[str, ...]) -> "Session":
-        words = {**self._options(), "whole": False, "wait": max(self.wait, self.patience)}
+        words = self._options() | {"whole": False, "wait": max(self.wait, self.patience)}
         return Session(endpoints, self.priority, self.welcome.fingerprint, **words)
 
     @property
@@ -352,8 +348,7 @@ class Session(Reconnecting):
 
     def _options(self) -> dict[str, Any]:
         """Return the options for another session with the same executor, or with a rank beside it."""
-        names = ("patience", "timeout", "exact", "share")
-        return {**{name: getattr(self, name) for name in names}, "whole": self._whole}
+        return {"whole": self._whole, **{name: getattr(self, name) for name in OPTIONS}}
 
 
 def greeting(session: Session, device: str) -> Callable[[], Hello]:

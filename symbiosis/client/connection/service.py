@@ -1,12 +1,12 @@
 """A service of several ranks as one client sees it: a session with each of them, and which one holds which layer."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from symbiosis import transport
 from symbiosis.client.connection.reconnect import Reconnecting
 from symbiosis.errors import CallError, Code
-from symbiosis.protocol import ELSEWHERE, Layer
+from symbiosis.protocol import ELSEWHERE, Layer, Welcome
 
 Joined = TypeVar("Joined", bound=Reconnecting)
 
@@ -37,6 +37,17 @@ class Service(Generic[Joined]):
     def holder(self, layer: int) -> Joined | None:
         """Return the session with the rank that holds this layer; None if that is the first one's."""
         return self._others.get(self._holders[layer])
+
+
+def twins(told: Welcome, url: str, urls: Sequence[str]) -> tuple[bool, str, tuple[str, ...]]:
+    """Say where a client joins a service whose ranks can each answer all: whether it stays where it is, the endpoint of its rank, and
+    those of all ranks, the one that is to be the next first. Clients that name the service go to each rank in turn.
+
+    `url` is where `told` comes from, one of `urls`."""
+    mine = told.session % told.ranks if told.rank == 0 else told.rank
+    order = [(mine + step) % told.ranks for step in range(told.ranks)]
+    every = tuple(transport.of_rank(one, rank, told.rank) for one in urls for rank in order)
+    return mine == told.rank, transport.of_rank(url, mine, told.rank), every
 
 
 def held(told: dict[int, list[Layer]]) -> tuple[list[int], list[Layer]]:
