@@ -1,5 +1,6 @@
 """Models whose attention cannot be replaced. Each sequence has a cache of transformers' own, and sequences are computed one by one."""
 
+import inspect
 import logging
 from dataclasses import replace
 from typing import Any
@@ -29,7 +30,8 @@ class Alone(Served):
     def __init__(self, model: nn.Module, memory: int | float | None = None) -> None:
         super().__init__(model, (ROW,), memory)
         self._caches: WeakKeyDictionary[Sequence, dict[str, Any]] = WeakKeyDictionary()
-        self.uses_cache = _cache_is_right(model)
+        right = next((way for way in _ways(model) if _cache_is_right(model, way)), None)
+        self.uses_cache, self._tells_positions = right is not None, bool(right)
 
     @torch.inference_mode()
     def logits(self, step: Step, rows: Tensor) -> Tensor:
@@ -58,7 +60,8 @@ class Alone(Served):
         for tell in self.before:
             tell(alone, torch.arange(segment.rows))
         words = self.inputs(alone)
-        del words["position_ids"]  # each model finds its own
+        if not self._tells_positions:
+            del words["position_ids"]  # the model finds them itself
         return words
 
     def release(self, sequence: Sequence) -> None:
@@ -72,15 +75,22 @@ def _cache(made: Any) -> dict[str, Any]:
     return {name: getattr(made, name) for name in names if getattr(made, name, None) is not None}
 
 
+def _ways(model: nn.Module) -> list[bool]:
+    """Return whether the model may be told positions, as transformers' generate() tells them, and whether it may find them itself. Some do
+    not: Bamba takes them from a layer whose cache counts no tokens."""
+    return [True, False] if "position_ids" in inspect.signature(model.forward).parameters else [False]
+
+
 @torch.inference_mode()
-def _cache_is_right(model: nn.Module) -> bool:
+def _cache_is_right(model: nn.Module, tells_positions: bool) -> bool:
     """Whether tokens that come one by one have the logits that they have in the whole text."""
     tokens = probe_tokens(model)[0]
     whole, (device, dtype) = logits_alone(model, tokens), place_of(model)
     cache, ends = dict[str, Any](), range(len(tokens) - 2, len(tokens) + 1)
     try:
         for start, end in zip([0, *ends], ends, strict=False):
-            made = model(input_ids=torch.tensor([tokens[start:end]], device=device), use_cache=True, **cache)
+            places = {"position_ids": torch.arange(start, end, device=device).unsqueeze(0)} if tells_positions else {}
+            made = model(input_ids=torch.tensor([tokens[start:end]], device=device), use_cache=True, **places, **cache)
             cache = _cache(made)
             if not cache or not agree(made.logits[0, -1].float(), whole[end - 1], dtype):
                 return False

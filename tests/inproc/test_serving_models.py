@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    BambaConfig,
     BloomConfig,
     DeepseekV3Config,
     FalconConfig,
@@ -145,6 +146,19 @@ def test_side_by_side_as_alone(name: str) -> None:
 def test_without_a_c_compiler(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("symbiosis.serving.attention.compiled", lambda dtype: None)
     test_side_by_side_as_alone(name)
+
+
+def test_positions_that_a_model_cannot_find_itself_are_told() -> None:
+    """Bamba's first layer counts no tokens, so that its attention would take every token for the first."""
+    sizes = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_expand": 2}
+    config = BambaConfig(**{**TINY, "num_hidden_layers": 3}, **sizes, attn_layer_indices=[1])
+    own, served = built(config), make_ready(built(config), 1 << 22)
+    assert isinstance(served, Alone) and served.uses_cache
+    text = [random.Random(0).randrange(64) for _ in range(30)]
+    sequence = started(served, text)
+    for position, rows in ((0, 20), *((at, 1) for at in range(20, 30))):
+        (logits,) = served.forward(Step((Segment(sequence, 0, rows, position, True),)))
+        torch.testing.assert_close(logits, alone(own, text)[position + rows - 1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ONE_BY_ONE)
