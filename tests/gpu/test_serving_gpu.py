@@ -148,7 +148,7 @@ def test_compiled_layers_compute_what_they_did(tmp_path: Path) -> None:
                     input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
                 )
                 mine = engine.generate(prompt, adapter=name, max_tokens=8, temperature=0.0, ignore_eos=True)
-                assert mine.tokens == told[0, len(prompt) :].tolist(), (name, len(prompt))
+                assert list(mine.tokens) == told[0, len(prompt) :].tolist(), (name, len(prompt))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a CPU waits for nothing")

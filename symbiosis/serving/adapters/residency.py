@@ -91,6 +91,7 @@ def _none(pages: int) -> bool:
 class Fetcher(Protocol):
     """Copies what `LoadedAdapter.packed` holds to pages of the device, while other work goes on there."""
 
+    def pages_of(self, packed: Any) -> int: ...
     def fetch(self, packed: Any, pages: list[int]) -> Any: ...
 
 
@@ -131,6 +132,8 @@ class Residency:
     def pages_of(self, adapter: LoadedAdapter) -> int:
         if (resident := self._here.get(adapter.version)) is not None:
             return len(resident.pages)
+        if adapter.packed is not None and self.fetcher is not None:
+            return self.fetcher.pages_of(adapter.packed)
         return place(shapes_of(adapter.parts), self.arena.page_elements)[0]
 
     def fetch(self, adapter: LoadedAdapter) -> bool:

@@ -15,6 +15,7 @@ from symbiosis.serving.arena import Arena
 from symbiosis.serving.gpu.groups import Group
 
 SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 64
+MOST_RUNS, STAGED_BYTES = 16, 16 << 20
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -69,9 +70,13 @@ class Fetcher:
             to.copy_(matrices[run.matrix][run.row : run.row + run.rows, run.column : run.column + run.width])
         return Packed(pages, *_records(parts, runs, page, pages.element_size(), self._groups))
 
+    def pages_of(self, packed: Packed) -> int:
+        """Return how many pages it takes."""
+        return len(packed.pages)
+
     def fetch(self, packed: Packed, pages: list[int]) -> Book:
         """Begin to bring it to these pages."""
-        arena = self._arena
+        arena, pages = self._arena, sorted(pages)  # so that many lie behind each other
         table, begin = arena.flat.view(-1, arena.page_elements), arena.flat.data_ptr()
         numbers = np.array([*pages, 0], dtype=np.int64)[packed.page_of]  # of the last, for words that are numbers
         words = np.where(packed.page_of >= 0, packed.words + begin + numbers * arena.page_bytes, packed.words)
@@ -99,12 +104,21 @@ class Fetcher:
 
 
 def _copy_pages(table: Tensor, pages: Tensor, numbers: list[int]) -> None:
-    """Those that go behind each other go together."""
-    first = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[at - 1] + 1:
-            table[numbers[first] : numbers[first] + at - first].copy_(pages[first:at], non_blocking=True)
-            first = at
+    """Copy them to the pages with these numbers, which ascend. Those that go behind each other go together; if there are many runs of them,
+    some at a time go over memory of the device's own, since each copy costs the host as much as it does the device."""
+    if not numbers:
+        return
+    ends = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
+    if len(ends) < MOST_RUNS:
+        for first, end in zip([0, *ends], [*ends, len(numbers)], strict=True):
+            table[numbers[first] : numbers[first] + end - first].copy_(pages[first:end], non_blocking=True)
+        return
+    where = torch.tensor(numbers)
+    if table.is_cuda:
+        where = where.pin_memory().to(table.device, non_blocking=True)
+    each = max(1, STAGED_BYTES // pages[0].nbytes)
+    for some, to in zip(pages.split(each), where.split(each), strict=True):
+        table.index_copy_(0, to, some.to(table.device, non_blocking=True))
 
 
 Where = tuple[int, int]  # page of the adapter's, and bytes from its beginning
