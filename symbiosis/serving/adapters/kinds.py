@@ -196,7 +196,7 @@ def _low_rank(name: str, of: dict[str, Tensor], config: dict[str, Any], base: Ba
     outputs, inputs = _shape(module)
     if not {"lora_A.weight", "lora_B.weight"} <= of.keys():
         raise AdapterError(f"of {name} it has only one of lora_A and lora_B: save it again")
-    a_RK, b_NR = of["lora_A.weight"].float(), of["lora_B.weight"].float()
+    a_RK, b_NR = of["lora_A.weight"], of["lora_B.weight"]
     rank = int(_by_pattern(name, config.get("rank_pattern"), config.get("r", 8)))
     if rank > max_rank:
         raise AdapterError(
@@ -212,11 +212,17 @@ def _low_rank(name: str, of: dict[str, Tensor], config: dict[str, Any], base: Ba
     scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     gain = None
     if config.get("use_dora"):
-        gain = _dora_gain(name, of, module, a_RK, b_NR, scaling)
-    up = scaling * b_NR if gain is None else scaling * gain[:, None] * b_NR
+        gain = _dora_gain(name, of, module, a_RK.float(), b_NR.float(), scaling)
+    up = _scaled(b_NR, scaling, base.dtype) if gain is None else scaling * gain[:, None] * b_NR.float()
     added = of["lora_B.bias"].float() * scaling if "lora_B.bias" in of else None
     shift = _shift(own, trained, gain, added)
     return Part(down=a_RK, up=up.t(), gain=None if gain is None else gain[None], shift=shift)
+
+
+def _scaled(b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
+    """Return the matrix scaled, in float32 unless the dtype that it will have holds it just as well: powers of two change no digits."""
+    is_exact = b_NR.dtype == dtype and abs(math.frexp(scaling)[0]) == 0.5
+    return b_NR * scaling if is_exact else b_NR.float() * scaling
 
 
 def _by_pattern(name: str, patterns: Any, default: Any) -> Any:
