@@ -326,3 +326,11 @@ def test_layouts_survive_a_read(weight: tuple[RemoteWeight, Tensor]) -> None:
         assert order == sorted(range(got.dim()), key=lambda dim: -view(local).stride(dim))
     blocks = remote.detach().view(12, 8, 8, 8).permute(2, 0, 1, 3)
     assert torch.equal(blocks.value(), local.view(12, 8, 8, 8).permute(2, 0, 1, 3))
+    for read in (
+        lambda w: w[3, 4] * 2,
+        lambda w: w.flatten()[5].tolist(),
+        lambda w: w.bool(),
+        lambda w: w.t()[:4].to(torch.int8) + 1,
+    ):
+        got, expected = torch.as_tensor(read(remote.detach())), torch.as_tensor(read(local))
+        assert torch.equal(got.value() if isinstance(got, RemoteWeight) else got, expected)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.ao.quantization import get_default_qconfig, prepare, quantize_dynamic
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.utils import fusion, prune
+from torch.utils.flop_counter import FlopCounterMode
 
 import symbiosis
 from symbiosis.errors import RemoteWeightError, WeightRead
@@ -255,3 +256,17 @@ def test_exported(name: str, serve: Callable, ids: Tensor) -> None:
         warnings.simplefilter("ignore")
         exported = torch.export.export(split, (ids,), {"use_cache": False}, strict=False)
         assert torch.equal(exported.module()(ids, use_cache=False).logits, base(ids).logits)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_operations_are_counted_as_unsplit(name: str, serve: Callable, ids: Tensor) -> None:
+    """Forward and backward."""
+    base = MODELS[name]().requires_grad_(False)
+    split = symbiosis.wrap(copy.deepcopy(base), serve(base).endpoint)
+    counts = []
+    for model in (base, split):
+        model.get_input_embeddings().requires_grad_(True)
+        with FlopCounterMode(display=False) as counter:
+            model(input_ids=ids, labels=ids).loss.backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.connection.lifetime import session_of
@@ -142,6 +143,12 @@ def _gradient_by_op(dy: Tensor, session: int, layer: int, op: Op, width: int, st
 _library.impl("product", _op, "CompositeExplicitAutograd")
 torch.library.register_fake("symbiosis::product", _shape_of_product)
 torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_context=_remember)
+
+
+@register_flop_formula(torch.ops.symbiosis.product)  # type: ignore[untyped-decorator]
+def _flops_of_product(x_shape: torch.Size, session: int, layer: int, op: int, width: int, *_: Any, **__: Any) -> int:
+    """Counted as torch counts `mm`: without the bias."""
+    return 2 * x_shape.numel() * width
 
 
 def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:

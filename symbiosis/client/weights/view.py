@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from symbiosis.client.session import Session
 from symbiosis.errors import RemoteWeightError
 from symbiosis.protocol import MAX_DIM, Layer, Op, View
-from symbiosis.transport.tensors import TORCH_DTYPE
+from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 aten = torch.ops.aten
 
@@ -146,8 +146,13 @@ class RemoteView(Tensor):
         if handle.private is not None:
             base = handle.private.to(self.device, self.dtype)
             return base.as_strided(self.shape, self.stride(), base.storage_offset() + self.storage_offset())
+        if self.dtype not in DTYPE_NAME:  # which is not sent
+            served = TORCH_DTYPE[handle.layer.dtype]
+            return type(self)(handle, *self.view_of(), served, self.device).value().to(self.dtype)
         if self.is_whole:
             return handle.session.call(Op.READ, handle.index, dtype=self.dtype).to(self.device)
+        if not self.dim():
+            return type(self)(handle, (1,), (1,), int(self.storage_offset()), self.dtype, self.device).value()[0]
         size, stride, offset = self.view_of()  # kept as they lie in memory, because strides decide roundings
         if len(size) > MAX_DIM or prod(size) > prod(handle.layer.shape):  # no more travels than there is
             return self.whole(handle, self.dtype, self.device).value().as_strided(size, stride, offset)
