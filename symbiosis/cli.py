@@ -91,9 +91,9 @@ def executor(
     max_call_multiplications: Annotated[int | None, typer.Option(help="Maximum multiplications of one call. Default: 10^14.")] = None,
     max_bytes: Annotated[int | None, typer.Option(help="Maximum bytes of all tenants' calls and unread replies together. Default: half of the memory.")] = None,
     max_tenant_rows_per_s: Annotated[int | None, typer.Option(help="Rows per second of one tenant; a client over it is slowed down. Default: 0, no limit.")] = None,
-    version: Version = False,
     max_tenant_multiplications_per_s: Annotated[int | None, typer.Option(help="Multiplications per second of one tenant, in the same way.")] = None,
     max_tenant_bytes_per_s: Annotated[int | None, typer.Option(help="Bytes per second to and from one tenant, in the same way.")] = None,
+    version: Version = False,
 ) -> None:  # fmt: skip
     """Hold the frozen layers of MODEL and answer the calls of any number of clients."""
     # As long as there are options: its parameters are what --help shows.
