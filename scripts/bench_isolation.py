@@ -10,13 +10,15 @@
     watchers 20 connections of observers that have large payloads sent back, and read late
 
 The other tenant's processes have the lowest priority of the scheduler, because they would run on other machines: what is
-measured is the executor. Before each of these the first tenant is measured alone, and compared with that.
+measured is the executor. Before each of these the first tenant is measured alone, and compared with that. Afterwards it is measured
+beside processes that call nobody, and use as much of the processors as the other tenant's did: what that alone does is no fault of the executor.
 
     python scripts/bench_isolation.py --quick     # about a minute
     python scripts/bench_isolation.py
 """
 
 import argparse
+import math
 import os
 import signal
 import statistics
@@ -33,7 +35,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import zmq
-from _processes import executor, prepare, progress, pss_bytes, save_llama, together, wait_for, workers
+from _processes import cpu_seconds, executor, prepare, progress, pss_bytes, save_llama, together, wait_for, workers
 from zmq.utils import z85
 
 from symbiosis.client.session import Session
@@ -64,6 +66,7 @@ SITUATIONS = ("flood", "crowd", "frozen", "trainer", "rows", "costly", "watchers
 SESSIONS, ROWS = 4, 8192
 WATCHERS = 20
 TENANTS, HANDSHAKES_PER_S = 1_000, 200
+COPIED, BURST_S, LEAST_CORES = 1 << 17, 2e-3, 0.01
 P50_BAR, P99_BAR, REPLIES_BAR = 3.0, 5.0, 4.0
 
 
@@ -282,6 +285,25 @@ class Nuisance:
         with ThreadPoolExecutor(len(calls)) as pool:
             return sum(pool.map(again_and_again, calls))
 
+    def burn(self, start: float, seconds: float, cores: float) -> int:
+        """Use so many cores, by copying memory, and call nobody."""
+        threads = max(1, math.ceil(cores))
+
+        def burn_one(_: int) -> int:
+            source, target, copies = np.ones(COPIED), np.empty(COPIED), 0
+            wait_for(start)
+            end = time.monotonic() + seconds
+            while (now := time.monotonic()) < end:
+                used = time.thread_time()
+                while time.thread_time() < used + BURST_S:
+                    np.copyto(target, source)
+                    copies += 1
+                time.sleep(max(0.0, now + BURST_S * threads / cores - time.monotonic()))
+            return copies
+
+        with ThreadPoolExecutor(threads) as pool:
+            return sum(pool.map(burn_one, range(threads)))
+
     def watchers(self, start: float, seconds: float) -> int:
         """Observers, who ask for more than they read."""
         raws = [Raw(self._endpoint, observer=True) for _ in range(WATCHERS)]
@@ -300,13 +322,17 @@ class Nuisance:
 
 
 class Round(NamedTuple):
-    """Milliseconds of the innocent tenant's calls: alone, and in the situation; and what the other tenant got done."""
+    """Milliseconds of the innocent tenant's calls: alone, beside a program that only uses the processors, and in the situation; the
+    cores that the other tenant's process used; and what it got done."""
 
     alone_p50: float
     alone_p99: float
+    burnt_p50: float
+    burnt_p99: float
     p50: float
     p99: float
     slowest: float
+    cores: float
     other: int
 
 
@@ -336,16 +362,25 @@ class Bench:
     def measure(self, situation: str) -> Round:
         alone = self._calls()
         if situation == "frozen":
-            times, other = self._beside_a_frozen_client(), 0
+            burnt, times, cores, other = alone, self._beside_a_frozen_client(), 0.0, 0
         else:
             extra = [self._rows] if situation == "trainer" else []
-            self._others[situation].send(situation, time.monotonic() + 1.0, self._seconds + 1.0, *extra)
-            time.sleep(1.5)
-            times = self._calls()
-            other = self._others[situation].result()
+            times, cores, other = self._beside(situation, situation, *extra)
+            burnt, _, _ = self._beside(situation, "burn", max(cores, LEAST_CORES))
         alone_p50, alone_p99 = (np.percentile(alone, (50, 99)) * 1e3).tolist()
+        burnt_p50, burnt_p99 = (np.percentile(burnt, (50, 99)) * 1e3).tolist()
         p50, p99, slowest = (np.percentile(times, (50, 99, 100)) * 1e3).tolist()
-        return Round(alone_p50, alone_p99, p50, p99, slowest, other)
+        return Round(alone_p50, alone_p99, burnt_p50, burnt_p99, p50, p99, slowest, cores, other)
+
+    def _beside(self, situation: str, act: str, *extra: float) -> tuple[list[float], float, int]:
+        """The innocent tenant's calls while the other one's process does something, the cores that it used, and what it got done."""
+        process = self._others[situation]
+        process.send(act, time.monotonic() + 1.0, self._seconds + 1.0, *extra)
+        time.sleep(1.5)
+        used, begun = cpu_seconds(process.pid), time.monotonic()
+        times = self._calls()
+        cores = (cpu_seconds(process.pid) - used) / (time.monotonic() - begun)
+        return times, cores, process.result()
 
     def _calls(self) -> list[float]:
         times: list[float] = together(self._decoder, "calls", self._seconds)[0]
@@ -370,7 +405,9 @@ def show(rounds: dict[str, list[Round]]) -> None:
     for situation, measured in rounds.items():
         *times, other = (statistics.median(column) for column in zip(*measured, strict=True))
         rows.append((situation, *(f"{value:.2f}" for value in times), f"{other:,.0f}"))
-    head = ("beside", "alone: p50 ms", "p99 ms", "p50 ms", "p99 ms", "slowest ms", "the other's calls")
+    head = (
+        "beside", "alone: p50 ms", "p99 ms", "burnt: p50 ms", "p99 ms", "p50 ms", "p99 ms", "slowest ms", "the other's cores", "its calls"
+    )  # fmt: skip
     print_table(head, rows)
 
 
@@ -380,6 +417,10 @@ def report(rounds: dict[str, list[Round]], kept: float) -> Report:
     for situation, measured in rounds.items():
         for name, values in zip(Round._fields, zip(*measured, strict=True), strict=True):
             result.figure(f"{situation}_{name}", round(statistics.median(values), 3))
+        result.figure(
+            f"{situation}_p99_burnt_over_alone",
+            round(statistics.median(r.burnt_p99 / r.alone_p99 for r in measured), 3),
+        )
         result.bar(
             f"{situation}_p50_over_alone", statistics.median(r.p50 / r.alone_p50 for r in measured), "<=", P50_BAR
         )
@@ -395,10 +436,10 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="3 rounds of 2 s with 250,000 rows instead of 5 of 8 s with 10^6"
     )
-    parser.add_argument("--only", choices=SITUATIONS, help="this situation only")
+    parser.add_argument("--only", choices=SITUATIONS, nargs="+", help="these situations only")
     args = parser.parse_args()
     prepare(threads=1)
-    chosen = [args.only] if args.only else SITUATIONS
+    chosen = args.only or SITUATIONS
     rounds: dict[str, list[Round]] = {situation: [] for situation in chosen}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         seconds, rows, count = (2.0, 250_000, 3) if args.quick else (8.0, 1_000_000, 5)

@@ -195,7 +195,7 @@ def test_bars_of_isolation(
     p99: float, kept: float, holds: bool, script: Callable, capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench = script("bench_isolation")
-    rounds = {situation: [bench.Round(2.0, 1.0, 6.0, p99, 9.0, 3)] * 3 for situation in bench.SITUATIONS}
+    rounds = {situation: [bench.Round(2.0, 1.0, 2.0, 1.5, 6.0, p99, 9.0, 0.5, 3)] * 3 for situation in bench.SITUATIONS}
     found = holding(bench.report(rounds, kept), capsys)
     assert found["flood_p50_over_alone"] == (3.0, True) and found["crowd_p99_over_alone"] == (p99, p99 <= 5.0)
     assert found["frozen_replies_kept"] == (kept, kept <= 4.0)
