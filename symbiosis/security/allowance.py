@@ -21,11 +21,11 @@ class Allowance:
         used = self._used.get(who)
         return len(self._used) < MOST_KNOWN if used is None else used <= now + self._saved_s
 
-    def takes(self, who: Hashable, now: float) -> bool:
-        """Whether `who` may do it now. If so, it counts as done."""
+    def takes(self, who: Hashable, now: float, times: int = 1) -> bool:
+        """Whether `who` may do it now. If so, it counts as done, so many times."""
         if not self.has_some(who, now):
             return False
-        self._used[who] = max(now, self._used.get(who, now)) + self._each_s
+        self._used[who] = max(now, self._used.get(who, now)) + times * self._each_s
         return True
 
     def forget(self, now: float) -> None:

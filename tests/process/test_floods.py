@@ -166,6 +166,22 @@ def test_too_many_connections_from_one_address_are_not_opened(house: Any, llama:
     assert [line["address"] for line in lines if line.get("code") == "TOO_MANY_CONNECTIONS"][0] == "127.0.0.0/8"
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_who_sends_very_many_frames_again_and_again_is_shut_out(whole: bool, house: Any) -> None:
+    """... long before as many connections as anybody may open: each keeps others waiting, or takes memory."""
+    (listener,), kept_out = house.server.listeners, house.server.ledger.kept_out
+    listener._gate._allowance = Allowance(gate.AT_ONCE, 1e-3)
+    for _ in range(3 * gate.AT_ONCE // gate.FINE):
+        with suppress(TimeoutError, ConnectionError):
+            stream = Stream(house.endpoint)
+            stream.socket.sendall(b"\x01\x00" * lookout.FIRST_BYTES + b"\x00\x00" * whole)
+            until(lambda stream=stream: stream.was_hung_up_on, "the end of a connection")
+            stream.close()
+        if kept_out["TOO_MANY_CONNECTIONS"]:
+            return
+    raise AssertionError("the gate stays open")
+
+
 @pytest.mark.parametrize(
     ("shut", "host", "comes_from", "passes"),
     [

@@ -10,9 +10,10 @@ from time import monotonic
 from typing import NamedTuple
 
 from symbiosis.security.allowance import Allowance
-from symbiosis.transport.tcp.sockets import descriptor_at, listening
+from symbiosis.transport.tcp.sockets import Wire, descriptor_at, listening
 
 AT_ONCE, PER_S = 1024, 200.0  # connections from one address
+FINE = 100  # connections that one with a message of very many frames counts as: it keeps others waiting for as long
 SHUT_S = 1.0  # an address that is shut out stays so for this long; whoever opens a connection tries again as often
 MOST_SHUT = 64  # addresses at a time
 ANYBODY = ""  # stands for addresses that are not known, because their connections ended at once
@@ -37,16 +38,21 @@ PASS, DROP = Step(RETURN, 0xFFFFFFFF), Step(RETURN, 0)
 class Gate:
     """The kernel's filter on one listening socket."""
 
-    def __init__(self, port: int, tell: Callable[[str, str], None]) -> None:
-        """`tell` takes the reason and the address whenever the gate is shut."""
+    def __init__(self, port: int, tell: Callable[[str, str], None], fines: bool = False) -> None:
+        """`tell` takes the reason and the address whenever the gate is shut. Without `fines`, the door bars those who misbehave."""
         self._port, self._fd, self._tell = port, descriptor_at(port), tell
-        self._allowance = Allowance(AT_ONCE, PER_S)
+        self._allowance, self._fines = Allowance(AT_ONCE, PER_S), fines
         self._shut: dict[str, float] = {}  # networks, and until when
 
-    def came(self, address: str) -> None:
+    def fine(self, wire: Wire | None) -> None:
+        """Count a connection that takes long to get rid of as very many."""
+        if self._fines and wire:
+            self.came(str(wire.other_end[0]), FINE)
+
+    def came(self, address: str, times: int = 1) -> None:
         """Count a connection. After too many, shut the gate for its address."""
         network, now = network_of(address), monotonic()
-        if not self._allowance.takes(network, now) and network not in self._shut and len(self._shut) < MOST_SHUT:
+        if not self._allowance.takes(network, now, times) and network not in self._shut and len(self._shut) < MOST_SHUT:
             self._shut[network] = now + SHUT_S
             self._filter()
             self._tell("TOO_MANY_CONNECTIONS", network)

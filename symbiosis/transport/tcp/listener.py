@@ -63,7 +63,8 @@ class TcpListener:
         self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, partial(self._handle, room=False))
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = int(self.url.rpartition(":")[2])
-        self._lookout, self._gate = Lookout(self, port), Gate(port, inbox.kept_out)
+        self._gate = Gate(port, inbox.kept_out, fines=self._door is None)
+        self._lookout = Lookout(self, port, self._gate.fine)
         self._fd = int(self._socket.getsockopt(zmq.FD))
         reactor.watch(self._fd, self._drain)
 
@@ -174,7 +175,8 @@ class TcpListener:
 
     def _refuse(self, stranger: TcpPeer, error: CallError, weight: int = 1) -> None:
         self.send(stranger, [encode_control(Refusal.of(error))])  # first, because sending finds out whether it is gone
-        self.too_many(stranger, weight)
+        if self.too_many(stranger, weight) and weight > 1:
+            self._gate.fine(stranger.wire)
 
     def _admitted(self, peer: TcpPeer | None, frame: zmq.Frame) -> str | None:
         """Return the tenant that sent this frame, None without keys. Raise `CallError` if it may not come in any more."""
@@ -209,7 +211,7 @@ class TcpListener:
         """Handle a request to join. With keys, the client has waited at the door already; else it may have to wait here."""
         if self._door:
             self._join(Knock(identity, tenant, frame, hello, self._wire_below(frame)))
-        elif self._waiting.put(knock := Knock(identity, tenant, frame, hello, self._wire_of(frame))):
+        elif self._waiting.put(knock := Knock(identity, tenant, frame, hello, self._wire_below(frame))):
             self._drain_soon()  # which lets it in
         else:
             self.hang_up(TcpPeer(self, identity, wire=knock.wire))
@@ -247,13 +249,10 @@ class TcpListener:
     def _wire_below(self, frame: zmq.Frame) -> Wire | None:
         """Return the wire by which a message seems to have come. If its connection is gone, it may be another's, but ZeroMQ notices
         that here, and the next `send` fails."""
-        wire = self._wire_of(frame)
+        self._handshakes.spoke(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type]
+        wire = Wire.below(frame)
         self._socket.getsockopt(zmq.EVENTS)
         return wire
-
-    def _wire_of(self, frame: zmq.Frame) -> Wire | None:
-        self._handshakes.spoke(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type]
-        return Wire.below(frame)
 
     def _call(self, peer: TcpPeer | None, frames: Frames, room: bool) -> None:
         if peer is None:

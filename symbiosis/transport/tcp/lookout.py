@@ -1,6 +1,6 @@
 """Watches, through the kernel, the TCP connections below ZeroMQ: for clients that are gone, silent, send too much, or do not join."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic, perf_counter
 
 from symbiosis.transport.base import JOIN_S
@@ -17,8 +17,9 @@ class Lookout:
     But ZeroMQ keeps all frames of a message until the last has come, so a connection is hung up on if it sends too much of one message,
     or does not join."""
 
-    def __init__(self, home: TcpHome, port: int) -> None:
-        self._home, self._port = home, port
+    def __init__(self, home: TcpHome, port: int, fine: Callable[[Wire], None]) -> None:
+        """`fine` is told of connections without a session that send too much."""
+        self._home, self._port, self._fine = home, port, fine
         self._strangers: dict[Wire, float] = {}  # when connections without a session were first seen
         self._seen: dict[Wire, float] = {}  # those that the current look has come to
         self._looking: Iterator[Wire] = iter(())
@@ -41,7 +42,10 @@ class Lookout:
             if wire.fd not in known:
                 now = monotonic()
                 since = self._seen[wire] = self._strangers.get(wire, now)
-                if now > since + JOIN_S or wire.received() > FIRST_BYTES:
+                too_much = wire.received() > FIRST_BYTES
+                if too_much:
+                    self._fine(wire)
+                if too_much or now > since + JOIN_S:
                     wire.hang_up()
             if perf_counter() > until:
                 return
