@@ -332,7 +332,7 @@ class Served:
 
 def slora(report: Report, setting: Setting) -> None:
     seconds, longest = (1.0, 24) if setting.tiny else (12.0, 512) if setting.quick else (120.0, 512)
-    rates = (20.0, 1000.0) if setting.tiny else (30.0,) if setting.quick else (10.0, 20.0, 30.0, 40.0)
+    rates = (20.0,) if setting.tiny else (30.0,) if setting.quick else (10.0, 20.0, 30.0, 40.0)
     settings = ("S1",) if setting.quick or setting.tiny else ("S1", "S2")
     rows: list[tuple[str, ...]] = []
     for name in settings:
@@ -490,7 +490,7 @@ def mixed(report: Report, setting: Setting) -> None:
 
     size, tiny = setting.size, setting.tiny
     shape = Shape(size.layers, size.hidden, size.inner, size.heads, size.vocabulary)
-    seconds = 0.3 if tiny else 6.0 if setting.quick else 20.0
+    seconds = 0.8 if tiny else 6.0 if setting.quick else 20.0
     batch, prompt, length = (4, 8, 64) if tiny else (32, 256, 1024)
     job = Job("train", 2, 16 if tiny else 512)
     with TemporaryDirectory() as folder:

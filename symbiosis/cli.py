@@ -132,7 +132,7 @@ def serve(
     first_token_s: Annotated[float | None, typer.Option(help="With --policy abort, the seconds within which a first token must come. Default: 6.")] = None,
     prefill_tokens: Annotated[int | None, typer.Option(help="Most tokens of prompts in one step. Default: 512.")] = None,
     dtype: Annotated[str | None, typer.Option(help="dtype of the executor that is started. Default: that of the checkpoint.")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile", help="Compile the model's layers, on a GPU: faster steps, after a start of a minute more.")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile", help="Compile the model's layers, on a GPU: faster steps, after a start of up to a minute more.")] = None,
     drain_s: Annotated[float | None, typer.Option(help="On SIGTERM or ctrl-C, the longest wait for what is under way; a second one ends at once. Default: 30.")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Largest body of a request. Default: 16 MiB.")] = None,
     max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent. Default: 1 GiB.")] = None,
