@@ -153,6 +153,20 @@ def test_kinds_that_peft_computes(tmp_path: Path) -> None:
     check(llama(), BY_PEFT | {"LoRA": FUSED["rank 3"]}, tmp_path)
 
 
+@pytest.mark.parametrize("rows", [2, 5])
+def test_an_adapter_is_loaded_while_others_run(rows: int, tmp_path: Path) -> None:
+    """It is tried at layers that are the sites of the present step."""
+    base = llama()
+    serving = Serving(base)
+    for number, name in enumerate(("LoHa", "OFT")):
+        folder, alone = saved(base, BY_PEFT[name](), tmp_path / name, seed=number)
+        adapter = serving.library.add(name, folder)
+        assert serving.residency.fetch(adapter)
+        tokens = prompt(rows)[:rows]
+        mine = run(serving.served, [(sequence_of(tokens, adapter), rows)])
+        assert off(mine[-1], logits(alone, tokens)[-1]) < AS_ALONE
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kinds_in_half_types(dtype: torch.dtype, tmp_path: Path) -> None:
     """But for rounding: PEFT computes most of them in float32 between two roundings."""
