@@ -26,7 +26,9 @@ def faults(source: str) -> Iterator[str]:
             if str(node.module).split(".")[0] in MODULES:
                 yield str(node.module)
             yield from (f"{node.module}.{a.name}" for a in node.names if f"{node.module}.{a.name}" in TORCH)
-        elif isinstance(node, ast.Name) and node.id in BUILTINS:
+        elif (
+            isinstance(node, ast.Name) and node.id in BUILTINS and isinstance(node.ctx, ast.Load)
+        ):  # a field may be named so
             yield node.id
         elif isinstance(node, ast.Attribute) and (node.attr in METHODS or ast.unparse(node) in TORCH):
             yield ast.unparse(node)
