@@ -25,7 +25,7 @@ from symbiosis.config import load_options
 from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
 from symbiosis.protocol import Hello, Op, encode_control
 from symbiosis.security import keys as module
-from symbiosis.security.keys import SETTLED_S, Tenants, generate, moment, read_pair, read_public
+from symbiosis.security.keys import SETTLED_S, Tenants, generate, moment, read_pair, read_public, read_publics
 from symbiosis.transport import may_go_by_nccl
 from symbiosis.transport.tcp.curve import Address, is_loopback
 from tests.conftest import tiny_llama
@@ -534,3 +534,9 @@ def test_a_reply_as_large_as_there_is_room_for_comes_through(realm: Realm) -> No
     assert x.nbytes == session._room and torch.equal(session.call(Op.ECHO, 0, x), x)
     assert not session.stats.retries
     session.close()
+
+
+def test_what_is_no_text_is_no_key_file(tmp_path: Path) -> None:
+    (tmp_path / "x.pub").write_bytes(b"\x9a" * 40)
+    with pytest.raises(ConfigError, match=r"x.pub: it is not a key file$"):
+        read_publics(tmp_path / "x.pub")
