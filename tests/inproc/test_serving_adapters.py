@@ -156,10 +156,9 @@ def test_kinds_that_peft_computes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", [2, 5])
 def test_an_adapter_is_loaded_while_others_run(rows: int, tmp_path: Path) -> None:
     """It is tried at layers that are the sites of the present step."""
-    base = llama()
-    serving = Serving(base)
+    serving = Serving(llama())
     for number, name in enumerate(("LoHa", "OFT")):
-        folder, alone = saved(base, BY_PEFT[name](), tmp_path / name, seed=number)
+        folder, alone = saved(llama(), BY_PEFT[name](), tmp_path / name, seed=number)
         adapter = serving.library.add(name, folder)
         assert serving.residency.fetch(adapter)
         tokens = prompt(rows)[:rows]
