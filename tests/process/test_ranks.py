@@ -117,6 +117,15 @@ def test_clients_go_on_when_a_rank_is_killed_and_started_again(service: Executor
     assert all(parts_mapped(pid_of(service, rank)) == parts for rank in (0, 1))  # no second copy
 
 
+def test_a_rank_may_be_killed_while_it_is_started_again(service: Executor) -> None:
+    for _ in range(3):
+        rank = children(service.pid)[-1]
+        os.kill(rank, signal.SIGKILL)
+        until(lambda rank=rank: children(service.pid)[-1] != rank and len(children(service.pid)) == 2, "a new rank")
+    until(lambda: '"ready"' in _health(service), "that all are ready")
+    assert service.alive
+
+
 def _health(service: Executor) -> str:
     try:
         return page(service, "health")

@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from subprocess import PIPE, Popen
@@ -25,6 +26,7 @@ from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.logs import set_up_logging
 
 RANK = "from symbiosis.executor.ranks.rank import main; main()"
+MOST_STARTS = 5  # of a rank that is killed again and again before it is ready
 ANOTHER_RANK_ENDED = "a rank ended before it was ready, so the service ends"
 
 
@@ -76,6 +78,7 @@ class Service:
         self._ranks: dict[int, Rank] = {}
         self.ports: dict[int, int] = {}  # of the pages of ranks that are ready
         self._parts: dict[int, BinaryIO] = {}  # of all tensors, which outlive the ranks that made them
+        self._starts = Counter[int]()  # of each rank since it was ready last
         self._told = self._ending = False
         self._status = 0
         self._selector = selectors.DefaultSelector()
@@ -115,6 +118,7 @@ class Service:
         if len(self._parts) == len(self._orders):
             files = [self._parts[rank].fileno() for rank in range(len(self._orders))]
             order = replace(order, parts=tuple(f"/proc/{os.getpid()}/fd/{file}" for file in files))
+        self._starts[order.rank] += 1
         rank = self._ranks[order.rank] = Rank(order)
         self._selector.register(rank.stdout, selectors.EVENT_READ, lambda _: self._heard(rank))
 
@@ -128,6 +132,7 @@ class Service:
             self._ended(rank, rank.ended())
             return
         rank.ready = ready = msgspec.json.decode(line, type=Ready)
+        self._starts[rank.number] = 0
         log(logging.INFO, "rank ready", rank=rank.number, pid=rank.pid, layers=ready.layers, mib=ready.nbytes >> 20)
         if ready.port is not None:
             self.ports[rank.number] = ready.port
@@ -147,12 +152,13 @@ class Service:
         print(f"symbiosis-executor ready: {self._model} ({what}) at {' '.join(self._options.listen)}", flush=True)
 
     def _ended(self, rank: Rank, status: int) -> None:
-        """Start a rank again that was ready and died. One that was not will not be ready the next time either."""
+        """Start a rank again that was ready and died, or was killed while it was started again. Any other will not be ready the next time
+        either."""
         if self._ending:
             self._status = self._status or max(0, status)
             return
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
-        if rank.ready is not None:
+        if rank.ready is not None or (self._told and status < 0 and self._starts[rank.number] < MOST_STARTS):
             log(logging.ERROR, "a rank died, and is started again", rank=rank.number, pid=rank.pid, ended=how)
             self._start(rank.order)
             return
