@@ -23,6 +23,8 @@ import torch
 from symbiosis.errors import ConfigError
 from symbiosis.tools import demo_data
 from symbiosis.tools.reporting import Report
+from tests.conftest import tiny_llama
+from tests.ranks import ranks_of
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -344,6 +346,19 @@ def test_the_plots_are_those_of_the_results(script: Callable) -> None:
         assert file.with_suffix(".svg").read_text() == plot.svg(chart), "run scripts/plot_benchmarks.py"
         assert f"({file.stem}.svg)" in (plot.RESULTS / "README.md").read_text()
     assert len(results) >= 12
+
+
+def test_products_at_ranks_are_compared(script: Callable, tmp_path: Path) -> None:
+    """With the model that they hold; with another one, all differ."""
+    exact, url = script("shard_exact"), f"local://{tmp_path}/a.sock"
+    with ranks_of(tiny_llama(), url, batch_invariant=True, allow_read=True):
+        assert exact.random_products(url, tiny_llama(), 2, "layers", 40) == (40, 0)
+        assert exact.random_products(url, tiny_llama().apply(_doubled), 2, "layers", 40) == (40, 40)
+
+
+def _doubled(module: torch.nn.Module) -> None:
+    if isinstance(module, torch.nn.Linear):
+        module.weight.data *= 2
 
 
 def test_bars_of_exact_serving(script: Callable) -> None:
