@@ -109,9 +109,9 @@ class Setting:
         return count if self.on_gpu else min(count, 32)
 
     @contextmanager
-    def serving(self, kind: type[Serving] = Serving, **options: Any) -> Iterator[Worker]:
+    def serving(self, kind: type[Serving] = Serving, shape: Shape | None = None, **options: Any) -> Iterator[Worker]:
         """A new executor."""
-        with workers(kind, [self.served(self.shape, **options)]) as started:
+        with workers(kind, [self.served(shape or self.shape, **options)]) as started:
             yield started[0]
 
     def served(self, shape: Shape, **options: Any) -> tuple[Any, ...]:

@@ -64,6 +64,16 @@ def offload_cache(model: nn.Module, *, threads: int | None = None) -> HostCache:
 
     Raises:
         ConfigError: This model's attention cannot be replaced, or its logits are then others.
+
+    >>> import symbiosis, torch
+    >>> from transformers import AutoModelForCausalLM
+    >>> from symbiosis.executor.model.load import DEMO_MODEL
+    >>> model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+    >>> cache = symbiosis.offload_cache(model)
+    >>> ids = torch.tensor([[5, 6, 7]])
+    >>> made = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    >>> cache.get_seq_length()
+    6
     """
     most = len(os.sched_getaffinity(0))
     if threads is None:

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from contextlib import suppress
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -60,7 +59,8 @@ class TcpListener:
         self._drained = -1  # the pass of the loop in which `_drain` stopped early
         self._door = Door.at(address, reactor, inbox)
         self._socket = self._bound(address)
-        self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, partial(self._handle, room=False))
+        too_much = lambda frames: self._handle(frames, room=False)  # noqa: E731
+        self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, too_much)
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = int(self.url.rpartition(":")[2])
         self._gate = Gate(port, inbox.kept_out, fines=self._door is None)
