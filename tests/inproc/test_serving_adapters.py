@@ -156,7 +156,8 @@ def test_kinds_that_peft_computes(tmp_path: Path) -> None:
 def test_an_adapter_is_loaded_while_others_run(tmp_path: Path) -> None:
     """It is tried at layers that are the sites of the present step."""
     serving = Serving(llama())
-    first, second = (saved(llama(), BY_PEFT[name](), tmp_path / name)[0] for name in ("LoHa", "OFT"))
+    first = saved(llama(), FUSED["rank 3"](), tmp_path / "first")[0]
+    second = saved(llama(), BY_PEFT["OFT"](), tmp_path / "second")[0]
     adapter = serving.library.add("first", first)
     assert serving.residency.fetch(adapter)
     norm = serving.served.model.model.norm

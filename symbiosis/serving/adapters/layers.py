@@ -184,9 +184,8 @@ def _try(name: str, layer: nn.Module, base: Base) -> None:
         return
     x = x.to(next(layer.parameters()).device)
     try:
-        y = module.forward(
-            x
-        ).clone()  # without its hooks, which are for the rows of the step that the engine computes meanwhile
+        # without the module's hooks, which are for the rows of the step that the engine computes meanwhile
+        y = module.forward(x).clone()
         run_layer(layer, x, y, slice(0, 2))
     except SymbiosisError as error:
         raise AdapterError(f"it needs more of the base than its products: {error}") from None
