@@ -233,25 +233,31 @@ def models(setting: Setting) -> None:
     """One split and one unsplit program of each model, taking turns."""
     rows: list[tuple[str, ...]] = []
     shapes = MODELS if setting.on_gpu else {"tiny": setting.shape}
-    with setting.serving() as server, same_cores(CORES), idle_workers(Program, 2) as (split, unsplit):
-        endpoint = server.call("endpoints")[0]
+    with ExitStack() as stack:
+        (server,) = stack.enter_context(idle_workers(Serving, 1))
+        with same_cores(CORES):
+            split, unsplit = stack.enter_context(idle_workers(Program, 2))
         for number, (model, shape) in enumerate(shapes.items()):
-            server.call("close")
-            server.again(*setting.served(shape))
+            load(server, number > 0, *setting.served(shape))
+            endpoint = server.call("endpoints")[0]
             for worker, where in ((split, endpoint), (unsplit, None)):
-                arguments = where, shape, setting.device
-                if number:
-                    worker.call("close")
-                    worker.again(*arguments)
-                else:
-                    worker.begin(*arguments)
-                    worker.result()
+                load(worker, number > 0, where, shape, setting.device)
             rows += [
                 measured(setting, model, split, unsplit, job, captured)
                 for captured in ((False, True) if setting.on_gpu else (False,))
                 for job in OF_EACH
             ]
     print_table(("one program", "unsplit ms", "split / unsplit", "bits", "direct so far", "calls"), rows)
+
+
+def load(worker: Worker, again: bool, *arguments: Any) -> None:
+    """Build what the worker holds; `again`: once it has let go of what it holds now."""
+    if again:
+        worker.call("close")
+        worker.again(*arguments)
+    else:
+        worker.begin(*arguments)
+        worker.result()
 
 
 def measured(setting: Setting, model: str, split: Worker, unsplit: Worker, job: Job, captured: bool) -> tuple[str, ...]:

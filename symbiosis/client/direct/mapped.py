@@ -91,9 +91,7 @@ class Mapped:
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """The weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
         weight = self.weights.get(number)
-        if weight is None or x.is_cpu is not self._on_cpu or weight.dtype is not dtype or is_watched():
-            return None
-        if not self._on_cpu and x.device != self.device:
+        if weight is None or weight.dtype is not dtype or not self._has(x) or is_watched():
             return None
         rows, recorded = x.numel() // max(1, x.size(-1)), torch.is_grad_enabled()
         if self._should_send(rows, training and recorded):
@@ -104,6 +102,10 @@ class Mapped:
         self.rows += rows
         self.multiplications += rows * weight.numel()
         return weight
+
+    def _has(self, x: Tensor) -> bool:
+        """Whether the rows lie where the weights do."""
+        return x.is_cpu is self._on_cpu and (self._on_cpu or x.device == self.device)
 
     def weights_for_local_products(
         self, wanted: dict[str, tuple[int, torch.dtype]], x: Tensor, routed: int, training: bool
@@ -117,7 +119,7 @@ class Mapped:
             routed: How many rows it multiplies, if it multiplies some of them more than once.
         """
         weights = {name: self.weights.get(number) for name, (number, _) in wanted.items()}
-        if x.is_cpu is not self._on_cpu or (not self._on_cpu and x.device != self.device):
+        if not self._has(x):
             return {}
         rows, recorded = max(routed, x.numel() // max(1, x.size(-1))), torch.is_grad_enabled()
         found = {
