@@ -153,6 +153,19 @@ def test_together_all_are_answered_when_the_last_has_called(count: int, gpu: Gpu
         assert not rounds.running
 
 
+def test_each_pair_that_meets_is_answered_itself(gpu: Gpu, rounds: Any) -> None:
+    """Clients give their rounds numbers of their own, so those of different clients are often the same."""
+    first, second, third, fourth = (Client(gpu, rounds) for _ in range(4))
+    for pair in [(first, second), (third, fourth), (first, third), (second, fourth), (first, second)]:
+        rounds.begin([client.begins().round for client in pair])
+        for number in range(1, CALLS + 1):
+            for client in pair:
+                client.calls(number)
+            assert all(client.is_right(number) for client in pair)
+        rounds.look()
+        assert not rounds.running
+
+
 def test_who_dies_in_company_stops_nobody(gpu: Gpu, rounds: Any) -> None:
     clients, freed = [Client(gpu, rounds) for _ in range(3)], []
     rounds.begin([client.begins().round for client in clients])

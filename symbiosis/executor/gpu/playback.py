@@ -119,15 +119,15 @@ class ByKernels(Playback):
         kernel.wait(self.table, self.turn, self._stop, self._late, behind, seconds, self._error, VOID)
 
     def _table_of(self, rounds: list[Round]) -> Tensor:
-        numbers = tuple(round.number for round in rounds)
-        table = self._tables.get(numbers)
+        serials = tuple(round.serial for round in rounds)  # clients number their rounds by themselves
+        table = self._tables.get(serials)
         if table is None:
             pages = [self._page(rounds, at) for at in range(self._calls)]
             pages = [page + [0] * (self.table.shape[1] - len(page)) for page in pages]
-            table = self._tables[numbers] = torch.tensor(pages, dtype=torch.int64, device=self.table.device)
+            table = self._tables[serials] = torch.tensor(pages, dtype=torch.int64, device=self.table.device)
             if len(self._tables) > TABLES_KEPT:
                 self._tables.popitem(last=False)
-        self._tables.move_to_end(numbers)
+        self._tables.move_to_end(serials)
         return table
 
     def _page(self, rounds: list[Round], at: int) -> list[int]:
