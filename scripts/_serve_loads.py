@@ -3,13 +3,16 @@
 Adapters are a few sets of random weights under many names: each name has a version and pages of its own, and is fetched by itself.
 """
 
+import cProfile
 import gc
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event
@@ -43,6 +46,11 @@ class Setting:
     quick: bool = False
     tiny: bool = False
     compiles: bool = False
+    profiles: bool = False
+    only: tuple[str, ...] = ()  # of what a load consists of; all, if empty
+
+    def wants(self, name: str) -> bool:
+        return not self.only or name in self.only
 
 
 @dataclass
@@ -152,34 +160,66 @@ def _weights(served: Any, rank: int) -> dict[str, Any]:
 
 
 class StepTimes:
-    """What the device takes for the steps of an engine, without all that is between them."""
+    """What the device takes for the steps of an engine, without all that is between them; and by kinds of steps, what the host does."""
 
     def __init__(self, served: Any) -> None:
         self._forward, self._on_gpu = served.forward, served.device.type == "cuda"
-        self._events: list[Any] = []
-        self._seconds = 0.0
+        self._steps: list[OneStep] = []
         served.forward = self._timed
 
     def _timed(self, step: Any) -> Tensor:
-        begun = time.perf_counter()
+        one = OneStep(_kind(step), len(step.segments), time.perf_counter())
         if self._on_gpu:
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
+            one.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            one.events[0].record()
         logits: Tensor = self._forward(step)
         if self._on_gpu:
-            events[1].record()
-            self._events.append(events)
-        self._seconds += time.perf_counter() - begun
+            one.events[1].record()
+        one.launched = time.perf_counter()
+        self._steps.append(one)
         return logits
 
-    def take(self) -> float:
+    def take(self, shows: str = "") -> float:
         """The seconds since the last time."""
         if self._on_gpu:
             torch.cuda.synchronize()
-            self._seconds = sum(a.elapsed_time(b) for a, b in self._events) / 1e3
-        seconds, self._seconds = self._seconds, 0.0
-        self._events.clear()
-        return seconds
+        steps, self._steps = self._steps, []
+        if shows:
+            self._show(shows, steps)
+        return sum(step.device_s for step in steps)
+
+    def _show(self, name: str, steps: "list[OneStep]") -> None:
+        rows = []
+        spans = [b.begun - a.begun for a, b in pairwise(steps)]
+        for kind in sorted({step.kind for step in steps}):
+            found = [(step, span) for step, span in zip(steps, spans, strict=False) if step.kind == kind]
+            if found:
+                means = [statistics.mean(values) * 1e3 for values in zip(*((span, s.device_s, s.launched - s.begun) for s, span in found), strict=True)]  # fmt: skip
+                rows.append((kind, str(len(found)), f"{statistics.mean(s.sequences for s, _ in found):.1f}", *(f"{mean:.2f}" for mean in means)))  # fmt: skip
+        print_table((name, "steps", "sequences", "ms from one to the next", "device ms", "ms to launch"), rows)
+
+
+@dataclass
+class OneStep:
+    """When the host began to launch a step, and had launched it."""
+
+    kind: str
+    sequences: int
+    begun: float
+    launched: float = 0.0
+    events: list[Any] = field(default_factory=list)
+
+    @property
+    def device_s(self) -> float:
+        if not self.events:
+            return self.launched - self.begun
+        return float(self.events[0].elapsed_time(self.events[1])) / 1e3
+
+
+def _kind(step: Any) -> str:
+    """By its rows, up to the next power of two: all decode, or some are of prompts."""
+    below = 1 << (step.rows - 1).bit_length()
+    return f"decode {below:3d}" if step.rows == len(step.segments) else f"prompt {below:3d}"
 
 
 # ---------------------------------------------------------------- Punica's load
@@ -208,7 +248,7 @@ def popularity(kind: str, count: int) -> list[int]:
 
 
 def punica(report: Report, setting: Setting) -> None:
-    distinct = _punica_paces(report, setting)["distinct"]
+    distinct = _punica_paces(report, setting).get("distinct", 0.0)
     gc.collect()  # the server, before others need its memory
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -216,6 +256,8 @@ def punica(report: Report, setting: Setting) -> None:
         ("peft_adapter_names", peft_adapter_names, 50.0),
         ("transformers_batching", transformers_batching, 4.0),
     ):
+        if not setting.wants(name):
+            continue
         progress(name)
         theirs = peer(setting)
         report.figure(f"{name}_tokens_per_s", theirs)
@@ -230,12 +272,12 @@ def _punica_paces(report: Report, setting: Setting) -> dict[str, float]:
     with server(setting, count) as ours:
         times = StepTimes(ours.served)
         ours.warm_up()
-        for kind in ("distinct", "uniform", "skewed", "identical"):
+        for kind in filter(setting.wants, ("distinct", "uniform", "skewed", "identical")):
             progress(f"punica: {count} requests, {kind}")
             asks = [Ask(0.0, p, n, ours.names[of]) for (p, n), of in zip(lengths, popularity(kind, count), strict=True)]
             times.take()
             took, tokens = ours.run(asks), sum(length for _, length in lengths)
-            of_steps = times.take() / took
+            of_steps = times.take(kind if setting.profiles else "") / took
             assert all(len(ask.times) == ask.length for ask in asks)
             pace[kind] = tokens / took
             rows.append((kind, f"{pace[kind]:,.0f}", f"{of_steps:.3f}", f"{took:.1f}"))
@@ -396,13 +438,25 @@ def cold(report: Report, setting: Setting) -> None:
                 if where == "host":
                     _evict(ours, "cold")
                 ask = Ask(0.0, prompt, 2, "cold")
-                ours.run([ask])
+                with _profiled(setting.profiles and where == "disk" and number == rounds - 1):
+                    ours.run([ask])
                 taken.append(ask.first_s)
     middle = {where: statistics.median(taken) for where, taken in times.items()}
     print_table(("first token of an adapter", "ms"), [(where, f"{s * 1e3:.1f}") for where, s in middle.items()])
     report.figure("cold_warm_ms", middle["warm"] * 1e3)
     report.bar("cold_host_over_warm", middle["host"] / middle["warm"], "<=", 1.1)
     report.bar("cold_disk_over_warm", middle["disk"] / middle["warm"], "<=", 1.5)
+
+
+@contextmanager
+def _profiled(shows: bool) -> Iterator[None]:
+    """Tells what takes the time of this thread, which loads adapters."""
+    if not shows:
+        yield
+        return
+    with cProfile.Profile() as found:
+        yield
+    pstats.Stats(found).sort_stats("tottime").print_stats(14)
 
 
 def _evict(ours: Server, name: str) -> None:
@@ -502,8 +556,10 @@ def mixed(report: Report, setting: Setting) -> None:
                 workers(Streams, [(endpoint, setting.device, memory, batch, prompt, length)]) as streams,
                 workers(Program, [(endpoint, shape, setting.device)] * 2) as trainers,
             ):
+                progress("mixed: all are there")
                 for trainer in trainers:
                     trainer.call("prepare", job, not tiny)
+                progress("mixed: trainers have run")
                 together(streams, "run", seconds)  # once, so that graphs are made
                 progress("mixed: streams alone")
                 (alone,) = together(streams, "run", seconds)

@@ -111,7 +111,7 @@ def on_gpu(args: argparse.Namespace) -> int:
     report, compiles = Report(f"bench_serve {args.what}"), args.compile and not args.tiny
     if args.what in _serve_loads.LOADS:
         size, device = (_serve_gpu.TINY, "cpu") if args.tiny else (_serve_gpu.LOADED, "cuda")
-        setting = _serve_loads.Setting(size, device, args.quick, args.tiny, compiles)
+        setting = _serve_loads.Setting(size, device, args.quick, args.tiny, compiles, args.profile, tuple(args.only))
         with nullcontext() if args.tiny or args.what != "mixed" else mps.running():
             _serve_loads.LOADS[args.what](report, setting)
     elif args.what == "attention":
@@ -135,7 +135,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="with torch.compile, as serve --compile"
     )
-    parser.add_argument("--profile", action="store_true", help="step: tell which kernels take the time")
+    parser.add_argument(
+        "--profile", action="store_true", help="step: tell which kernels take the time; punica: which kinds of steps do"
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="PART", help="punica: distinct, uniform, skewed, identical, "
+        "peft_adapter_names, transformers_batching; its bars hold for what is run"
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="of a tiny model, on a CPU; step: by Triton's interpreter")
     parser.add_argument("--quick", action="store_true", help="shorter, and one round")
     parser.add_argument("--threads", type=int, default=1)
