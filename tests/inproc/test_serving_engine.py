@@ -439,6 +439,13 @@ def test_each_request_is_answered_by_its_adapter(options: dict[str, Any]) -> Non
         assert figures.adapters == 3 and figures.adapter_fetches >= 3
 
 
+def test_an_engine_may_be_made_in_inference_mode() -> None:
+    """Its memory then is inference tensors, to which adapters are copied later."""
+    with torch.inference_mode(), Engine(demo(), adapters=DEMO / "adapters", memory=1 << 24) as engine:
+        answer = engine.generate(list(PROMPTS[0]), adapter="python", max_tokens=25, temperature=0.0)
+    assert answer.tokens == adapted("python", PROMPTS[0], 25)
+
+
 def test_a_new_version_is_never_answered_by_what_the_old_one_left(engine: Engine) -> None:
     prompt = PROMPTS[3]
     for name in ("python", "whisper", "shout"):

@@ -75,6 +75,7 @@ class Loop:
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 
+    @torch.inference_mode()  # whose tensors an engine has that was made within it
     def _run(self) -> None:
         while True:
             try:
