@@ -341,6 +341,7 @@ def many(setting: Setting) -> None:
                     )  # they meet, and are recorded
                     paces = together(some, "run", setting.seconds, job, setting.captured)
                     rates[job, count, side] = tokens_per_s(paces, [job] * count)
+                    progress(f"... {rates[job, count, side]:.1f} tokens/s")
                     if side == "split":
                         batch[job, count] = statistics.mean(worker.call("mean_batch") for worker in some)
                 memory[job, side] = gauge.call("used_bytes") - before
@@ -435,6 +436,8 @@ def mixed(setting: Setting, trainer: Job) -> None:
             progress(", ".join(f"{number} × {name_of(job)}" for job, number in Counter(kinds).items()))
             run_jobs(setting, crowd, kinds, MEETING)
             found.append(run_jobs(setting, crowd, kinds))
+            p50, p99 = percentiles_ms(found[-1][: count - 2])
+            progress(f"... {tokens_per_s(found[-1], kinds):.1f} tokens/s, p50 {p50:.2f} ms, p99 {p99:.2f} ms")
         before, after = found
     percentiles = [percentiles_ms(paces[: count - 2]) for paces in (before, after)]
     totals = [tokens_per_s(before, [DECODE] * count), tokens_per_s(after, jobs)]
@@ -488,6 +491,7 @@ def policies(setting: Setting) -> None:
         latency = statistics.mean(statistics.mean(pace.steps) for pace in paces) * 1e3
         tokens = sum(len(pace.steps) * job.tokens for pace, job in zip(paces, jobs, strict=True))
         found[policy] = tokens / max(pace.elapsed for pace in paces), latency, batch
+        progress(f"... {found[policy][0]:.1f} tokens/s, {latency:.2f} ms a token")
     rows = [(policy, f"{rate:.1f}", f"{ms:.2f}", f"{batch:.2f}") for policy, (rate, ms, batch) in found.items()]
     print_table(("policy", "tokens/s", "mean ms/token", "calls per product so far"), rows)
     for policy, (rate, ms, _) in found.items():

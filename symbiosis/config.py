@@ -173,8 +173,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def shares_weights(self) -> bool:
-        """Whether clients on this host may map the weights. By default they may on a CPU without rate limits."""
-        if self.share_weights is None and (self.on_gpu or self._has_rates):
+        """Whether clients on this host may map the weights. By default they may, unless there are rate limits."""
+        if self.share_weights is None and self._has_rates:
             return False
         return self.share_weights is not False and any(map(socket_path, self.listen))
 

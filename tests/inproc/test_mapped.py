@@ -433,8 +433,9 @@ SHARING: list[tuple[bool, dict[str, Any]]] = [
     (False, {"listen": ("tcp://127.0.0.1:0",)}),
     (False, {"listen": ("tcp://127.0.0.1:0",), "share_weights": True}),
     (False, {"share_weights": False}),
-    (False, {"device": "cuda"}),
-    (True, {"device": "cuda", "share_weights": True}),
+    (True, {"device": "cuda"}),
+    (False, {"device": "cuda", "share_weights": False}),
+    (False, {"device": "cuda", "max_tenant_rows_per_s": 5}),
     (False, {"max_tenant_rows_per_s": 5}),
     (False, {"max_tenant_bytes_per_s": 5}),
 ]

@@ -29,7 +29,7 @@ EVERYTHING: dict[str, Any] = {
     "max-tenant-bytes": 16, "max-tenant-rows-per-s": 17, "max-call-multiplications": 18,
     "max-tenant-multiplications-per-s": 19, "max-tenant-bytes-per-s": 20, "max-bytes": 21, "key": "executor.key", "tenants": "tenants",
     "integers": [8, 16], "operator": "north", "workers": 1, "train-share": 0.5, "rounds": False, "batch-invariant": True, "nccl": True,
-    "share-weights": False,  # which a GPU and rates exclude
+    "share-weights": False,  # which rates exclude
 }  # fmt: skip
 
 
