@@ -53,6 +53,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str = ""
     completions: int = 1
     prompt_logprobs: bool = False  # also of the prompt's tokens
+    chosen: tuple[tuple[int, ...], ...] = ()  # of each completion: the tokens that another server has chosen already
+    ended: tuple[int, ...] = ()  # completions that have ended there
+
+    @property
+    def under_way(self) -> list[int]:
+        """The completions that are to be computed, by number.
+
+        >>> Request(id=1, prompt=(0,), completions=3, ended=(1,)).under_way
+        [0, 2]
+        """
+        return [number for number in range(self.completions) if number not in self.ended]
+
+    def chosen_of(self, completion: int) -> tuple[int, ...]:
+        return self.chosen[completion] if self.chosen else ()
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):

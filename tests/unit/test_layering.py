@@ -69,6 +69,7 @@ ALLOWED = {
     "client": {*ROOT - {"endpoints"}, "client", "kernels", "transport"},
     "executor": {*ROOT, "executor", "kernels", "transport"},
     "serving": {*ROOT, "__version__", "attention", "client", "kernels", "serving", "symbiosis", "transport"},
+    "cluster": {*ROOT, "cluster"},
     "tools": {*ROOT, "client", "executor", "kernels", "__version__", "serving", "symbiosis", "tools", "transport"},
     "cli": {*ROOT, "__version__", "client", "executor", "serving", "symbiosis", "tools", "transport"},
 }
@@ -98,6 +99,8 @@ def test_what_others_wrote_is_imported_where_it_belongs(part: str, packages: set
 def test_batching_is_plain_python() -> None:
     """All that decides which calls run."""
     for file in (PACKAGE / "executor" / "scheduling").glob("*.py"):
+        assert not {part_of(name) for name in imports(file)} & {"torch", "numpy", "zmq"}, file
+    for file in of("cluster"):
         assert not {part_of(name) for name in imports(file)} & {"torch", "numpy", "zmq"}, file
 
 

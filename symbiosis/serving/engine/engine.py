@@ -20,7 +20,7 @@ from symbiosis.serving.adapters.library import Library, Looked
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
-from symbiosis.serving.choosing.grammar import Grammars
+from symbiosis.serving.choosing.grammar import Grammar, Grammars
 from symbiosis.serving.engine.check import check
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
@@ -116,11 +116,21 @@ class Engine:
             drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
             request = msgspec.structs.replace(request, sampling=drawn)
         schema = request.sampling.schema
-        grammars = [] if schema is None else [self._grammars.begin(schema) for _ in range(request.completions)]
+        grammars = [] if schema is None else [self._grammar(request, n) for n in range(request.completions)]
         tokens = [0] * (adapter.virtual if adapter else 0) + list(request.prompt)
         now = time.monotonic()
-        sequences = [Sequence(request, number, list(tokens), adapter, now) for number in range(request.completions)]
+        sequences = [
+            Sequence(request, number, [*tokens, *request.chosen_of(number)], adapter, now)
+            for number in request.under_way
+        ]
         self._loop.begin(Job(request, sequences, grammars, on_output))
+
+    def _grammar(self, request: Request, completion: int) -> Grammar:
+        """Return the grammar of a completion, behind the tokens that were chosen already."""
+        grammar = self._grammars.begin(str(request.sampling.schema))
+        for token in request.chosen_of(completion):
+            grammar.take(token)
+        return grammar
 
     def on_pause(self, call: Callable[[], None]) -> None:
         """Have this called after each step, in the engine's thread, when `on_output` was told of all its tokens. It must not block."""

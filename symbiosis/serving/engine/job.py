@@ -39,7 +39,7 @@ class Job:
             output = msgspec.structs.replace(
                 output,
                 prompt_tokens=len(self.request.prompt),
-                cached_tokens=max(0, first.cached - first.virtual),
+                cached_tokens=min(max(0, first.cached - first.virtual), len(self.request.prompt)),
                 prompt_logprobs=self._prompt_logprobs(),
             )
         try:

@@ -7,6 +7,7 @@ from typing import Any
 
 from symbiosis.serving.engine.detokenize import text_of
 from symbiosis.serving.http.generation import Delta, Generation
+from symbiosis.serving.http.schemas import Continuation
 from symbiosis.serving.request import Token
 
 Fields = dict[str, Any]
@@ -24,6 +25,10 @@ class Words:
     def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
         self.tokenizer, self.logprobs = tokenizer, logprobs
         self._head: Fields = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+
+    def go_on(self, before: Continuation) -> None:
+        """Go on with an answer that another server has begun."""
+        self._head |= {"id": before.id, "created": before.created}
 
     def whole(self, generation: Generation, deltas: list[Delta]) -> Fields:
         choices = [self.choice(delta) for delta in deltas]
@@ -90,6 +95,16 @@ class CompletionWords(Words):
         self._echoes, self._prompts = echoes, prompts
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
+
+    def go_on(self, before: Continuation) -> None:
+        super().go_on(before)
+        for index, tokens in enumerate(before.tokens):
+            if tokens or index in before.ended:
+                self._begun.add(index)
+                told = [*(self._prompts[index] if self._echoes else ()), *tokens]
+                self._offsets[index] = (
+                    sum(len(text_of(self.tokenizer, token)) for token in told) if self.logprobs else 0
+                )
 
     def choice(self, delta: Delta) -> Fields:
         return self.part(delta)

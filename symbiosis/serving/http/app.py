@@ -126,8 +126,10 @@ async def chat(front: Front, request: Request) -> ASGIApp:
 
 
 def _reply(body: schemas.Body, words: Words, generation: Any, done: Callable[[], None]) -> ASGIApp:
+    if body.continuation is not None:
+        words.go_on(body.continuation)
     if body.is_streamed:
-        return Stream(generation, words, done, body.wants_usage)
+        return Stream(generation, words, done, body.wants_usage, body.continuation)
     return Reply(generation, words, done)
 
 

@@ -111,6 +111,8 @@ class Front:
         self, tenant: Tenant, body: Body, prompts: list[tuple[int, ...]], sampling: Sampling, prompt_logprobs: bool
     ) -> tuple[Generation, Callable[[], None]]:
         """Begin a generation. Return it, and what to call at its end."""
+        if (before := body.continuation) and before.tokens and len(before.tokens) != len(prompts) * body.completions:
+            raise wrong("continuation has a list of tokens for each choice", "continuation")
         requests = [
             Request(
                 id=self.remote.next_id(),
@@ -120,8 +122,10 @@ class Front:
                 tenant=tenant.name,
                 completions=body.completions,
                 prompt_logprobs=prompt_logprobs,
+                chosen=before.chosen(number, body.completions) if before else (),
+                ended=before.ended_of(number, body.completions) if before else (),
             )
-            for prompt in prompts
+            for number, prompt in enumerate(prompts)
         ]
         completions = len(requests) * body.completions
         if self.remote.drained.is_set():

@@ -65,9 +65,10 @@ class Generation:
     def __init__(
         self, remote: Remote, requests: Sequence[Request], new_text: Callable[[], Text], spent: Callable[[int], None]
     ) -> None:
-        self._remote, self.requests, self._spent = remote, requests, spent
+        self._remote, self._spent = remote, spent
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
-        self.cached_tokens = self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = sum(len(tokens) for request in requests for tokens in request.chosen)
         self._failure: ApiError | None = None
         self._new: dict[int, Choice] = {}
         self._event = asyncio.Event()
@@ -76,9 +77,13 @@ class Generation:
         for request in requests:
             silent = frozenset(request.sampling.stop_tokens)
             self._open[request.id] = {
-                number: Choice(self.choices + number, new_text(), silent) for number in range(request.completions)
+                number: Choice(self.choices + number, new_text(), silent) for number in request.under_way
             }
+            for number, choice in self._open[request.id].items():
+                choice.text.add(request.chosen_of(number))  # which was handed out elsewhere
             self.choices += request.completions
+        self.requests = [request for request in requests if request.under_way]
+        self._open = {request.id: self._open[request.id] for request in self.requests}
 
     def begin(self) -> None:
         for request in self.requests:

@@ -9,6 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 from symbiosis.serving.http.answers import Words, usage
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.generation import Delta, Generation
+from symbiosis.serving.http.schemas import Continuation
 
 STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # fmt: skip
@@ -49,19 +50,30 @@ class Reply:
 
 
 class Stream(Reply):
-    """An answer as events, one for whatever a choice has gained since the last one."""
+    """An answer as events, one for whatever a choice has gained since the last one.
 
-    def __init__(self, generation: Generation, words: Words, done: Callable[[], None], wants_usage: bool) -> None:
+    Args:
+        before: What another server has told of it.
+    """
+
+    def __init__(
+        self, generation: Generation, words: Words, done: Callable[[], None], wants_usage: bool,
+        before: Continuation | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(generation, words, done)
         self._wants_usage, self._begun = wants_usage, False
+        self._tells_tokens, self._opened = before is not None, before.opened if before else 0
 
     async def _answer(self, send: Send) -> None:
         """Answer. An error before the first event is an answer of its own; a later one is an event."""
         try:
             async for deltas in self._generation.deltas():
+                tokens = [told_tokens(delta) if self._tells_tokens else b"" for delta in deltas]
                 choices = [self._words.part(delta) for delta in deltas]
                 await self._begin(send)
-                await _send(send, b"".join(map(self._event, choices)))
+                await _send(
+                    send, b"".join(token + self._event(choice) for token, choice in zip(tokens, choices, strict=True))
+                )
         except ApiError as error:
             if not self._begun:
                 raise
@@ -76,7 +88,7 @@ class Stream(Reply):
         if not self._begun:
             self._begun = True
             await send(_start(EVENTS))
-            if first := list(self._words.first(self._generation.choices)):
+            if first := list(self._words.first(self._generation.choices))[self._opened :]:
                 await _send(send, b"".join(map(self._event, first)))
 
     def _event(self, choice: dict[str, object]) -> bytes:
@@ -97,6 +109,17 @@ def _event(value: object) -> bytes:
     b'data: {"a":1}\\n\\n'
     """
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def told_tokens(delta: Delta) -> bytes:
+    """Return the comment that tells the tokens of an event: the choice's number, its new tokens, and, if it ends with them, a full stop.
+
+    >>> from symbiosis.serving.request import Token
+    >>> told_tokens(Delta(0, tokens=[Token(17), Token(4)], finish="stop"))
+    b': 0 17 4 .\n'
+    """
+    words = [str(delta.choice), *(str(token.id) for token in delta.tokens), *(["."] if delta.finish else [])]
+    return f": {' '.join(words)}\n".encode()
 
 
 def _start(headers: list[tuple[bytes, bytes]]) -> Message:

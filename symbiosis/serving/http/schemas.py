@@ -34,6 +34,30 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
     json_schema: JsonSchema | None = None
 
 
+class Continuation(msgspec.Struct, forbid_unknown_fields=True):
+    """A stream that another server has begun, and that goes on here with the same draws. Ours alone: no other API has it. A request that has
+    this field is answered with a comment before each event, which tells the tokens of that event, so that it can go on elsewhere in turn.
+    """
+
+    id: str  # of the answer
+    created: int
+    tokens: list[list[int]] = []  # of each choice, those that its events have told
+    ended: list[int] = []  # choices
+    opened: int = 0  # events that have told no tokens: those with which a chat begins
+
+    def chosen(self, prompt: int, completions: int) -> tuple[tuple[int, ...], ...]:
+        """Return the tokens of a prompt's completions."""
+        return tuple(map(tuple, self.tokens[prompt * completions : (prompt + 1) * completions]))
+
+    def ended_of(self, prompt: int, completions: int) -> tuple[int, ...]:
+        """Return which of a prompt's completions have ended.
+
+        >>> Continuation("cmpl-1", 0, ended=[0, 3]).ended_of(1, 2)
+        (1,)
+        """
+        return tuple(each - prompt * completions for each in self.ended if each // completions == prompt)
+
+
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that both kinds of completions have."""
 
@@ -57,6 +81,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
+    continuation: Continuation | None = None
     # Read and ignored: nothing here depends on them.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -129,7 +154,11 @@ def _named(error: msgspec.ValidationError) -> ApiError:
     return wrong(f"wrong argument: {text}", found[1] if found else None)
 
 
-AS_ASKED = {"stop_tokens": "stop_token_ids"}  # what the API calls the engine's fields
+AS_ASKED = {
+    "stop_tokens": "stop_token_ids",
+    "chosen": "continuation",
+    "ended": "continuation",
+}  # what the API calls the engine's fields
 AS_CHECKED = {"max_completion_tokens": "max_tokens", "n": "completions", "top_logprobs": "logprobs"}
 
 
@@ -153,6 +182,8 @@ def _check(body: Body) -> None:
         raise wrong(f"stop may have {MOST_STOPS} strings, and has {len(body.stops)}", "stop")
     if body.stream_options is not None and not body.stream:
         raise wrong("stream_options go with stream=true", "stream_options")
+    if body.continuation is not None and not (body.stream and body.seed is not None):
+        raise wrong("a continuation goes with stream=true and a seed", "continuation")
     if isinstance(body, CompletionBody):
         _check_completion(body)
     if isinstance(body, ChatBody):

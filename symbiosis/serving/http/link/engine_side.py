@@ -120,7 +120,7 @@ class Link:
         self._pulse.beat()
         if isinstance(message, Submit):
             id = message.request.id
-            self._open[id] = message.request.completions
+            self._open[id] = len(message.request.under_way)
             if message.request.adapter is None:
                 self._submit(message.request)
             else:

@@ -67,7 +67,7 @@ class Remote:
         """Begin a request. `on_output` is called with what comes, or once with an error."""
         if not self.is_there:
             raise gone()
-        self._takers[request.id] = on_output, request.completions
+        self._takers[request.id] = on_output, len(request.under_way)
         self._tell(Submit(request))
 
     def cancel(self, id: int, has_stopped: bool = False) -> None:

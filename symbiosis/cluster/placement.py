@@ -1,0 +1,177 @@
+"""Where a request goes: Punica's rule, over a snapshot of the servers.
+
+A request goes to the busiest server on which it fits, by the sequences and the memory that the server has. So busy servers stay busy, and
+idle ones can be given back. Among servers that are equally busy the highest number decides. What fits nowhere waits: first come, first
+served, for each model.
+"""
+
+import sys
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+from itertools import islice
+
+import msgspec
+
+LIGHT = 0.25  # of its batch: a server that runs less is lightly loaded
+NEAR = 16  # of the busiest servers with room: so many are asked whether an adapter is resident
+
+
+class State(StrEnum):
+    """Whether a server takes requests."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"  # it is to end: its requests go elsewhere
+    LOST = "lost"
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """One server at one moment."""
+
+    number: int
+    model: str
+    batch: int  # most sequences of a step
+    running: int = 0  # sequences, those included that wait there
+    pages: int = 0  # of memory
+    free: int = 0  # ... that nothing needs
+    adapters: frozenset[str] = frozenset()  # resident
+    state: State = State.READY
+
+    @property
+    def is_light(self) -> bool:
+        return self.running < LIGHT * self.batch
+
+    def fits(self, sequences: int, pages: int) -> bool:
+        """Whether it has room for so much more. One that is idle takes whatever fits in its memory, however many sequences that is."""
+        return pages <= self.free and (self.running + sequences <= self.batch or not self.running)
+
+    def holds(self, sequences: int, pages: int, adapter: str | None = None) -> "Server":
+        """Return it with so much more on it; with less, if the numbers are negative."""
+        adapters = self.adapters if adapter is None or adapter in self.adapters else self.adapters | {adapter}
+        return msgspec.structs.replace(
+            self, running=self.running + sequences, free=self.free - pages, adapters=adapters
+        )
+
+
+class Wish(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request needs of a server."""
+
+    model: str
+    sequences: int = 1
+    pages: int = 0
+    adapter: str | None = None
+    tenant: str = ""
+
+
+def place(servers: Iterable[Server], wish: Wish) -> Server | None:
+    """Return the server for a request; None if it has to wait. This is the rule in plain words; `Fleet.place` finds the same one quickly.
+
+    Among the busiest ones that have room, one where the adapter is resident comes first, unless it is lightly loaded: such a server is to
+    become idle.
+
+    >>> busy, idle = Server(number=1, model="m", batch=8, running=5), Server(number=2, model="m", batch=8)
+    >>> place([busy, idle], Wish(model="m")).number, place([busy, idle], Wish(model="m", sequences=4)).number
+    (1, 2)
+    """
+    fitting = sorted((each for each in servers if _may(each, wish)), key=_rank, reverse=True)
+    return _preferred(fitting, wish)
+
+
+def _preferred(fitting: Iterable[Server], wish: Wish) -> Server | None:
+    """Return the one to take of servers on which a request fits, the busiest first."""
+    busiest = None
+    for server in islice(fitting, NEAR if wish.adapter else 1):
+        busiest = busiest or server
+        if wish.adapter in server.adapters and not server.is_light:
+            return server
+    return busiest
+
+
+def _may(server: Server, wish: Wish) -> bool:
+    return server.model == wish.model and server.state is State.READY and server.fits(wish.sequences, wish.pages)
+
+
+def _rank(server: Server) -> tuple[int, int]:
+    return server.running, server.number
+
+
+class Fleet:
+    """Servers in the order in which Punica's rule asks them, so that a decision among a thousand takes microseconds.
+
+    >>> fleet = Fleet([Server(number=1, model="m", batch=8, running=5), Server(number=2, model="m", batch=8)])
+    >>> fleet.place(Wish(model="m")).number
+    1
+    """
+
+    def __init__(self, servers: Iterable[Server] = ()) -> None:
+        self._servers: dict[int, Server] = {}
+        self._order: dict[str, list[tuple[int, int]]] = {}  # by model: the rank of each server that takes requests
+        self._most: Counter[str] = Counter()  # by model: the largest batch
+        for server in servers:
+            self.put(server)
+
+    def __getitem__(self, number: int) -> Server:
+        return self._servers[number]
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._servers
+
+    @property
+    def servers(self) -> Sequence[Server]:
+        return list(self._servers.values())
+
+    def put(self, server: Server) -> None:
+        """Add a server, or take over how it is now."""
+        self.drop(server.number)
+        self._servers[server.number] = server
+        self._most[server.model] = max(self._most[server.model], server.batch)
+        if server.state is State.READY:
+            insort(self._order.setdefault(server.model, []), _rank(server))
+
+    def drop(self, number: int) -> None:
+        if (server := self._servers.pop(number, None)) is None:
+            return
+        if server.state is State.READY:
+            order = self._order[server.model]
+            del order[bisect_left(order, _rank(server))]
+
+    def place(self, wish: Wish) -> Server | None:
+        """Return the server for a request; None if it has to wait."""
+        return _preferred(self._with_room(wish), wish)
+
+    def _with_room(self, wish: Wish) -> Iterator[Server]:
+        """Yield the servers on which a request fits, the busiest first."""
+        order = self._order.get(wish.model, [])
+        fullest = max(0, self._most[wish.model] - wish.sequences)  # what is fuller has no room in any batch
+        for place in range(bisect_right(order, (fullest, sys.maxsize)) - 1, -1, -1):
+            if (server := self._servers[order[place][1]]).fits(wish.sequences, wish.pages):
+                yield server
+
+
+def admit(
+    waiting: Iterable[Wish], fleet: Fleet, running: Counter[str], limits: dict[str, int]
+) -> list[tuple[int, Server]]:
+    """Return which of the requests that wait go where now, by their position. The fleet has them then.
+
+    A model's requests keep their order: what does not fit is not overtaken, so that it gets its turn. But a tenant that has what it may is
+    passed by.
+
+    Args:
+        running: Sequences of each tenant in the whole cluster; what is placed is added.
+        limits: By tenant, how many it may have.
+    """
+    placed: list[tuple[int, Server]] = []
+    stuck: set[str] = set()  # models
+    for position, wish in enumerate(waiting):
+        most = limits.get(wish.tenant)
+        if wish.model in stuck or (most is not None and running[wish.tenant] + wish.sequences > most):
+            continue
+        if (server := fleet.place(wish)) is None:
+            stuck.add(wish.model)
+            continue
+        running[wish.tenant] += wish.sequences
+        fleet.put(server.holds(wish.sequences, wish.pages, wish.adapter))
+        placed.append((position, fleet[server.number]))
+    return placed

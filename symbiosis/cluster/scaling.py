@@ -1,0 +1,75 @@
+"""When servers are added and given back, and which requests move so that one can be: pure functions over a snapshot, for one model."""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import msgspec
+
+from symbiosis.cluster.placement import Fleet, Server, State, Wish
+
+SPARE = 0.1  # of the servers at work: so many more are kept that are lightly loaded
+
+
+class Moves(msgspec.Struct, frozen=True):
+    """A server that is to become idle, and where each of its requests goes."""
+
+    server: int
+    requests: dict[int, int]  # by request: the server that takes it
+
+
+class Change(msgspec.Struct, frozen=True):
+    """How many servers are to be started, and which end."""
+
+    start: int = 0
+    release: tuple[int, ...] = ()
+
+
+def consolidate(servers: Iterable[Server], requests: Mapping[int, Mapping[int, Wish]]) -> Moves | None:
+    """Return the moves that empty the least busy server, if it is lightly loaded and the other busy ones have room for all that it runs.
+
+    Args:
+        requests: Of each server, by their numbers.
+
+    >>> busy, light = Server(number=1, model="m", batch=8, running=5), Server(number=2, model="m", batch=8, running=1)
+    >>> consolidate([busy, light], {2: {7: Wish(model="m")}})
+    Moves(server=2, requests={7: 1})
+    """
+    working = [each for each in servers if each.state is State.READY and each.running]
+    least = min(working, key=lambda each: (each.running, -each.number), default=None)
+    if least is None or not least.is_light:
+        return None
+    others, moves = Fleet(each for each in working if each is not least), dict[int, int]()
+    for request, wish in requests.get(least.number, {}).items():
+        if (found := others.place(wish)) is None:
+            return None
+        others.put(found.holds(wish.sequences, wish.pages, wish.adapter))
+        moves[request] = found.number
+    return Moves(least.number, moves) if moves else None
+
+
+def scale(
+    servers: Sequence[Server], waiting: int, least: int, most: int, idle: Collection[int] | None = None
+) -> Change:
+    """Return what to start and what to release. Some lightly loaded servers are always kept, for what comes while others start.
+
+    Args:
+        waiting: Sequences that have no server.
+        least, most: How many servers the model may have.
+        idle: The servers that have been idle for so long that they may end; None: all that are idle.
+
+    >>> scale([Server(number=1, model="m", batch=8, running=5)], 0, 1, 4)
+    Change(start=1, release=())
+    >>> scale([Server(number=n, model="m", batch=8) for n in (1, 2, 3)], 0, 1, 4)
+    Change(start=0, release=(1, 2))
+    """
+    live = [each for each in servers if each.state in (State.READY, State.STARTING)]
+    light = [each for each in live if each.is_light or each.state is State.STARTING]
+    spare = max(1, math.ceil(SPARE * sum(each.running > 0 for each in live)))
+    coming = sum(each.batch for each in live if each.state is State.STARTING)
+    for_waiting = math.ceil(max(0, waiting - coming) / max((each.batch for each in live), default=1))
+    wanted = max(least - len(live), min(most - len(live), max(spare - len(light), for_waiting)))
+    if wanted > 0 or waiting:
+        return Change(start=max(0, wanted))
+    ends = [each for each in light if each.state is State.READY and not each.running]
+    numbers = sorted(each.number for each in ends if idle is None or each.number in idle)
+    return Change(release=tuple(numbers[: max(0, min(len(live) - least, len(light) - spare))]))

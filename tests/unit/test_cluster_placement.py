@@ -1,0 +1,128 @@
+"""Where requests go in a cluster, and when servers come and go: by properties that hold of every snapshot."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, place
+from symbiosis.cluster.scaling import consolidate, scale
+
+BATCH, PAGES = 8, 40
+
+
+@st.composite
+def snapshots(draw: st.DrawFn) -> list[Server]:
+    servers = []
+    for number in range(draw(st.integers(0, 7))):
+        free = draw(st.integers(0, PAGES))
+        servers.append(
+            Server(
+                number=number, model=draw(st.sampled_from("mn")), batch=draw(st.sampled_from((4, BATCH))),
+                running=draw(st.integers(0, BATCH)), pages=PAGES, free=free,
+                adapters=frozenset(draw(st.sets(st.sampled_from("ab")))), state=draw(st.sampled_from(State)),
+            )
+        )  # fmt: skip
+    return servers
+
+
+WISHES = st.builds(
+    Wish,
+    model=st.sampled_from("mn"),
+    sequences=st.integers(1, 5),
+    pages=st.integers(0, PAGES),
+    adapter=st.sampled_from((None, "a", "b")),
+    tenant=st.sampled_from("xy"),
+)
+
+
+@given(snapshots(), WISHES)
+def test_a_request_goes_to_the_busiest_server_on_which_it_fits(servers: list[Server], wish: Wish) -> None:
+    found = place(servers, wish)
+    fitting = [
+        s for s in servers if s.model == wish.model and s.state == "ready" and s.fits(wish.sequences, wish.pages)
+    ]
+    if found is None:
+        assert not fitting
+        return
+    assert found in fitting
+    home = [s for s in fitting if wish.adapter in s.adapters and not s.is_light]
+    assert (found.running, found.number) == max((s.running, s.number) for s in home or fitting)
+
+
+@given(snapshots(), st.lists(st.tuples(WISHES, st.booleans())), st.data())
+def test_the_quick_way_is_the_plain_rule_while_servers_change(
+    servers: list[Server], wishes: list[tuple[Wish, bool]], data: st.DataObject
+) -> None:
+    fleet = Fleet(servers)
+    for wish, changes in wishes:
+        found = fleet.place(wish)
+        assert found == place(fleet.servers, wish)
+        if found is not None:
+            fleet.put(found.holds(wish.sequences, wish.pages, wish.adapter))
+        if changes and servers:
+            fleet.put(data.draw(st.sampled_from(servers)))
+        elif servers:
+            fleet.drop(data.draw(st.sampled_from(servers)).number)
+
+
+@given(snapshots(), st.lists(WISHES, max_size=12), st.integers(0, 6))
+def test_what_waits_is_served_in_its_order_within_all_limits(
+    servers: list[Server], waiting: list[Wish], most: int
+) -> None:
+    fleet, running = Fleet(servers), Counter(x=1)
+    placed = dict(admit(waiting, fleet, running, {"x": most}))
+    assert all(fleet[server.number].free >= 0 for server in placed.values())
+    if any(wish.tenant == "x" for wish in (waiting[position] for position in placed)):
+        assert running["x"] <= most
+    for position, wish in enumerate(waiting):
+        passed = [each for at, each in enumerate(waiting[:position]) if at not in placed and each.model == wish.model]
+        if position in placed:
+            assert all(each.tenant == "x" for each in passed), "who is passed by has what it may"
+        elif wish.tenant == "y" and not passed:
+            assert fleet.place(wish) is None, "the first of those that wait has no room anywhere"
+
+
+@given(snapshots(), st.data())
+def test_consolidation_empties_a_light_server_into_busy_ones(servers: list[Server], data: st.DataObject) -> None:
+    requests = {
+        s.number: {
+            100 * s.number + n: Wish(model=s.model, pages=data.draw(st.integers(0, 9))) for n in range(s.running)
+        }
+        for s in servers
+    }
+    one = [s for s in servers if s.model == "m"]
+    if (moves := consolidate(one, requests)) is None:
+        return
+    by_number, load = {s.number: s for s in one}, Counter(moves.requests.values())
+    assert by_number[moves.server].is_light and moves.requests.keys() == requests[moves.server].keys()
+    for number, count in load.items():
+        target = by_number[number]
+        pages = sum(requests[moves.server][r].pages for r, to in moves.requests.items() if to == number)
+        assert target.running > 0 and target.state == "ready" and number != moves.server
+        assert target.running + count <= target.batch and pages <= target.free
+
+
+@given(snapshots(), st.integers(0, 30), st.integers(0, 4), st.integers(4, 9))
+def test_scaling_keeps_its_bounds_and_something_light(
+    servers: list[Server], waiting: int, least: int, most: int
+) -> None:
+    change = scale(servers, waiting, least, most)
+    live = [s for s in servers if s.state in ("ready", "starting")]
+    assert not (change.start and change.release) and change.start >= 0
+    assert len(live) + change.start <= max(most, len(live))
+    if change.release:
+        left = [s for s in live if s.number not in change.release]
+        gone = [s for s in live if s.number in change.release]
+        assert len(left) >= least and any(s.is_light or s.state == "starting" for s in left) and not waiting
+        assert len(gone) == len(change.release) and all(s.state == "ready" and not s.running for s in gone)
+    if not any(s.is_light or s.state == "starting" for s in live) and len(live) < most:
+        assert change.start, "no lightly loaded server is left"
+    if len(live) < least:
+        assert change.start >= least - len(live)
+
+
+def test_what_has_been_idle_for_a_moment_only_stays() -> None:
+    servers = [Server(number=number, model="m", batch=BATCH) for number in range(4)]
+    assert scale(servers, 0, 1, 4, idle=[]).release == ()
+    assert scale(servers, 0, 1, 4, idle=[3]).release == (3,)
