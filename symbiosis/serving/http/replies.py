@@ -112,7 +112,7 @@ def _event(value: object) -> bytes:
 
 
 def told_tokens(delta: Delta) -> bytes:
-    """Return the comment that tells the tokens of an event: the choice's number, its new tokens, and, if it ends with them, a full stop.
+    r"""Return the comment that tells the tokens of an event: the choice's number, its new tokens, and, if it ends with them, a full stop.
 
     >>> from symbiosis.serving.request import Token
     >>> told_tokens(Delta(0, tokens=[Token(17), Token(4)], finish="stop"))
