@@ -105,6 +105,11 @@ def refuse_tracers() -> None:
         )
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is active, or tangents are computed."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def refuse_transforms(x: Tensor) -> None:
     """Refuse torch.func transforms and tangents: a call sends plain rows, so they would be lost silently."""
     if torch._C._are_functorch_transforms_active():

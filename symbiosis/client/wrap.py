@@ -70,7 +70,7 @@ def wrap(
         priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.
         exact: Whether gradients are to be the unsplit model's, bit for bit. Without it the gradients of layers that share
             their input (q/k/v, gate/up) are one call instead of several, and are added in another order; and methods that change
-            mapped weights are computed by their terms, which rounds otherwise, and makes DoRA decode several times faster.
+            mapped weights are computed by their terms, which rounds otherwise.
         privacy: What the executor's operator must not see: `symbiosis.Split(OTHER_ENDPOINT)` or `symbiosis.Pads(FILE)` hide
             everything but lengths and times, `symbiosis.Noise()` (or "noise") only obscures; default: nothing is hidden.
         verify: Whether every answer is tested by a secret projection, so that a wrong one is an error.

@@ -4,12 +4,16 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftType, get_peft_model
+from peft import LoraConfig, PeftType, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.helpers import DoraCaching
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 
 import symbiosis
@@ -131,6 +135,60 @@ def test_dora_asks_once_for_the_norms_and_peft_caches_the_rest() -> None:
         assert torch.equal(split(**batch()).logits, first)
     assert calls["NORMS"] == 14
     assert symbiosis.stats(split).by_op["FORWARD"] - calls["FORWARD"] == 8  # the groups of two layers
+
+
+OF_ADAPTERS: dict[str, Callable[[Any, LoraLayer], object]] = {
+    "data": lambda model, layer: layer.lora_A["default"].weight.data.mul_(1.5),
+    "numpy": lambda model, layer: numpy.negative(*2 * [layer.lora_B["default"].weight.detach().numpy()]),
+    "fused": lambda model, layer: torch.optim.AdamW(trained(model), lr=0.1, fused=True).step(),
+    "scaling": lambda model, layer: layer.set_scale("default", 3.0),
+    "loaded": lambda model, layer: set_peft_model_state_dict(
+        model, {name: value * 2 for name, value in get_peft_model_state_dict(model).items()}
+    ),
+    "swapped": lambda model, layer: torch.utils.swap_tensors(
+        layer.lora_B["default"].weight, nn.Parameter(layer.lora_B["default"].weight.detach() + 1)
+    ),
+    "float64": lambda model, layer: (layer.lora_A.double(), layer.lora_B.double()),
+}
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return what is trained, after a backward pass."""
+    model(**batch()).loss.backward()
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+@pytest.mark.parametrize("change", OF_ADAPTERS)
+@pytest.mark.parametrize("reads", [False, True])
+def test_dora_keeps_its_norms_until_something_changes(change: str, reads: bool) -> None:
+    base = build("llama")
+    plain = dora(copy.deepcopy(base)).eval()
+    with symbiosis.Executor(copy.deepcopy(base), allow_read=reads) as executor:
+        split = dora(symbiosis.wrap(base, executor.endpoint)).eval()
+        for model in (plain, split):
+            with torch.no_grad():
+                model(**batch())
+            layer = model.base_model.model.model.layers[0].self_attn.q_proj
+            OF_ADAPTERS[change](model, layer)
+        with torch.no_grad():
+            got, expected = (model(**batch()).logits for model in (split, plain))
+    assert torch.equal(got, expected) if reads else torch.allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_dora_makes_its_norms_once(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While A and B stay as they are, a token costs what it costs with LoRA."""
+    base, made = build("llama"), []
+    norms_of = DoraLinearLayer.get_weight_norm
+    monkeypatch.setattr(DoraLinearLayer, "get_weight_norm", lambda *a, **k: made.append(a) or norms_of(*a, **k))
+    with symbiosis.Executor(copy.deepcopy(base), allow_read=reads) as executor, torch.no_grad():
+        split = dora(symbiosis.wrap(base, executor.endpoint)).eval()
+        first = split(**batch()).logits
+        calls = dict(symbiosis.stats(split).by_op)
+        made.clear()
+        assert torch.equal(split(**batch()).logits, first)
+        assert not made
+        assert symbiosis.stats(split).by_op["FORWARD"] - calls["FORWARD"] == 8  # the groups of two layers
 
 
 def test_dora_norms_are_those_of_the_weights_it_is_wrapped_for() -> None:

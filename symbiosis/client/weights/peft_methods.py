@@ -1,116 +1,25 @@
-"""PEFT methods that would read or copy a weight, changed so that they ask the executor for what they need instead."""
+"""PEFT methods other than DoRA that would read or copy a weight, changed so that they ask the executor for what they need instead."""
 
 import sys
 from contextlib import suppress
 from functools import cache, wraps
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from symbiosis.client.layers.virt_layer import VirtLinear
 from symbiosis.client.state_dict import values_later
-from symbiosis.client.weights.remote_weight import RemoteWeight
-from symbiosis.client.weights.view import Handle
-from symbiosis.protocol import Op, Priority
-
-_squared_norms: "WeakKeyDictionary[Handle, Tensor]" = WeakKeyDictionary()
+from symbiosis.client.weights.dora import patch_dora
+from symbiosis.client.weights.remote_weight import RemoteWeight, is_remote_linear
 
 
 @cache
 def support_peft_methods() -> None:
     """Patch the methods that the installed PEFT has, if there is one."""
-    for patch in (_patch_dora, _patch_hra, _patch_rewriting_inits, _patch_glora, _patch_state_dicts):
+    for patch in (patch_dora, _patch_hra, _patch_rewriting_inits, _patch_glora, _patch_state_dicts):
         with suppress(ImportError):
             patch()
-
-
-def _is_remote_linear(layer: Any) -> bool:
-    """Whether a method has to be rewritten for this layer."""
-    weight = getattr(layer, "weight", None)
-    if not isinstance(weight, RemoteWeight) or weight.handle.private is not None or weight.has_values:
-        return False
-    return weight.is_whole and weight.handle.layer.kind in ("linear", "conv1d")
-
-
-# ---------------------------------------------------------------- DoRA
-
-
-@torch.compiler.disable  # Dynamo takes the kept norms of one layer for those of all
-def row_norms(layer: nn.Module, a_RK: Tensor, b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """Return the norms of the rows of `W + s B A` for a remote W. As PEFT means it, they are constants to autograd."""
-    handle: Handle = layer.weight.handle  # type: ignore[union-attr, assignment]
-    wide = torch.promote_types(dtype, torch.float32)
-    priority = Priority.TRAIN if torch.is_grad_enabled() else Priority.DECODE
-    with torch.no_grad():
-        aw_RN = handle.session.call(Op.FORWARD, handle.index, a_RK.to(dtype), priority=priority).to(wide)
-        a_RK, b_NR = a_RK.to(wide), b_NR.to(wide)
-        cross_N = (aw_RN.t() * b_NR).sum(1)
-        low_N = ((b_NR @ (a_RK @ a_RK.t())) * b_NR).sum(1)
-        squared_N = _squared_row_norms(handle, wide).to(b_NR.device) + 2 * scaling * cross_N + scaling**2 * low_N
-        return squared_N.clamp_min(0).sqrt().to(dtype)
-
-
-def _squared_row_norms(handle: Handle, dtype: torch.dtype) -> Tensor:
-    norms = _squared_norms.get(handle)
-    if norms is None or norms.dtype != dtype:
-        norms = _squared_norms[handle] = handle.session.call(Op.NORMS, handle.index, dtype=dtype)
-    return norms
-
-
-def _patch_dora() -> None:
-    from peft.tuners.lora import dora
-
-    layer: Any = dora.DoraLinearLayer
-    layer.update_layer = _dora_update_layer(layer.update_layer)
-    layer.forward = _dora_forward(layer.forward, dora.cache_decorator("weight-norm")(_dora_norms))
-
-
-def _dora_update_layer(original: Any) -> Any:
-    @wraps(original)
-    def update_layer(
-        self: Any, *, base_layer: Any, lora_A: Tensor, lora_B: Tensor, scaling: float, **rest: Any
-    ) -> None:
-        if not _is_remote_linear(base_layer):
-            original(self, base_layer=base_layer, lora_A=lora_A, lora_B=lora_B, scaling=scaling, **rest)
-            return
-        norms = row_norms(base_layer, lora_A, lora_B, scaling, base_layer.weight.dtype)
-        self.weight = nn.Parameter(norms.cpu() if rest.get("place_on_cpu") else norms, requires_grad=True)
-
-    return update_layer
-
-
-def _dora_norms(self: Any, layer: Any, lora: tuple[Tensor, Tensor], scaling: float, dtype: Any, **_: Any) -> Tensor:
-    return row_norms(layer, *lora, scaling, dtype)
-
-
-def _dora_forward(original: Any, norms_of: Any) -> Any:
-    @wraps(original)
-    def forward(
-        self: Any, x: Tensor, *, lora_A: Any, lora_B: Any, scaling: float, base_layer: Any, base_result: Any = None,
-        **rest: Any,
-    ) -> Tensor:  # fmt: skip
-        if not _is_remote_linear(base_layer):
-            rest |= {"lora_A": lora_A, "lora_B": lora_B, "scaling": scaling, "base_layer": base_layer}
-            return original(self, x, base_result=base_result, **rest)
-        adapter = {"adapter_name": rest.get("adapter_name")}
-        norms = norms_of(self, base_layer, (lora_A.weight, lora_B.weight), scaling, x.dtype, **adapter)
-        scale = (self.weight / norms).view(1, -1)
-        if base_result is None:
-            base_result = F.linear(x, _rows(base_layer).to(x.dtype))
-        elif base_layer.bias is not None:
-            base_result = base_result - base_layer.bias
-        return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
-
-    return forward
-
-
-def _rows(layer: nn.Module) -> Tensor:
-    """Return the weight as `nn.Linear` holds it, one row for each output."""
-    weight: Tensor = layer.weight  # type: ignore[assignment]
-    return weight.t() if weight.handle.layer.kind == "conv1d" else weight  # type: ignore[attr-defined]
 
 
 # ---------------------------------------------------------------- HRA, PiSSA and its kin, GLoRA
@@ -126,7 +35,7 @@ def _patch_hra() -> None:
     def remote_forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         active = [name for name in self.active_adapters if name in self.hra_u]
         base_layer = self.get_base_layer()
-        if not active or self.disable_adapters or self.merged or not _is_remote_linear(base_layer):
+        if not active or self.disable_adapters or self.merged or not is_remote_linear(base_layer):
             return forward(self, x, *args, **kwargs)
         rotated = self._cast_input_dtype(x, self.hra_u[active[0]].dtype)
         for name in reversed(active):

@@ -289,3 +289,16 @@ def remote_weights(model: nn.Module) -> Iterator[RemoteWeight]:
         for parameter in module._parameters.values():
             if isinstance(parameter, RemoteWeight):
                 yield parameter
+
+
+def is_remote_linear(layer: Any) -> bool:
+    """Whether this is a linear layer whose weight is as the executor holds it, and its values are not at hand."""
+    return is_linear_as_served(layer) and not layer.weight.has_values
+
+
+def is_linear_as_served(layer: Any) -> bool:
+    """Whether this is a linear layer whose weight is as the executor holds it."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(weight, RemoteWeight) or weight.handle.private is not None:
+        return False
+    return weight.is_whole and weight.handle.layer.kind in ("linear", "conv1d")

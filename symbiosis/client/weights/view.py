@@ -140,6 +140,15 @@ class RemoteView(Tensor):
         base = torch.empty(prod(self.handle.layer.shape), dtype=self.dtype, device="meta")
         return base.as_strided(self.shape, self.stride(), self.storage_offset())
 
+    def values_to_read(self) -> Tensor:
+        """Return the values to one who does not write to them: those that are mapped, else a copy."""
+        handle, mapped = self.handle, self.handle.session.mapped
+        if handle.private is None and self.is_whole and mapped is not None and mapped.device == self.device:
+            lying = mapped.weights.get(handle.index)
+            if lying is not None and lying.dtype is self.dtype:
+                return lying
+        return self.value()
+
     def value(self) -> Tensor:
         """Return the values: the private copy's, or the executor's, which it refuses to send unless reads are allowed."""
         handle = self.handle

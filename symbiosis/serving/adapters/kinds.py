@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from symbiosis.client.weights.peft_methods import row_norms
+from symbiosis.client.weights.dora import row_norms
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError
 from symbiosis.serving.adapter import Adapter
