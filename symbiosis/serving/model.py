@@ -68,6 +68,8 @@ class Served(ABC):
     def inputs(self, step: Step) -> dict[str, Any]:
         """Return what the model is called with."""
         ids = torch.tensor([[token for segment in step.segments for token in segment.tokens]], device=self.device)
+        if (fed := step.fed) is not None:
+            ids[0, fed.rows] = fed.chosen[fed.sources].clamp(min=0)
         positions = torch.cat([torch.arange(segment.position, segment.end) for segment in step.segments])
         embedded = self.embed(step, ids)
         words = {"input_ids": ids} if embedded is None else {"inputs_embeds": embedded}

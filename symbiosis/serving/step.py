@@ -1,9 +1,13 @@
 """Sequences under way, and the step that runs rows of several of them as one flat batch."""
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.request import Request
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 BLOCK = 16  # tokens
 
@@ -65,6 +69,11 @@ class Sequence:
     def produced(self) -> int:
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all tokens that were asked for, the last one perhaps not known yet."""
+        return self.produced >= max(1, self.request.sampling.max_tokens)
+
 
 @dataclass(slots=True, frozen=True)
 class Segment:
@@ -86,10 +95,20 @@ class Segment:
 
 
 @dataclass(slots=True, frozen=True)
+class Fed:
+    """Rows of a step whose tokens only the device knows yet: the step before it has chosen them."""
+
+    rows: list[int]
+    sources: list[int]  # which of the chosen each row has
+    chosen: "Tensor"  # by the step before; int64, below 0 where there is none
+
+
+@dataclass(slots=True, frozen=True)
 class Step:
     """What one forward pass computes: segments, one after another."""
 
     segments: tuple[Segment, ...]
+    fed: Fed | None = None
 
     @property
     def rows(self) -> int:

@@ -61,9 +61,11 @@ def expected(prompt: bytes, most: int) -> tuple[tuple[int, ...], tuple[float, ..
     return tuple(tokens.tolist()), tuple(logprobs.squeeze(1).tolist())
 
 
-@pytest.fixture
-def engine() -> Iterator[Engine]:
+@pytest.fixture(params=["plain", "ahead"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    """With the plain loop, and with the one that launches a step while the one before runs, as on a GPU."""
     with Engine(demo(), tokenizer(), memory=1 << 24) as engine:
+        engine._loop.ahead = request.param == "ahead"  # type: ignore[attr-defined]
         yield engine
         engine.close(drain=False)
 
@@ -107,8 +109,10 @@ def wait_until_idle(engine: Engine) -> None:
     [{}, {"prefill_tokens": 5}, {"max_batch": 2}, {"policy": "vtc"}, {"memory": 5 * 16 * 16 * 4 * 4 * 30}],
     ids=["all together", "prompts in pieces", "two together", "by tenant", "evicted"],
 )
-def test_greedy_tokens_and_log_probabilities_are_those_of_generate(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+def test_greedy_tokens_and_log_probabilities_are_those_of_generate(options: dict[str, Any], ahead: bool) -> None:
     with Engine(demo(), **{"memory": 1 << 24, **options}) as engine:
+        engine._loop.ahead = ahead  # type: ignore[attr-defined]
         asked = [
             Ask(engine, number, prompt, max_tokens=50, temperature=0.0, logprobs=2)
             for number, prompt in enumerate(PROMPTS * 2)
@@ -135,7 +139,8 @@ def test_a_seeded_request_says_the_same_whatever_else_runs(engine: Engine) -> No
     assert all(other.all() for other in others)
 
 
-def test_random_arrivals_with_little_memory_change_nothing() -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+def test_random_arrivals_with_little_memory_change_nothing(ahead: bool) -> None:
     """Seeded requests that come while others run, are evicted, and share prefixes, against the same one after another."""
     chance = random.Random(3)
     how = [
@@ -145,6 +150,7 @@ def test_random_arrivals_with_little_memory_change_nothing() -> None:
     with Engine(demo(), memory=1 << 24) as engine:
         one_by_one = [engine.generate(list(p), **h).tokens for p, h in zip(prompts, how, strict=True)]  # type: ignore[arg-type]
     with Engine(demo(), memory=5 * 16 * 16 * 4 * 4 * 20, prefill_tokens=16) as engine:
+        engine._loop.ahead = ahead  # type: ignore[attr-defined]
         asked = []
         for number, (prompt, h) in enumerate(zip(prompts, how, strict=True)):
             asked.append(Ask(engine, number, prompt, **h))
@@ -152,6 +158,25 @@ def test_random_arrivals_with_little_memory_change_nothing() -> None:
                 engine.generate([1], max_tokens=chance.randint(1, 8))  # so that they come at any step of each other
         assert [one.tokens() for one in asked] == one_by_one
         assert engine.figures().evictions > 0
+
+
+def test_a_step_is_launched_while_the_one_before_runs_unless_its_tokens_matter() -> None:
+    """A penalty needs all tokens before; then nothing is launched ahead, nor while somebody has to give way."""
+    launched: list[bool] = []
+    with Engine(demo(), memory=1 << 24) as engine:
+        loop = engine._loop
+        loop.ahead, forward = True, loop._served.forward
+
+        def watched(step: Any) -> torch.Tensor:
+            launched.append(step.fed is not None)
+            return forward(step)
+
+        loop._served.forward = watched  # type: ignore[method-assign]
+        greedy(engine, PROMPTS[0])
+        assert launched[:2] == [False, True] and all(launched[1:])
+        launched.clear()
+        engine.generate(list(PROMPTS[0]), max_tokens=8, repetition_penalty=1.2)
+        assert launched and not any(launched)
 
 
 def test_completions_of_one_prompt_share_it_and_differ(engine: Engine) -> None:
@@ -282,7 +307,7 @@ def test_a_stream_gives_the_whole_text(engine: Engine) -> None:
 )
 def test_bad_input_is_refused_by_name(engine: Engine, wrong: dict[str, Any], says: str) -> None:
     with pytest.raises((ConfigError, UnknownAdapter), match=says):
-        engine.generate(wrong.pop("prompt", [1, 2]), **wrong)
+        engine.generate(**{"prompt": [1, 2], **wrong})
     assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
 
 
@@ -423,8 +448,10 @@ def adapted(name: str, prompt: bytes, most: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": 5 * 16 * 16 * 4 * 4 * 40, "adapters_in_batch": 2}])
-def test_each_request_is_answered_by_its_adapter(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+def test_each_request_is_answered_by_its_adapter(options: dict[str, Any], ahead: bool) -> None:
     with Engine(demo(), adapters=DEMO / "adapters", **{"memory": 1 << 24, **options}) as engine:
+        engine._loop.ahead = ahead  # type: ignore[attr-defined]
         assert engine.adapter_names() == sorted(ADAPTERS)
         asked = []
         for number, prompt in enumerate(PROMPTS[:3]):

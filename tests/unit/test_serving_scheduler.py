@@ -12,7 +12,7 @@ from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.blocks import Blocks
 from symbiosis.serving.pool import NoRoom, Pool
 from symbiosis.serving.request import Request, Sampling
-from symbiosis.serving.scheduling.scheduler import Rules, Scheduler
+from symbiosis.serving.scheduling.scheduler import Rules, Scheduler, Unsettled
 from symbiosis.serving.step import BLOCK, Sequence, Step
 
 LAYERS = 2
@@ -78,12 +78,30 @@ def sequences(
     return [Sequence(request, number, [*virtual, *tokens], adapter, float(id)) for number in range(completions)]
 
 
-class Server:
-    """What an engine does with a scheduler, without a model: the next token is its position."""
+UNKNOWN = -1  # a token that is on its way
 
-    def __init__(self, pages: int, rules: Rules) -> None:
-        self.pool, self.rules = Pool(pages), rules
-        self.blocks = Blocks(self.pool, LAYERS)
+
+class KnownBlocks(Blocks):
+    """Names blocks by tokens that are known."""
+
+    def keep(self, sequence: Sequence) -> None:
+        assert UNKNOWN not in sequence.tokens[: sequence.computed // BLOCK * BLOCK]
+        super().keep(sequence)
+
+
+class Server:
+    """What an engine does with a scheduler, without a model: the next token is its position.
+
+    Args:
+        ahead: Steps are launched while the ones before are under way.
+        ends: Texts end before this position, too.
+    """
+
+    def __init__(self, pages: int, rules: Rules, ahead: bool = False, ends: int = 1 << 30) -> None:
+        self.pool, self.rules, self.ahead, self.ends = Pool(pages), rules, ahead, ends
+        self.blocks = KnownBlocks(self.pool, LAYERS)
+        self.flying: list[tuple[Sequence, int]] | None = None
+        self.before: Step | None = None
         self.here = Here(self.pool)
         self.scheduler = Scheduler(self.blocks, self.here, rules)
         self.now, self.ended = 0.0, set[tuple[int, int]]()
@@ -93,20 +111,39 @@ class Server:
         for late in self.scheduler.late(self.now):
             self.scheduler.drop(late.request.id)
             self.ended |= {(late.request.id, n) for n in range(late.request.completions)}
-        step = self.scheduler.next_step(self.now)
-        if step is not None:
-            self.check(step)
-            self.scheduler.advance(step, self.now)
-            for segment in step.segments:
-                if segment.chooses:
-                    self.take(segment.sequence)
+        try:
+            step = self.scheduler.next_step(self.now, is_ahead=self.flying is not None)
+        except Unsettled:
+            self.settle()
+            step = self.scheduler.next_step(self.now)
+        launched = None if step is None else self.launch(step)
+        self.settle()
+        self.before, self.flying = step, launched
+        if not self.ahead:
+            self.settle()
         return step
 
-    def take(self, sequence: Sequence) -> None:
-        sequence.tokens.append(len(sequence.tokens))
-        if sequence.produced >= sequence.request.sampling.max_tokens:
-            self.scheduler.finish(sequence)
-            self.ended.add((sequence.request.id, sequence.completion))
+    def launch(self, step: Step) -> list[tuple[Sequence, int]]:
+        self.check(step)
+        self.scheduler.launched(step)
+        choosing = [segment.sequence for segment in step.segments if segment.chooses]
+        for sequence in choosing:
+            sequence.tokens.append(UNKNOWN)
+        return [(sequence, len(sequence.tokens) - 1) for sequence in choosing]
+
+    def settle(self) -> None:
+        flying, self.flying = self.flying, None
+        if flying is None or self.before is None:
+            return
+        for sequence, place in flying:
+            sequence.tokens[place] = place
+        self.scheduler.advance(self.before, self.now)
+        for sequence, place in flying:
+            produced = place + 1 - sequence.prompt_length
+            is_over = produced >= sequence.request.sampling.max_tokens or place % self.ends == 0
+            if sequence in self.scheduler.running and is_over:
+                self.scheduler.finish(sequence)
+                self.ended.add((sequence.request.id, sequence.completion))
 
     def check(self, step: Step) -> None:
         rows = 0
@@ -158,9 +195,11 @@ RULES = st.builds(
 
 
 @settings(deadline=None, max_examples=150)
-@given(ARRIVALS, RULES, st.integers(2 * 7 + 4, 60))
-def test_everybody_ends_and_everything_is_given_back(arrivals: list[Any], rules: Rules, pages: int) -> None:
-    server = Server(pages, rules)
+@given(ARRIVALS, RULES, st.integers(2 * 7 + 4, 60), st.booleans(), st.sampled_from([7, 1 << 30]))
+def test_everybody_ends_and_everything_is_given_back(
+    arrivals: list[Any], rules: Rules, pages: int, ahead: bool, ends: int
+) -> None:
+    server = Server(pages, rules, ahead, ends)
     wanted: set[tuple[int, int]] = set()
     cancelled: dict[int, float] = {}
     came = 0.0

@@ -18,6 +18,36 @@ GOLDEN = 0x9E3779B97F4A7C15  # the constants of splitmix64
 MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
+class Chosen:
+    """The tokens that a step chooses, on their way to the host.
+
+    `ids` has them on the device, int64 [sequences], `NONE` where there is none.
+    """
+
+    def __init__(self, ids: Tensor, logprobs: Tensor | None, asked: list[int], tops: list[int | None]) -> None:
+        self.ids, self._asked, self._tops = ids, asked, tops
+        self._width = 0 if logprobs is None else logprobs.shape[1]
+        numbers = ids.double() if logprobs is None else torch.cat([ids.double(), logprobs.flatten()])
+        self._numbers, self._arrived = numbers, None
+        if numbers.is_cuda:  # the one copy to the host
+            self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._numbers.copy_(numbers, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def tokens(self) -> list[Token | None]:
+        """Wait for them, and return them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        told, count = self._numbers.tolist(), len(self.ids)
+        tokens = [Token(int(id)) if id >= 0 else None for id in told[:count]]
+        for number, row in enumerate(self._asked):
+            if tokens[row] is not None:
+                begin = count + number * self._width
+                tokens[row] = _token(int(told[row]), told[begin : begin + self._width], self._tops[number])
+        return tokens
+
+
 def choose(
     logits: Tensor,
     sequences: list[Sequence],
@@ -36,7 +66,12 @@ def choose(
     >>> [token.id for token in choose(torch.tensor([[0.5, 2.0, 1.0]]), [greedy])]
     [1]
     """
-    scores = _shaped(logits, sequences, ends, allowed or {})
+    return begin_choice(logits, sequences, ends, allowed or {}).tokens()
+
+
+def begin_choice(logits: Tensor, sequences: list[Sequence], ends: frozenset[int], allowed: dict[int, Tensor]) -> Chosen:
+    """`choose`, without waiting for what the device computes."""
+    scores = _shaped(logits, sequences, ends, allowed)
     best, ids = scores.max(dim=-1)
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
     if drawn:
@@ -46,16 +81,13 @@ def choose(
     asked = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.logprobs is not None]
     tops = [sequences[row].request.sampling.logprobs for row in asked]
     which = _there(asked, scores.device)
-    found = _logprobs(logits[which], ids[which].clamp(min=0), tops) if asked else None
-    numbers = ids.double() if found is None else torch.cat([ids.double(), found.flatten()])
-    told = numbers.tolist()  # the one copy to the host, which waits for the step
-    tokens = [Token(int(id)) if id >= 0 else None for id in told[: len(sequences)]]
-    if found is not None:
-        width, rest = found.shape[1], told[len(sequences) :]
-        for number, row in enumerate(asked):
-            if tokens[row] is not None:
-                tokens[row] = _token(int(told[row]), rest[number * width : (number + 1) * width], tops[number])
-    return tokens
+    return Chosen(ids, _logprobs(logits[which], ids[which].clamp(min=0), tops) if asked else None, asked, tops)
+
+
+def depends_on_tokens(sampling: Sampling) -> bool:
+    """Whether how a token is chosen depends on which ones were chosen before it, besides what the model makes of them."""
+    penalties = sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty
+    return bool(penalties) or sampling.schema is not None
 
 
 def logprobs_of(logits: Tensor, ids: list[int], tops: list[int | None]) -> list[Token]:

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError, ConnectionLost, SymbiosisError
-from symbiosis.serving.choosing.sampling import choose
+from symbiosis.serving.choosing.sampling import Chosen, begin_choice
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
+from symbiosis.serving.engine.launched import Launched
 from symbiosis.serving.model import Served
 from symbiosis.serving.request import Finish, Token
-from symbiosis.serving.scheduling.scheduler import Scheduler
+from symbiosis.serving.scheduling.scheduler import Scheduler, Unsettled
 from symbiosis.serving.step import Segment, Sequence, Step
 
 logger = logging.getLogger("symbiosis")
@@ -24,7 +25,11 @@ IDLE_S = 0.001  # between looks at adapters on their way
 
 
 class Loop:
-    """Does what `begin`, `cancel` and `ask` tell it, which any thread may call."""
+    """Does what `begin`, `cancel` and `ask` tell it, which any thread may call.
+
+    With `ahead`, a step is launched while the one before runs: the device has the tokens that are to come next, and what the host does for
+    each token hides behind the device's work. A sequence that turns out to have ended has computed a row in vain.
+    """
 
     def __init__(self, served: Served, scheduler: Scheduler) -> None:
         self._served, self._scheduler = served, scheduler
@@ -33,6 +38,8 @@ class Loop:
         self.on_pause: Callable[[], None] = lambda: (
             None
         )  # called between two steps: what a step tells is all told by then
+        self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
+        self._launched: Launched | None = None
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._closing = False
@@ -85,6 +92,7 @@ class Loop:
                 self._step(self._step_began)
             except Exception as error:  # a defect of ours: who waits is told, and the next ones get their chance
                 logger.exception("the engine ends all requests")
+                self._launched = None
                 self._end_all(f"the server failed: {type(error).__name__}")
             finally:
                 self._step_began = None
@@ -98,6 +106,7 @@ class Loop:
             self.on_pause()
             if self.jobs:
                 return True
+            self._settle()
             with self._awake:
                 if not self._messages:
                     if self._closing:
@@ -105,43 +114,71 @@ class Loop:
                     self._awake.wait()
 
     def _step(self, now: float) -> None:
-        """Schedule, run, choose and tell."""
+        """Schedule, run, choose and tell. What runs `ahead` is told of while the next step runs."""
         for sequence in self._scheduler.late(now):
             self._end(sequence.request.id, Finish.ABORTED)
-        step = self._scheduler.next_step(now)
-        if step is None:
+        step = self._schedule(now)
+        launched = None if step is None else self._launch(step)
+        if step is None and self._launched is None:
             time.sleep(IDLE_S)
-            return
-        for segments, tokens in self._computed(step):
-            self._scheduler.advance(Step(segments), time.monotonic())
-            self._tell(segments, tokens)
-        self.figures.steps += 1
+        self._settle()
+        self._launched = launched
+        if launched is not None and not (self.ahead and launched.may_be_followed):
+            self._settle()
 
-    def _computed(self, step: Step) -> Iterable[tuple[tuple[Segment, ...], list[Token | None]]]:
-        """Compute a step. Return its segments, and the tokens that they choose. If it fails, each segment is computed by itself, so that
-        one request's error concerns no other."""
+    def _schedule(self, now: float) -> Step | None:
+        before = self._launched
         try:
-            return [(step.segments, self._choose(step))]
+            step = self._scheduler.next_step(now, is_ahead=before is not None)
+        except Unsettled:
+            self._settle()
+            return self._scheduler.next_step(now)
+        return step if step is None or before is None else before.feed(step)
+
+    def _settle(self) -> None:
+        """Wait for the step that is under way, if there is one, and tell of it."""
+        launched, self._launched = self._launched, None
+        if launched is not None:
+            tokens = launched.tokens()
+            self._scheduler.advance(launched.step, time.monotonic())
+            self._tell(tokens)
+            self.figures.steps += 1
+
+    def _launch(self, step: Step) -> Launched | None:
+        """Begin to compute a step. If it fails, each segment is computed by itself, so that one request's error concerns no other."""
+        try:
+            chosen = self._choose(step)
+            self._scheduler.launched(step)
+            return Launched.of(step, chosen)
         except ConnectionLost as error:
             logger.warning("all requests end: %s", error)
             self._end_all(str(error))
-            return []
         except Exception as error:
+            self._settle()
+            under_way = [segment for segment in step.segments if self._job_of(segment.sequence) is not None]
             if len(step.segments) > 1:
-                alone = [Step((replace(segment, first=0),)) for segment in step.segments]
-                return [pair for one in alone for pair in self._computed(one)]
-            logger.warning("a request ends: %s", error, exc_info=not isinstance(error, SymbiosisError))
-            self._end(step.segments[0].sequence.request.id, Finish.ERROR, f"{type(error).__name__}: {error}")
-            return []
+                for segment in under_way:
+                    self._launched = self._launch(Step((replace(segment, first=0),)))
+                    self._settle()
+            elif under_way:
+                logger.warning("a request ends: %s", error, exc_info=not isinstance(error, SymbiosisError))
+                self._end(under_way[0].sequence.request.id, Finish.ERROR, f"{type(error).__name__}: {error}")
+        return None
 
-    def _choose(self, step: Step) -> list[Token | None]:
+    def _job_of(self, sequence: Sequence) -> Job | None:
+        """The job of a sequence that has not ended."""
+        job = self.jobs.get(sequence.request.id)
+        is_over = job is None or sequence.completion in job.done or job.sequences[sequence.completion] is not sequence
+        return None if is_over else job
+
+    def _choose(self, step: Step) -> Chosen:
         logits = self._logits(step)
         sequences = [segment.sequence for segment in step.segments if segment.chooses]
         allowed = {}
         for row, sequence in enumerate(sequences):
-            if grammars := self.jobs[sequence.request.id].grammars:
-                allowed[row] = grammars[sequence.completion].allowed()
-        return choose(logits, sequences, self._served.ends, allowed)
+            if (job := self._job_of(sequence)) is not None and job.grammars:
+                allowed[row] = job.grammars[sequence.completion].allowed()
+        return begin_choice(logits, sequences, self._served.ends, allowed)
 
     def _logits(self, step: Step) -> Tensor:
         """Return the logits of the rows that choose. Those of prompts whose log probabilities were asked for are computed with them."""
@@ -163,11 +200,10 @@ class Loop:
                 self.jobs[segment.sequence.request.id].read_prompt(segment, logits[start:end])
         return logits[[end - 1 for segment, _, end in parts if segment.chooses]]
 
-    def _tell(self, segments: Iterable[Segment], tokens: list[Token | None]) -> None:
+    def _tell(self, tokens: Iterable[tuple[Sequence, int, Token | None]]) -> None:
         now = time.monotonic()
-        choosing = [segment.sequence for segment in segments if segment.chooses]
-        for sequence, token in zip(choosing, tokens, strict=True):
-            if (job := self.jobs.get(sequence.request.id)) is None:
+        for sequence, place, token in tokens:
+            if (job := self._job_of(sequence)) is None:
                 continue
             if token is None:
                 message = "the model's numbers are not finite, or nothing that the schema allows can come"
@@ -175,24 +211,23 @@ class Loop:
             elif not job.request.sampling.max_tokens:
                 self._finish(job, sequence, (), Finish.LENGTH)
             else:
-                self._add(job, sequence, token, now)
+                self._add(job, sequence, token, place + 1 - sequence.prompt_length, now)
 
-    def _add(self, job: Job, sequence: Sequence, token: Token, now: float) -> None:
-        sequence.tokens.append(token.id)
+    def _add(self, job: Job, sequence: Sequence, token: Token, produced: int, now: float) -> None:
         self._time_token(job, sequence, now)
         if job.grammars and token.id not in self._served.ends:
             job.grammars[sequence.completion].take(token.id)
-        if (finish := self._finish_of(job, sequence, token.id)) is not None:
+        if (finish := self._finish_of(job, sequence, token.id, produced)) is not None:
             self._finish(job, sequence, (token,), finish)
         elif not job.tell(sequence.completion, (token,)):
             self._end(job.request.id, None)
 
-    def _finish_of(self, job: Job, sequence: Sequence, token: int) -> Finish | None:
+    def _finish_of(self, job: Job, sequence: Sequence, token: int, produced: int) -> Finish | None:
         sampling = job.request.sampling
         ends = token in sampling.stop_tokens or (token in self._served.ends and not sampling.ignore_eos)
         if ends or (job.grammars and job.grammars[sequence.completion].has_ended):
             return Finish.STOP
-        return Finish.LENGTH if sequence.produced >= sampling.max_tokens else None
+        return Finish.LENGTH if produced >= sampling.max_tokens else None
 
     def _finish(self, job: Job, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
         self._scheduler.finish(sequence)

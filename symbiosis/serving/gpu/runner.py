@@ -121,7 +121,7 @@ class Runner:
         if self.adapting is not None:
             self.adapting.fill(singly=not shape.blocks)
             self.adapting.upload()
-        self._rows.upload()
+        self._rows.upload(step)
 
     def _shape(self, step: Step, kept: Tensor) -> Shape:
         singles, blocks = self._counts(step)

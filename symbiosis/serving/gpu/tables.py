@@ -53,6 +53,8 @@ class Slots:
         if end > self.pages.shape[2]:
             self._grow(len(self.pages), 1 << (end - 1).bit_length())
         pages = torch.tensor([block.pages for block in blocks], dtype=torch.int32).T
+        if self.pages.is_cuda:  # from memory that is not pinned, a copy would wait for the step that runs
+            pages = pages.pin_memory()
         self.pages[slot, :, first:end] = pages.to(self.pages.device, non_blocking=True)
 
     def _grow(self, slots: int, blocks: int) -> None:
@@ -64,12 +66,10 @@ class Slots:
 class Rows:
     """Numbers of a step's rows, in one tensor of 32-bit words: for each of up to so many rows, and for each of so many sequences."""
 
-    SECTIONS = ("ids", "positions", "slots", "singles", "blocks", "kept", "tiles", "kept_tiles")
-
     def __init__(self, rows: int, sequences: int, queries: int, tile: int, device: torch.device) -> None:
         self.rows, self.sequences, self._queries, self._tile = rows, sequences, queries, tile
         sizes = {
-            "ids": (rows,), "positions": (rows,), "slots": (rows,), "singles": (sequences, 3),
+            "ids": (rows,), "fed": (rows,), "positions": (rows,), "slots": (rows,), "singles": (sequences, 3),
             "blocks": (self.blocks_of(rows), 4), "kept": (sequences,), "tiles": (self.tiles_of(rows), 2),
             "kept_tiles": (self.tiles_of(sequences), 2),
         }  # fmt: skip
@@ -111,6 +111,9 @@ class Rows:
                 blocks.append((segment.first + at, rows, slot, segment.position + at))
         _put(host["ids"], [token for segment in step.segments for token in segment.tokens])
         host["ids"][count:] = 0
+        if step.fed is not None:
+            host["fed"][:count] = EMPTY
+            host["fed"][step.fed.rows] = step.fed.sources
         _put(host["positions"], [at for segment in step.segments for at in range(segment.position, segment.end)])
         host["positions"][count:] = 0
         _put(host["singles"], singles)
@@ -118,11 +121,15 @@ class Rows:
         host["kept"][:] = 0
         host["kept"][: len(kept)] = kept[: self.sequences].numpy()
 
-    def upload(self) -> None:
-        """To the device, all at once."""
+    def upload(self, step: Step) -> None:
+        """To the device, all at once; then the tokens are put in that only the device knows."""
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        if step.fed is not None:
+            ids, fed = (self.device[name][: step.rows] for name in ("ids", "fed"))
+            known = step.fed.chosen.clamp(min=0).int()[fed.clamp(min=0)]
+            ids.copy_(torch.where(fed >= 0, known, ids))
 
 
 def _put(section: Any, values: Iterable[Any]) -> None:

@@ -54,6 +54,10 @@ class Counts:
     found: int = 0  # ... whose keys and values were there
 
 
+class Unsettled(Exception):
+    """A sequence would have to give way while a step computes its next token."""
+
+
 class Scheduler:
     """The scheduler of one engine. Only the engine's thread calls it.
 
@@ -77,6 +81,7 @@ class Scheduler:
         self._arrivals = self._begun = policy.Rate(self.rules.first_token_s)
         self._takes = policy.Mean()  # seconds from joining to the first token
         self._something_changed = False
+        self._is_ahead = False
 
     def add(self, sequences: list[Sequence]) -> None:
         """Add the completions of one request. The first one computes the prompt, and the others find it."""
@@ -108,25 +113,37 @@ class Scheduler:
             return []
         return policy.too_late(self.waiting, now, self.rules.first_token_s, self._takes.value)
 
-    def next_step(self, now: float) -> Step | None:
-        """Return what to compute now, or None if there is nothing."""
+    def next_step(self, now: float, is_ahead: bool = False) -> Step | None:
+        """Return what to compute now, or None if there is nothing.
+
+        Args:
+            is_ahead: The step before is under way: it was launched, and is not advanced. Raises `Unsettled` if that must come first.
+        """
+        self._is_ahead = is_ahead
         if self.waiting and self._something_changed:
             self._something_changed = False
             self._admit(now)
             self._prefetch()
         return self._compose()
 
-    def advance(self, step: Step, now: float) -> None:
-        """Note that a step was computed. (The tokens that it chose are added after this.)"""
+    def launched(self, step: Step) -> None:
+        """Note that the keys and values of a step are about to be computed, before those of any later step. Each sequence that chooses is
+        then longer by a token, whatever it will be."""
         for segment in step.segments:
-            sequence = segment.sequence
-            sequence.computed = segment.end
+            segment.sequence.computed = segment.end
+
+    def advance(self, step: Step, now: float) -> None:
+        """Note that a step was computed. All its tokens are known now."""
+        running = set(self.running)
+        for segment in step.segments:
+            if (sequence := segment.sequence) not in running:
+                continue
             self._blocks.keep(sequence)
             if segment.chooses:
                 self._counters[sequence.tenant] += policy.OUTPUT_COST
-                if not sequence.has_begun:
+                if segment.end == sequence.prompt_length and not sequence.completion:
                     self._takes = self._takes.after(now - sequence.began)
-            if sequence.computed >= sequence.prompt_length:
+            if segment.end >= sequence.prompt_length:
                 for follower in self._followers.pop(sequence, ()):
                     self._wait(follower)
 
@@ -215,6 +232,8 @@ class Scheduler:
         parts: list[tuple[Sequence, int]] = []
         left = self.rules.prefill_tokens
         for sequence in list(self.running):
+            if sequence.is_full:
+                continue
             missing = len(sequence.tokens) - sequence.computed
             rows = missing if missing == 1 or (self.rules.whole_prompts and left > 0) else min(missing, max(0, left))
             if rows and self._is_here(sequence) and self._has_room(sequence, sequence.computed + rows):
@@ -237,6 +256,9 @@ class Scheduler:
         return False
 
     def _evict(self, sequence: Sequence) -> None:
+        if self._is_ahead:
+            self._something_changed = True
+            raise Unsettled
         self._leave(sequence)
         self._wait(sequence)
         self.counts.evictions += 1
