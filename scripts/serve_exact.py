@@ -3,6 +3,7 @@
 Run from the repository root (some minutes on one core):
     python scripts/serve_exact.py
     python scripts/serve_exact.py --quick
+    python scripts/serve_exact.py --ahead    # a step is launched before the tokens of the one before are read, as on a GPU
 
 There is memory for few of the adapters and texts at a time, so that sequences are evicted and computed again, and adapters are evicted
 and loaded again. Compared are all greedy tokens and their log probabilities with those of `generate()` (for prompts of PEFT's: of the forward) on a PEFT model of the
@@ -214,6 +215,7 @@ def show(cases: list[Case], kinds: dict[str, str], wrong: list[int]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="15 adapters and 40 requests")
+    parser.add_argument("--ahead", action="store_true", help="with the loop of a GPU")
     args = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     adapters, requests, with_seed = (15, 40, 6) if args.quick else (40, 200, 30)
@@ -223,6 +225,7 @@ def main(arguments: list[str] | None = None) -> int:
         kinds = save_adapters(adapters, folder)
         cases, seeded = make_cases(kinds, requests, gap_s=0.005), make_cases(kinds, with_seed, gap_s=0.005)[::-1]
         with Engine(base(), adapters=folder, memory=PAGES * PAGE, max_batch=24, prefill_tokens=64) as engine:
+            engine._loop.ahead = args.ahead
             mine, drawn = serve(engine, cases, seeded)
             figures = engine.figures()
             alone = [read(ask(engine, case, 10_000 + n, seed=n)) for n, case in enumerate(seeded)]
