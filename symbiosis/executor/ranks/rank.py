@@ -58,6 +58,8 @@ def run(order: Order) -> None:
     set_up_logging(options.log_format)
     guard_process(strangers=options.key is not None)
     with shared_gpu(options):
+        if options.on_gpu:
+            torch.cuda.set_device(options.device)  # for whatever names no device
         pages = None if options.metrics_port is None else Pages("127.0.0.1", 0)
         ranks = Ranks.at(order.file, order.rank, len(options.places))
         store = STORES[options.shard](order, options, ranks)

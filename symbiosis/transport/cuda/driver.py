@@ -159,20 +159,13 @@ class DeviceMemory:
 
     @classmethod
     def create(cls, nbytes: int, device: torch.device) -> "DeviceMemory":
-        properties, nbytes = (
-            _Allocation(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, _device(device))),
-            whole(nbytes, device),
-        )
-        handle = ctypes.c_uint64()
-        check(_driver().cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(properties), ctypes.c_ulonglong(0)), "cuMemCreate")  # fmt: skip
-        return cls(handle.value, nbytes, device)
+        nbytes = whole(nbytes, device)
+        return cls(created(nbytes, device), nbytes, device)
 
     @classmethod
     def of_fd(cls, fd: int, nbytes: int, user: torch.device, read_only: bool = False) -> "DeviceMemory":
         """Map memory that another process made, for use by our device."""
-        handle = ctypes.c_uint64()
-        check(_driver().cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_FD), "cuMemImportFromShareableHandle")  # fmt: skip
-        return cls(handle.value, nbytes, user, read_only=read_only)
+        return cls(imported(fd), nbytes, user, read_only=read_only)
 
     @classmethod
     def at(cls, address: int, nbytes: int, user: torch.device) -> "DeviceMemory":
@@ -184,9 +177,7 @@ class DeviceMemory:
 
     def fd(self) -> int:
         """Return a descriptor by which others can map the memory. The caller closes it."""
-        fd = ctypes.c_int(-1)
-        check(_driver().cuMemExportToShareableHandle(ctypes.byref(fd), self._handle, _POSIX_FD, ctypes.c_ulonglong(0)), "cuMemExportToShareableHandle")  # fmt: skip
-        return fd.value
+        return exported(self._handle.value)
 
     def tensor(self, start: int, dtype: str, shape: tuple[int, ...]) -> Tensor:
         """Return the tensor that lies at byte `start`."""
@@ -205,6 +196,61 @@ class DeviceMemory:
         if self.address:
             _driver().cuMemRelease(self._handle)
             self.address = 0
+
+
+class DeviceRange(DeviceMemory):
+    """Several allocations, of one device or of several, which are mapped read-only one behind the other for use by one device."""
+
+    def __init__(self, pieces: Sequence[tuple[int, int]], user: torch.device) -> None:
+        """`pieces`: handles and sizes of the allocations. The handles are released with the range."""
+        self._handles, self.nbytes, self.user = [handle for handle, _ in pieces], sum(n for _, n in pieces), user
+        self.address, self.is_ours, self._sizes = 0, True, [nbytes for _, nbytes in pieces]
+        address = ctypes.c_uint64()
+        check(_driver().cuMemAddressReserve(ctypes.byref(address), ctypes.c_size_t(self.nbytes), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_ulonglong(0)), "cuMemAddressReserve")  # fmt: skip
+        at = address.value
+        for handle, nbytes in pieces:
+            check(_driver().cuMemMap(ctypes.c_uint64(at), ctypes.c_size_t(nbytes), ctypes.c_size_t(0), ctypes.c_uint64(handle), ctypes.c_ulonglong(0)), "cuMemMap")  # fmt: skip
+            at += nbytes
+        self.address = address.value
+        self._set_access(self.address, _READ)
+
+    def fds(self) -> list[int]:
+        """Return a descriptor for each piece. The caller closes them."""
+        return [exported(handle) for handle in self._handles]
+
+    def close(self) -> None:
+        """Unmap and release the memory. Nothing may use it any more."""
+        if not self.address:
+            return
+        at = self.address
+        for nbytes in self._sizes:  # each mapping by itself
+            _driver().cuMemUnmap(ctypes.c_uint64(at), ctypes.c_size_t(nbytes))
+            at += nbytes
+        _driver().cuMemAddressFree(ctypes.c_uint64(self.address), ctypes.c_size_t(self.nbytes))
+        for handle in self._handles:
+            _driver().cuMemRelease(ctypes.c_uint64(handle))
+        self.address = 0
+
+
+def created(nbytes: int, device: torch.device) -> int:
+    """Make an allocation that others can map, and return its handle. It is mapped nowhere yet."""
+    properties, handle = _Allocation(_PINNED, _POSIX_FD, _Location(_ON_DEVICE, _device(device))), ctypes.c_uint64()
+    check(_driver().cuMemCreate(ctypes.byref(handle), ctypes.c_size_t(nbytes), ctypes.byref(properties), ctypes.c_ulonglong(0)), "cuMemCreate")  # fmt: skip
+    return handle.value
+
+
+def imported(fd: int) -> int:
+    """Return a handle of the allocation behind a descriptor."""
+    handle = ctypes.c_uint64()
+    check(_driver().cuMemImportFromShareableHandle(ctypes.byref(handle), ctypes.c_void_p(fd), _POSIX_FD), "cuMemImportFromShareableHandle")  # fmt: skip
+    return handle.value
+
+
+def exported(handle: int) -> int:
+    """Return a descriptor of an allocation. The caller closes it."""
+    fd = ctypes.c_int(-1)
+    check(_driver().cuMemExportToShareableHandle(ctypes.byref(fd), ctypes.c_uint64(handle), _POSIX_FD, ctypes.c_ulonglong(0)), "cuMemExportToShareableHandle")  # fmt: skip
+    return fd.value
 
 
 def whole(nbytes: int, device: torch.device) -> int:
