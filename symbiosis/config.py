@@ -129,8 +129,6 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         count = len(self.places)
         if count > MOST_RANKS:
             raise ConfigError(f"a service has at most {MOST_RANKS} ranks, not {count}")
-        if self.shard == "fsdp" and self.on_gpu:
-            raise ConfigError("shard fsdp is for CPUs so far: on GPUs leave out --shard, for whole layers on each")
         if self.devices is not None and self.device.partition(":")[0] not in ("cpu", self.places[0].partition(":")[0]):
             raise ConfigError(
                 f"device {self.device} and devices {self.devices} contradict each other: leave out --device"

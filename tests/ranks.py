@@ -18,7 +18,7 @@ from symbiosis.executor.ranks import rank as rank_module
 from symbiosis.executor.ranks.board import Ranks
 from symbiosis.executor.ranks.orders import Order
 from symbiosis.executor.ranks.partition import whole_layers
-from symbiosis.executor.ranks.rank import STORES, parts_of
+from symbiosis.executor.ranks.rank import parts_of, store_of
 from symbiosis.executor.server import Server
 
 
@@ -56,16 +56,18 @@ for _module in (rank_module, stripes):
 
 @contextmanager
 def ranks_of(
-    model: nn.Module | Path, url: str, shares: Sequence[float] = (1.0, 1.0), **words: object
+    model: nn.Module | Path | Sequence[Path], url: str, shares: Sequence[float] = (1.0, 1.0), **words: object
 ) -> Iterator[list[Server]]:
-    """Serve a model at `url` by so many ranks: one that is here by its layers, a checkpoint's as `shard` says."""
+    """Serve a model at `url` by so many ranks: one that is here by its layers, a checkpoint's, or one for each rank, as `shard` says."""
     board, ranks = HashStore(), len(shares)
 
     def make(rank: int) -> Server:
         options = load_options({"listen": [of_rank(url, rank)], "ranks": ranks, "shares": tuple(shares), **words})
         others = Ranks(board, rank, ranks)
-        if isinstance(model, Path):
-            store = STORES[options.shard](Order(str(model), options, rank, ""), options, others)
+        if not isinstance(model, nn.Module):
+            store = store_of(
+                Order(str(model if isinstance(model, Path) else model[rank]), options, rank, ""), options, others
+            )
         else:
             store = Store(part_of(model, rank, shares), options.serve, (), others)
         if options.shares_weights:

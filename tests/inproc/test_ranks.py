@@ -19,6 +19,7 @@ from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.protocol import ELSEWHERE, Op
 from symbiosis.transport.local.striped_weights import PAGE
 from tests.conftest import MODELS, tiny_llama
+from tests.processes import save_tiny_llama
 from tests.ranks import ranks_of
 
 TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "o_proj"]}
@@ -186,6 +187,19 @@ def test_a_rank_loads_a_few_whole_tensors_at_a_time(checkpoint: Path) -> None:
         files[at_once] = [part.seal().fileno() for part in parts]
         raw = [os.pread(file, 1 << 24, 0) for file in files[at_once]]
         assert raw == files.setdefault("first", raw)
+
+
+@pytest.mark.parametrize("how", ["layers", "fsdp"])
+def test_a_rank_whose_checkpoint_differs_is_refused(how: str, model: Path, tmp_path: Path) -> None:
+    """Though its tensors have the same names and shapes."""
+    other = save_tiny_llama(tmp_path / "other", seed=7) if how == "fsdp" else tmp_path / "other"
+    if how == "layers":
+        tiny_llama(inner=64).save_pretrained(other)
+    with (
+        pytest.raises(ConfigError, match="reads another checkpoint than rank"),
+        ranks_of([model, other], f"local://{tmp_path}/a.sock", shard=how),
+    ):
+        pass
 
 
 def test_any_rank_answers_where_each_has_a_part_of_every_tensor(model: Path, tmp_path: Path, ids: Tensor) -> None:

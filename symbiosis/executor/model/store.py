@@ -83,6 +83,7 @@ class Store:
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.held}.values())
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self.striped: Sequence[BinaryIO] = ()  # the files of all ranks, if every tensor lies in parts in them
+        self.is_part_of_gpus = False  # whether every tensor lies in parts in the memory of several GPUs
         self._commons: BinaryIO | None = None
         self.files: list[BinaryIO] = []  # hold the served weights if clients may map them
         self.on_gpu = self.device.type == "cuda"
@@ -117,7 +118,7 @@ class Store:
     def share_weights(self) -> None:
         """Move the served weights into memory that clients may map, as this process does, and nobody can change: one sealed file, or a
         few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece."""
-        if self.files:
+        if self.files or self.is_part_of_gpus:
             return
         if self.striped:
             self.files = [*self.striped]

@@ -1,45 +1,77 @@
-"""Loads a model of which every tensor lies in equal parts in the memory files of several ranks. Whole tensors are held a few at a time."""
+"""Loads a model of which every tensor lies in equal parts in the memory of several ranks. Whole tensors are held a few at a time."""
 
-from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Entry, entries
 from symbiosis.protocol import Layer
-from symbiosis.transport.local.striped_weights import PartFile, in_stripes, mapped
-from symbiosis.transport.tensors import DTYPE_NAME
+from symbiosis.security.fingerprint import digest
+from symbiosis.transport.local.striped_weights import PartFile, in_stripes
+from symbiosis.transport.tensors import CPU, DTYPE_NAME
 
 AT_ONCE = 1 << 30  # bytes of whole tensors that are held while a rank loads its part
 
 
+class Part(Protocol):
+    """One rank's part of all tensors while it is written. Each is given once, in the manifest's order."""
+
+    def add(self, tensor: Tensor) -> None:
+        """Keep this rank's part of the next tensor."""
+        ...
+
+    def add_tied(self, other: int) -> None:
+        """The next tensor is that of an earlier number."""
+        ...
+
+
 class StripedModel:
-    """A model on the meta device, until the parts of all ranks are there and `fill` maps them."""
+    """A model on the meta device, until the parts of all ranks are there and `fill` puts them in its place."""
 
     def __init__(self, name: str, dtype: str | None) -> None:
         self._name, self._dtype = name, dtype
         self.model = load_model(name, dtype, "cpu", [entry.key for entry in entries(structure(name, dtype))])
         self._entries = list(entries(self.model))
-        self._manifest = list(map(_layer, self._entries))
-        self._others: dict[str, Tensor] = {}  # what has no place in the files
+        self.manifest = list(map(_layer, self._entries))
+        first: dict[int, int] = {}
+        numbers = ((number, first.setdefault(id(entry.tensor), number)) for number, entry in enumerate(self._entries))
+        self.tied = {number: earlier for number, earlier in numbers if number != earlier}
+        self._others: dict[str, Tensor] = {}  # what has no place in the parts
+        self._digests: dict[int, str] = {}
 
     def part(self, shares: Sequence[float], rank: int, at_once: int = AT_ONCE) -> PartFile:
-        """Read the checkpoint, and keep the part of a rank."""
-        part, striped = PartFile(self._manifest, shares, rank), set(in_stripes(self._manifest))
-        first: dict[int, int] = {}
+        """Read the checkpoint, and keep the part of a rank in a file."""
+        part = PartFile(self.manifest, shares, rank)
+        self.read(part, at_once)
+        return part
+
+    def read(self, part: Part, at_once: int = AT_ONCE) -> None:
+        """Read the checkpoint, and give each tensor to `part`."""
+        striped = set(in_stripes(self.manifest))
         for group in self._groups(at_once):
             loaded = self._loaded([self._entries[number].key for number in group])
+            own = [number for number in group if number not in self.tied]
+            with ThreadPoolExecutor() as pool:
+                read = pool.map(lambda number, of=loaded: digest(of[self._entries[number].key]), own)
+                self._digests |= zip(own, read, strict=True)
             for number in group:
-                entry = self._entries[number]
-                tied_to = first.setdefault(id(entry.tensor), number)
+                key = self._entries[number].key
                 if number not in striped:
-                    self._others[entry.key] = loaded[entry.key].clone()
-                elif tied_to != number:
-                    part.add_tied(tied_to)
+                    self._others[key] = loaded[key].clone()
+                elif number in self.tied:
+                    part.add_tied(self.tied[number])
                 else:
-                    part.add(loaded.pop(entry.key))
-        return part
+                    part.add(loaded.pop(key))
+
+    @property
+    def digest(self) -> str:
+        """A digest of all tensors as this rank has read them."""
+        return hashlib.sha256("".join(self._digests[number] for number in sorted(self._digests)).encode()).hexdigest()
 
     def _groups(self, at_once: int) -> Iterator[list[int]]:
         """Yield the numbers of the tensors that are loaded together."""
@@ -59,13 +91,15 @@ class StripedModel:
         model = load_model(self._name, self._dtype, "cpu", elsewhere)
         return {entry.key: entry.tensor.detach().contiguous() for entry in entries(model) if entry.key in wanted}
 
-    def fill(self, files: Sequence[BinaryIO]) -> nn.Module:
-        """Return the model with all its tensors, which lie in these files."""
-        held = mapped(self._manifest, [file.fileno() for file in files])
+    def fill(self, held: Mapping[int, Tensor], device: torch.device = CPU) -> nn.Module:
+        """Return the model with all its tensors: those `held` by number, and what had no place in the parts."""
+        others = [entry.key for number, entry in enumerate(self._entries) if number not in held]
+        if others and not self._others:  # this rank did not have to read its part
+            self._others = self._loaded(others)
         for number, entry in enumerate(self._entries):
             path, _, name = entry.key.rpartition(".")
             owner = self.model.get_submodule(path)
-            tensor = held[number] if number in held else self._others[entry.key]
+            tensor = held[number] if number in held else self._others[entry.key].to(device)
             if name in owner._parameters:
                 owner._parameters[name] = nn.Parameter(tensor, requires_grad=False)
             else:

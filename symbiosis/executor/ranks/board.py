@@ -2,7 +2,9 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import BinaryIO
 
@@ -11,10 +13,12 @@ from msgspec.structs import replace
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
 from symbiosis.errors import ConfigError
+from symbiosis.executor.ranks.exchange import Exchange, part_of
 from symbiosis.protocol import ELSEWHERE, Layer
 from symbiosis.transport.local.striped_weights import opened
 
 LONGEST_LOAD = timedelta(hours=6)  # that a rank waits for the others to load their parts
+PAUSE_S = 0.2  # between two attempts to ask a rank that is started again
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -25,10 +29,10 @@ class Told(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """What a rank tells of its file: where to open it, and a digest of where tensors begin."""
+    """What a rank tells of its part: where to open or to ask for it, and a digest of what it has read and where that lies."""
 
     path: str
-    phases: str
+    digest: str
 
 
 class Ranks:
@@ -50,19 +54,55 @@ class Ranks:
         self._tell(told)
         return merged(manifest, [told if rank == self.rank else self._heard(rank) for rank in range(self.ranks)])
 
-    def files(self, file: BinaryIO, phases: Sequence[int]) -> list[BinaryIO]:
-        """Tell the others of this rank's file, and return the files of all. They are opened by way of the processes that made them."""
-        told = Place(f"/proc/{os.getpid()}/fd/{file.fileno()}", hashlib.sha256(str(phases).encode()).hexdigest())
-        self._store.set(f"file{self.rank}", msgspec.json.encode(told).decode())
-        found = []
+    def files(self, file: BinaryIO, phases: Sequence[int], digest: str) -> list[BinaryIO]:
+        """Tell the others of this rank's file, and return the files of all. They are opened by way of the processes that made them.
+
+        Args:
+            phases: Where tensors begin in the file.
+            digest: Of all tensors, as this rank has read them.
+        """
+        of_all = hashlib.sha256(f"{phases} {digest}".encode()).hexdigest()
+        told = self._tell_place(f"/proc/{os.getpid()}/fd/{file.fileno()}", of_all)
+        return [file if rank == self.rank else opened(self._place(rank, told).path) for rank in range(self.ranks)]
+
+    def kept_by_others(self) -> tuple[list[int], str] | None:
+        """Return descriptors of this rank's part, and its digest, if another rank has kept it from this one's earlier life."""
         for rank in range(self.ranks):
-            place = msgspec.json.decode(self._store.get(f"file{rank}"), type=Place)
-            if place.phases != told.phases:
-                raise ConfigError(
-                    f"rank {rank} reads another checkpoint than rank {self.rank}: give all ranks the same one"
-                )
-            found.append(file if rank == self.rank else opened(place.path))
-        return found
+            if rank != self.rank and self._store.check([f"file{rank}"]) and self._store.check([f"file{self.rank}"]):
+                with suppress(OSError):
+                    if found := part_of(self.rank, self._place(rank).path):
+                        return found, self._place(self.rank).digest
+        return None
+
+    def parts(self, exchange: Exchange, digest: str) -> dict[int, list[int]]:
+        """Tell the others where this rank hands out its part, and return descriptors of theirs, by rank."""
+        told = self._tell_place(exchange.address, digest)
+        return {rank: self._part(rank, told) for rank in range(self.ranks) if rank != self.rank}
+
+    def _part(self, rank: int, mine: Place) -> list[int]:
+        """Ask a rank for its part, again if it has died meanwhile and is started again."""
+        end = time.monotonic() + LONGEST_LOAD.total_seconds()
+        while True:
+            with suppress(OSError):
+                if found := part_of(rank, self._place(rank, mine).path):
+                    return found
+            if time.monotonic() > end:
+                raise ConfigError(f"rank {rank} does not hand over its part: start the service anew")
+            time.sleep(PAUSE_S)
+
+    def _tell_place(self, path: str, digest: str) -> Place:
+        told = Place(path, digest)
+        self._store.set(f"file{self.rank}", msgspec.json.encode(told).decode())
+        return told
+
+    def _place(self, rank: int, mine: Place | None = None) -> Place:
+        """Return what a rank has told, which must have read what is `mine`."""
+        place = msgspec.json.decode(self._store.get(f"file{rank}"), type=Place)
+        if mine is not None and place.digest != mine.digest:
+            raise ConfigError(
+                f"rank {rank} reads another checkpoint than rank {self.rank}: give all ranks the same one"
+            )
+        return place
 
     def _tell(self, told: Told) -> None:
         """Tell the others. A rank that was started again must hold what it held before."""

@@ -8,13 +8,15 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
+from itertools import permutations
 
 import msgspec
 import torch
 from torch import nn
 
 from symbiosis.config import Options
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Store, check_patterns, entries
@@ -22,11 +24,12 @@ from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.ranks.board import Ranks
+from symbiosis.executor.ranks.exchange import Exchange, close
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.partition import Part, whole_layers
 from symbiosis.executor.server import Server
 from symbiosis.logs import name_process, set_up_logging
-from symbiosis.transport.local.striped_weights import opened
+from symbiosis.transport.local.striped_weights import mapped, opened
 
 
 def main() -> None:
@@ -62,7 +65,7 @@ def run(order: Order) -> None:
             torch.cuda.set_device(options.device)  # for whatever names no device
         pages = None if options.metrics_port is None else Pages("127.0.0.1", 0)
         ranks = Ranks.at(order.file, order.rank, len(options.places))
-        store = STORES[options.shard](order, options, ranks)
+        store = store_of(order, options, ranks)
 
         def ready(server: Server) -> None:
             part = store.striped[order.rank].fileno() if store.striped else None
@@ -92,14 +95,58 @@ def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
         files = list(map(opened, order.parts))
     else:
         part = striped.part(options.all_shares, order.rank)
-        files = ranks.files(part.seal(), part.phases)
-    store = Store(striped.fill(files), options.serve, options.integers)
+        files = ranks.files(part.seal(), part.phases, striped.digest)
+    held = mapped(striped.manifest, [file.fileno() for file in files])
+    store = Store(striped.fill(held), options.serve, options.integers)
     store.rank, store.ranks, store.striped = order.rank, ranks.ranks, files
     store.nbytes = os.fstat(files[order.rank].fileno()).st_size
     return store
 
 
-STORES = {"layers": store_of_layers, "fsdp": store_of_parts}
+def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store:
+    """Load this rank's part of every tensor to its GPU, unless another rank has kept it, and map the parts of all."""
+    from symbiosis.transport.cuda import striped_weights
+    from symbiosis.transport.cuda.driver import exported, imported
+
+    device = torch.device(options.device)
+    must_reach_each_other(order.options.places)
+    check_patterns(structure(order.model, options.dtype), options.serve)
+    striped = StripedModel(order.model, options.dtype)
+    layout = striped_weights.Layout(striped.manifest, options.all_shares, striped.tied)
+    if kept := ranks.kept_by_others():
+        handles, digest = [imported(fd) for fd in kept[0]], kept[1]
+        close(kept[0])
+    else:
+        part = striped_weights.DevicePart(layout, order.rank, device)
+        striped.read(part)
+        handles, digest = part.sealed(), striped.digest
+    exchange = Exchange()
+    exchange.hold(order.rank, lambda: [exported(handle) for handle in handles])
+    every = {order.rank: handles}
+    for rank, fds in ranks.parts(exchange, digest).items():
+        every[rank] = [imported(fd) for fd in fds]
+        close(fds)
+    held, tensors = striped_weights.mapped(layout, every, device)
+    for rank in every:
+        exchange.hold(rank, lambda rank=rank: [exported(handle) for handle in every[rank]])  # type: ignore[misc]
+    store = Store(striped.fill(tensors, device), options.serve, options.integers)
+    store.rank, store.ranks, store.is_part_of_gpus = order.rank, ranks.ranks, True
+    store.nbytes = sum(run.nbytes for run in layout.of_rank(order.rank))
+    return store
+
+
+def must_reach_each_other(places: Sequence[str]) -> None:
+    """Raise `ConfigError` unless each GPU can read the memory of every other."""
+    for here, there in permutations(set(places), 2):
+        if not torch.cuda.can_device_access_peer(here, there):
+            raise ConfigError(f"{here} cannot read the memory of {there}, as --shard fsdp needs: use --shard layers")
+
+
+def store_of(order: Order, options: Options, ranks: Ranks) -> Store:
+    """Load what this rank holds."""
+    if options.shard == "layers":
+        return store_of_layers(order, options, ranks)
+    return (store_of_device_parts if options.on_gpu else store_of_parts)(order, options, ranks)
 
 
 def parts_of(model: nn.Module) -> list[Part]:

@@ -189,6 +189,12 @@ class DeviceMemory:
         array = _Array(self, self.address + start, nbytes)
         return torch.as_tensor(array, device=self.user).view(kind).view(shape)
 
+    def unmapped(self) -> int:
+        """Unmap the memory, and return its handle, which keeps it. The caller releases that."""
+        self._unmap(self.address)
+        self.address = 0
+        return self._handle.value
+
     def close(self) -> None:
         """Unmap and release the memory. Nothing may use it any more."""
         if self.address and self.is_ours:

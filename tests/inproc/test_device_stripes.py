@@ -1,0 +1,107 @@
+"""Where tensors lie that several GPUs hold in parts, and how ranks get descriptors of each other's parts."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from symbiosis.errors import ProtocolError
+from symbiosis.executor.ranks.exchange import Exchange, close, part_of
+from symbiosis.protocol import Layer
+from symbiosis.transport.cuda import striped_weights
+from symbiosis.transport.cuda.striped_weights import PAGE, Layout
+
+
+def layer(name: str, *shape: int) -> Layer:
+    return Layer(name, "linear", shape, "float32", "")
+
+
+MODEL = [
+    *(layer(f"{n}.{name}", 4096, 1024 + 512 * n) for n in range(5) for name in ("up", "down")),
+    *(layer(f"norm{n}", 1024) for n in range(700)),
+    layer("head", 4096, 1024),
+]
+TIED = {len(MODEL) - 1: 0}
+
+
+@pytest.mark.parametrize("shares", [(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0)], ids=str)
+def test_every_byte_lies_in_one_run(shares: tuple[float, ...]) -> None:
+    layout = Layout(MODEL, shares, TIED)
+    ends = [run.begin + run.nbytes for run in layout.runs]
+    assert [run.begin for run in layout.runs] == [0, *ends[:-1]]
+    assert all(run.nbytes and run.nbytes % PAGE == 0 for run in layout.runs)
+    spans = sorted(
+        (layout.begins[number], layout.begins[number] + 4 * one.shape[0] * (one.shape[1] if len(one.shape) > 1 else 1))
+        for number, one in enumerate(MODEL)
+        if number not in TIED
+    )
+    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    assert spans[-1][1] <= ends[-1] and layout.begins[len(MODEL) - 1] == layout.begins[0]
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (3.0, 1.0)], ids=str)
+def test_ranks_hold_their_shares_of_each_large_tensor(shares: tuple[float, ...]) -> None:
+    layout = Layout(MODEL, shares, TIED)
+    for number in range(10):
+        begin, nbytes = layout.begins[number], 4 * MODEL[number].shape[0] * MODEL[number].shape[1]
+        for rank, share in enumerate(shares):
+            held = sum(
+                max(0, min(begin + nbytes, run.begin + run.nbytes) - max(begin, run.begin))
+                for run in layout.of_rank(rank)
+            )
+            assert abs(held - nbytes * share / sum(shares)) <= PAGE
+    # 700 small tensors lie together; and pages that one rank holds of two tensors are one run
+    assert sum(run.nbytes for run in layout.runs) <= 4 * 4096 * sum(one.shape[1] for one in MODEL[:10]) + 12 * PAGE
+    assert len(layout.runs) <= 11 * len(shares) - (9 if len(shares) == 2 else 0)
+
+
+def test_a_rank_that_hands_over_too_little_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("must_have_such_pages", "enter"):
+        monkeypatch.setattr(striped_weights, name, lambda device: None)
+    monkeypatch.setattr(striped_weights, "created", lambda nbytes, device: 1)
+    layout = Layout(MODEL, (1.0, 1.0), TIED)
+    with pytest.raises(ProtocolError, match="rank 1 has handed over fewer pieces of memory than it holds"):
+        striped_weights.mapped(layout, {0: [1] * len(layout.runs), 1: [1]}, None)  # type: ignore[arg-type]
+
+
+def descriptors(count: int) -> list[int]:
+    found = []
+    for number in range(count):
+        fd = os.memfd_create("part")
+        os.write(fd, b"%d" % number)
+        found.append(fd)
+    return found
+
+
+@pytest.mark.parametrize("count", [0, 1, 253, 600])
+def test_descriptors_go_from_rank_to_rank(count: int) -> None:
+    exchange = Exchange()
+    assert part_of(1, exchange.address) is None
+    exchange.hold(1, lambda: descriptors(count))
+    found = part_of(1, exchange.address)
+    assert found is not None
+    assert [os.pread(fd, 9, 0) for fd in found] == [b"%d" % number for number in range(count)]
+    assert part_of(0, exchange.address) is None  # the thread has closed what it sent
+    close(found)
+    assert not any(
+        "memfd:part" in str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()
+    )
+
+
+def test_an_exchange_outlives_whoever_says_nothing() -> None:
+    exchange = Exchange()
+    exchange.hold(0, lambda: descriptors(300))
+    for said in (b"", b"12345678", b"\0\0\0\0"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.connect(bytes.fromhex(exchange.address))
+            if said:
+                sock.send(said)
+    found = part_of(0, exchange.address)
+    assert found is not None and len(found) == 300
+    close(found)
+
+
+def test_nobody_at_an_address_is_an_error() -> None:
+    with pytest.raises(OSError, match="refused"):
+        part_of(0, b"\0symbiosis-nobody".hex())
