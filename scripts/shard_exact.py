@@ -2,7 +2,8 @@
 
 Several clients, each with a pace of its own, train adapters and generate tokens at services of 2 and 4 ranks, laid out by layers and by parts of all
 tensors, called and mapped. Then random products, gradients and reads of random layers go to random ranks, which takes each weight from the parts
-of all ranks. At last ranks are killed while adapters are trained.
+of all ranks, and ranks are killed while adapters are trained. At last calls of few rows are spread over all ranks, which rounds otherwise: each
+result is held to the bound that its sums allow, and training goes on when ranks are killed.
 
     python scripts/shard_exact.py --quick     # about a minute on two cores
     python scripts/shard_exact.py             # some minutes
@@ -35,6 +36,7 @@ LAYOUTS, TARGETS = ("layers", "fsdp"), ["q_proj", "v_proj", "down_proj"]
 PAUSES_S = (0.0, 0.004, 0.015)  # of the clients, after each step
 STEPS, TOKENS = 8, 12
 HIDDEN, LAYERS = 256, 4
+MOST_SPREAD = 16  # rows of a call
 
 
 def main() -> int:
@@ -46,6 +48,7 @@ def main() -> int:
     report = Report("shard_exact")
     wanted = 2_000 if options.quick else 10_000
     done = wrong = differs = 0
+    spread = Spread()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         save_llama(model, HIDDEN, LAYERS)
@@ -63,9 +66,19 @@ def main() -> int:
                 done, wrong = done + made, wrong + bad
                 progress(f"{layout}, {ranks} ranks: kills")
                 differs += sum(adapter_differs(service.pid, url, expected[0], share) for share in (False, True))
+        for ranks in (2,) if options.quick else (2, 4):
+            url = f"local://{folder}/spread{ranks}.sock"
+            how = (f"--ranks={ranks}", "--shard=fsdp", f"--spread-rows={MOST_SPREAD}", f"--listen={url}")
+            with executor(model, 1, *how) as service:
+                progress(f"{ranks} ranks: few rows on all of them")
+                spread.products(url, unsplit(model), wanted // 5)
+                spread.train(service.pid, url, expected[0])
     report.bar("clients_and_products_that_differ", wrong, "<=", 0)
     report.bar("products_at_random_ranks", done, ">=", wanted)
     report.bar("adapters_that_differ_after_kills", differs, "<=", 0)
+    report.bar("spread_products", spread.made, ">=", wanted // 5)
+    report.bar("spread_error_over_bound", round(spread.worst, 4), "<=", 1)
+    report.bar("spread_training_loss_off", round(spread.loss_off, 7), "<=", 1e-4)
     return report.finish()
 
 
@@ -152,6 +165,42 @@ def adapter_differs(pid: int, url: str, expected: list[Tensor], share: bool) -> 
             os.kill(random.choice(ranks_of(pid)), signal.SIGKILL)
 
     return not same(trained(symbiosis.from_executor(url, share=share, wait=60.0), 0, meanwhile=kill), expected)
+
+
+class Spread:
+    """Calls of few rows that all ranks answer together: how many were made, and the largest error of an element, over what rounding allows."""
+
+    def __init__(self) -> None:
+        self.made, self.worst, self.loss_off = 0, 0.0, 0.0
+
+    def products(self, url: str, model: nn.Module, count: int) -> None:
+        """Products and gradients of random layers. An element that sums K products may be off by K roundings of the sum of their sizes."""
+        session, draw = Session(url), random.Random(1)
+        layers = [(n, layer) for n, layer in enumerate(session.manifest) if layer.kind == "linear"]
+        for _ in range(count):
+            number, layer = draw.choice(layers)
+            weight: Tensor = model.get_submodule(layer.name).weight.detach().double()  # type: ignore[assignment, operator]
+            forward = draw.random() < 0.5
+            matrix = weight.t() if forward else weight
+            x = torch.randn(draw.randint(1, MOST_SPREAD), len(matrix))
+            got = session.call(Op.FORWARD if forward else Op.DGRAD, number, x)
+            bound = len(matrix) * torch.finfo(torch.float32).eps * (x.double().abs() @ matrix.abs())
+            self.worst = max(self.worst, float(((got - x.double() @ matrix).abs() / bound).max()))
+            self.made += 1
+        made = session.stats.by_op
+        assert made.keys() == {"PRODUCT"}, f"calls that were not spread: {made}"
+        session.close()
+
+    def train(self, pid: int, url: str, expected: list[Tensor]) -> None:
+        """Train while ranks are killed: how far the losses are off those of the unsplit model."""
+
+        def kill(step: int) -> None:
+            if step % 3 == 1:
+                os.kill(random.choice(ranks_of(pid)), signal.SIGKILL)
+
+        got = trained(symbiosis.from_executor(url, share=False, wait=60.0), 0, meanwhile=kill)
+        off = [abs(float(mine / theirs) - 1) for mine, theirs in zip(got[:STEPS], expected[:STEPS], strict=True)]
+        self.loss_off = max(self.loss_off, *off)
 
 
 def ranks_of(pid: int) -> list[int]:

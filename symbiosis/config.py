@@ -18,6 +18,7 @@ RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s
 OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
 PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/scheduling/rules.py` says what they do
 LAST_GPU = 255
+MAY_BE_ZERO = ("max_wait_us", "spread_rows")
 BETWEEN_URLS = re.compile(r"[\s,]+(?=\w+://)")
 DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
 
@@ -36,6 +37,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ranks: int | None = None
     shard: Literal["layers", "fsdp"] = "layers"
     shares: tuple[float, ...] = ()
+    spread_rows: int = 0
     mps: bool = False
     dtype: str | None = None
     policy: PolicyName = "opportunistic"
@@ -87,6 +89,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Raise `ConfigError` if a number is out of range."""
         for name in (
             "max_wait_us",
+            "spread_rows",
             "max_batch_tokens",
             "workers",
             "ranks",
@@ -95,7 +98,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             *Limits.__struct_fields__,
         ):
             value = getattr(self, name)
-            if value is not None and not value > 0 and name not in ("max_wait_us", *RATES):
+            if value is not None and not value > 0 and name not in (*MAY_BE_ZERO, *RATES):
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
             if value is not None and value > LARGEST_LIMIT:
                 raise ConfigError(f"{name.replace('_', '-')} must be at most 2^62, not {value}")
@@ -103,7 +106,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(
                 f"heartbeat-s must be between {SHORTEST_BEAT_S:g} and {LONGEST_BEAT_S:g}, not {self.heartbeat_s}"
             )
-        for name in ("max_wait_us", *RATES):
+        for name in (*MAY_BE_ZERO, *RATES):
             if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name.replace('_', '-')} must not be negative, and is {getattr(self, name)}")
         if not 0 <= (self.metrics_port or 0) <= 65535:
@@ -132,6 +135,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.devices is not None and self.device.partition(":")[0] not in ("cpu", self.places[0].partition(":")[0]):
             raise ConfigError(
                 f"device {self.device} and devices {self.devices} contradict each other: leave out --device"
+            )
+        if self.spread_rows and (self.shard != "fsdp" or count < 2 or self.batch_invariant):
+            raise ConfigError(
+                "spread-rows needs several ranks with --shard fsdp, each of which can answer all, and no --batch-invariant, because what is spread rounds otherwise"
             )
         if self.shares and (len(self.shares) != count or not all(0 < share < math.inf for share in self.shares)):
             raise ConfigError(

@@ -22,6 +22,7 @@ from symbiosis.client.connection import lifetime
 from symbiosis.client.connection.lanes import Lane, Lanes
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
 from symbiosis.client.connection.service import Service, twins
+from symbiosis.client.connection.spread import Spread
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.layers.groups import Groups, Member
 from symbiosis.client.requests import (
@@ -36,7 +37,7 @@ from symbiosis.client.requests import (
 )
 from symbiosis.errors import CaptureError, ConnectionLost
 from symbiosis.kernels import with_triton
-from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, shape_of_reply
+from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, Welcome, shape_of_reply
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Session(Reconnecting):
         super().__init__(endpoint, priority, fingerprint, observer, patience, timeout, wait, share)
         self._whole, self._joining = whole, threading.Lock()
         self._service: Service[Session] | None = None
+        self.spread_with: list[Session] = []  # with the other ranks, for calls that are spread
+        self._spread: Spread | None = None
         self.exact = arguments.flag("exact", exact)
         self.known_groups: dict[Member, tuple[Member, ...]] = {}
         self._local = threading.local()
@@ -103,10 +106,22 @@ class Session(Reconnecting):
             return connection
         self._whole = False
         stays, self.endpoint, self.endpoints = twins(connection.welcome, self.endpoint, self.endpoints)
+        if connection.welcome.spread_rows:
+            self._spread_over(connection.welcome)
         if stays:
             return connection
         connection.close()
         return super()._join_first()
+
+    def _spread_over(self, welcome: Welcome) -> None:
+        """Have calls of few rows answered by all ranks: this session's own, and those that come next in its endpoints."""
+        here = welcome.session % welcome.ranks if welcome.rank == 0 else welcome.rank
+        words = self._options() | {"whole": False, "share": False}
+        for step in range(1, welcome.ranks):
+            urls = (*self.endpoints[step:], *self.endpoints[:step])
+            self.spread_with.append(Session(urls, self.priority, welcome.fingerprint, **words))
+        shares = tuple(welcome.shares[(here + step) % welcome.ranks] for step in range(welcome.ranks))
+        self._spread = Spread([self, *self.spread_with], welcome.manifest, shares, welcome.spread_rows)
 
     def _with_rank(self, endpoints: tuple[str, ...]) -> "Session":
         words = self._options() | {"whole": False, "wait": max(self.wait, self.patience)}
@@ -260,6 +275,8 @@ class Session(Reconnecting):
         return [line for line in self._lines.values() if line is not None]
 
     def _send(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:
+        if self._spread is not None and (found := self._spread.answer(call, payload, shapes)) is not None:
+            return found
         begun = time.perf_counter()
         lane = self._lanes.mine.lane
         if (lane is None or lane.closed) and self._lock.locked():
@@ -305,8 +322,10 @@ class Session(Reconnecting):
     def close(self, timeout: float = 1.0) -> None:
         """Leave the executor. A call that another thread has under way gets `timeout` seconds to end. A later call joins again."""
         end = time.monotonic() + timeout
-        for other in self._service.others if self._service else ():
+        for other in [*(self._service.others if self._service else ()), *self.spread_with]:
             other.close(timeout)
+        if self._spread is not None:
+            self._spread.close()
         lines, self._lines = self.lines, {}
         for line in lines:
             line.close()
@@ -339,6 +358,8 @@ class Session(Reconnecting):
         self._device = CPU
         self._lines = {}
         self._lanes = Lanes()
+        if self._spread is not None:
+            self._spread.forget_parent()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
         return self

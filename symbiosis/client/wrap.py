@@ -246,7 +246,8 @@ def stats(model: nn.Module) -> Stats:
     0
     """
     arguments.a_model(model, "stats")
-    sessions = list(dict.fromkeys(weight.handle.session for weight in remote_weights(model)))
+    named = dict.fromkeys(weight.handle.session for weight in remote_weights(model))
+    sessions = [one for session in named for one in (session, *session.spread_with)]
     if not sessions:
         raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
     if len(sessions) == 1:

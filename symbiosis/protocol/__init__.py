@@ -82,7 +82,9 @@ from symbiosis.protocol.ops import (
     Traits,
 )
 from symbiosis.protocol.shapes import (
+    outputs_of,
     shape_of_reply,
+    view_of_outputs,
     width,
 )
 
@@ -148,7 +150,9 @@ __all__ = [
     "encode_control",
     "encode_reply",
     "parse_call_body",
+    "outputs_of",
     "shape_of_reply",
+    "view_of_outputs",
     "split_call",
     "width",
 ]

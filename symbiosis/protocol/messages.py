@@ -109,6 +109,8 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     rank: int = 0
     ranks: int = 1
     shard: Word = ""
+    spread_rows: int = 0
+    shares: Annotated[tuple[float, ...], Meta(max_length=MOST_RANKS)] = ()
 
     @property
     def is_part(self) -> bool:

@@ -17,7 +17,7 @@ class Op(IntEnum):
 
     FORWARD = 0  # y = x Wᵀ (+ b): what the layer computes
     DGRAD = 1  # dx = dy W: the gradient of its input
-    PRODUCT = 2  # y = x V
+    PRODUCT = 2  # y = x V (+ b, if V makes some outputs of a layer)
     LEFT = 3  # y = V x
     GROUPED = 4  # y[rows of group g] = x[rows of group g] V[g]
     LOOKUP = 5  # rows of an embedding by their ids
@@ -61,7 +61,7 @@ TRAITS: dict[Op, Traits] = {
         multiplies=True,
     ),  # fmt: skip
     Op.DGRAD: Traits(frozenset(("layer", "dtype", "shape", "also", "seeded")), by_rows=True, multiplies=True),
-    Op.PRODUCT: Traits(_BY_VIEW | {"columns"}, by_rows=True, activations=True, multiplies=True),
+    Op.PRODUCT: Traits(_BY_VIEW | {"bias", "columns"}, by_rows=True, activations=True, multiplies=True),
     Op.LEFT: Traits(_BY_VIEW | {"columns"}, activations=True, multiplies=True),
     Op.GROUPED: Traits(_BY_VIEW | {"groups"}, activations=True, multiplies=True, indices=True),
     Op.LOOKUP: Traits(frozenset(("layer", "dtype", "shape")), indices=True),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from symbiosis.protocol.headers import Call
+from symbiosis.protocol.headers import Call, View
 from symbiosis.protocol.messages import Layer
 from symbiosis.protocol.ops import Op
 
@@ -13,6 +13,31 @@ def width(layer: Layer, op: Op = Op.FORWARD) -> int:
     """Return the width of the rows that `op` (FORWARD or DGRAD) makes on a linear layer."""
     outputs_last = layer.kind == "conv1d"
     return layer.shape[1 if outputs_last == (op is Op.FORWARD) else 0]
+
+
+def view_of_outputs(layer: Layer, begin: int, end: int) -> View:
+    """Return the matrix that makes these outputs of a linear layer.
+
+    >>> view_of_outputs(Layer("up", "linear", (96, 64), "float32", ""), 32, 40)
+    View(size=(64, 8), stride=(1, 64), offset=2048)
+    """
+    rows, columns = layer.shape
+    if layer.kind == "conv1d":
+        return View((rows, end - begin), (columns, 1), begin)
+    return View((columns, end - begin), (1, columns), begin * columns)
+
+
+def outputs_of(layer: Layer, view: View) -> slice | None:
+    """Return which outputs of a linear layer a view makes; None if it is any other matrix.
+
+    >>> outputs_of(Layer("up", "linear", (96, 64), "float32", ""), View((64, 8), (1, 64), 2048))
+    slice(32, 40, None)
+    """
+    if layer.kind not in ("linear", "conv1d") or len(view.size) != 2:
+        return None
+    begin = view.offset if layer.kind == "conv1d" else view.offset // layer.shape[1]
+    end = begin + view.size[1]
+    return slice(begin, end) if end <= width(layer) and view == view_of_outputs(layer, begin, end) else None
 
 
 def shape_of_reply(call: Call, manifest: Sequence[Layer]) -> Shape:

@@ -44,6 +44,11 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
         raise ProtocolError(Code.BAD_FRAME, f"{url}: {unknown.name} is of a kind that this release does not know")
     if not 0 <= answer.rank < answer.ranks <= MOST_RANKS:
         raise ProtocolError(Code.BAD_FRAME, f"{url} says that it is rank {answer.rank} of {answer.ranks}")
+    spreads = (
+        answer.has_twins and len(answer.shares) == answer.ranks and all(0 < share < 2**64 for share in answer.shares)
+    )
+    if answer.spread_rows and not (spreads and 0 < answer.spread_rows <= LARGEST):
+        raise ProtocolError(Code.BAD_FRAME, f"{url} wants rows to be spread, and does not say over which ranks")
     sizes = (
         answer.session,
         answer.slab_bytes,

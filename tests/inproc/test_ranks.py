@@ -16,6 +16,7 @@ from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.errors import CallError, ConfigError, ExecutorUnavailable, WrapError
 from symbiosis.executor.model.stripes import StripedModel
+from symbiosis.executor.server import Server
 from symbiosis.protocol import ELSEWHERE, Op
 from symbiosis.transport.local.striped_weights import PAGE
 from tests.conftest import MODELS, tiny_llama
@@ -214,6 +215,39 @@ def test_any_rank_answers_where_each_has_a_part_of_every_tensor(model: Path, tmp
         assert all(torch.equal(client(ids).logits, expected) for client in clients)
         again = pickle.loads(pickle.dumps(clients[joined.index(f"{url}.rank1")]))
         assert torch.equal(again(ids).logits, expected)
+
+
+def calls_of(server: Server, op: Op) -> int:
+    return sum(line.calls for (_, made), line in server.ledger.lines.items() if made is op)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0, 1.0)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_go_to_all_ranks(
+    checkpoint: Path, tmp_path: Path, ids: Tensor, shares: tuple[float, ...], dtype: torch.dtype
+) -> None:
+    """Results are those of one executor but for rounding, forward and backward; each rank makes its share of the products."""
+    url, name = f"local://{tmp_path}/a.sock", str(dtype).removeprefix("torch.")
+    with ranks_of(checkpoint, url, shares, shard="fsdp", spread_rows=ids.numel(), dtype=name) as servers:
+        split = symbiosis.from_executor(url, share=False)
+        whole = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype).eval()
+        losses = []
+        for model in (whole, split):
+            torch.manual_seed(0)
+            adapted = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))  # type: ignore[arg-type]
+            loss = adapted(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append([loss.detach(), *(p.grad for p in adapted.parameters() if p.grad is not None)])
+        spread = [calls_of(server, Op.PRODUCT) for server in servers]
+        assert spread[0] > 0 and len(set(spread)) == 1
+        made = [server.sessions.usage[""].multiplications for server in servers]
+        figures = symbiosis.stats(split)
+        assert not figures.by_op.keys() & {"FORWARD", "DGRAD"} and figures.by_op["PRODUCT"] == sum(spread)
+    eps = torch.finfo(dtype).eps
+    for mine, theirs in zip(*losses, strict=True):
+        assert (mine - theirs).abs().max() <= 64 * eps * theirs.abs().max().clamp_min(1e-3)
+    if "GROUPED" not in figures.by_op:  # which goes to one rank
+        assert made[1] > 2 * made[0] if len(shares) == 3 else abs(made[1] / made[0] - 1) < 0.2
 
 
 def test_ranks_that_do_not_share_hand_out_the_clients_own_only(model: Path, tmp_path: Path, ids: Tensor) -> None:

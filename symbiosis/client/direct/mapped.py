@@ -16,7 +16,7 @@ from symbiosis.client.requests import DECODE_ROWS, is_watched, unshared
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
 from symbiosis.kernels.product import product
-from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View
+from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View, outputs_of
 from symbiosis.transport.base import Advice
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_multiplied, check_values
 
@@ -181,7 +181,7 @@ class Mapped:
         dtype = TORCH_DTYPE[call.dtype]
         results = []
         for layer in call.layers:
-            bias = self.weights[self._biases[f"{self._manifest[layer].name}.bias"]].to(dtype) if call.bias else None
+            bias = self._bias(layer).to(dtype) if call.bias else None
             results.append(product(x_TK, cast(self._matrix(layer, call.op, None), dtype), bias))
         return results
 
@@ -200,8 +200,13 @@ class Mapped:
     def _read(self, call: Call, _: Payload) -> Tensor:
         return self._matrix(call.layer, call.op, call.view).to(TORCH_DTYPE[call.dtype], copy=True)
 
+    def _bias(self, layer: int) -> Tensor:
+        return self.weights[self._biases[f"{self._manifest[layer].name}.bias"]]
+
     def _product(self, call: Call, payload: Payload) -> Tensor:
-        return product(as_multiplied(call, payload[0]), self._operand(call), None)
+        outputs = outputs_of(self._manifest[call.layer], call.view) if call.bias and call.view else None
+        bias = None if outputs is None else self._bias(call.layer)[outputs].to(TORCH_DTYPE[call.dtype])
+        return product(as_multiplied(call, payload[0]), self._operand(call), bias)
 
     def _left(self, call: Call, payload: Payload) -> Tensor:
         return torch.matmul(self._operand(call), as_multiplied(call, payload[0]))

@@ -19,6 +19,7 @@ from symbiosis.protocol import (
     Layer,
     Op,
     View,
+    outputs_of,
     shape_of_reply,
     width,
 )
@@ -96,6 +97,10 @@ def _check_layer(call: Call, store: Store, options: Options) -> None:
         _check_integers(call, layer, store)
     elif call.bias and not layer.bias:
         raise CallError(Code.UNKNOWN_OP, f"{layer.name} has no bias to add")
+    elif call.bias and call.op is Op.PRODUCT and not (call.by_rows and call.view and outputs_of(layer, call.view)):
+        raise CallError(
+            Code.BAD_VIEW, f"a bias is added to rows that some outputs of {layer.name} make, and to no others"
+        )
     CHECKS[call.op](call, layer, store)
 
 

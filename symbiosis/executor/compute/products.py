@@ -12,7 +12,7 @@ from symbiosis.executor.calls.cut import columns_of, panels
 from symbiosis.executor.model.store import Store
 from symbiosis.kernels.integers import modular_product
 from symbiosis.kernels.product import product
-from symbiosis.protocol import WEIGHT_BITS, Call, Op
+from symbiosis.protocol import WEIGHT_BITS, Call, Op, outputs_of
 
 ALIGNED = 64  # bytes
 ONE_PRODUCT = (Op.FORWARD, Op.PRODUCT)  # ops whose reply holds each layer's product; those of DGRAD are added
@@ -73,7 +73,9 @@ class Products:
         """Return the bias of each layer, or None for each if the call does not ask for them."""
         if not call.bias:
             return [None] * len(call.layers)
-        return [self.store.bias(layer, call.dtype) for layer in call.layers]
+        biases = [self.store.bias(layer, call.dtype) for layer in call.layers]
+        outputs = None if call.view is None else outputs_of(self.store.manifest[call.layer], call.view)
+        return biases if outputs is None else [None if bias is None else bias[outputs] for bias in biases]
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return a payload on this device, aligned as torch's own memory is, because products must not depend on the transport. The

@@ -1,0 +1,131 @@
+"""Calls of few rows that go to all ranks of a service, each of which multiplies by its share of the weight's outputs.
+
+Forward, each rank makes some columns of the result, which are put together. Backward, each makes what some columns of the gradient add to the
+result, and the parts are added in the order of the ranks. Both round otherwise than one product does, so the provider says up to how many rows
+(`--spread-rows`). Any rank could answer alone (`--shard fsdp`), so one that is gone is stood in for by the next.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache, reduce
+from itertools import accumulate, pairwise
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from symbiosis.client.requests import unshared
+from symbiosis.protocol import FLOATS, Call, Layer, Op, View, view_of_outputs, width
+from symbiosis.transport.tensors import Shapes
+
+Payload = tuple[Tensor, ...]
+
+
+class Caller(Protocol):
+    """A session with one rank, as far as its calls are made here."""
+
+    def _send(self, call: Call, payload: Payload, shapes: Shapes = ()) -> list[Tensor]: ...
+
+
+class Share(NamedTuple):
+    """What one rank does of a call for one layer: the call, and from where to where in the layer's outputs."""
+
+    call: Call
+    begin: int
+    end: int
+
+
+class Spread:
+    """Calls of one session that all ranks answer together. `callers` has a session with each rank, and `shares` how much each does."""
+
+    def __init__(
+        self, callers: Sequence[Caller], manifest: list[Layer], shares: Sequence[float], most_rows: int
+    ) -> None:
+        self._callers, self._manifest, self._most_rows = callers, manifest, most_rows
+        self._shares = tuple(shares)
+        self._pool: ThreadPoolExecutor | None = None
+
+    def answer(self, call: Call, payload: Payload, shapes: Shapes) -> list[Tensor] | None:
+        """Return the results of a call, or None if it should go to one rank."""
+        if not self._takes(call, payload, shapes):
+            return None
+        each = [shares_of(call, number, self._manifest[number], self._shares) for number in call.layers]
+        parts = self._made(payload[0].reshape(call.shape), each, forward=call.op is Op.FORWARD)
+        join = _side_by_side if call.op is Op.FORWARD else _summed
+        results = [join([parts[rank][at] for rank in range(len(self._shares))]) for at in range(len(each))]
+        return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results
+
+    def _takes(self, call: Call, payload: Payload, shapes: Shapes) -> bool:
+        if call.op not in (Op.FORWARD, Op.DGRAD) or call.dtype not in FLOATS or not call.by_rows:
+            return False
+        if not 0 < call.rows <= self._most_rows or call.seeded or not payload[0].is_cpu:
+            return False
+        return not call.also or (call.op is Op.FORWARD and bool(shapes))
+
+    def _made(self, x: Tensor, each: list[list[Share]], forward: bool) -> list[list[Tensor]]:
+        """Return what each rank makes of each layer. This thread waits for the first rank, and others for the rest."""
+
+        def made(rank: int) -> list[Tensor]:
+            found = []
+            for shares in each:
+                call, begin, end = shares[rank]
+                rows = x if forward else x[:, begin:end].contiguous()
+                found.append(self._callers[rank]._send(call, (rows,))[0])
+            return found
+
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(len(self._callers) - 1, "symbiosis-spread")
+        others: list[Future[list[Tensor]]] = [self._pool.submit(made, rank) for rank in range(1, len(self._callers))]
+        try:
+            first = made(0)
+        finally:
+            for one in others:
+                one.exception()  # wait: no call may be under way when this one has failed
+        return [first, *(one.result() for one in others)]
+
+    def forget_parent(self) -> None:
+        """Let go, in a forked child, of the parent's threads."""
+        self._pool = None
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+            self._pool = None
+
+
+@lru_cache(maxsize=1 << 14)
+def _cuts(outputs: int, shares: tuple[float, ...]) -> list[tuple[int, int]]:
+    """Divide outputs by shares.
+
+    >>> _cuts(10, (3.0, 1.0))
+    [(0, 7), (7, 10)]
+    """
+    ends = [int(outputs * taken / sum(shares)) for taken in accumulate(shares)]
+    return list(pairwise([0, *ends[:-1], outputs]))
+
+
+@lru_cache(maxsize=1 << 14)
+def shares_of(call: Call, number: int, layer: Layer, shares: tuple[float, ...]) -> list[Share]:
+    """Return what each rank does of a call, for one of its layers."""
+    made = []
+    for begin, end in _cuts(width(layer), shares):
+        view = view_of_outputs(layer, begin, end)
+        if call.op is Op.DGRAD:
+            view = View(view.size[::-1], view.stride[::-1], view.offset)
+        bias, gradient = call.bias, call.gradient or call.op is Op.DGRAD
+        part = Call(
+            Op.PRODUCT, number, call.dtype, (call.rows, view.size[0]), bias, call.priority, view, gradient=gradient
+        )
+        made.append(Share(part, begin, end))
+    return made
+
+
+def _side_by_side(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, 1)
+
+
+def _summed(parts: list[Tensor]) -> Tensor:
+    """Add in float32 at least, so that halves round once."""
+    wide = torch.promote_types(parts[0].dtype, torch.float32)
+    return reduce(Tensor.add_, parts[1:], parts[0].to(wide, copy=True)).to(parts[0].dtype)
