@@ -37,7 +37,7 @@ from symbiosis.client.requests import (
 )
 from symbiosis.errors import CaptureError, ConnectionLost
 from symbiosis.kernels import with_triton
-from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, Welcome, shape_of_reply
+from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, shape_of_reply
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ class Session(Reconnecting):
         super().__init__(endpoint, priority, fingerprint, observer, patience, timeout, wait, share)
         self._whole, self._joining = whole, threading.Lock()
         self._service: Service[Session] | None = None
-        self.spread_with: list[Session] = []  # with the other ranks, for calls that are spread
-        self._spread: Spread | None = None
+        self.spread: Spread[Session] | None = None
         self.exact = arguments.flag("exact", exact)
         self.known_groups: dict[Member, tuple[Member, ...]] = {}
         self._local = threading.local()
@@ -107,25 +106,15 @@ class Session(Reconnecting):
         self._whole = False
         stays, self.endpoint, self.endpoints = twins(connection.welcome, self.endpoint, self.endpoints)
         if connection.welcome.spread_rows:
-            self._spread_over(connection.welcome)
+            self.spread = Spread.over(self, connection.welcome, self.endpoints, self._with_rank)
         if stays:
             return connection
         connection.close()
         return super()._join_first()
 
-    def _spread_over(self, welcome: Welcome) -> None:
-        """Have calls of few rows answered by all ranks: this session's own, and those that come next in its endpoints."""
-        here = welcome.session % welcome.ranks if welcome.rank == 0 else welcome.rank
-        words = self._options() | {"whole": False, "share": False}
-        for step in range(1, welcome.ranks):
-            urls = (*self.endpoints[step:], *self.endpoints[:step])
-            self.spread_with.append(Session(urls, self.priority, welcome.fingerprint, **words))
-        shares = tuple(welcome.shares[(here + step) % welcome.ranks] for step in range(welcome.ranks))
-        self._spread = Spread([self, *self.spread_with], welcome.manifest, shares, welcome.spread_rows)
-
-    def _with_rank(self, endpoints: tuple[str, ...]) -> "Session":
+    def _with_rank(self, endpoints: tuple[str, ...], fingerprint: str) -> "Session":
         words = self._options() | {"whole": False, "wait": max(self.wait, self.patience)}
-        return Session(endpoints, self.priority, self.welcome.fingerprint, **words)
+        return Session(endpoints, self.priority, fingerprint, **words)
 
     @property
     def manifest(self) -> list[Layer]:
@@ -275,7 +264,7 @@ class Session(Reconnecting):
         return [line for line in self._lines.values() if line is not None]
 
     def _send(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:
-        if self._spread is not None and (found := self._spread.answer(call, payload, shapes)) is not None:
+        if self.spread is not None and (found := self.spread.answer(call, payload, shapes)) is not None:
             return found
         begun = time.perf_counter()
         lane = self._lanes.mine.lane
@@ -298,14 +287,7 @@ class Session(Reconnecting):
         if self._lock.acquire(timeout=LANE_AFTER_S):
             self._lock.release()
             return None
-        return self._lanes.open(lambda: self._join_within(LANE_JOIN_S), self._may_have_more)
-
-    def _may_have_more(self) -> bool:
-        """Whether more connections are allowed. Private sessions are pinned to one, and a connection over NCCL belongs to a GPU."""
-        if self.keeps_secrets or self.observer or self._device is not CPU or self._connection is None:
-            return False
-        most = min(MOST_LANES, self.welcome.limits.max_tenant_sessions // OF_A_TENANT)
-        return sum(len(session._lanes) for session in lifetime.sessions()) < most
+        return self._lanes.open(lambda: self._join_within(LANE_JOIN_S), lambda: may_have_more(self))
 
     def commons(self) -> dict[int, Tensor]:
         """Return the tensors that every client holds for itself, if an executor on this host shares them. The rest must be read."""
@@ -322,10 +304,10 @@ class Session(Reconnecting):
     def close(self, timeout: float = 1.0) -> None:
         """Leave the executor. A call that another thread has under way gets `timeout` seconds to end. A later call joins again."""
         end = time.monotonic() + timeout
-        for other in [*(self._service.others if self._service else ()), *self.spread_with]:
+        for other in self._service.others if self._service else ():
             other.close(timeout)
-        if self._spread is not None:
-            self._spread.close()
+        if self.spread is not None:
+            self.spread.close(timeout)
         lines, self._lines = self.lines, {}
         for line in lines:
             line.close()
@@ -358,8 +340,6 @@ class Session(Reconnecting):
         self._device = CPU
         self._lines = {}
         self._lanes = Lanes()
-        if self._spread is not None:
-            self._spread.forget_parent()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
         return self
@@ -370,6 +350,14 @@ class Session(Reconnecting):
     def _options(self) -> dict[str, Any]:
         """Return the options for another session with the same executor, or with a rank beside it."""
         return {"whole": self._whole, **{name: getattr(self, name) for name in OPTIONS}}
+
+
+def may_have_more(session: Session) -> bool:
+    """Whether a session may have more connections. Private sessions are pinned to one, and a connection over NCCL belongs to a GPU."""
+    if session.keeps_secrets or session.observer or session._device is not CPU or session._connection is None:
+        return False
+    most = min(MOST_LANES, session.welcome.limits.max_tenant_sessions // OF_A_TENANT)
+    return sum(len(one._lanes) for one in lifetime.sessions()) < most
 
 
 def greeting(session: Session, device: str) -> Callable[[], Hello]:

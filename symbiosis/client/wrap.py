@@ -247,7 +247,7 @@ def stats(model: nn.Module) -> Stats:
     """
     arguments.a_model(model, "stats")
     named = dict.fromkeys(weight.handle.session for weight in remote_weights(model))
-    sessions = [one for session in named for one in (session, *session.spread_with)]
+    sessions = [one for session in named for one in ([session] if session.spread is None else session.spread.callers)]
     if not sessions:
         raise WrapError("this model is not wrapped: symbiosis.wrap(model) first")
     if len(sessions) == 1:

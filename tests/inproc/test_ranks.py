@@ -4,9 +4,11 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -17,7 +19,8 @@ from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.errors import CallError, ConfigError, ExecutorUnavailable, WrapError
 from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.server import Server
-from symbiosis.protocol import ELSEWHERE, Op
+from symbiosis.protocol import ELSEWHERE, Hello, Op
+from symbiosis.transport.accepted import accepted
 from symbiosis.transport.local.striped_weights import PAGE
 from tests.conftest import MODELS, tiny_llama
 from tests.processes import save_tiny_llama
@@ -248,6 +251,18 @@ def test_few_rows_go_to_all_ranks(
         assert (mine - theirs).abs().max() <= 64 * eps * theirs.abs().max().clamp_min(1e-3)
     if "GROUPED" not in figures.by_op:  # which goes to one rank
         assert made[1] > 2 * made[0] if len(shares) == 3 else abs(made[1] / made[0] - 1) < 0.2
+
+
+@pytest.mark.parametrize(
+    "said", [{"shares": (1.0,)}, {"shares": (1.0, -1.0)}, {"shard": "layers"}, {"spread_rows": -3}], ids=str
+)
+def test_rows_that_cannot_be_spread_are_refused(said: dict[str, Any]) -> None:
+    with ranks_of(tiny_llama(), "inproc://said"):
+        told = Session("inproc://said", whole=False).welcome
+    well = {"shard": "fsdp", "ranks": 2, "spread_rows": 4, "shares": (1.0, 3.0)}
+    assert accepted(replace(told, **well), "inproc://said", Hello()).spread_rows == 4
+    with pytest.raises(CallError, match="wants rows to be spread, and does not say over which ranks"):
+        accepted(replace(told, **(well | said)), "inproc://said", Hello())
 
 
 def test_ranks_that_do_not_share_hand_out_the_clients_own_only(model: Path, tmp_path: Path, ids: Tensor) -> None:

@@ -113,7 +113,7 @@ def test_the_table_of_what_ops_use_is_this() -> None:
     """The payload, the matrix and the arithmetic follow from these words; who adds one, adds checks of it."""
     assert {op.name: " ".join(sorted(names)) for op in Op for names in [op.traits.uses]} == {
         "FORWARD": "also bias dtype gradient layer seeded shape", "DGRAD": "also dtype layer seeded shape",
-        "PRODUCT": "columns dtype gradient layer shape view", "LEFT": "columns dtype gradient layer shape view",
+        "PRODUCT": "bias columns dtype gradient layer shape view", "LEFT": "columns dtype gradient layer shape view",
         "GROUPED": "dtype gradient groups layer shape view", "LOOKUP": "dtype layer shape", "NORMS": "dtype layer",
         "READ": "dtype layer view", "ECHO": "dtype shape", "STATS": "",
     }  # fmt: skip

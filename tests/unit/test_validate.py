@@ -16,7 +16,7 @@ from symbiosis.executor.compute.engine import Engine
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from symbiosis.executor.work import HostCall
-from symbiosis.protocol import DTYPES, Call, Op, Reply, View, checked
+from symbiosis.protocol import DTYPES, Call, Op, Reply, View, checked, view_of_outputs
 from symbiosis.transport.inproc import InprocPeer
 from symbiosis.transport.tensors import TORCH_DTYPE, check_values, split_payload
 from tests.frames import only_used
@@ -159,6 +159,8 @@ LINEAR, PLAIN, CONV, TABLE, UP = (NUMBER[name] for name in ("linear", "plain", "
     ("call", "shape"),
     [
         (Call(Op.FORWARD, LINEAR, "float32", ROWS, bias=True), (5, 16)),
+        (Call(Op.PRODUCT, LINEAR, "float32", ROWS, bias=True, view=View((8, 5), (1, 8), 24)), (5, 5)),
+        (Call(Op.PRODUCT, CONV, "float32", ROWS, bias=True, view=View((8, 5), (16, 1), 3)), (5, 5)),
         (Call(Op.FORWARD, CONV, "bfloat16", ROWS, bias=True), (5, 16)),
         (Call(Op.DGRAD, PLAIN, "float16", (5, 16)), ROWS),
         (Call(Op.PRODUCT, UP, "float32", (3, 5, 8), view=View((3, 8, 16), (128, 1, 8), 0)), (3, 5, 16)),
@@ -202,6 +204,23 @@ GROUPED = {"view": View((3, 8, 16), (128, 1, 8), 0), "groups": 3}
         (Call(Op.NORMS, LINEAR, "uint8"), Code.BAD_DTYPE, "takes floating-point rows, not uint8"),
         (Call(Op.GROUPED, UP, "float64", ROWS, **GROUPED), Code.BAD_DTYPE, "experts.up"),
         (Call(Op.FORWARD, PLAIN, "float32", ROWS, bias=True), Code.UNKNOWN_OP, "plain has no bias"),
+        (Call(Op.PRODUCT, LINEAR, "float32", ROWS, bias=True), Code.BAD_VIEW, "and to no others"),
+        (
+            Call(Op.PRODUCT, LINEAR, "float32", ROWS, bias=True, view=View((8, 5), (1, 8), 25)),
+            Code.BAD_VIEW,
+            "and to no others",
+        ),
+        (
+            Call(Op.PRODUCT, CONV, "float32", ROWS, bias=True, view=View((8, 5), (15, 1), 3)),
+            Code.BAD_VIEW,
+            "and to no others",
+        ),
+        (Call(Op.PRODUCT, UP, "float32", ROWS, bias=True), Code.UNKNOWN_OP, "has no bias"),
+        (
+            Call(Op.PRODUCT, PLAIN, "float32", ROWS, bias=True, view=View((8, 5), (1, 8), 24)),
+            Code.UNKNOWN_OP,
+            "has no bias",
+        ),
         (Call(Op.DGRAD, LINEAR, "float32", (5, 16), bias=True), Code.UNKNOWN_OP, "DGRAD does not use bias"),
         (Call(Op.FORWARD, UP, "float32", ROWS), Code.UNKNOWN_OP, "experts.up is a tensor"),
         (Call(Op.LOOKUP, LINEAR, "float32", (7,)), Code.UNKNOWN_OP, "linear is a linear"),
@@ -315,3 +334,14 @@ def test_a_seed_counts_as_the_rows_that_it_stands_for() -> None:
     ]
     assert plans[0].held == plans[1].held == 1000 * (64 + 32) * 4
     assert plans[1].nbytes == 32
+
+
+@pytest.mark.parametrize("number", [LINEAR, CONV])
+def test_some_outputs_of_a_layer_come_with_their_bias(number: int) -> None:
+    layer, x = STORE.manifest[number], torch.randn(5, 8)
+    whole = Call(Op.FORWARD, number, "float32", (5, 8), bias=True)
+    _, expected = computed(whole, (x,), check(whole))
+    for begin, end in ((0, 16), (3, 9), (15, 16)):
+        call = Call(Op.PRODUCT, number, "float32", (5, 8), bias=True, view=view_of_outputs(layer, begin, end))
+        _, columns = computed(call, (x,), check(call))
+        assert torch.allclose(columns, expected[:, begin:end], atol=1e-6) and columns.abs().min() > 0

@@ -14,10 +14,10 @@ Joined = TypeVar("Joined", bound=Reconnecting)
 class Service(Generic[Joined]):
     """The sessions with the ranks beside the one that `first` has joined. `join` makes a session, which joins at its first call."""
 
-    def __init__(self, first: Joined, join: Callable[[tuple[str, ...]], Joined]) -> None:
+    def __init__(self, first: Joined, join: Callable[[tuple[str, ...], str], Joined]) -> None:
         here = first.welcome.rank
         self._others: dict[int, Joined] = {
-            rank: join(tuple(transport.of_rank(url, rank, here) for url in first.endpoints))
+            rank: join(tuple(transport.of_rank(url, rank, here) for url in first.endpoints), first.welcome.fingerprint)
             for rank in range(first.welcome.ranks)
             if rank != here
         }

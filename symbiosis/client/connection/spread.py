@@ -5,26 +5,34 @@ result, and the parts are added in the order of the ranks. Both round otherwise 
 (`--spread-rows`). Any rank could answer alone (`--shard fsdp`), so one that is gone is stood in for by the next.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from symbiosis.client.requests import unshared
-from symbiosis.protocol import FLOATS, Call, Layer, Op, View, view_of_outputs, width
+from symbiosis.protocol import FLOATS, Call, Layer, Op, View, Welcome, view_of_outputs, width
 from symbiosis.transport.tensors import Shapes
 
 Payload = tuple[Tensor, ...]
 
 
 class Caller(Protocol):
-    """A session with one rank, as far as its calls are made here."""
+    """A session with one rank, as far as it is used here."""
 
     def _send(self, call: Call, payload: Payload, shapes: Shapes = ()) -> list[Tensor]: ...
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Leave the executor."""
+        ...
+
+
+Session = TypeVar("Session", bound=Caller)
 
 
 class Share(NamedTuple):
@@ -35,15 +43,32 @@ class Share(NamedTuple):
     end: int
 
 
-class Spread:
-    """Calls of one session that all ranks answer together. `callers` has a session with each rank, and `shares` how much each does."""
+class Spread(Generic[Session]):
+    """Calls of one session that all ranks answer together. `callers` has a session with each rank, this one first, and `shares` how much each
+    of them does."""
 
     def __init__(
-        self, callers: Sequence[Caller], manifest: list[Layer], shares: Sequence[float], most_rows: int
+        self, callers: Sequence[Session], manifest: list[Layer], shares: Sequence[float], most_rows: int
     ) -> None:
-        self._callers, self._manifest, self._most_rows = callers, manifest, most_rows
+        self.callers, self._manifest, self._most_rows = callers, manifest, most_rows
         self._shares = tuple(shares)
         self._pool: ThreadPoolExecutor | None = None
+        self._process = 0  # whose threads they are
+
+    @classmethod
+    def over(
+        cls,
+        first: Session,
+        told: Welcome,
+        endpoints: Sequence[str],
+        join: Callable[[tuple[str, ...], str], Session],
+    ) -> "Spread[Session]":
+        """Spread the calls of `first`, whose endpoints are those of all ranks, its own first. `join` makes a session, which joins at its first
+        call; should its rank be gone, it goes to the next."""
+        here, count = told.session % told.ranks if told.rank == 0 else told.rank, told.ranks
+        others = [join((*endpoints[step:], *endpoints[:step]), told.fingerprint) for step in range(1, count)]
+        shares = [told.shares[(here + step) % count] for step in range(count)]
+        return cls([first, *others], told.manifest, shares, told.spread_rows)
 
     def answer(self, call: Call, payload: Payload, shapes: Shapes) -> list[Tensor] | None:
         """Return the results of a call, or None if it should go to one rank."""
@@ -70,12 +95,12 @@ class Spread:
             for shares in each:
                 call, begin, end = shares[rank]
                 rows = x if forward else x[:, begin:end].contiguous()
-                found.append(self._callers[rank]._send(call, (rows,))[0])
+                found.append(self.callers[rank]._send(call, (rows,))[0])
             return found
 
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(len(self._callers) - 1, "symbiosis-spread")
-        others: list[Future[list[Tensor]]] = [self._pool.submit(made, rank) for rank in range(1, len(self._callers))]
+        if self._pool is None or self._process != os.getpid():  # a forked child has none of its parent's threads
+            self._pool, self._process = ThreadPoolExecutor(len(self.callers) - 1, "symbiosis-spread"), os.getpid()
+        others: list[Future[list[Tensor]]] = [self._pool.submit(made, rank) for rank in range(1, len(self.callers))]
         try:
             first = made(0)
         finally:
@@ -83,12 +108,10 @@ class Spread:
                 one.exception()  # wait: no call may be under way when this one has failed
         return [first, *(one.result() for one in others)]
 
-    def forget_parent(self) -> None:
-        """Let go, in a forked child, of the parent's threads."""
-        self._pool = None
-
-    def close(self) -> None:
-        """End the threads."""
+    def close(self, timeout: float) -> None:
+        """Leave the other ranks."""
+        for other in self.callers[1:]:
+            other.close(timeout)
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
