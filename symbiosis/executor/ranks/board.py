@@ -70,7 +70,8 @@ class Ranks:
         for rank in range(self.ranks):
             if rank != self.rank and self._store.check([f"file{rank}"]) and self._store.check([f"file{self.rank}"]):
                 with suppress(OSError):
-                    if found := part_of(self.rank, self._place(rank).path):
+                    found = part_of(self.rank, self._place(rank).path)
+                    if found is not None:
                         return found, self._place(self.rank).digest
         return None
 
@@ -84,7 +85,8 @@ class Ranks:
         end = time.monotonic() + LONGEST_LOAD.total_seconds()
         while True:
             with suppress(OSError):
-                if found := part_of(rank, self._place(rank, mine).path):
+                found = part_of(rank, self._place(rank, mine).path)
+                if found is not None:  # a small model's part may be nothing at all
                     return found
             if time.monotonic() > end:
                 raise ConfigError(f"rank {rank} does not hand over its part: start the service anew")
