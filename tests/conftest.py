@@ -1,6 +1,14 @@
-"""Fixtures: small models built from configurations, and executors that serve them."""
+"""Fixtures: small models built from configurations, and executors that serve them.
+
+Torch and transformers are imported where they are used: the controller of pytest-xdist imports this file, too, and all workers wait for it.
+"""
+
+from __future__ import annotations
 
 import copy
+import fcntl
+import gc
+import hashlib
 import multiprocessing.process
 import os
 import shutil
@@ -8,21 +16,21 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: products of one thread round alike in every thread
-
-import torch  # noqa: E402
 from hypothesis import settings
-from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 import symbiosis
 from tests.tally import pytest_runtest_makereport, pytest_sessionfinish  # noqa: F401  (hooks)
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: products of one thread round alike in every thread
 settings.register_profile("symbiosis", deadline=None)  # a busy machine is no bug
 settings.load_profile("symbiosis")
 
@@ -39,9 +47,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in long]
 
 
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what the imports made: tests collect often, and it stays to the end anyway."""
+    gc.collect()
+    gc.freeze()
+
+
 def tiny_llama(
     hidden: int = 64, inner: int = 96, heads: int = 4, key_value_heads: int = 2, layers: int = 2, tied: bool = False
 ) -> nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
@@ -57,6 +74,9 @@ def wide_llama() -> nn.Module:
 
 
 def tiny_gpt2() -> nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM, GPT2Config
+
     torch.manual_seed(0)
     config = GPT2Config(
         n_embd=64, n_layer=2, n_head=4, vocab_size=100, n_positions=128, bos_token_id=1, eos_token_id=2, pad_token_id=0
@@ -65,6 +85,9 @@ def tiny_gpt2() -> nn.Module:
 
 
 def tiny_mixtral() -> nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM, MixtralConfig
+
     torch.manual_seed(0)
     config = MixtralConfig(
         hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -76,6 +99,9 @@ def tiny_mixtral() -> nn.Module:
 
 def exact(model: nn.Module) -> nn.Module:
     """Its weights made small multiples of 1/8: sums with rows of that kind are exact in any order."""
+    import torch
+    from torch import nn
+
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         if isinstance(module, nn.Linear):
@@ -113,7 +139,8 @@ def no_process_in_unit_and_inproc(request: pytest.FixtureRequest, monkeypatch: p
 def small_numbers_stay() -> Iterator[None]:
     """An executor that a test ran in its own thread has left it without denormal numbers."""
     yield
-    torch.set_flush_denormal(False)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_flush_denormal(False)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -124,11 +151,38 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each C source once for all workers of a run, instead of once in each of them."""
+    from symbiosis.kernels import compile_c
+
+    base, compiled = tmp_path_factory.getbasetemp(), compile_c.compiled
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "libraries"
+    folder.mkdir(exist_ok=True)
+
+    @contextmanager
+    def kept(source: Path, *flags: str) -> Iterator[str]:
+        name = hashlib.sha256(repr((os.environ.get("CC"), source.read_bytes(), flags)).encode()).hexdigest()
+        library = folder / f"{name}.so"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                with compiled(source, *flags) as made:
+                    shutil.copy(made, library)
+        yield str(library)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile_c, "compiled", kept)
+        yield
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "mixtral": tiny_mixtral}
 
 
 @pytest.fixture
 def ids() -> torch.Tensor:
+    import torch
+
     return torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
 
 
@@ -179,6 +233,8 @@ def serve(
 @pytest.fixture
 def memory_is_filled_with_nan() -> Iterator[None]:
     """What torch hands out uninitialised would show."""
+    import torch
+
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     assert torch.empty(3).isnan().all()

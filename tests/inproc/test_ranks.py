@@ -185,7 +185,7 @@ def test_what_ranks_load_of_a_checkpoint_is_the_model(how: str, checkpoint: Path
 def test_a_rank_loads_a_few_whole_tensors_at_a_time(checkpoint: Path) -> None:
     """In as many turns as it takes; the parts are the same."""
     files = {}
-    for at_once in (1, 1 << 14, 1 << 30):
+    for at_once in (1, 1 << 16, 1 << 30):
         striped = StripedModel(str(checkpoint), None)
         parts = [striped.part((1.0, 1.0), rank, at_once) for rank in (0, 1)]
         files[at_once] = [part.seal().fileno() for part in parts]

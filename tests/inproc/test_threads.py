@@ -20,6 +20,7 @@ from tests.conftest import tiny_llama
 from tests.processes import until
 
 X = torch.arange(6.0).reshape(2, 3)
+HEARTBEAT_S = 0.8
 
 
 def echo(session: Session) -> Tensor:
@@ -64,7 +65,7 @@ def callers(number: int, call: Callable[[], Any]) -> Iterator[list[Caller]]:
 
 @pytest.fixture
 def executor(serve: Callable, url: str) -> symbiosis.Executor:
-    return serve(tiny_llama(), listen=[url], heartbeat_s=2.0, policy="immediate")
+    return serve(tiny_llama(), listen=[url], heartbeat_s=HEARTBEAT_S, policy="immediate")
 
 
 def test_a_thread_that_others_keep_waiting_has_a_connection_of_its_own(executor: symbiosis.Executor) -> None:
@@ -80,7 +81,7 @@ def test_a_thread_that_others_keep_waiting_has_a_connection_of_its_own(executor:
         two.must_answer()  # nobody kept it waiting
         assert len(executor.server.sessions) == 2 and session.stats.calls == 4
         sessions, begun = list(executor.server.sessions.values()), time.monotonic()
-        until(lambda: all(one.heard > begun + 2.0 for one in sessions), "beats of both, which keep them in")
+        until(lambda: all(one.heard > begun + HEARTBEAT_S for one in sessions), "beats of both, which keep them in")
         assert len(executor.server.sessions) == 2 and executor.server.ledger.dropped == 0
     until(lambda: len(executor.server.sessions) == 1, "the end of the connection of a thread that ended")
     assert torch.equal(echo(session), X)

@@ -62,9 +62,11 @@ def test_compiled_without_graph_breaks(llama: nn.Module, split: nn.Module, ids: 
     assert (explained.graph_count, explained.graph_break_count) == (1, 0)
 
 
-def test_compiled_training(llama: nn.Module, split: nn.Module, ids: Tensor) -> None:
+def test_compiled_training(serve: Callable, ids: Tensor) -> None:
     torch._dynamo.reset()
-    plain, remote = adapted(llama), adapted(split)
+    model = tiny_llama(layers=1)
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint)
+    plain, remote = adapted(model), adapted(split)
     expected = step(plain, ids)
     remote.train()
     torch.manual_seed(5)
@@ -73,9 +75,11 @@ def test_compiled_training(llama: nn.Module, split: nn.Module, ids: Tensor) -> N
     assert_same(got, expected)
 
 
-def loss_of_a_model_that_is_gone(endpoint: str, exact: bool, compiled: bool, ids: Tensor) -> tuple[Tensor, Any]:
+def loss_of_a_model_that_is_gone(
+    endpoint: str, exact: bool, compiled: bool, ids: Tensor, layers: int = 2
+) -> tuple[Tensor, Any]:
     """And the adapter's parameters."""
-    model = adapted(symbiosis.wrap(tiny_llama(), endpoint, exact=exact))
+    model = adapted(symbiosis.wrap(tiny_llama(layers=layers), endpoint, exact=exact))
     model.train()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     logits(model, ids)  # shows which layers get the same tensor
@@ -101,9 +105,9 @@ def test_a_graph_outlives_its_model(llama: nn.Module, serve: Callable, ids: Tens
     assert len(sessions()) == before
 
 
-def test_a_compiled_graph_says_that_its_model_is_gone(llama: nn.Module, serve: Callable, ids: Tensor) -> None:
+def test_a_compiled_graph_says_that_its_model_is_gone(serve: Callable, ids: Tensor) -> None:
     torch._dynamo.reset()
-    loss, _ = loss_of_a_model_that_is_gone(serve(llama).endpoint, True, True, ids)
+    loss, _ = loss_of_a_model_that_is_gone(serve(tiny_llama(layers=1)).endpoint, True, True, ids, layers=1)
     torch._dynamo.reset()
     gc.collect()
     with pytest.raises(RemoteWeightError, match="keep the model until its backward pass is over"):

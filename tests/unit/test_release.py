@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.transport.local.segment import Slab
+from symbiosis.transport.release import APART
 from symbiosis.transport.tensors import empty, tensor_of_frame
 from tests.processes import until
 
@@ -22,8 +23,8 @@ def filled(memory: Tensor) -> Tensor:
     return memory.fill_(1)
 
 
-def segment() -> Slab:
-    slab = Slab.create(GIB)
+def segment(nbytes: int = GIB) -> Slab:
+    slab = Slab.create(nbytes)
     filled(slab._bytes)
     return slab
 
@@ -79,13 +80,14 @@ def test_giving_back_a_gib_does_not_hold_who_does_it(what: str) -> None:
 
 
 def test_a_client_reads_the_last_reply_after_its_executor_has_gone() -> None:
-    slab = segment()
-    theirs = mmap.mmap(slab.fd, GIB)
+    nbytes = 4 * APART
+    slab = segment(nbytes)
+    theirs = mmap.mmap(slab.fd, nbytes)
     before = len(list(Path("/proc/self/fd").iterdir()))
     slab.close()
     del slab
     until(lambda: len(list(Path("/proc/self/fd").iterdir())) == before - 2, "the end of the executor's handles")
-    assert theirs[GIB // 2] == theirs[GIB - 1] == 1
+    assert theirs[nbytes // 2] == theirs[nbytes - 1] == 1
 
 
 def test_tensors_over_memory_that_is_given_back_keep_it() -> None:
