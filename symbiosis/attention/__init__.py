@@ -1,1 +1,1 @@
-"""Attention that programs have for themselves, put into transformers' models by its own interface: over keys and values in the host's memory."""
+"""Attention over keys and values that lie in the host's memory, put into transformers' models by transformers' own interface."""

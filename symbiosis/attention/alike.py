@@ -1,4 +1,4 @@
-"""Whether a model that computes attention in another way has the logits that it had before: tokens to try, and how near is near."""
+"""Checks that a model whose attention was replaced still has the logits that it had before: tokens to try, and how near is near."""
 
 from typing import Any
 
@@ -15,6 +15,7 @@ AS_GOOD_AS = {
 
 
 def text_config(model: nn.Module) -> Any:
+    """Return the configuration of the part of a model that reads and writes text."""
     return model.config.get_text_config()  # type: ignore[operator, union-attr]
 
 
@@ -32,6 +33,7 @@ def logits_alone(model: nn.Module, tokens: list[int]) -> Tensor:
 
 
 def probe_tokens(model: nn.Module) -> tuple[list[int], list[int]]:
+    """Return two short texts to try a model with, always the same."""
     generator, (lengths, _) = torch.Generator().manual_seed(0), PROBE
     long, short = (torch.randint(text_config(model).vocab_size, (n,), generator=generator).tolist() for n in lengths)
     return long, short

@@ -26,12 +26,12 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a block."""
+        """How many tokens a block holds."""
         return min(MOST, max(FEWEST, BLOCK_BYTES // self.token_bytes // FEWEST * FEWEST))
 
     @property
     def values_at(self) -> int:
-        """Elements of a block before its values."""
+        """How many elements of a block come before its values."""
         return self.tokens * self.heads * self.key
 
 
@@ -71,7 +71,7 @@ class Sequence:
             done += count
 
     def pieces(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """What is there, block by block: the first token, and keys and values [tokens, heads, size]."""
+        """Yield what is kept, block by block: its first token, its keys and its values [tokens, heads, size]."""
         for number, block in enumerate(self.blocks):
             first = self.first + number * self.shape.tokens
             count = min(self.shape.tokens, self.end - first)
@@ -93,11 +93,11 @@ class Sequence:
         self.first = first
 
     def first_after(self, token: int) -> int:
-        """The first token that is there once those before `token` are forgotten."""
+        """Return the first token that is kept once those before `token` are forgotten."""
         return self.first + max(0, token - self.first) // self.shape.tokens * self.shape.tokens
 
     def fork(self) -> "Sequence":
-        """Another sequence that has begun the same. What is there is shared, not copied."""
+        """Return another sequence with the same beginning. Its blocks are shared, not copied."""
         for block in self.blocks:
             block.owners += 1
         return Sequence(self.shape, self.memory, list(self.blocks), self.first, self.end)

@@ -1,4 +1,4 @@
-"""What a GPU copies to the host's memory and back, beside what it computes."""
+"""Copies between a GPU and the host's memory, which run while the GPU computes."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -30,7 +30,8 @@ class Copies:
             tensor.record_stream(self._stream)
 
     def wait(self, for_few: bool = False) -> None:
-        """Return when what was copied is in the host's memory; `for_few`: also what the current stream has copied."""
+        """Return when what was copied is in the host's memory. With `for_few`, wait also for copies of few rows, which the current stream
+        makes."""
         if for_few:
             torch.cuda.current_stream(self._stream.device).synchronize()
         if self._written is not None:
@@ -88,7 +89,7 @@ class Copies:
 
 
 def _groups(parts: Iterable[tuple[int, Tensor, Tensor]], tokens: int) -> Iterator[list[tuple[int, Tensor, Tensor]]]:
-    """As many parts together as have so many tokens."""
+    """Yield groups of parts that follow one another, each of at most `tokens` tokens in all."""
     group: list[tuple[int, Tensor, Tensor]] = []
     for part in parts:
         if group and sum(len(keys) for _, keys, _ in group) + len(part[1]) > tokens:
@@ -100,7 +101,7 @@ def _groups(parts: Iterable[tuple[int, Tensor, Tensor]], tokens: int) -> Iterato
 
 
 class AllCopies:
-    """Of a cache, for every GPU that its model has layers on."""
+    """The copies of one cache, by the GPU; a model may have layers on several."""
 
     def __init__(self) -> None:
         self._copies: dict[torch.device, Copies] = {}

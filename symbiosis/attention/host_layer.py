@@ -1,5 +1,5 @@
-"""What one layer keeps of a context in the host's memory, and attention over it: of few rows by the CPUs where it lies, of many in pieces
-on the rows' own device."""
+"""What one layer keeps of a context in the host's memory, and attention over it. The CPUs compute few rows, where keys and values lie.
+Many rows are computed on their own device, to which keys and values come in pieces."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -97,8 +97,8 @@ class HostLayer(DynamicLayer):
         self._waiting.clear()
 
     def attend(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, how: How) -> Tensor:
-        """Queries [sequences, heads, rows, size] look at what is kept; `keys` and `values` are the newest. The result is [sequences, rows,
-        heads, size]."""
+        """Compute attention of queries [sequences, heads, rows, size] over all that is kept, as [sequences, rows, heads, size]. `keys` and
+        `values` are the newest of it."""
         read = self._masks.of(mask, len(query), query.shape[2], self._kept)
         if query.shape[2] <= FEW_ROWS and compiled(self.shape.dtype) is not None:
             result = self._beside_the_memory(query, read, how)
@@ -126,7 +126,7 @@ class HostLayer(DynamicLayer):
         return result.view(sequences, rows, heads, -1).to(device, query.dtype, non_blocking=True)
 
     def _addresses(self) -> Tensor:
-        """Of blocks, [sequences, blocks]."""
+        """Return where the blocks lie, int64 [sequences, blocks]."""
         blocks = tuple(id(block) for sequence in self._sequences for block in sequence.blocks)
         if self._tables is None or self._tables[0] != blocks:
             table = [[block.keys.data_ptr() for block in sequence.blocks] for sequence in self._sequences]
@@ -152,7 +152,7 @@ class HostLayer(DynamicLayer):
         return result
 
     def _pieces(self, sequence: Sequence, end: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Keys and values [tokens, heads, size] before token `end`, all of them counted from the first that is kept."""
+        """Yield keys and values [tokens, heads, size] before token `end`. Tokens are counted from the first that is kept."""
         self._settle(reads=device.type == "cpu")
         parts = (
             (first - sequence.first, k[: end - (first - sequence.first)], v[: end - (first - sequence.first)])
@@ -166,7 +166,7 @@ class HostLayer(DynamicLayer):
 
     @property
     def _kept(self) -> int:
-        """Tokens, of every sequence."""
+        """How many tokens of each sequence are kept."""
         waiting = sum(both.shape[1] for both in self._waiting)
         return waiting + self._sequences[0].end - self._sequences[0].first if self._sequences else 0
 
@@ -221,7 +221,7 @@ class HostLayer(DynamicLayer):
             sequence.release()
 
     def offload(self) -> None:
-        """All is in the host's memory."""
+        """Do nothing: all of it is in the host's memory."""
 
     def prefetch(self) -> None:
-        """Nothing is to come back."""
+        """Do nothing: nothing comes back before it is needed."""

@@ -6,14 +6,15 @@ from torch import Tensor
 from symbiosis.errors import OutOfHostMemory
 from symbiosis.memory import free_memory
 
-AHEAD, SPARE = 1 << 28, 1 << 28  # bytes that are asked for at once, and that are left to others
+AHEAD, SPARE = 1 << 28, 1 << 28  # bytes: reserved at once; left to other programs
 
 
 class HostMemory:
-    """Is asked before memory is taken, so that a context that does not fit ends with an error and not with the process."""
+    """Hands out the host's memory as long as there is some free. A context that does not fit gets an error; without this, the system would
+    end the process."""
 
     def __init__(self) -> None:
-        self.pinned = False  # that a GPU copies from and to it
+        self.pinned = False  # whether a GPU copies from it and to it
         self._granted = 0
 
     def take(self, size: int) -> Tensor:

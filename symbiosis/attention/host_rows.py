@@ -1,4 +1,4 @@
-"""What a layer's attention is handed in place of its keys and its values, while they lie in the host's memory."""
+"""Stand-ins for keys and values that lie in the host's memory, which a layer hands to its attention."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +15,8 @@ class Touched(TypeError):
 
 
 class HostRows(Tensor):
-    """A tensor with shape, dtype and device, and no values: only the attention that `offload_cache` puts in reads them, from where they
-    lie. `rows` are those of them that are new."""
+    """A tensor with a shape, a dtype and a device, and without values. Only the attention that `offload_cache` puts in can read what it
+    stands for. `rows` are the newest of these keys or values."""
 
     layer: Any
     rows: Tensor

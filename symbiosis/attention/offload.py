@@ -1,4 +1,4 @@
-"""A cache in the host's memory for models of transformers, and the attention that goes over it, put in by transformers' own interface."""
+"""`offload_cache`: a cache in the host's memory for a model of transformers, and the attention that reads it."""
 
 import os
 import sys
@@ -22,11 +22,9 @@ from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.kernels.paged_attention import How
 
 NAMES = {"sdpa": "symbiosis_host", "eager": "symbiosis_host_eager"}  # by the attention of calls without such a cache
-STEPS, TOGETHER = (
-    (0, 10, 20, 25, 26, 27, 28, 29, 30),
-    10,
-)  # of the text that is tried; tokens that are computed in one of three ways
-MOST_OF_HALF = 0.6
+STEPS = 0, 10, 20, 25, 26, 27, 28, 29, 30  # where the pieces of the text begin that is tried
+TOGETHER = 10  # tokens of the text that are computed in the same one of three ways
+MOST_OF_HALF = 0.6  # of tokens in half precision that must agree
 KEPT_AS_THEY_ARE = {"DummyLayer", "LinearAttentionLayer"}  # layers of caches without keys and values
 
 _proved: WeakSet[nn.Module] = WeakSet()
@@ -54,16 +52,16 @@ class HostCache(DynamicCache):
 def offload_cache(model: nn.Module, *, threads: int | None = None) -> HostCache:
     """Return an empty cache for `model` that lies in the host's memory: give it to `generate` or to the model, as `past_key_values`.
 
-    Keys and values go there as they are made. A few new tokens look at them by the CPUs, where they lie; many look at them in pieces, on
-    the device that the model is on. Where the model is on a CPU, nothing is copied at all. The model's attention is replaced by one that
-    knows such caches, and works as before with all others. That the logits stay the same is tried with a few tokens, once for a model.
+    Keys and values go there as they are made. For a few new tokens, the CPUs compute attention where these lie. For many, keys and values
+    come to the model's device in pieces. Nothing is copied if the model is on a CPU. The model's attention is replaced by one that knows such
+    caches, and works as before with all others. Once for each model, a few tokens are tried, to see that the logits stay the same.
 
     Args:
         model: A causal language model of transformers, wrapped or not, perhaps with an adapter of PEFT's; in `eval` mode.
-        threads: Of the CPUs, for few tokens. Default: as many as this process may use.
+        threads: How many threads compute attention for few tokens. Default: as many as there are CPUs that this process may use.
 
     Raises:
-        ConfigError: This model's attention cannot be replaced, or its logits are then others.
+        ConfigError: This model's attention cannot be replaced, or its logits would change.
 
     >>> import symbiosis, torch
     >>> from transformers import AutoModelForCausalLM
@@ -97,7 +95,7 @@ def _check(model: nn.Module, base: nn.Module) -> None:
     if not hasattr(base, "set_attn_implementation") or not hasattr(base, "get_output_embeddings"):
         raise ConfigError("it is no causal language model of transformers")
     if getattr(base.config, "is_encoder_decoder", False):
-        raise ConfigError("it is an encoder and a decoder, whose caches are others")
+        raise ConfigError("it has an encoder and a decoder, whose caches are of another kind")
     if model.training:
         raise ConfigError("it is being trained: call its eval() first")
     kinds = {str(getattr(config, "peft_type", "")) for config in getattr(model, "peft_config", {}).values()}
@@ -110,7 +108,7 @@ def _attention_of(base: nn.Module) -> str:
 
 
 def _layers_of(config: Any) -> list[Any]:
-    """What transformers' own cache of this model is made of."""
+    """Return the layers of the cache that transformers would make for this model."""
     layers = DynamicCache(config=config).layers
     return layers or [DynamicLayer() for _ in range(getattr(config, "num_hidden_layers", 0))]
 
@@ -154,11 +152,12 @@ def _prove(base: Any, before: str, name: str) -> None:
             if before == "sdpa"
             else ""
         )
-        raise ConfigError(f"its logits are then off by {float(off.max()):.1e} of the largest{hint}")
+        raise ConfigError(f"its logits are off by {float(off.max()):.1e} of the largest{hint}")
 
 
 def _is_rounding(off: Tensor, dtype: torch.dtype) -> bool:
-    """Whether tokens are as they were. In a half type, rounding sends some to other experts: then most of them."""
+    """Whether tokens differ by no more than rounding. In half precision, rounding sends some tokens to other experts, so that only most
+    of them must agree."""
     most = 1.0 if dtype.itemsize > 2 else MOST_OF_HALF
     return float((off <= AS_GOOD_AS[dtype]).float().mean()) >= most
 

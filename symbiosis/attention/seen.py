@@ -10,14 +10,14 @@ from symbiosis.kernels.paged_attention import Seen
 
 
 class Piece(NamedTuple):
-    """What rows see of some tokens. `mask` is None where that is all."""
+    """What rows see of some tokens: whether any, and which; `mask` is None if every row sees all of them."""
 
     any: bool
     mask: Tensor | None
 
 
 class Mask:
-    """Of one step: [sequences, rows, tokens], of which a layer has kept so many."""
+    """The mask of one step, bool [sequences, rows, tokens]: a row sees a token where it is true. None is the causal mask."""
 
     def __init__(self, mask: Tensor | None, sequences: int, rows: int, tokens: int) -> None:
         self.sequences, self.rows, self.tokens = sequences, rows, tokens
@@ -26,7 +26,7 @@ class Mask:
         self._pieces: dict[tuple[int, int, int], tuple[bool, bool]] = {}
 
     def seen(self) -> Seen:
-        """For the kernel of a CPU."""
+        """Return the mask as the kernel for CPUs takes it."""
         if self._seen is None:
             which = torch.arange(self.sequences) * self.rows
             if self.mask is None:
@@ -44,7 +44,8 @@ class Mask:
         return Seen(which, ends, self.tokens, self.rows, begins, None if everything else sees)
 
     def piece(self, sequence: int, first: int, end: int) -> Piece:
-        """What the rows of a sequence see of the tokens from `first` up to `end`; without a mask, of those before the rows' own."""
+        """Return what the rows of a sequence see of the tokens from `first` up to `end`. Without a mask, these must all come before the
+        rows' own tokens."""
         if self.mask is None:
             return Piece(True, None)
         some = self.mask[sequence, :, first:end]
@@ -73,7 +74,7 @@ class Mask:
 
 
 class Masks:
-    """The masks of one step, of which there is one for each kind of layer, each read once for all layers."""
+    """The masks of one step. There is one for each kind of layer, and each is read once for all layers of that kind."""
 
     def __init__(self) -> None:
         self._read: list[tuple[Tensor | None, Mask]] = []

@@ -1,4 +1,4 @@
-"""Attention over keys and values that come in pieces: what rows see in each is joined by how much weight it has."""
+"""Attention over keys and values that come in pieces. The results of the pieces are added up by their weights."""
 
 from collections.abc import Iterator
 
@@ -29,8 +29,8 @@ class Joined:
         self._weight = query.new_full((heads, rows), float("-inf"), dtype=torch.float32)
 
     def look(self, key: Tensor, value: Tensor, mask: Tensor | None = None, causal: bool = False) -> None:
-        """At keys and values [fewer heads, tokens, size]. A row sees all of them, those where `mask` [rows, tokens] is true, or (as many
-        as there are rows) those up to its own."""
+        """Take in a piece: keys and values [fewer heads, tokens, size]. A row sees all of its tokens, or those where `mask` [rows, tokens]
+        is true. If `causal`, the tokens are the rows' own, and a row sees those up to its own."""
         key, value = key.to(self._query.dtype), value.to(self._query.dtype)
         found = None
         if mask is None and self._how.softcap is None:
@@ -79,7 +79,8 @@ def _by_formula(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
 
 
 def _fused(query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float) -> tuple[Tensor, Tensor] | None:
-    """Compute what `_by_formula` does by torch's own kernels, which write no scores to memory. None where there is none for these."""
+    """Compute the same as `_by_formula` by torch's own kernels, which write no scores to memory. Return None if there is none for these
+    tensors."""
     heads, rows, size = query.shape
     if causal and heads != len(key):
         key, value = (each.repeat_interleave(heads // len(key), dim=0) for each in (key, value))

@@ -44,7 +44,7 @@ class How:
     def told(
         cls, query: Tensor, scaling: float | None, window: int | None, softcap: float | None, sinks: Tensor | None
     ) -> "How":
-        """As transformers' attention interface says it."""
+        """Make it of the arguments of transformers' attention interface."""
         return cls(query.shape[-1] ** -0.5 if scaling is None else scaling, window, softcap, sinks)
 
 
@@ -168,7 +168,7 @@ class PagedAttention:
         self._attend(shape, Tensors(*(None if each is None else each.data_ptr() for each in given)))
 
     def _of_size(self, elements: int) -> Tensor:
-        """Of this thread, for as long as no larger one is needed."""
+        """Return room for so many numbers. Each thread has its own, and keeps it until it needs more."""
         room = getattr(self._room, "room", None)
         if room is None or len(room) < elements:
             room = self._room.room = torch.empty(elements)

@@ -2,11 +2,12 @@
 all layers of the group, one expands them for all. `symbiosis/kernels/adapter_rows.py` is the formula.
 
 Rows of the batch come in tiles: up to `TILE` rows behind each other that are of one adapter; a tile of no rows, or without a record, is
-left at once. So a launch depends on how many tiles there may be, and not on the adapters: it can be part of a CUDA graph. Where sequences
-have a row each, tiles are of one row, and there are kernels of their own: all that they read is on its way at once, as they are as fast as
-memory answers. A record says,
-in 64-bit words in the GPU's memory, what an adapter does; every row of its matrices has an address of its own, as it may lie anywhere,
-and one for each piece of so many columns if it is longer than a page:
+left at once. So a launch depends on how many tiles there may be, and not on the adapters: it can be part of a CUDA graph. If every
+sequence has one row, tiles have one row, too, and other kernels (`_shrink_one`, `_expand_one`) compute them: their time is that of reading
+memory, so they ask for all that they read at once.
+
+A record says what an adapter does, in 64-bit words in the GPU's memory. The rows of its matrices may lie anywhere, so a record has the
+address of each. A row that is longer than a page is in pieces of a page each, with an address for each piece:
 
     shrink    rank of all layers of the group together; then the addresses of the rows of `down` of all of them
     expand    rank of the layer, which of the group's is its first, where in the record the addresses of `gain` and of `shift` are (0: none);
@@ -49,7 +50,7 @@ BEHIND = RANKS * BLOCKS
 def _pointers(  # type: ignore[no-untyped-def]
     record, r, ranks, at, columns, chunks, width, FLOAT: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr
 ):  # fmt: skip
-    """Of the elements [r, columns] of the rows whose addresses begin at word `at`."""
+    """Return pointers to the elements [r, columns] of the rows whose addresses begin at word `at`."""
     if CHUNKED:
         chunk = columns // width
         address = tl.load(record + at + (r * chunks)[:, None] + chunk[None, :], mask=(r < ranks)[:, None], other=0)
@@ -67,7 +68,7 @@ def _weights(  # type: ignore[no-untyped-def]
     record, start, ranks, at, columns, inside, chunks, width, FLOAT: tl.constexpr, RANKS: tl.constexpr, CHUNKED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Rows from `start` on, of those whose addresses begin at word `at`: [rows, columns]."""
+    """Load rows [rows, columns] from number `start` on, of those whose addresses begin at word `at`."""
     r = start + tl.arange(0, RANKS)
     of = _pointers(record, r, ranks, at, columns, chunks, width, FLOAT, CHUNKED, ALIGNED)
     return tl.load(of, mask=(r < ranks)[:, None] & inside[None, :], other=0.0)
@@ -77,7 +78,8 @@ def _weights(  # type: ignore[no-untyped-def]
 def _member_at(  # type: ignore[no-untyped-def]
     block, y0, y1, y2, y3, N0, N1, N2, N3, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Which layer of a group a block of columns is of; where its results begin, its width, and how many blocks are before its own."""
+    """Return which layer of a group a block of columns belongs to, where that layer's results begin, its width, and how many blocks come
+    before its first."""
     end0 = tl.cdiv(N0, COLUMNS)
     end1 = end0 + tl.cdiv(N1, COLUMNS)
     end2 = end1 + tl.cdiv(N2, COLUMNS)
@@ -94,7 +96,7 @@ def _shrink_one(  # type: ignore[no-untyped-def]
     x, low, tiles, records, entry, most, K, stride, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr, RANKS: tl.constexpr,
     COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, and of one part of its columns."""
+    """Shrink one row, of which each program reads one part of the columns."""
     tile, part = tl.program_id(0), tl.program_id(2)
     row, count = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
     address = tl.load(records + entry * most + tile)
@@ -118,7 +120,7 @@ def _expand_one(  # type: ignore[no-untyped-def]
     y0, y1, y2, y3, N0, N1, N2, N3, low, tiles, records, entry, most, room, width, FLOAT: tl.constexpr, SPLIT: tl.constexpr,
     PARTS: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Of one row. PARTS: SPLIT, padded. Long: as `_expand`."""
+    """Expand one row. PARTS is SPLIT, padded to a power of two. Long for the same reason as `_expand`."""
     tile = tl.program_id(0)
     row, count = tl.load(tiles + 2 * tile).to(tl.int64), tl.load(tiles + 2 * tile + 1)
     member, y, N, before = _member_at(tl.program_id(1), y0, y1, y2, y3, N0, N1, N2, N3, COLUMNS)
@@ -196,7 +198,8 @@ def _expand(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, RANKS: tl.constexpr, COLUMNS: tl.constexpr, HEAD: tl.constexpr, CHUNKED: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """The layers' records are entries behind each other, from `entry` on. Long: one loop over pointers that it has just laid out."""
+    """Expand a tile of rows. The layers' records are consecutive entries, from `entry` on. Long: one loop over pointers that it has just
+    laid out."""
     tile, block = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
     member, y, N, before = _member_at(block, y0, y1, y2, y3, N0, N1, N2, N3, COLUMNS)
@@ -242,13 +245,14 @@ def _expand(  # type: ignore[no-untyped-def]
 
 
 def parts_of(width: int) -> int:
-    """Into how many parts the rows of a `down` of this width are cut, so that few rows occupy the whole GPU."""
+    """Return into how many parts the rows of a `down` of this width are cut, so that few rows occupy the whole GPU."""
     return int(triton.cdiv(width, SHRINK_ONE.columns))
 
 
 class Tiles(NamedTuple):
-    """Which rows of a batch are whose. `words`: int32 [tiles, first row and how many]. `records`: the address of the record of each entry
-    for each tile, int64 [entries, tiles]; 0: nothing to do. `singly`: no tile has more than one row."""
+    """Which rows of a batch belong to which adapter. `words`, int32 [tiles, 2], has the first row of each tile, and how many rows it has.
+    `records`, int64 [entries, tiles], has the address of each tile's record for each entry, or 0 if there is nothing to do. `singly` says
+    that no tile has more than one row."""
 
     words: Tensor
     records: Tensor
@@ -256,8 +260,8 @@ class Tiles(NamedTuple):
 
 
 def shrink(x_TK: Tensor, tiles: Tiles, count: int, entry: int, page: int, low: Tensor) -> None:
-    """Rows times all `down` of the group whose record is `entry`, in parts that are still to be added up, into `low` (float32 [rows, parts,
-    ranks of the group at most]). `count`: of tiles; `page`: elements."""
+    """Multiply rows by all `down` of the group whose record is `entry`. Each part of the columns has its own sum, in `low`: float32 [rows,
+    parts, ranks of the group at most]. `count` is the number of tiles, and `page` the elements of a page."""
     (_, K), (_, parts, room) = x_TK.shape, low.shape
     aligned = K % ALIGNED == 0 and page % ALIGNED == 0 and x_TK.dtype != torch.float32
     grid = count, min(BLOCKS, triton.cdiv(room, RANKS)), parts
@@ -275,8 +279,8 @@ def shrink(x_TK: Tensor, tiles: Tiles, count: int, entry: int, page: int, low: T
 
 
 def expand_(ys: Sequence[Tensor], tiles: Tiles, count: int, entry: int, page: int, low: Tensor) -> None:
-    """Adds what is missing to the products of each layer of a group, [rows, N], whose records are entries from `entry` on; multiplies
-    and shifts them before where adapters do."""
+    """Complete the products `ys`, [rows, N], of the layers of a group, whose records are the entries from `entry` on: multiply and shift
+    them where adapters do that, and add what `shrink` has put into `low`, times `up`."""
     assert 0 < len(ys) <= MOST_MEMBERS and all(y.is_contiguous() for y in ys)
     padded = [*ys, *[ys[0]] * (MOST_MEMBERS - len(ys))]
     widths = [y.shape[1] for y in ys] + [0] * (MOST_MEMBERS - len(ys))
@@ -293,7 +297,7 @@ def expand_(ys: Sequence[Tensor], tiles: Tiles, count: int, entry: int, page: in
 
 
 def tiles_of(runs: Sequence[tuple[int, int]], size: int = TILE) -> list[tuple[int, int, int]]:
-    """(first row, rows, number of the run) of the tiles of these runs of rows, each (first row, rows).
+    """Cut runs of rows, each (first row, rows), into tiles: (first row, rows, number of the run).
 
     >>> tiles_of([(0, 2), (2, 20)])
     [(0, 2, 0), (2, 16, 1), (18, 4, 1)]

@@ -1,7 +1,8 @@
 """Attention over keys and values that lie in pages, on a GPU. `attend` in `symbiosis/kernels/paged_attention.py` is the formula.
 
-Tables say which rows look at what: `Slots` finds pages, int32 [slots, layers, pages]; the rest names rows of the batch. What a table does
-not need of its room is -1, or no rows, and is left at once: a launch depends on how much there may be, and can be part of a CUDA graph.
+Tables say which rows look at what. One has the pages of each slot, int32 [slots, layers, pages]; the others name rows of the batch. An
+entry that is not in use is -1, or has no rows, and its program ends at once. So a launch depends on the size of the tables only, and can be
+part of a CUDA graph.
 """
 
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from symbiosis.kernels.gpu.adapter_rows import SUPPORTED
 from symbiosis.kernels.paged_attention import How
 
 QUERIES = 32  # rows of a block of a longer segment; of 64, Triton 3.6 makes products that are wrong where values have at most 16 elements
-KEYS = 64  # at once, of those
+KEYS = 64  # that a block of a longer segment looks at together
 LOG2_E = tl.constexpr(1.4426950408889634)
 EMPTY = -1
 
@@ -73,7 +74,7 @@ def _capped(scores, softcap, SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-
 
 @triton.jit
 def _within(seen, d, SIZE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which elements [tokens, d] there are."""
+    """Return which elements [tokens, d] are to be loaded."""
     mask = seen[:, None]
     if SIZE != PADDED:
         mask = mask & (d < SIZE)[None, :]
@@ -85,7 +86,7 @@ def _kept(  # type: ignore[no-untyped-def]
     part, stats, sinks, result, at, head, row, heads, acc, most, sum, d, mask, head_mask, VALUE: tl.constexpr,
     SPLIT: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Results of [heads], or what is still to be joined with other parts."""
+    """Store the results of heads, or, if `_join` is to join them with other parts, sums and their weights."""
     if SPLIT == 1:
         if SINKS:
             sink = tl.load(sinks + head, mask=head_mask, other=0.0).to(tl.float32) * LOG2_E
@@ -107,8 +108,8 @@ def _decode(  # type: ignore[no-untyped-def]
     VALUES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr,
     STAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of keys, with the heads of queries that share it; ROWS: these, padded. Long: one loop over pointers that it has just laid
-    out."""
+    """Compute one row and one head of keys, with all heads of queries that share it. ROWS is their number, padded. Long: one loop over
+    pointers that it has just laid out."""
     head, number, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, slot, end = (
         tl.load(singles + 3 * number).to(tl.int64),
@@ -164,8 +165,8 @@ def _decode_alone(  # type: ignore[no-untyped-def]
     softcap, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One head of keys with its only head of queries: sums in place of products of matrices, which would multiply by padding. Long: as
-    `_decode`."""
+    """Compute one row and one head of keys with its only head of queries. A product of matrices would multiply by padding, so this adds up.
+    Long for the same reason as `_decode`."""
     head, number, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = singles + 3 * number
     row, slot, end = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
@@ -210,6 +211,7 @@ def _join(  # type: ignore[no-untyped-def]
     part, stats, sinks, singles, result, heads, VALUE: tl.constexpr, VALUES: tl.constexpr, SPLIT: tl.constexpr,
     SINKS: tl.constexpr,
 ):  # fmt: skip
+    """Join the parts into which the tokens of a row were cut."""
     number, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(singles + 3 * number).to(tl.int64)
     if row >= 0:
@@ -237,7 +239,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Some rows behind each other of one sequence, and one head: each sees all tokens up to its own. Long: one loop over pointers that it
+    """Compute consecutive rows of one sequence, and one head: each row sees all tokens up to its own. Long: one loop over pointers that it
     has just laid out."""
     number, head = tl.program_id(0), tl.program_id(1)
     at = blocks + 4 * number
@@ -287,7 +289,7 @@ def _prefill(  # type: ignore[no-untyped-def]
 
 
 def store(memory: Memory, key: Tensor, value: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Rows [heads, rows, size] become keys and values of the tokens at these positions, int32, of these slots; -1: of none."""
+    """Store rows [heads, rows, size] as keys and values of the tokens at these positions of these slots, int32; slot -1: nowhere."""
     key, value = (each if each.stride(2) == 1 else each.contiguous() for each in (key, value))
     elements = 1024
     blocks = triton.cdiv(memory.heads * max(memory.key, memory.value), elements)
@@ -299,7 +301,7 @@ def store(memory: Memory, key: Tensor, value: Tensor, slots: Tensor, positions: 
 
 
 def split_for(rows: int, heads: int, pages: int) -> int:
-    """Into how many parts the tokens that a row sees are cut, so that few rows occupy the whole GPU."""
+    """Return into how many parts the tokens that a row sees are cut, so that few rows occupy the whole GPU."""
     wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * heads))
     return int(max(1, min(wanted, triton.next_power_of_2(pages), 32)))
 
@@ -307,8 +309,8 @@ def split_for(rows: int, heads: int, pages: int) -> int:
 def decode(
     memory: Memory, how: How, query: Tensor, singles: Tensor, result: Tensor, cut: Decode | None = None, split: int = 0
 ) -> None:
-    """Of single rows: int32 [rows, 3] says which row of the queries [heads, rows, size] and of the result [rows, heads, size], of which
-    slot, and how many tokens it sees."""
+    """Compute attention of single rows. `singles`, int32 [rows, 3], has for each: which row of the queries [heads, rows, size] and of the
+    result [rows, heads, size] it is, its slot, and how many tokens it sees."""
     query = query if query.stride(2) == 1 else query.contiguous()
     heads, count = query.shape[0], len(singles)
     group = heads // memory.heads
@@ -338,7 +340,8 @@ def decode(
 
 
 def prefill(memory: Memory, how: How, query: Tensor, blocks: Tensor, result: Tensor) -> None:
-    """Of up to `QUERIES` rows behind each other: int32 [blocks, 4] says the first, how many, of which slot, and the first's position."""
+    """Compute attention of blocks of up to `QUERIES` consecutive rows. `blocks`, int32 [blocks, 4], has for each: its first row, how many,
+    their slot, and the first row's position."""
     query = query if query.stride(2) == 1 else query.contiguous()
     heads = query.shape[0]
     keys, values = _padded(memory.key), _padded(memory.value)
