@@ -115,7 +115,7 @@ class Library:
         return looked
 
     def _why_not(self, name: str) -> str:
-        """What is wrong with a folder that is no adapter."""
+        """Return what is wrong with a folder that is no adapter."""
         assert self._folder.path is not None
         try:
             check_name(name)

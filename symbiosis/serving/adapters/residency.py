@@ -122,7 +122,7 @@ class Residency:
         return resident is not None and (resident.book is None or resident.book.is_there())
 
     def book(self, adapter: LoadedAdapter) -> Any:
-        """Where a GPU's kernels find the adapters; None if something else computes them."""
+        """Return where a GPU's kernels find an adapter, or None if something else computes it."""
         return self._here[adapter.version].book
 
     def placed(self, adapter: LoadedAdapter) -> dict[str, Placed]:

@@ -1,5 +1,5 @@
-"""Adapters in a step on a GPU: at each group of layers that any loaded adapter acts on, their products are computed together when the
-first of them is called. Beside them, on a stream of its own, one kernel shrinks the rows for all; then one expands them for all."""
+"""Adapters in a step on a GPU. When the first layer of a group is called on which any loaded adapter acts, the products of the whole group
+are computed. Meanwhile, on a stream of its own, one kernel shrinks the rows for all adapters. Then another expands them for all."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,11 +19,11 @@ from symbiosis.serving.gpu.groups import Group, width_of
 from symbiosis.serving.gpu.tables import Rows
 
 RANKS = 16  # a group's room for ranks grows by so many
-Run = tuple[int, int, Book]  # rows behind each other of one adapter: the first, and how many
+Run = tuple[int, int, Book]  # consecutive rows of one adapter: the first, and how many
 
 
 class Records:
-    """Who is at which tile: addresses by entry, int64 [entries, tiles], on the device."""
+    """Which adapter is at which tile: the addresses of its records, int64 [entries, tiles], on the device."""
 
     def __init__(self, entries: int, tiles: int, device: torch.device) -> None:
         is_gpu = device.type == "cuda"
@@ -34,7 +34,7 @@ class Records:
         self._now: list[Any] = []
 
     def fill(self, addresses: list[Any]) -> None:
-        """Of each tile."""
+        """Take the addresses of each tile, unless they are those of the step before."""
         if len(addresses) == len(self._now) and all(a is b for a, b in zip(addresses, self._now, strict=True)):
             return
         if self._copied is not None:
@@ -46,6 +46,7 @@ class Records:
         self._now, self._is_current = addresses, False
 
     def upload(self) -> None:
+        """Copy the addresses to the device, if they have changed."""
         if not self._is_current:
             self.device.copy_(self._host, non_blocking=True)
             self._is_current = True
@@ -54,28 +55,29 @@ class Records:
 
 
 class Adapting:
-    """Puts itself in the place of layers' products, once an adapter acts there; their hooks go on as they were.
+    """Computes the products of layers on which adapters act, in the layers' place. The hooks of the layers still run.
 
-    `state` tells graphs apart: it changes with the layers at which adapters act, and with what tensors there are.
+    `state` tells graphs apart: it changes with the layers on which adapters act, and with the tensors that a graph uses.
     """
 
     def __init__(
         self, groups: Sequence[Group], rows: Rows, page: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._of = {name: group for group in groups for name in group.names}
-        self._ranks: dict[Group, int] = {}  # where adapters act: of a group together, that there is room for
+        self._ranks: dict[Group, int] = {}  # of the groups on which adapters act: how many ranks there is room for
         self._page, self._dtype, self._device = page, dtype, device
         self._entries = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
         self.state = 0
         self._is_compiled = False
         self.acts = False  # whether this step has rows of adapters
-        self._singly = False  # ... and each sequence one row
+        self._singly = False  # whether each of its sequences has one row
         self._runs: tuple[Sequence[Run], Sequence[Run]] = (), ()
         self._kernels = with_triton("gpu.adapter_rows")
         self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.resize(rows)
 
     def resize(self, rows: Rows) -> None:
+        """Make room for as many rows and sequences as `rows` has."""
         self._rows = rows
         tiles = rows.tiles_of(rows.rows), rows.tiles_of(rows.sequences)
         self._records = [
@@ -89,7 +91,7 @@ class Adapting:
         self.state += 1
 
     def add(self, adapter: LoadedAdapter) -> None:
-        """Its places exist from now on."""
+        """Prepare the groups of layers on which an adapter acts."""
         before = dict(self._ranks)
         for name in adapter.parts:
             group = self._of[name]
@@ -104,7 +106,7 @@ class Adapting:
             self._make_low()
 
     def put_everywhere(self) -> None:
-        """Before anything is compiled: a compiler would not see what is put in place later."""
+        """Take the place of all layers' products. To be called before layers are compiled: a compiler would not see later changes."""
         for group in dict.fromkeys(self._of.values()):
             if group not in self._ranks:
                 self._put_in_place(group)
@@ -117,11 +119,11 @@ class Adapting:
         )
 
     def begin(self, runs: Sequence[Run], kept_runs: Sequence[Run]) -> None:
-        """Whose the rows are, and those whose logits are kept."""
+        """Say which adapters a step's rows have, and which those of them whose logits are kept."""
         self.acts, self._runs = bool(runs or kept_runs), (runs, kept_runs)
 
     def fill(self, singly: bool) -> None:
-        """The tables, for a step in which each sequence has one row, or for any."""
+        """Fill in the tables of a step. `singly` says that each of its sequences has one row."""
         self._singly = singly
         self._rows.wait()
         size = 1 if singly else self._kernels.TILE
@@ -142,7 +144,7 @@ class Adapting:
             records.upload()
 
     def _products(self, group: Group, before: list[Any], x: Tensor) -> list[Tensor]:
-        """Of all layers of a group."""
+        """Compute the products of all layers of a group, with what adapters add."""
         if not self.acts or group not in self._ranks:
             return [forward(x) for forward in before]
         x_TK, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self._kernels
@@ -155,7 +157,7 @@ class Adapting:
         return ys
 
     def _tiles(self, group: Group, rows: int) -> tuple[Any, int]:
-        """Of the rows that the group sees, and how many there may be."""
+        """Return the tiles of the rows that the group sees, and how many there may be."""
         if rows > (self._rows.sequences if group.is_head else self._rows.rows):
             raise AdapterError(f"{group.names[0]} was given {rows} rows: adapters cannot act there")
         words = self._rows.device["kept_tiles" if group.is_head else "tiles"]
@@ -164,7 +166,7 @@ class Adapting:
 
     @contextmanager
     def _beside(self, run: Callable[[], object]) -> Iterator[None]:
-        """Runs it beside what the block runs."""
+        """Run it on a stream of its own, while the block runs."""
         if self._aside is None:
             run()
             yield
@@ -178,5 +180,5 @@ class Adapting:
 
 
 def _rounded(ranks: int) -> int:
-    """Up to what is computed at once, so that there are not many kinds of graphs."""
+    """Round up to as many ranks as are computed at once, so that there are few kinds of graphs."""
     return max(1, -(-ranks // RANKS)) * RANKS

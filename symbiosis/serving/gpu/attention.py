@@ -1,4 +1,4 @@
-"""Attention of a step whose rows and pages lie in static tensors, by the GPU's kernels."""
+"""Attention of a step on a GPU. The kernels read rows and pages from tables that stay where they are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from symbiosis.serving.step import BLOCK
 
 @dataclass(slots=True, frozen=True)
 class Shape:
-    """How much of the tables a launch looks at."""
+    """How much of the tables a step uses: all of a graph's launches have these sizes."""
 
     rows: int
     singles: int  # sequences with one row
@@ -25,7 +25,7 @@ class Shape:
 
 @dataclass(slots=True, frozen=True)
 class TableAttention:
-    """Attends as transformers' attention interface asks for it."""
+    """Computes attention in a step's layers, by what its tables say."""
 
     arena: Arena
     slots: Slots
@@ -34,7 +34,7 @@ class TableAttention:
     remember: Callable[[int, Tensor, Tensor], None] | None
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:
-        """[1, heads, rows, size] of each; the result is [1, rows, heads, size]."""
+        """Attend in one layer. Each of q, k and v is [1, heads, rows, size]; the result is [1, rows, heads, size]."""
         layer, kernels = module.layer_idx, with_triton("gpu.paged_attention")
         words, shape = self.rows.device, self.shape
         assert isinstance(layer, int)

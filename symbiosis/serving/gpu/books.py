@@ -1,5 +1,5 @@
-"""An adapter as a GPU's kernels find it: its pages as they will lie there, ready to be copied, and the records with the addresses of
-its rows (`symbiosis/kernels/gpu/adapter_rows.py`)."""
+"""Brings adapters to a GPU. An adapter is packed into pages of host memory once, and copied to pages of the arena when it is needed, with
+the records by which kernels find its rows (`symbiosis/kernels/gpu/adapter_rows.py`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,14 +14,14 @@ from symbiosis.serving.adapters.residency import NAMES, Run, matrices_of, place,
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.gpu.groups import Group
 
-SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 64
-MOST_RUNS, STAGED_BYTES = 16, 16 << 20
+SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 64  # words, as in `symbiosis/kernels/gpu/adapter_rows.py`
+MOST_RUNS, STAGED_BYTES = 16, 16 << 20  # copies for one adapter; if they would be more, bytes that are copied together
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Packed:
-    """The pages of one adapter in host memory. Its records: words, of which some are bytes from the beginning of a page, by number (-1:
-    the word is a number); and where each begins, by entry."""
+    """The pages of one adapter in host memory, and its records. Where `page_of` is not -1, a word of the records stands for an address: so
+    many bytes from the beginning of that page of the adapter's. `begins` says where each record begins, by entry."""
 
     pages: Tensor
     words: Any
@@ -32,15 +32,17 @@ class Packed:
 
 @dataclass(slots=True, eq=False)
 class Book:
-    """The records of an adapter that is on the device, or on its way: their addresses, by entry; 0 where it does nothing."""
+    """The records of an adapter that is on the device, or on its way there. `addresses` has the address of each, by entry; 0 where the
+    adapter does nothing."""
 
     words: Tensor
     addresses: Any
     kept_addresses: Any
     arrived: "torch.cuda.Event | None"
-    _kept: list[Any] = field(default_factory=list)  # until it has arrived
+    _kept: list[Any] = field(default_factory=list)  # what is being copied, until it has arrived
 
     def is_there(self) -> bool:
+        """Whether all of the adapter has arrived on the device."""
         if self.arrived is not None and self.arrived.query():
             self.arrived = None
             self._kept.clear()
@@ -57,7 +59,7 @@ class Fetcher:
         self._counts = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
 
     def pack(self, parts: dict[str, Part]) -> Packed | None:
-        """None if the kernels do not compute all of it. May be called by any thread."""
+        """Pack an adapter, or return None if the kernels do not compute all of it. Any thread may call this."""
         names = {name for group in self._groups for name in group.names}
         if not parts or any(name not in names or part.before is not None for name, part in parts.items()):
             return None
@@ -75,10 +77,10 @@ class Fetcher:
         return len(packed.pages)
 
     def fetch(self, packed: Packed, pages: list[int]) -> Book:
-        """Begin to bring it to these pages."""
-        arena, pages = self._arena, sorted(pages)  # so that many lie behind each other
+        """Begin to copy it to these pages."""
+        arena, pages = self._arena, sorted(pages)  # so that many are neighbours
         table, begin = arena.flat.view(-1, arena.page_elements), arena.flat.data_ptr()
-        numbers = np.array([*pages, 0], dtype=np.int64)[packed.page_of]  # of the last, for words that are numbers
+        numbers = np.array([*pages, 0], dtype=np.int64)[packed.page_of]  # -1, of words that are numbers, finds the last
         words = np.where(packed.page_of >= 0, packed.words + begin + numbers * arena.page_bytes, packed.words)
         host = torch.from_numpy(words)
         if self._stream is None:
@@ -104,8 +106,8 @@ class Fetcher:
 
 
 def _copy_pages(table: Tensor, pages: Tensor, numbers: list[int]) -> None:
-    """Copy them to the pages with these numbers, which ascend. Those that go behind each other go together; if there are many runs of them,
-    some at a time go over memory of the device's own, since each copy costs the host as much as it does the device."""
+    """Copy pages to the pages with these numbers, which ascend. A copy costs the host time, too, so neighbours are copied together. If there
+    are still many copies to make, many pages at a time are copied to other memory of the device, which puts them in their places."""
     if not numbers:
         return
     ends = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
@@ -121,10 +123,11 @@ def _copy_pages(table: Tensor, pages: Tensor, numbers: list[int]) -> None:
         table.index_copy_(0, to, some.to(table.device, non_blocking=True))
 
 
-Where = tuple[int, int]  # page of the adapter's, and bytes from its beginning
+Where = tuple[int, int]  # a page of the adapter's, and bytes from its beginning
 
 
 def _records(parts: dict[str, Part], runs: list[Run], page: int, size: int, groups: Sequence[Group]) -> tuple[Any, ...]:
+    """Return the words of an adapter's records, their pages, and where each record begins, by entry."""
     where = _addresses(parts, runs, page, size)
     words: list[Where] = []  # page -1: a number
     begins: dict[bool, dict[int, int]] = {False: {}, True: {}}
@@ -151,7 +154,7 @@ def _records(parts: dict[str, Part], runs: list[Run], page: int, size: int, grou
 
 
 def _addresses(parts: dict[str, Part], runs: list[Run], page: int, size: int) -> dict[tuple[str, str], list[Where]]:
-    """Of each piece of each row of each matrix, row by row."""
+    """Return where the pieces of each matrix's rows lie, row by row, by its layer and name."""
     named = [
         (layer, name, m) for layer, part in parts.items() for name in NAMES if (m := getattr(part, name)) is not None
     ]

@@ -1,7 +1,7 @@
-"""Decoder layers under torch.compile: what lies between products and attention becomes a few kernels.
+"""Compiles decoder layers by torch.compile: what they compute between products and attention becomes a few kernels.
 
-Products with adapters and attention are custom ops there. Which layer, or which place, is told by a tensor, as a number would be compiled
-into the code: one compilation serves all layers.
+Attention and products with adapters are custom ops. A tensor tells an op which layer it is for: a number would be compiled into the code,
+so that each layer would be compiled again.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from symbiosis.serving.attention import attend_now
 
 
 class Place:
-    """Where linear layers see the same rows: when the first is called, `products` computes those of all, and the others take theirs."""
+    """Stands for linear layers that see the same rows. When the first is called, `products` computes the products of all, and the others
+    take theirs when they are called."""
 
     def __init__(self, products: Callable[[Tensor], list[Tensor]], widths: list[int]) -> None:
         self.products, self.widths = products, widths
@@ -26,6 +27,7 @@ class Place:
         _places[id(self)] = self
 
     def take(self, member: int, x: Tensor) -> Tensor:
+        """Return the product of one of the layers, by its number."""
         if self._given is not x:
             is_compiling = torch.compiler.is_compiling()
             self._ready = _adapted_products(x, self.number, self.widths) if is_compiling else self.products(x)
@@ -80,7 +82,7 @@ _kinds: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def put_in_place(modules: Sequence[nn.Module], products: Callable[[Tensor], list[Tensor]], widths: list[int]) -> None:
-    """These layers, in the order in which they are called, take what `products` computes."""
+    """Let these layers take what `products` computes. They come in the order in which they are called."""
     place = Place(products, widths)
     for member, module in enumerate(modules):
         kind = type(module)
@@ -92,7 +94,7 @@ def put_in_place(modules: Sequence[nn.Module], products: Callable[[Tensor], list
 
 
 def compile_layers(model: nn.Module, count: int, backend: Any = "inductor") -> int:
-    """Says how many."""
+    """Compile the decoder layers of a model, of which there are `count`, and return how many were found."""
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
     layers = list(lists[0]) if lists else []
     for layer in layers:

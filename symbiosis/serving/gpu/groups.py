@@ -1,4 +1,5 @@
-"""Linear layers that see the very same rows (q, k and v; gate and up), found by looking: adapters act at them together."""
+"""Finds linear layers that see the very same rows (q, k and v; gate and up), by a look at a forward pass. Adapters are computed for all of
+them together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ MOST_MEMBERS = 4
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Its records: what is shrunk is `entry`, and what is expanded the ones behind, member by member."""
+    """Linear layers that see the same rows. An adapter has a record for the group, number `entry`, by which rows are shrunk, and behind it
+    one for each layer, by which they are expanded."""
 
     names: list[str]
     modules: list[nn.Module]
@@ -27,7 +29,7 @@ class Group:
 
 
 def find_groups(model: nn.Module, run: Callable[[], object], head: Any) -> list[Group]:
-    """Those that `run` shows, once each layer is called once in it."""
+    """Return the groups that a call of `run` shows. Layers that it calls more than once are in none."""
     calls: list[tuple[str, nn.Module, Tensor]] = []
 
     def look(name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -70,5 +72,5 @@ def _parent(name: str) -> str:
 
 
 def width_of(module: nn.Module) -> int:
-    """Of what a linear layer makes."""
+    """Return how many features a linear layer makes."""
     return module.nf if isinstance(module, Conv1D) else module.out_features  # type: ignore[return-value]

@@ -1,6 +1,7 @@
-"""Runs the steps of a paged model on a GPU: each number of rows is one CUDA graph, whatever the adapters, once the engine serves.
+"""Runs the steps of a paged model on a GPU. Once the engine serves, there is one CUDA graph for each number of rows, whatever the adapters.
 
-What cannot be in a graph runs as it is: adapters whose layers PEFT computes, virtual tokens, and log probabilities of whole prompts.
+Some steps cannot be graphs, and run as they are: those with adapters that PEFT computes, with virtual tokens, or with log probabilities of
+whole prompts.
 """
 
 import logging
@@ -29,16 +30,16 @@ from symbiosis.serving.step import Step
 logger = logging.getLogger("symbiosis")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_GRAPHS = 64
-FINEST = 32  # rows: steps of more are rounded up to a power of two, or to one and a half of it
+FINEST = 32  # rows; steps of more are rounded up to a power of two, or to one and a half times a power of two
 
 
 def is_for(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are kernels for it."""
+    """Whether there are kernels for this device and dtype."""
     return device.type == "cuda" and dtype in DTYPES and with_triton("gpu.paged_attention") is not None
 
 
 def bucket(rows: int) -> int:
-    """The number of rows of the graph for so many.
+    """Return how many rows the graph has that runs so many.
 
     >>> [bucket(rows) for rows in (1, 3, 32, 33, 70, 100)]
     [1, 4, 32, 48, 96, 128]
@@ -48,7 +49,7 @@ def bucket(rows: int) -> int:
 
 
 class Runner:
-    """Of one model, in one thread."""
+    """Runs the steps of one model, in one thread."""
 
     def __init__(self, model: nn.Module, arena: Arena, keeps_rows: bool) -> None:
         self._model, self._arena, self._keeps_rows = model, arena, keeps_rows
@@ -58,48 +59,50 @@ class Runner:
         self._rows = self._new_rows(64, 8)
         self.adapting: Adapting | None = None
         self.remember: Callable[[int, Tensor, Tensor], None] | None = None
-        self.is_plain = True  # this step: nothing acts in it but the kernels
+        self.is_plain = True  # whether this step needs the kernels only
         self._state = 0  # tells graphs apart
         self._captured: Any = None
 
     def find_layers(self, run: Callable[[], object], head: Any) -> Fetcher:
-        """`run` computes something, so that it shows which layers there are. To be called once."""
+        """Find the layers on which adapters can act, by running `run`, which computes something. To be called once."""
         groups = find_groups(self._model, run, head)
         flat = self._arena.flat
         self.adapting = Adapting(groups, self._rows, self._arena.page_elements, flat.dtype, self._device)
         return Fetcher(self._arena, groups)
 
     def compile(self, backend: str = "inductor") -> None:
-        """From now on the model's layers are compiled, when they first run."""
+        """Let the model's layers be compiled, each when it first runs."""
         assert self.adapting is not None
         self.adapting.put_everywhere()
         count = compile_layers(self._model, len(self._arena.layers), backend)
         logger.info("%d layers are compiled", count)
 
     def add(self, adapter: LoadedAdapter) -> None:
+        """Prepare the layers on which an adapter acts."""
         assert self.adapting is not None
         self.adapting.add(adapter)
 
     def begin(self, is_plain: bool, runs: Sequence[Run], kept_runs: Sequence[Run]) -> None:
-        """Whose the step's rows are, and those whose logits are kept."""
+        """Say which adapters a step's rows have, and which those of them whose logits are kept."""
         self.is_plain = is_plain
         if self.adapting is not None:
             self.adapting.begin(runs, kept_runs)
 
     def serve(self, sequences: int, rows: int) -> None:
-        """From now on, steps have up to so many sequences and rows, and are captured."""
+        """Capture steps from now on, which have up to so many sequences and rows."""
         self._resize(rows, sequences)
         self._captured = capture(self._logits, max_graphs=MOST_GRAPHS) if self._device.type == "cuda" else self._logits
 
     def make_room(self, step: Step) -> None:
-        """Before anybody tells of the step."""
+        """Make room for a step. To be called before anything else about it."""
         self._resize(step.rows, len(step.segments))
 
     def forget(self, sequence: OneSequence) -> None:
+        """Free the slot of a sequence."""
         self._slots.forget(sequence)
 
     def logits(self, step: Step, kept: Tensor, inputs: Callable[[], dict[str, Any]]) -> Tensor:
-        """Of the kept rows. `inputs` are what the model is called with if it runs as it is."""
+        """Return the logits of the kept rows. `inputs` returns what the model is called with if the step is no graph."""
         is_eager = self._captured is None or not self.is_plain or len(kept) > self._rows.sequences
         shape = Shape(step.rows, *self._counts(step), 0) if is_eager else self._shape(step, kept)
         self._fill(step, kept, shape)
@@ -116,7 +119,7 @@ class Runner:
         return logits[: len(kept)]
 
     def _fill(self, step: Step, kept: Tensor, shape: Shape) -> None:
-        """The tables, and to the device with them."""
+        """Fill in the tables of a step, and copy them to the device."""
         self._rows.fill(step, self._slots, kept)
         if self.adapting is not None:
             self.adapting.fill(singly=not shape.blocks)
@@ -135,12 +138,12 @@ class Runner:
         return len(step.segments) - len(longer), sum(-(-rows // self._attention.QUERIES) for rows in longer)
 
     def _key(self) -> int:
-        """Which layers have adapters in this step."""
+        """Return what tells graphs of the same shape apart: which tensors there are, and on which layers adapters act in this step."""
         adapting = self.adapting
         return (self._state + self._slots.moved) << 32 | (adapting.state if adapting and adapting.acts else 0)
 
     def _logits(self, rows: int, singles: int, blocks: int, kept: int, key: int) -> Tensor:
-        """What is captured: all that changes from step to step lies in the tables."""
+        """Compute the step that the tables describe. This is captured: all that changes from step to step lies in the tables."""
         words = self._rows.device
         inputs = {
             name: words[at][:rows].long().unsqueeze(0)

@@ -1,6 +1,6 @@
-"""What the kernels read of a step: which row is which token of whom, where pages lie, which rows are of which adapter.
+"""Tables of a step that kernels read: which token of which sequence each row is, where the pages lie, and which rows have which adapter.
 
-All of it lies in two tensors that stay where they are, so that a CUDA graph can read them; a step fills them by one copy.
+They lie in tensors that stay where they are, so that a CUDA graph can read them. One copy fills in all that a step changes in its rows.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from torch import Tensor
 from symbiosis.serving.step import Block, Sequence, Step
 
 EMPTY = -1
-FIRST_BLOCKS = 64  # of a sequence, that there is room for at first
+FIRST_BLOCKS = 64  # of a sequence: for so many there is room at first
 
 
 class Slots:
@@ -28,7 +28,7 @@ class Slots:
         self.moved = 0  # how often `pages` became another tensor
 
     def of(self, sequence: Sequence) -> int:
-        """Its slot, in which all its blocks are."""
+        """Return the slot of a sequence, filled in with all its blocks."""
         slot, blocks = self._known.get(sequence) or (self._new(), [])
         new = sequence.blocks
         if blocks != new:
@@ -38,6 +38,7 @@ class Slots:
         return slot
 
     def forget(self, sequence: Sequence) -> None:
+        """Free the slot of a sequence."""
         if (known := self._known.pop(sequence, None)) is not None:
             self._free.append(known[0])
 
@@ -64,7 +65,7 @@ class Slots:
 
 
 class Rows:
-    """Numbers of a step's rows, in one tensor of 32-bit words: for each of up to so many rows, and for each of so many sequences."""
+    """What a step says of each row and of each sequence, in one tensor of 32-bit words with room for so many of both."""
 
     def __init__(self, rows: int, sequences: int, queries: int, tile: int, device: torch.device) -> None:
         self.rows, self.sequences, self._queries, self._tile = rows, sequences, queries, tile
@@ -82,18 +83,20 @@ class Rows:
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def blocks_of(self, rows: int) -> int:
-        """Blocks of queries that so many rows have at most."""
+        """Return how many blocks of queries so many rows have at most."""
         return rows // self._queries + self.sequences
 
     def tiles_of(self, rows: int) -> int:
+        """Return how many tiles so many rows have at most."""
         return min(rows, rows // self._tile + self.sequences)
 
     def wait(self) -> None:
-        """Until what was filled in last has been copied."""
+        """Wait until what was filled in last has been copied."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def fill(self, step: Step, slots: Slots, kept: Tensor) -> None:
+        """Fill in a step, of which the logits of the `kept` rows are wanted."""
         self.wait()
         host, count = self.host, step.rows
         host["slots"][:] = host["singles"][:] = EMPTY
@@ -122,7 +125,7 @@ class Rows:
         host["kept"][: len(kept)] = kept[: self.sequences].numpy()
 
     def upload(self, step: Step) -> None:
-        """To the device, all at once; then the tokens are put in that only the device knows."""
+        """Copy all of it to the device at once. Then put in the tokens that only the device knows."""
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
