@@ -157,6 +157,55 @@ def serve(
     run(options, listener)
 
 
+cluster_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Many servers and executors as one: start, watch and end them."
+)
+app.add_typer(cluster_app, name="cluster")
+ClusterName = Annotated[
+    str | None, typer.Argument(metavar="[CLUSTER]", help="Default: the only one of yours that runs on this host.")
+]
+
+
+@cluster_app.command("up", cls=InLines)
+def cluster_up(file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Models, and how many executors and servers of each.")]) -> None:  # fmt: skip
+    """Start a cluster and watch over it until it is told to end."""
+    from symbiosis.tools.cluster.commands import up
+
+    up(file)
+
+
+@cluster_app.command("status", cls=InLines)
+def cluster_status(cluster: ClusterName = None, as_json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False) -> None:  # fmt: skip
+    """Print the processes of a cluster and their load."""
+    from symbiosis.tools.cluster.commands import status
+
+    status(cluster, as_json)
+
+
+@cluster_app.command("drain", cls=InLines)
+def cluster_drain(name: Annotated[str, typer.Argument(metavar="NAME", help="A process, as status names it.")], cluster: ClusterName = None) -> None:  # fmt: skip
+    """Let one process hand over what it does, and end."""
+    from symbiosis.tools.cluster.commands import order
+
+    order(cluster, "drain", name)
+
+
+@cluster_app.command("roll", cls=InLines)
+def cluster_roll(cluster: ClusterName = None, only: Annotated[str, typer.Option(metavar="NAME", help="Only the processes of this model, or this process.")] = "") -> None:  # fmt: skip
+    """Replace all processes one after the other, without an answer or a call lost."""
+    from symbiosis.tools.cluster.commands import order
+
+    order(cluster, "roll", only)
+
+
+@cluster_app.command("down", cls=InLines)
+def cluster_down(cluster: ClusterName = None) -> None:
+    """End a cluster, and return when it has ended."""
+    from symbiosis.tools.cluster.commands import down
+
+    down(cluster)
+
+
 @app.command(cls=InLines)
 def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two fine-tuning clients.")] = 120,

@@ -50,7 +50,20 @@ def ours(file: Path) -> set[str]:
     return {part_of(name) for name in imports(file) if name.startswith("symbiosis")}
 
 
-ROOT = {"choice", "config", "endpoints", "errors", "logs", "memory", "mps", "names", "protocol", "security", "text"}
+ROOT = {
+    "choice",
+    "clusters",
+    "config",
+    "endpoints",
+    "errors",
+    "logs",
+    "memory",
+    "mps",
+    "names",
+    "protocol",
+    "security",
+    "text",
+}
 ALLOWED = {
     "kernels": {"kernels"},
     "text": set[str](),
@@ -69,8 +82,20 @@ ALLOWED = {
     "client": {*ROOT - {"endpoints"}, "client", "kernels", "transport"},
     "executor": {*ROOT, "executor", "kernels", "transport"},
     "serving": {*ROOT, "__version__", "attention", "client", "kernels", "serving", "symbiosis", "transport"},
-    "cluster": {*ROOT, "cluster"},
-    "tools": {*ROOT, "client", "executor", "kernels", "__version__", "serving", "symbiosis", "tools", "transport"},
+    "clusters": {"config", "errors", "security"},
+    "cluster": {*ROOT, "__version__", "cluster", "serving", "symbiosis"},
+    "tools": {
+        *ROOT,
+        "client",
+        "cluster",
+        "executor",
+        "kernels",
+        "__version__",
+        "serving",
+        "symbiosis",
+        "tools",
+        "transport",
+    },
     "cli": {*ROOT, "__version__", "client", "executor", "serving", "symbiosis", "tools", "transport"},
 }
 

@@ -29,7 +29,7 @@ from symbiosis.serving.engine.reader import Completion, Reader, Stream
 from symbiosis.serving.model import bytes_of
 from symbiosis.serving.request import Finish, Output, Request
 from symbiosis.serving.scheduling.scheduler import Policy, Rules, Scheduler
-from symbiosis.serving.step import Sequence
+from symbiosis.serving.step import BLOCK, Sequence
 
 
 class Engine:
@@ -220,6 +220,13 @@ class Engine:
     def is_alive(self) -> bool:
         """Whether requests are computed. An engine that is closed computes none."""
         return self._loop.is_alive
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """How many more tokens there is memory for, and for how many there is in all."""
+        blocks = self._served.blocks
+        free, total = blocks.spare(), self._served.arena.pool.total
+        return free // blocks.layers * BLOCK, total // blocks.layers * BLOCK
 
     @property
     def step_s(self) -> float:

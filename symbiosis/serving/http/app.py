@@ -193,7 +193,10 @@ async def delete_adapter(front: Front, request: Request) -> ASGIApp:
 async def health(front: Front, request: Request) -> ASGIApp:
     """Answer 200 while requests are taken."""
     state = front.state
-    told = {"status": state, "requests": front.remote.under_way, "step_s": round(front.remote.step_s, 3)}
+    remote = front.remote
+    told: dict[str, object] = {"status": state, "requests": remote.under_way, "step_s": round(remote.step_s, 3)}
+    if remote.tokens:
+        told |= {"room": remote.room, "tokens": remote.tokens}
     return _json(told, 200 if state == "serving" else 503)
 
 

@@ -20,7 +20,7 @@ DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
 
 def check(options: ServeOptions) -> socket.socket:
     """Return the bound port, or raise a `ConfigError` with a line for each thing that is wrong."""
-    problems = [line for test in TESTS for line in _said(test, options)]
+    problems = [line for test in TESTS for line in said(test, options)]
     listener = None
     try:
         listener = bound(options)
@@ -31,7 +31,7 @@ def check(options: ServeOptions) -> socket.socket:
     return listener
 
 
-def _said(test: Callable[[ServeOptions], None], options: ServeOptions) -> Iterator[str]:
+def said(test: Callable[[ServeOptions], None], options: ServeOptions) -> Iterator[str]:
     try:
         test(options)
     except ConfigError as error:

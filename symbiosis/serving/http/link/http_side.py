@@ -39,6 +39,7 @@ class Remote:
         self.welcome, self.drained = welcome, asyncio.Event()
         self._reader, self._writer = reader, writer
         self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
+        self.room = self.tokens = 0
         self._ids = count(1)
         self._takers: dict[int, tuple[OnOutput, int]] = {}  # with the completions that have not finished
         self._asked: dict[int, asyncio.Future[Answer]] = {}
@@ -126,7 +127,7 @@ class Remote:
             if answer is not None and not answer.done():
                 answer.set_result(message)
         elif isinstance(message, Beat):
-            self.step_s = message.step_s
+            self.step_s, self.room, self.tokens = message.step_s, message.room, message.tokens
         elif isinstance(message, Drain):
             self.drained.set()
 

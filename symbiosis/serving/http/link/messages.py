@@ -37,6 +37,8 @@ class Beat(msgspec.Struct, tag=True, frozen=True):
     """From either side, every second: it runs."""
 
     step_s: float = 0.0  # from the engine: for how long it has computed its present step
+    room: int = 0  # ... how many more tokens its memory holds
+    tokens: int = 0  # ... how many it holds when nothing else is in it
 
 
 class Submit(msgspec.Struct, tag=True, frozen=True):

@@ -1,0 +1,241 @@
+"""The routes of a front end: those of `symbiosis serve`, and what is told of the cluster."""
+
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from symbiosis import __version__
+from symbiosis.cluster.front.relay import Relay
+from symbiosis.cluster.front.upstream import Lost
+from symbiosis.cluster.front.view import View, answer_of
+from symbiosis.cluster.placement import State, Wish
+from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
+from symbiosis.serving.http.incoming.bodies import Bodies
+from symbiosis.serving.http.keys import Keys
+
+MOST_BYTES = 16 << 20  # of a body
+MOST_WAITING = 4096
+BYTES_PER_TOKEN = 4  # of a text, about; the server counts itself
+LONG_ANSWER = 256  # tokens of a chat that says nothing of its length
+PREFIX = "symbiosis_cluster_"
+
+
+class Front:
+    """What the routes share."""
+
+    def __init__(self, view: View, api_keys: str | None) -> None:
+        self.view, self.keys, self.bodies = view, Keys(Path(api_keys) if api_keys else None), Bodies()
+        self.completions = Counter[tuple[str, str]]()  # by model and tenant
+        self.tokens = Counter[tuple[str, str]]()  # of streams
+
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(member.model for member in self.view.told.of_kind("server")))
+
+    def model_of(self, name: str) -> tuple[str, str | None]:
+        """Return the model that serves this name, and the adapter, None for the model itself."""
+        models = self.models()
+        if name in models:
+            return name, None
+        for model in models:
+            folder = self.view.told.adapters.get(model)
+            if folder and "/" not in name and os.path.isfile(f"{folder}/{name}/adapter_config.json"):  # noqa: PTH113
+                return model, name
+        if len(models) == 1:
+            return models[0], name  # the server knows
+        raise unknown_model(name, ", ".join(models) or "none yet")
+
+    def relay(self, request: Request, body: dict[str, Any]) -> Relay:
+        """Return the answer to a completion, when the tenant may ask for it."""
+        authorization = request.headers.get("authorization")
+        tenant = self.keys.tenant(authorization)
+        model, adapter = self.model_of(str(body.get("model", "")))
+        prompts, size = _prompts(body)
+        sequences = prompts * (n if isinstance(n := body.get("n"), int) and 0 < n <= 128 else 1)
+        most = body.get("max_tokens") or body.get("max_completion_tokens") or LONG_ANSWER
+        pages = size + (most if isinstance(most, int) else LONG_ANSWER) * sequences
+        wish = Wish(model=model, adapter=adapter, sequences=sequences, pages=pages, tenant=tenant.name)
+        if self.view.waiting.total() > MOST_WAITING:
+            raise ApiError(503, "too many requests wait for a server: try again later", retry_s=1.0)
+        tenant.admit(sequences, self.keys.clock())
+        self.completions[model, tenant.name] += sequences
+
+        def done(tokens: int) -> None:
+            tenant.leave(sequences)
+            tenant.spend(size + tokens)
+            self.tokens[model, tenant.name] += tokens
+
+        headers = {"Authorization": authorization} if authorization else {}
+        return Relay(self.view, request.url.path, headers, body, wish, sequences, done)
+
+
+def _prompts(body: dict[str, Any]) -> tuple[int, int]:
+    """Return how many prompts a request has, and about how many tokens they are together."""
+    if "messages" in body:
+        return 1, len(msgspec.json.encode(body["messages"])) // BYTES_PER_TOKEN
+    prompt = body.get("prompt")
+    several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
+    return len(several), sum(
+        len(each) // (BYTES_PER_TOKEN if isinstance(each, str) else 1)
+        for each in several
+        if isinstance(each, str | list)
+    )
+
+
+def make_app(front: Front) -> ASGIApp:
+    def route(path: str, handler: Callable[[Front, Request], Awaitable[ASGIApp]], *methods: str) -> Route:
+        async def endpoint(request: Request) -> Any:
+            return await handler(front, request)
+
+        return Route(path, endpoint, methods=list(methods or ("GET",)))
+
+    routes = [
+        route("/v1/completions", completion, "POST"),
+        route("/v1/chat/completions", completion, "POST"),
+        route("/v1/models", models),
+        route("/v1/models/{name:path}", one_model),
+        route("/health", health),
+        route("/cluster", cluster),
+        route("/version", version),
+        route("/metrics", metrics),
+    ]
+    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path}
+    return Starlette(routes=routes, exception_handlers=handlers)
+
+
+def _answered(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+def _unknown_path(request: Request, error: HTTPException) -> Response:
+    what = "no such path" if error.status_code == 404 else error.detail
+    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}").response()
+
+
+async def completion(front: Front, request: Request) -> ASGIApp:
+    try:
+        body = msgspec.json.decode(await front.bodies.read(request, MOST_BYTES))
+    except msgspec.MsgspecError as error:
+        raise wrong(f"the body is not JSON: {error}") from None
+    if not isinstance(body, dict):
+        raise wrong("the body is no JSON object")
+    return front.relay(request, body)
+
+
+async def models(front: Front, request: Request) -> ASGIApp:
+    return _json({"object": "list", "data": await _models(front, request)})
+
+
+async def one_model(front: Front, request: Request) -> ASGIApp:
+    name = request.path_params["name"]
+    for each in await _models(front, request):
+        if each["id"] == name:
+            return _json(each)
+    raise unknown_model(name, ", ".join(front.models()))
+
+
+async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
+    """Return what one server of each model lists."""
+    authorization = request.headers.get("authorization")
+    front.keys.tenant(authorization)
+    found: list[dict[str, Any]] = []
+    for model in front.models():
+        for seen in front.view.seen.values():
+            if seen.member.model == model and seen.state is State.READY:
+                try:
+                    headers = {"Authorization": authorization} if authorization else {}
+                    found += (await answer_of(seen.member.url, "/v1/models", headers))["data"]
+                    break
+                except (Lost, KeyError):
+                    continue
+    return found
+
+
+async def health(front: Front, request: Request) -> ASGIApp:
+    """Answer 200 if each model has a server that takes requests."""
+    seen = front.view.seen.values()
+    serving = {each.member.model for each in seen if each.state is State.READY}
+    missing = [model for model in front.models() if model not in serving] or ([] if seen else ["any model"])
+    told = {
+        "status": f"no server of {missing[0]} is ready" if missing else "serving",
+        "requests": sum(each.mine for each in seen),
+        "waiting": front.view.waiting,
+        "running": {str(number): each.mine for number, each in front.view.seen.items()},
+        "moved": front.view.moved.total(),
+    }
+    return _json(told, 503 if missing else 200)
+
+
+async def cluster(front: Front, request: Request) -> ASGIApp:
+    """Tell of all processes and their load, to whoever may change adapters: it is about all tenants."""
+    front.keys.administrator(request.headers.get("authorization"))
+    servers = [
+        {"name": seen.member.name, "state": seen.state, **_load(seen.told())} for seen in front.view.seen.values()
+    ]
+    told = {
+        "cluster": front.view.told.name,
+        "servers": servers,
+        "waiting": front.view.waiting,
+        "moved": front.view.moved,
+    }
+    return _json({**told, "members": front.view.told.members})
+
+
+def _load(server: Any) -> dict[str, Any]:
+    return {"model": server.model, "running": server.running, "batch": server.batch, "free_tokens": server.free}
+
+
+async def version(front: Front, request: Request) -> ASGIApp:
+    return _json({"version": __version__})
+
+
+async def metrics(front: Front, request: Request) -> ASGIApp:
+    registry = CollectorRegistry()
+    registry.register(_Collected(front))
+    return Response(generate_latest(registry), media_type="text/plain; version=0.0.4")
+
+
+class _Collected:
+    """The figures of one front end for Prometheus."""
+
+    def __init__(self, front: Front) -> None:
+        self._front = front
+
+    def collect(self) -> list[Metric]:
+        view = self._front.view
+        load = GaugeMetricFamily(PREFIX + "running", "Sequences by server.", labels=["model", "server"])
+        ready = GaugeMetricFamily(PREFIX + "ready", "1 if a server takes requests.", labels=["model", "server"])
+        for seen in view.seen.values():
+            names = [seen.member.model, seen.member.name]
+            load.add_metric(names, seen.told().running)
+            ready.add_metric(names, seen.state is State.READY)
+        waiting = GaugeMetricFamily(PREFIX + "waiting", "Sequences that wait for a server.", labels=["model"])
+        for model, count in view.waiting.items():
+            waiting.add_metric([model], count)
+        moved = CounterMetricFamily(PREFIX + "moved", "Requests that left a server, by why.", labels=["why"])
+        for why, count in view.moved.items():
+            moved.add_metric([why], count)
+        of = {"completions": self._front.completions, "stream_tokens": self._front.tokens}
+        return [load, ready, waiting, moved, *(_by_tenant(name, counts) for name, counts in of.items())]
+
+
+def _by_tenant(name: str, counts: Counter[tuple[str, str]]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, "By model and tenant.", labels=["model", "tenant"])
+    for labels, count in counts.items():
+        family.add_metric(list(labels), count)
+    return family
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

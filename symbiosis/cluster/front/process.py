@@ -1,0 +1,41 @@
+"""The process of a front end. It is started with a socket that listens, which all front ends of a cluster share; a second one is its own."""
+
+import asyncio
+import logging
+import resource
+import socket
+import sys
+
+import msgspec
+import uvicorn
+
+from symbiosis.cluster.front.app import Front, make_app
+from symbiosis.cluster.front.started import Started
+from symbiosis.cluster.front.view import View
+from symbiosis.logs import TextFormatter
+
+
+async def serve(started: Started, listener: socket.socket) -> None:
+    """Serve until SIGTERM; what is under way then is finished for at most `drain_s`."""
+    log = open(started.decision_log, "a") if started.decision_log else None  # noqa: SIM115, PTH123  as long as the process
+    view = View(started.cluster, started.limits, log)
+    following = asyncio.create_task(view.follow())
+    own = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        make_app(Front(view, started.api_keys)), http="httptools", ws="none", lifespan="off", log_config=None,
+        log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=int(started.drain_s),
+    )  # fmt: skip
+    print(f"{started.name} at http://127.0.0.1:{own.getsockname()[1]}", flush=True)
+    await uvicorn.Server(config).serve(sockets=[listener, own])
+    following.cancel()
+
+
+def main(argument: str) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(TextFormatter())
+    logging.getLogger().handlers[:] = [handler]
+    logging.getLogger("symbiosis").setLevel(logging.INFO)
+    started = msgspec.json.decode(argument, type=Started)
+    asyncio.run(serve(started, socket.socket(fileno=started.listener)))

@@ -1,0 +1,15 @@
+"""What a front end is told when it starts. All else it reads in what the cluster tells; so there can be several."""
+
+import msgspec
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True):
+    """The only argument of a front end's process."""
+
+    cluster: str
+    listener: int  # a file descriptor
+    name: str = "front"
+    api_keys: str | None = None
+    limits: dict[str, int] = {}
+    decision_log: str | None = None
+    drain_s: float = 30.0

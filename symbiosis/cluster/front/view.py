@@ -1,0 +1,247 @@
+"""The servers as one front end sees them: what the cluster tells, what each server says of itself, and what this front end has sent there."""
+
+import asyncio
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import msgspec
+
+from symbiosis.cluster.front.upstream import Lost, Upstream
+from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit
+from symbiosis.clusters import Member, Told, folder_of
+
+logger = logging.getLogger("symbiosis")
+
+LOOK_EVERY_S = 0.1  # at what the cluster tells
+ASK_EVERY_S, ANSWER_S = 0.5, 2.0  # a server, and for how long
+LOST_S = 3.0  # a server that says nothing for so long is taken for lost
+
+
+@dataclass(eq=False)
+class Flight:
+    """A request on its way. `move` is called when its server is not to have it any more."""
+
+    wish: Wish
+    move: Callable[[str], None]
+    why: str = "new"  # or moved, lost: how it comes to look for a server
+    since: float = field(default_factory=time.monotonic)
+    server: int = 0
+
+
+@dataclass(eq=False)
+class Seen:
+    """One server: what the cluster and itself have said."""
+
+    member: Member
+    flights: set[Flight] = field(default_factory=set)
+    others: int = 0  # sequences of other front ends
+    room: int = 1 << 62  # tokens, when it was last asked
+    tokens: int = 1 << 62
+    promised: int = 0  # tokens since then
+    silent_s: float = 0.0
+    is_lost: bool = False
+    watch: "asyncio.Task[None] | None" = None
+    adapters: frozenset[str] = frozenset()
+
+    @property
+    def state(self) -> State:
+        return State.LOST if self.is_lost else State(self.member.state)
+
+    @property
+    def mine(self) -> int:
+        return sum(flight.wish.sequences for flight in self.flights)
+
+    def told(self) -> Server:
+        member = self.member
+        return Server(
+            number=member.number, model=member.model, batch=member.batch, running=self.mine + self.others,
+            pages=self.tokens, free=self.room - self.promised, adapters=self.adapters, state=self.state,
+        )  # fmt: skip
+
+
+class View:
+    """The servers, and the requests that wait for one of them.
+
+    Args:
+        limits: By tenant, how many sequences it may have in the whole cluster; what is beyond waits.
+        log: For each decision a line that says why.
+    """
+
+    def __init__(self, cluster: str, limits: dict[str, int], log: TextIO | None = None) -> None:
+        self._file, self._stamp = folder_of(cluster) / "told.json", 0
+        self._limits, self._log = limits, log
+        self.told = Told(name=cluster, url="")
+        self.seen: dict[int, Seen] = {}
+        self.moved = Counter[str]()  # by why
+        self._fleet = Fleet()
+        self._waiting: list[tuple[Flight, asyncio.Future[None]]] = []
+        self._running = Counter[str]()  # sequences by tenant
+
+    async def follow(self) -> None:
+        """Keep up with what the cluster tells."""
+        while True:
+            with suppress(OSError, msgspec.MsgspecError):
+                if (stamp := self._file.stat().st_mtime_ns) != self._stamp:
+                    self._take(msgspec.json.decode(self._file.read_bytes(), type=Told))
+                    self._stamp = stamp
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def url(self, number: int) -> str:
+        return self.seen[number].member.url
+
+    @property
+    def waiting(self) -> Counter[str]:
+        """By model, how many sequences wait for a server."""
+        found = Counter[str]()
+        for flight, _ in self._waiting:
+            found[flight.wish.model] += flight.wish.sequences
+        return found
+
+    async def place(self, flight: Flight) -> None:
+        """Wait until a server has room for a request, and count it there."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((flight, turn))
+        self._admit()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave(flight)
+            raise
+        finally:
+            if not turn.done() or turn.cancelled():
+                self._waiting = [each for each in self._waiting if each[0] is not flight]
+
+    def leave(self, flight: Flight) -> None:
+        """The request is answered, or goes elsewhere."""
+        self._running[flight.wish.tenant] -= flight.wish.sequences
+        if (seen := self.seen.get(flight.server)) is not None:
+            seen.flights.discard(flight)
+            self._put(seen)
+        self._admit()
+
+    def suspect(self, number: int) -> None:
+        """Place nothing on a server that did not answer, until it does again."""
+        if (seen := self.seen.get(number)) is not None:
+            self._lose(seen)
+
+    def _take(self, told: Told) -> None:
+        self.told = told
+        servers = {member.number: member for member in told.of_kind("server")}
+        for number in self.seen.keys() - servers.keys():
+            self._forget(number)
+        for number, member in servers.items():
+            if number in self.seen and self.seen[number].member.pid != member.pid:
+                self._forget(number)
+            if number not in self.seen:
+                self.seen[number] = Seen(member)
+            self._update(self.seen[number], member)
+        self._admit()
+
+    def _update(self, seen: Seen, member: Member) -> None:
+        seen.member = member
+        if seen.watch is None and member.url:
+            seen.watch = asyncio.create_task(self._ask(seen))
+        self._put(seen)
+
+    def _forget(self, number: int) -> None:
+        seen = self.seen.pop(number)
+        self._fleet.drop(number)
+        if seen.watch is not None:
+            seen.watch.cancel()
+        for flight in list(seen.flights):
+            flight.move("lost")
+
+    def _put(self, seen: Seen) -> None:
+        """Let placement know of a server as it is now. If it is to take nothing any more, what it has goes elsewhere."""
+        if seen.member.number in self.seen and self.seen[seen.member.number] is seen:
+            self._fleet.put(seen.told())
+        if seen.state in (State.DRAINING, State.LOST):
+            for flight in list(seen.flights):
+                flight.move("moved" if seen.state is State.DRAINING else "lost")
+
+    def _lose(self, seen: Seen) -> None:
+        if not seen.is_lost:
+            logger.warning("%s does not answer: its requests go elsewhere", seen.member.name)
+        seen.is_lost = True
+        self._put(seen)
+
+    async def _ask(self, seen: Seen) -> None:
+        """Ask one server how it is, again and again."""
+        while True:
+            begun = time.monotonic()
+            if not await self._answers(seen):
+                seen.silent_s += time.monotonic() - begun + ASK_EVERY_S
+                if seen.silent_s > LOST_S and seen.member.state == State.READY:
+                    self._lose(seen)
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async def works(self, number: int) -> bool:
+        """Ask a server that failed at something whether it takes requests. If it does not, it is taken for lost at once."""
+        if (seen := self.seen.get(number)) is None:
+            return False
+        if works := await self._answers(seen):
+            return works
+        self._lose(seen)
+        return False
+
+    async def _answers(self, seen: Seen) -> bool:
+        """Whether a server says that it takes requests. If so, that is taken over."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                health = await answer_of(seen.member.url, "/health")
+        except (Lost, TimeoutError):
+            return False
+        if health.get("status") != "serving":
+            return False
+        seen.silent_s, seen.is_lost, seen.promised = 0.0, False, 0
+        seen.others = max(0, int(health.get("requests", 0)) - seen.mine)
+        seen.room, seen.tokens = int(health.get("room", seen.room)), int(health.get("tokens", seen.tokens))
+        self._put(seen)
+        self._admit()
+        return True
+
+    def _admit(self) -> None:
+        """Place what has room now."""
+        self._waiting = [each for each in self._waiting if not each[1].done()]
+        if not self._waiting:
+            return
+        wishes = [flight.wish for flight, _ in self._waiting]
+        for position, server in admit(wishes, self._fleet, self._running, self._limits):
+            flight, turn = self._waiting[position]
+            seen = self.seen[server.number]
+            flight.server = server.number
+            seen.flights.add(flight)
+            seen.promised += flight.wish.pages
+            if flight.wish.adapter is not None:
+                seen.adapters |= {flight.wish.adapter}
+            turn.set_result(None)
+            if self._log is not None:
+                self._say(flight, server)
+
+    def _say(self, flight: Flight, server: Server) -> None:
+        assert self._log is not None
+        wish = msgspec.structs.asdict(flight.wish)
+        waited = round(time.monotonic() - flight.since, 4)
+        load = f"{server.running} of {server.batch} with it"
+        line = {"time": time.time(), "why": flight.why, "server": self.seen[server.number].member.name, "load": load}
+        self._log.write(json.dumps({**line, "waited_s": waited, **wish}) + "\n")
+        self._log.flush()
+
+
+async def answer_of(url: str, path: str, headers: dict[str, str] | None = None) -> Any:
+    """Return what a server answers to a GET, from JSON."""
+    answer = await Upstream.ask(url, "GET", path, headers or {})
+    try:
+        await answer.head()
+        return msgspec.json.decode(await answer.whole())
+    except msgspec.MsgspecError as error:
+        raise Lost(f"{url}{path} is no JSON: {error}") from None
+    finally:
+        answer.lose("it is read")

@@ -1,0 +1,101 @@
+"""The file of a cluster: which models, how many executors and servers of each, and what they are started with."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from symbiosis.errors import ConfigError
+
+NAME = re.compile(r"[\w][\w.-]{0,63}")
+OURS = {  # options that the cluster gives itself
+    "executor": {"listen", "model", "config", "metrics-port"},
+    "server": {"executor", "model", "config", "served-model-name", "adapters", "host", "port", "api-keys", "drain-s"},
+}
+
+
+class ModelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One model: its name for clients is its key in the file."""
+
+    model: str | None = None  # a directory, a hub id, or `demo`; None: the name
+    executors: int = 1
+    servers: int | tuple[int, int] = 1  # so many, or from so many to so many
+    adapters: str | None = None  # a folder
+    threads: int = 1  # of each process
+    executor: dict[str, Any] = {}  # options of symbiosis-executor
+    server: dict[str, Any] = {}  # options of symbiosis serve
+
+    @property
+    def least(self) -> int:
+        return self.servers if isinstance(self.servers, int) else self.servers[0]
+
+    @property
+    def most(self) -> int:
+        return self.servers if isinstance(self.servers, int) else self.servers[1]
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole cluster.
+
+    >>> Plan(name="lab", models={"demo": ModelPlan(servers=(1, 4))}).models["demo"].most
+    4
+    """
+
+    models: dict[str, ModelPlan]
+    name: str = ""  # default: that of the file
+    backend: str = "local"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    front_ends: int = 1
+    api_keys: str | None = None
+    limits: dict[str, int] = {}  # by tenant: sequences in the whole cluster; what is beyond waits
+    decision_log: str | None = None  # a file
+    frozen_s: float = 10.0  # a process that says nothing for so long is started again
+    idle_s: float = 60.0  # a server that has nothing to do for so long may be released
+    drain_s: float = 30.0  # the longest wait for what cannot go elsewhere
+
+    def __post_init__(self) -> None:
+        if self.backend != "local":
+            raise ConfigError(f"backend: only local is there so far, not {self.backend!r:.50}")
+        for name in (self.name or "cluster", *self.models):
+            if not NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{name!r:.80} is no name: letters, digits, dots, hyphens and underscores, at most 64"
+                )
+        if not self.models:
+            raise ConfigError("models: name at least one")
+        if self.front_ends < 1 or not 0 <= self.port <= 65535:
+            raise ConfigError("front_ends must be at least 1, and port from 0 to 65535")
+        for name, plan in self.models.items():
+            _check(name, plan)
+
+
+def _check(name: str, plan: ModelPlan) -> None:
+    if plan.executors < 1 or not 0 <= plan.least <= plan.most or plan.threads < 1:
+        raise ConfigError(f"models.{name}: at least one executor and thread, and servers: NUMBER or [LEAST, MOST]")
+    for kind, given in (("executor", plan.executor), ("server", plan.server)):
+        if mine := OURS[kind] & {each.replace("_", "-") for each in given}:
+            raise ConfigError(f"models.{name}.{kind}: {sorted(mine)[0]} is given by the cluster itself")
+
+
+def load(file: Path) -> Plan:
+    """Read a cluster's file. Raises a `ConfigError` that names what is wrong, and where."""
+    try:
+        plan = msgspec.convert(yaml.safe_load(file.read_text()), Plan)
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    paths = {name: _resolved(file, plan.adapters) for name, plan in plan.models.items()}
+    models = {name: msgspec.structs.replace(each, adapters=paths[name]) for name, each in plan.models.items()}
+    keys = _resolved(file, plan.api_keys)
+    return msgspec.structs.replace(plan, name=plan.name or file.stem, models=models, api_keys=keys)
+
+
+def _resolved(file: Path, path: str | None) -> str | None:
+    """Return a path in a file, which is relative to the folder of the file."""
+    return None if path is None else str((file.parent / Path(path).expanduser()).resolve())

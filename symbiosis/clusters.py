@@ -1,0 +1,107 @@
+"""What a running cluster tells of itself to programs of its user on this host: a file in a folder that is locked while the cluster runs."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from symbiosis.config import runtime_dir
+from symbiosis.errors import ConfigError
+from symbiosis.security.ownership import check_folder
+
+SCHEME = "symbiosis://"
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """One process of a cluster."""
+
+    name: str
+    kind: str  # executor, server or front
+    model: str = ""
+    number: int = 0  # of servers: by which placement knows it
+    url: str = ""
+    state: str = "starting"  # or ready, draining, lost
+    pid: int = 0
+    batch: int = 0  # of a server: most sequences
+
+
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """A cluster at one moment."""
+
+    name: str
+    url: str  # where its front end answers
+    members: tuple[Member, ...] = ()
+    adapters: dict[str, str] = {}  # by model: the folder of its adapters
+
+    def of_kind(self, kind: str, model: str | None = None) -> list[Member]:
+        return [each for each in self.members if each.kind == kind and model in (None, each.model)]
+
+
+def clusters_dir() -> Path:
+    return runtime_dir() / "clusters"
+
+
+def folder_of(name: str) -> Path:
+    return clusters_dir() / name
+
+
+def tell(told: Told) -> None:
+    """Replace the file in one go, so that nobody reads half of it."""
+    file = folder_of(told.name) / "told.json"
+    new = file.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(told))
+    new.replace(file)
+
+
+def told_by(name: str) -> Told:
+    """Return what a running cluster has told. Raises `ConfigError` if none of this name runs."""
+    folder = folder_of(name)
+    try:
+        check_folder(clusters_dir())
+        if is_running(folder):
+            return msgspec.json.decode((folder / "told.json").read_bytes(), type=Told)
+    except OSError:
+        pass
+    names = ", ".join(each.name for each in running()) or "none"
+    raise ConfigError(
+        f"no cluster {name!r} of yours runs on this host (running: {names}): symbiosis cluster up FILE.yaml"
+    )
+
+
+def running() -> Iterator[Told]:
+    """Yield what each running cluster of this user has told."""
+    for folder in sorted(clusters_dir().glob("*")):
+        if is_running(folder) and (folder / "told.json").is_file():
+            yield msgspec.json.decode((folder / "told.json").read_bytes(), type=Told)
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a cluster holds the lock of this folder."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+
+
+def executors_at(url: str) -> tuple[str, ...]:
+    """Return the endpoints of the executors that `symbiosis://MODEL` or `symbiosis://CLUSTER/MODEL` names."""
+    cluster, _, model = url.removeprefix(SCHEME).rpartition("/")
+    found = {each.name: each.of_kind("executor", model) for each in ([told_by(cluster)] if cluster else running())}
+    having = {name: members for name, members in found.items() if members}
+    if len(having) > 1:
+        raise ConfigError(f"{url}: several clusters serve it: write {SCHEME}{next(iter(having))}/{model}, for example")
+    for members in having.values():
+        return tuple(each.url for each in members)
+    known = sorted({f"{SCHEME}{each.model}" for told in running() for each in told.of_kind("executor")})
+    raise ConfigError(
+        f"{url}: no running cluster of yours on this host has executors of it (there are: {', '.join(known) or 'none'})"
+    )

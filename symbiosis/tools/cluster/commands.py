@@ -1,0 +1,84 @@
+"""The commands of `symbiosis cluster`."""
+
+import json
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from symbiosis.cluster.plan import load
+from symbiosis.clusters import Told, running, told_by
+from symbiosis.errors import ConfigError
+from symbiosis.tools.cluster.preflight import check
+from symbiosis.tools.cluster.process import asked
+
+DOWN_S = 120.0
+
+
+def up(file: Path) -> None:
+    """Run a cluster until it is told to end."""
+    plan = load(file)
+    listener = check(plan)
+    from symbiosis.logs import name_process, set_up_logging
+    from symbiosis.tools.cluster.control import Control
+    from symbiosis.tools.cluster.up import Cluster, locked
+
+    name_process("cluster")
+    set_up_logging("text")
+    with locked(plan) as folder, listener:
+        cluster = Cluster(plan, listener)
+        Control(cluster, folder)
+        cluster.run()
+
+
+def named(cluster: str | None) -> Told:
+    """Return the cluster of this name; without a name the only one that runs."""
+    if cluster is not None:
+        return told_by(cluster)
+    found = list(running())
+    if len(found) != 1:
+        names = ", ".join(each.name for each in found)
+        raise ConfigError(
+            f"several clusters run: name one of {names}" if found else "no cluster of yours runs on this host"
+        )
+    return found[0]
+
+
+def status(cluster: str | None, as_json: bool) -> None:
+    """Print all processes of a cluster, and what its front end says."""
+    told = named(cluster)
+    parts = urlsplit(told.url)
+    front = asked(f"http://{parts.netloc}/health") or {}
+    if as_json:
+        members = [{name: getattr(each, name) for name in each.__struct_fields__} for each in told.members]
+        print(json.dumps({"name": told.name, "url": told.url, "members": members, "front": front}))
+        return
+    from symbiosis.tools.reporting import print_table
+
+    running_on = front.get("running")
+    rows = [
+        [each.name, each.kind, each.model, each.state, str(each.pid), str(_load(running_on, each.number)), each.url]
+        for each in told.members
+    ]
+    print_table(["name", "kind", "model", "state", "pid", "running", "at"], rows, f"{told.name} at {told.url}/v1")
+    print(f"waiting: {front.get('waiting', {})}, moved: {front.get('moved', 0)}")
+
+
+def _load(running: object, number: int) -> object:
+    return running.get(str(number), "") if isinstance(running, dict) else ""
+
+
+def order(cluster: str | None, verb: str, name: str = "") -> None:
+    from symbiosis.tools.cluster.control import send_order
+
+    print(send_order(named(cluster).name, verb, name))
+
+
+def down(cluster: str | None) -> None:
+    """End a cluster, and return when it has ended."""
+    name = named(cluster).name
+    order(name, "down")
+    deadline = time.monotonic() + DOWN_S
+    while any(each.name == name for each in running()):
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the cluster {name} has not ended within {DOWN_S:g} s")
+        time.sleep(0.1)

@@ -1,0 +1,115 @@
+"""The socket at which a running cluster takes orders from its user, and the other end of it."""
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from symbiosis.cluster.placement import State
+from symbiosis.clusters import folder_of, told_by
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.security.ownership import peer_uid
+from symbiosis.tools.cluster.up import Cluster
+
+logger = logging.getLogger("symbiosis")
+
+ORDER_S = 3600.0  # the longest wait for an order to be done
+READY_S = 600.0  # ... for one process to be ready again
+KINDS = ("executor", "server", "front")  # in this order they are replaced
+
+
+class Control:
+    """Takes orders, each in a thread of its own, so that one that takes long does not keep others waiting."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self._cluster, self._rolls = cluster, threading.Lock()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(folder / "control.sock"))
+        self._socket.listen()
+        threading.Thread(target=self._run, name="cluster-control", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            connection, _ = self._socket.accept()
+            threading.Thread(target=self._serve, args=[connection], daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, connection.makefile("rw") as stream:
+            peer_uid(connection)  # the folder lets only this user in
+            try:
+                order = json.loads(stream.readline())
+                told = {"done": self._do(order["verb"], order.get("name", ""))}
+            except SymbiosisError as error:
+                told = {"error": str(error)}
+            except (ValueError, LookupError, TypeError) as error:
+                told = {"error": f"no order: {error}"}
+            stream.write(json.dumps(told) + "\n")
+
+    def _do(self, verb: str, name: str) -> str:
+        verbs: dict[str, Callable[[str], str]] = {"drain": self._drain, "roll": self._roll, "down": self._down}
+        if verb not in verbs:
+            raise ConfigError(f"there is no order {verb!r}")
+        return verbs[verb](name)
+
+    def _drain(self, name: str) -> str:
+        process = self._cluster.members.get(name)
+        if process is None:
+            known = ", ".join(self._cluster.members)
+            raise ConfigError(f"there is no process {name!r}: drain one of {known}")
+        self._cluster.order(lambda: self._cluster.drain(name))
+        self._await(name, lambda: self._cluster.members[name].state is None)
+        return f"{name} has ended"
+
+    def _roll(self, name: str) -> str:
+        """Replace all processes, or those of one model, or one, one after the other."""
+        if not self._rolls.acquire(blocking=False):
+            raise ConfigError("the cluster is being rolled already")
+        try:
+            names = [
+                process.name
+                for kind in KINDS
+                for process in self._cluster.members.values()
+                if process.member.kind == kind
+                and process.is_running
+                and name in ("", process.member.model, process.name)
+            ]
+            for each in names:
+                before = self._cluster.members[each].pid
+                self._cluster.order(lambda each=each: self._cluster.drain(each, comes_back=True))  # type: ignore[misc]
+                self._await(each, lambda each=each, before=before: self._is_new(each, before))  # type: ignore[misc]
+            return f"{len(names)} processes were replaced"
+        finally:
+            self._rolls.release()
+
+    def _is_new(self, name: str, before: int) -> bool:
+        process = self._cluster.members[name]
+        return process.pid != before and process.state is State.READY
+
+    def _down(self, name: str) -> str:
+        self._cluster.down()
+        return "the cluster ends"
+
+    def _await(self, name: str, is_done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + READY_S
+        while not is_done():
+            if time.monotonic() > deadline:
+                raise SymbiosisError(f"{name}: not done within {READY_S:g} s")
+            time.sleep(0.05)
+
+
+def send_order(cluster: str, verb: str, name: str = "") -> str:
+    """Have a running cluster do something, and return what it says when that is done."""
+    told_by(cluster)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(ORDER_S)
+        connection.connect(str(folder_of(cluster) / "control.sock"))
+        with connection.makefile("rw") as stream:
+            stream.write(json.dumps({"verb": verb, "name": name}) + "\n")
+            stream.flush()
+            told = json.loads(stream.readline() or '{"done": "the cluster has ended"}')
+    if "error" in told:
+        raise ConfigError(told["error"])
+    return str(told["done"])

@@ -1,0 +1,83 @@
+"""Finds out what is wrong with a cluster's file before anything is started, and says all of it at once."""
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from symbiosis.cluster.plan import ModelPlan, Plan
+from symbiosis.config import DTYPE_BITS, Options, load_as
+from symbiosis.errors import ConfigError
+from symbiosis.executor import preflight as of_executor
+from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
+from symbiosis.memory import free_memory
+from symbiosis.serving.options import ServeOptions
+from symbiosis.tools.serve import preflight as of_server
+
+
+def check(plan: Plan) -> socket.socket:
+    """Return the bound port of the front end, or raise a `ConfigError` with a line for each thing that is wrong."""
+    problems = [line for name, model in plan.models.items() for line in _of_model(plan, name, model)]
+    problems += [] if problems else _memory(plan)
+    listener = None
+    try:
+        listener = of_server.bound(ServeOptions(host=plan.host, port=plan.port))
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems or listener is None:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return listener
+
+
+def executor_options(plan: ModelPlan, name: str, **ours: Any) -> Options:
+    given = {key.replace("-", "_"): value for key, value in plan.executor.items()}
+    return load_as(Options, {**given, "model": plan.model or name, **ours}, None, "symbiosis-executor")
+
+
+def server_options(plan: Plan, name: str, **ours: Any) -> ServeOptions:
+    model = plan.models[name]
+    given = {key.replace("-", "_"): value for key, value in model.server.items()}
+    mine = {"model": model.model or name, "served_model_name": name, "drain_s": plan.drain_s, "port": 0}
+    mine |= {"adapters": (model.adapters,)} if model.adapters else {}
+    mine |= {"api_keys": plan.api_keys} if plan.api_keys else {}
+    return load_as(ServeOptions, {**given, **mine, **ours}, None, "symbiosis serve")
+
+
+def _of_model(plan: Plan, name: str, model: ModelPlan) -> Iterator[str]:
+    try:
+        of_executor.check(executor_options(model, name))
+        options = server_options(plan, name, executor="local:///executor")
+    except ConfigError as error:
+        yield from (f"models.{name}: {line}" for line in str(error).splitlines())
+        return
+    for test in of_server.TESTS:
+        yield from (f"models.{name}: {line}" for line in of_server.said(test, options))
+
+
+def _memory(plan: Plan) -> list[str]:
+    """Check that the weights of all executors fit together. Each alone does, as was found before."""
+    needed = 0
+    for name, model in plan.models.items():
+        options = executor_options(model, name)
+        if not options.on_gpu and (files := weight_files(located(str(options.model)))):
+            bits = DTYPE_BITS.get(options.dtype or "")
+            needed += model.executors * weights_nbytes(files, bits, options.integers)
+    try:
+        of_executor.check_room("all executors", needed, free_memory(), "this machine")
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def config_file(folder: Path, name: str, options: msgspec.Struct) -> Path:
+    """Write options as a file for --config, only those that are no defaults."""
+    told = {
+        field.name.replace("_", "-"): value
+        for field in msgspec.structs.fields(options)
+        if (value := getattr(options, field.name)) != field.default
+    }
+    file = folder / f"{name}.yaml"
+    file.write_bytes(msgspec.yaml.encode(told))
+    return file

@@ -1,0 +1,170 @@
+"""One process of a cluster: started, watched by its page of health, and ended."""
+
+import contextlib
+import http.client
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from symbiosis.cluster.placement import State
+from symbiosis.clusters import Member
+
+logger = logging.getLogger("symbiosis")
+
+LOOK_EVERY_S, ANSWER_S = 0.5, 2.0  # between two looks at its health, and for one
+LOST_S = 3.0  # one that says nothing for so long is taken for lost: its requests go elsewhere
+WORKS = ("serving", "ready", "draining", "ending")  # what a page of health says of one that works
+MOST_STARTS = 5  # without becoming ready
+
+
+class Process:
+    """One member of a cluster.
+
+    Args:
+        code: What Python is to run.
+        health: The page that says whether it works; None: at the URL that it prints.
+        descriptors: That it inherits.
+    """
+
+    def __init__(
+        self, member: Member, code: list[str], threads: int = 1, health: str | None = None,
+        descriptors: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        self.member, self._code, self._health, self._descriptors = member, code, health, descriptors
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        self._process: subprocess.Popen[str] | None = None
+        self.ready = threading.Event()
+        self.silent_s = 0.0
+        self.starts = 0  # since it was ready last
+        self.health: dict[str, object] = {}  # what its page told last
+        self.draining_since: float | None = None
+        self.comes_back, self._is_told = True, False  # when it ends; that it is to end
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def state(self) -> State | None:
+        """None: it does not run."""
+        if not self.is_running:
+            return None
+        if self.draining_since is not None:
+            return State.DRAINING
+        if not self.ready.is_set():
+            return State.STARTING
+        return State.LOST if self.silent_s > LOST_S else State.READY
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    @property
+    def status(self) -> int:
+        return (self._process.poll() or 0) if self._process else 0
+
+    @property
+    def requests(self) -> int:
+        """Under way when it was last asked."""
+        return int(str(self.health.get("requests", 0)))
+
+    def start(self) -> None:
+        self.ready, self.silent_s, self.health = threading.Event(), 0.0, {}
+        self.draining_since, self.comes_back, self._is_told = None, True, False
+        self.starts += 1
+        self._process = subprocess.Popen(
+            [sys.executable, *self._code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+            env=self._environment, pass_fds=self._descriptors, start_new_session=True,
+        )  # fmt: skip
+        threading.Thread(target=self._watch, args=[self._process, self.ready], daemon=True).start()
+
+    def stop(self) -> None:
+        """Tell it to end, once: a second signal would not let it finish what it does."""
+        if self._process is not None and not self._is_told:
+            self._is_told = True
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it at once, with all that it has started, which may be frozen as well."""
+        if self._process is None:
+            return
+        for pid in [*descendants(self.pid), self.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it has ended by then."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if self._process is not None:
+                self._process.wait(max(0.0, seconds))
+            return True
+        return False
+
+    def _watch(self, process: "subprocess.Popen[str]", ready: threading.Event) -> None:
+        """Wait for the line that says that it is ready; then ask after its health until it ends."""
+        assert process.stdout
+        with process.stdout as lines:
+            if not (line := lines.readline()):
+                return
+            self._is_ready(line, ready)
+            threading.Thread(target=lines.read, daemon=True).start()
+            while process.poll() is None and self.ready is ready:
+                begun = time.monotonic()
+                found = self._works()
+                self.silent_s = (
+                    0.0 if found is not None else self.silent_s + min(time.monotonic() - begun, ANSWER_S) + LOOK_EVERY_S
+                )
+                self.health = found or self.health
+                time.sleep(LOOK_EVERY_S)
+
+    def _works(self) -> dict[str, object] | None:
+        """Return what its page of health tells, if it works. A front end does so also without a server."""
+        told = asked(self._health or f"{self.member.url}/health")
+        works = told is not None and (self.member.kind == "front" or told.get("status") in WORKS)
+        return told if works else None
+
+    def _is_ready(self, line: str, ready: threading.Event) -> None:
+        if self.member.kind != "executor":
+            url = line.split(" at ")[1].split()[0].rstrip(",").removesuffix("/v1")
+            self.member = replace(self.member, url=url)
+        self.starts = 0
+        ready.set()
+        logger.info("%s is ready (pid %d)", self.name, self.pid)
+
+
+def asked(url: str) -> dict[str, object] | None:
+    """Return what a page of health tells, None if nothing works there."""
+    parts = urlsplit(url)
+    connection = http.client.HTTPConnection(str(parts.hostname), parts.port, timeout=ANSWER_S)
+    try:
+        connection.request("GET", parts.path)
+        told = json.loads(connection.getresponse().read())
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+    return told if isinstance(told, dict) else None
+
+
+def descendants(pid: int) -> Iterator[int]:
+    """Yield the processes that a process has started, and that these have."""
+    with contextlib.suppress(OSError):
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in file.read_text().split():
+                yield int(child)
+                yield from descendants(int(child))

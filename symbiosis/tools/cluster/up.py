@@ -1,0 +1,238 @@
+"""The process of `symbiosis cluster up`: it starts the others, starts again what dies or freezes, adds and releases servers, and ends all."""
+
+import fcntl
+import logging
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from symbiosis.cluster.placement import Server, State, Wish
+from symbiosis.cluster.plan import Plan
+from symbiosis.cluster.scaling import consolidate, scale
+from symbiosis.clusters import Told, clusters_dir, folder_of, tell
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.security.ownership import make_folder
+from symbiosis.tools.cluster import start
+from symbiosis.tools.cluster.preflight import server_options
+from symbiosis.tools.cluster.process import MOST_STARTS, Process
+from symbiosis.tools.serve.preflight import folder_of as adapters_folder
+
+logger = logging.getLogger("symbiosis")
+
+LOOK_EVERY_S, SCALE_EVERY_S = 0.1, 1.0
+LEAVE_S = 0.5  # between telling that a server drains, and telling the server: its streams go elsewhere meanwhile
+AGAIN_S = 5.0  # before one that could not start is started once more
+STOP_S = 15.0
+
+
+class Cluster:
+    """The processes of a cluster, by name. Only the thread that runs it starts and ends any."""
+
+    def __init__(self, plan: Plan, listener: socket.socket) -> None:
+        self.plan, self._listener = plan, listener
+        self.folder = folder_of(plan.name)
+        self.members: dict[str, Process] = {}
+        self._leaving: list[Process] = []  # front ends that finish what they have, and have successors
+        self._again: dict[str, float] = {}  # when to start one that could not
+        self._worked: dict[str, float] = {}  # when a server was last seen at work
+        self._ending = threading.Event()
+        self._orders: list[Callable[[], None]] = []
+        self._told: Told | None = None
+        self._scaled = 0.0
+        self._is_up = False
+        folders = {model: adapters_folder(server_options(plan, model)) for model in plan.models}
+        self._adapters = {model: str(folder) for model, folder in folders.items() if folder is not None}
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def run(self) -> None:
+        """Run until SIGTERM, SIGINT or `down`."""
+        self._listener.listen(2048)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self._ending.set())
+        try:
+            self._plan_members()
+            while not self._ending.wait(LOOK_EVERY_S):
+                self._look()
+            logger.info("the cluster ends")
+        finally:
+            self._end()
+
+    def order(self, do: Callable[[], None]) -> None:
+        """Have this done by the thread that runs the cluster."""
+        self._orders.append(do)
+
+    def down(self) -> None:
+        self._ending.set()
+
+    def drain(self, name: str, comes_back: bool = False) -> None:
+        """Let a process finish or hand over what it does, and end."""
+        process = self.members[name]
+        process.draining_since, process.comes_back = time.monotonic(), comes_back
+        logger.info("%s drains", name)
+        if process.member.kind == "front" and comes_back:
+            self._leaving.append(process)
+            self.members[name] = start.front(self.plan, int(name.rpartition("-")[2]), self._listener)
+            process.stop()
+
+    def _plan_members(self) -> None:
+        plan, number = self.plan, 0
+        for model, of_model in plan.models.items():
+            executors = [start.executor(plan, model, n, self.folder) for n in range(1, of_model.executors + 1)]
+            self.members |= {each.name: each for each in executors}
+            for n in range(1, of_model.most + 1):
+                number += 1
+                endpoint = executors[n % len(executors)].member.url
+                server = start.server(plan, model, number, n, self.folder, endpoint)
+                server.comes_back = n <= of_model.least
+                self.members[server.name] = server
+        for n in range(1, plan.front_ends + 1):
+            front = start.front(plan, n, self._listener)
+            self.members[front.name] = front
+
+    def _look(self) -> None:
+        while self._orders:
+            self._orders.pop(0)()
+        for process in self.members.values():
+            self._look_at(process)
+        self._leaving = [each for each in self._leaving if each.is_running]
+        self._tell()
+        if not self._is_up and all(each.state is State.READY for each in self.members.values() if each.comes_back):
+            self._is_up = True
+            print(f"cluster {self.plan.name} at {self.url}/v1", flush=True)
+        if self._is_up and time.monotonic() - self._scaled > SCALE_EVERY_S:
+            self._scaled = time.monotonic()
+            for model in self.plan.models:
+                self._scale(model)
+
+    def _look_at(self, process: Process) -> None:
+        """Start one that is to run, end one that is to end, and end one that has frozen."""
+        now = time.monotonic()
+        if not process.is_running:
+            if process.comes_back and self._may_start(process, now):
+                self._start(process)
+        elif process.draining_since is not None:
+            drains_s = now - process.draining_since
+            if drains_s > self.plan.drain_s + STOP_S:
+                process.kill()
+            elif drains_s > LEAVE_S or process.member.kind != "server":
+                process.stop()
+        elif process.silent_s > self.plan.frozen_s:
+            logger.error("%s has said nothing for %.0f s and is killed", process.name, process.silent_s)
+            process.kill()
+
+    def _may_start(self, process: Process, now: float) -> bool:
+        """Whether all that it needs is there, and it has not just failed."""
+        if process.pid and process.draining_since is None and process.name not in self._again:
+            logger.error("%s ended (status %d)", process.name, process.status)
+            process.kill()  # what it has started, if anything is left
+            failed = not process.ready.is_set()
+            self._again[process.name] = now + AGAIN_S * failed
+            if failed and process.starts >= MOST_STARTS and not self._is_up:
+                raise SymbiosisError(f"{process.name} could not start, as it says above")
+        if process.member.kind == "server":
+            of_model = [each for each in self.members.values() if each.member.model == process.member.model]
+            if not any(each.state is State.READY for each in of_model if each.member.kind == "executor"):
+                return False
+        return now >= self._again.get(process.name, 0.0)
+
+    def _start(self, process: Process) -> None:
+        self._again.pop(process.name, None)
+        self._worked[process.name] = time.monotonic()
+        process.start()
+
+    def _tell(self) -> None:
+        members = []
+        for process in (*self.members.values(), *self._leaving):
+            if (state := process.state) is not None:
+                members.append(replace(process.member, state=state.value, pid=process.pid))
+        told = Told(name=self.plan.name, url=self.url, members=tuple(members), adapters=self._adapters)
+        if told != self._told:
+            self._told = told
+            tell(told)
+
+    def _scale(self, model: str) -> None:
+        """Add servers of a model, or take one away: it drains, and its streams go on elsewhere."""
+        plan = self.plan.models[model]
+        servers = [p for p in self.members.values() if p.member.kind == "server" and p.member.model == model]
+        snapshot = {p.member.number: p for p in servers}
+        now = time.monotonic()
+        found = [
+            Server(number=number, model=model, batch=p.member.batch, running=p.requests, state=state)
+            for number, p in snapshot.items()
+            if (state := p.state) is not None
+        ]
+        for server in found:
+            if server.running or server.state is not State.READY:
+                self._worked[snapshot[server.number].name] = now
+        if plan.least == plan.most:
+            return
+        idle = {number for number, p in snapshot.items() if now - self._worked.get(p.name, now) >= self.plan.idle_s}
+        change = scale(found, self._waiting(model), plan.least, plan.most, idle)
+        off = [p for p in servers if not p.is_running and not p.comes_back]
+        for process in off[: change.start]:
+            process.comes_back = True
+            logger.info("%s is added", process.name)
+        for number in change.release:
+            self.drain(snapshot[number].name)
+        if not change.start and not change.release:
+            self._consolidate(found, plan.least, snapshot)
+
+    def _consolidate(self, found: list[Server], least: int, snapshot: dict[int, Process]) -> None:
+        """Let the least busy server drain, if it is one more than there must be, and the others have room for what it does."""
+        live = [each for each in found if each.state is State.READY]
+        working = [each for each in live if each.running]
+        requests = {each.number: dict.fromkeys(range(each.running), Wish(model=each.model)) for each in working}
+        spare = any(each.is_light for each in live if not each.running) or len(live) > len(working) + 1
+        if len(live) > least and spare and (moves := consolidate(live, requests)) is not None:
+            self.drain(snapshot[moves.server].name)
+
+    def _waiting(self, model: str) -> int:
+        """How many sequences wait at the front ends for a server of this model."""
+        fronts = (each.health.get("waiting") for each in self.members.values() if each.member.kind == "front")
+        return sum(int(waiting.get(model, 0)) for waiting in fronts if isinstance(waiting, dict))
+
+    def _end(self) -> None:
+        """End front ends first, then servers, then executors, so that none misses another."""
+        for kind in ("front", "server", "executor"):
+            those = [each for each in (*self.members.values(), *self._leaving) if each.member.kind == kind]
+            those = [each for each in those if each.is_running]
+            for process in those:
+                process.stop()
+            ends = time.monotonic() + (self.plan.drain_s if kind != "executor" else 0.0) + STOP_S
+            for process in those:
+                if not process.wait(ends - time.monotonic()):
+                    logger.warning("%s did not end and is killed", process.name)
+                process.kill()
+
+
+@contextmanager
+def locked(plan: Plan) -> Iterator[Path]:
+    """Have the cluster's folder for this process alone. It is gone at the end."""
+    make_folder(clusters_dir().parent)
+    make_folder(clusters_dir())
+    folder = folder_of(plan.name)
+    make_folder(folder)
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"a cluster {plan.name!r} runs already: symbiosis cluster status {plan.name}") from None
+        for left in folder.iterdir():  # by one that was killed
+            if left.name != "lock":
+                with suppress(OSError):
+                    left.unlink()
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,56 @@
+"""A cluster for tests: the command, with a front end, servers and executors of the demo model."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from symbiosis.clusters import Member, Told, told_by
+from tests.serving_api import eventually
+
+START_S = 110.0
+
+
+@dataclass
+class Running:
+    """A cluster that runs."""
+
+    url: str
+    process: "subprocess.Popen[str]"
+    name: str = "test"
+
+    @property
+    def told(self) -> Told:
+        return told_by(self.name)
+
+    def servers(self, state: str = "ready") -> list[Member]:
+        return [each for each in self.told.of_kind("server") if each.state == state]
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, text: str) -> Iterator[Running]:
+    """Run `symbiosis cluster up` on a file with this text."""
+    file = folder / "test.yaml"
+    file.write_text(text)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "symbiosis", "cluster", "up", str(file)],
+        stdout=subprocess.PIPE, stderr=(folder / "stderr").open("w"), text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        assert process.stdout
+        line = process.stdout.readline()
+        found = re.fullmatch(r"cluster test at (http://\S+)/v1\n", line)
+        assert found, line + (folder / "stderr").read_text()
+        yield Running(found[1], process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(60)
+
+
+def wait_for_servers(running: Running, count: int) -> None:
+    eventually(lambda: len(running.servers()) == count, START_S)

@@ -1,0 +1,211 @@
+"""A cluster on this host: one address for all servers, one name for all executors, and streams that outlive their servers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import symbiosis
+from symbiosis.clusters import executors_at
+from symbiosis.errors import ConfigError
+from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.tools.cluster.control import send_order
+from tests.cluster import Running, cluster, wait_for_servers
+from tests.serving_api import client, eventually, web
+
+FILE = """
+port: 0
+frozen_s: 4
+api_keys: keys
+decision_log: {folder}/decisions
+models:
+  demo:
+    servers: 2
+    executor: {{batch-invariant: true}}
+    server: {{memory: 64MiB, max-batch: 16}}
+"""
+PROMPT = "def average(numbers):"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cluster")
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Running]:
+    (folder / "keys").write_text("alice alice-key-1 admin\nbob bob-key-22 requests=1\n")
+    before = os.environ.get("XDG_RUNTIME_DIR")
+    os.environ["XDG_RUNTIME_DIR"] = str(folder)
+    try:
+        with cluster(folder, FILE.format(folder=folder)) as found:
+            yield found
+    finally:
+        os.environ.pop("XDG_RUNTIME_DIR")
+        if before is not None:
+            os.environ["XDG_RUNTIME_DIR"] = before
+
+
+@pytest.fixture
+def api(running: Running) -> openai.OpenAI:
+    wait_for_servers(running, 2)
+    return client(running.url, "alice-key-1")
+
+
+def ask(api: openai.OpenAI, **fields: Any) -> Any:
+    return api.completions.create(**{"model": "demo", "prompt": PROMPT, "max_tokens": 300, "temperature": 0, **fields})
+
+
+def serving(running: Running) -> int:
+    """The number of the server that has a request, once one has."""
+
+    def found() -> list[str]:
+        health = web.get(f"{running.url}/health", timeout=10).json()
+        return [number for number, count in health["running"].items() if count]
+
+    eventually(found)
+    return int(found()[0])
+
+
+def member(running: Running, number: int) -> Any:
+    return next(each for each in running.told.members if each.number == number and each.kind == "server")
+
+
+def test_it_answers_as_a_server_does(api: openai.OpenAI, running: Running) -> None:
+    assert {each.id for each in api.models.list()} == {"demo", "python", "shout", "whisper"}
+    assert api.models.retrieve("shout").id == "shout"
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    ids = torch.tensor([list(PROMPT.encode())])
+    told = model.generate(ids, max_new_tokens=40, do_sample=False)[0, len(PROMPT) :]
+    wanted = AutoTokenizer.from_pretrained(DEMO_MODEL).decode(told)
+    whole = ask(api, max_tokens=40)
+    assert whole.choices[0].text == wanted and whole.usage.completion_tokens == 40
+    events = list(ask(api, max_tokens=40, stream=True, stream_options={"include_usage": True}))
+    assert "".join(c.text for e in events for c in e.choices) == wanted and events[-1].usage.completion_tokens == 40
+    chat = api.chat.completions.create(model="python", messages=[{"role": "user", "content": "def f("}], max_tokens=8)
+    assert chat.choices[0].message.content
+    assert web.get(f"{running.url}/version").json() == {"version": symbiosis.__version__}
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        ({"model": "demo", "prompt": "a", "nothing": 1}, 400, "nothing"),
+        ({"model": "nobody", "prompt": "a"}, 404, "nobody"),
+        ([], 400, "no JSON object"),
+        ({"prompt": "a"}, 400, "model is missing"),
+    ],
+)
+def test_what_is_wrong_is_said(api: openai.OpenAI, running: Running, body: Any, status: int, told: str) -> None:
+    keyed = {"Authorization": "Bearer alice-key-1"}
+    answer = web.post(f"{running.url}/v1/completions", json=body, headers=keyed, timeout=30)
+    assert answer.status_code == status and told in answer.json()["error"]["message"]
+
+
+def test_keys_hold_for_the_whole_cluster(api: openai.OpenAI, running: Running) -> None:
+    assert web.post(f"{running.url}/v1/completions", json={"model": "demo", "prompt": "a"}).status_code == 401
+    bob = client(running.url, "bob-key-22")
+    with ask(bob, stream=True) as stream:
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError):
+            ask(bob, max_tokens=1)
+    eventually(lambda: web.get(f"{running.url}/health").json()["requests"] == 0)
+    assert ask(bob, max_tokens=1).choices
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("how", "draws"),
+    [
+        ("kill", {"temperature": 1.0, "seed": 7, "n": 2}),
+        ("freeze", {"temperature": 0}),
+        ("roll", {"temperature": 1.5, "top_p": 0.9}),
+    ],
+)
+def test_a_stream_outlives_its_server(api: openai.OpenAI, running: Running, how: str, draws: dict[str, Any]) -> None:
+    draws = {"seed": 3, "max_tokens": 450, **draws}
+    wanted = {choice.index: choice.text for choice in ask(api, **draws).choices}
+    found: dict[int, str] = dict.fromkeys(wanted, "")
+    moved = web.get(f"{running.url}/health").json()["moved"]
+    for number, event in enumerate(ask(api, stream=True, **draws)):
+        for choice in event.choices:
+            found[choice.index] += choice.text
+        if number == 3:
+            server = member(running, serving(running))
+            if how == "roll":
+                threading.Thread(target=send_order, args=["test", "roll", server.name], daemon=True).start()
+            else:
+                os.kill(server.pid, signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+    assert found == wanted
+    assert web.get(f"{running.url}/health").json()["moved"] == moved + 1
+    eventually(lambda: server.pid not in {each.pid for each in running.told.members}, 60)
+    wait_for_servers(running, 2)
+
+
+@pytest.mark.fault
+def test_an_answer_that_is_no_stream_outlives_its_server(api: openai.OpenAI, running: Running) -> None:
+    wanted, found = ask(api, max_tokens=450).choices[0].text, []
+    asking = threading.Thread(target=lambda: found.append(ask(api, max_tokens=450).choices[0].text))
+    asking.start()
+    os.kill(member(running, serving(running)).pid, signal.SIGKILL)
+    asking.join(60)
+    assert found == [wanted]
+
+
+def test_a_program_finds_an_executor_by_the_models_name(running: Running) -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    ids = torch.tensor([list(PROMPT.encode())])
+    wanted = model(ids).logits
+    symbiosis.wrap(model, "symbiosis://demo")
+    assert torch.equal(model(ids).logits, wanted)
+    assert executors_at("symbiosis://test/demo") == executors_at("symbiosis://demo")
+    with pytest.raises(ConfigError, match="there are: symbiosis://demo"):
+        symbiosis.from_executor("symbiosis://other")
+
+
+def command(*words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "symbiosis", "cluster", *words], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) -> None:
+    told = json.loads(command("status", "--json").stdout)
+    assert [each["name"] for each in told["members"]] == [
+        "demo-executor-1",
+        "demo-server-1",
+        "demo-server-2",
+        "front-1",
+    ]
+    assert "demo-server-2" in command("status", "test").stdout
+    assert "no process 'x': drain one of demo-executor-1" in command("drain", "x").stderr
+    assert "no cluster 'x' of yours" in command("status", "x").stderr
+    lines = [json.loads(line) for line in (folder / "decisions").read_text().splitlines()]
+    assert {line["tenant"] for line in lines} <= {"alice", "bob"} and {line["why"] for line in lines} >= {"new"}
+    metrics = web.get(f"{running.url}/metrics").text
+    assert 'symbiosis_cluster_ready{model="demo",server="demo-server-1"} 1.0' in metrics
+    assert 'symbiosis_cluster_completions_total{model="demo",tenant="alice"}' in metrics
+    keyed = {"Authorization": "Bearer alice-key-1"}
+    shown = web.get(f"{running.url}/cluster", headers=keyed).json()
+    assert [server["batch"] for server in shown["servers"]] == [16, 16]
+    assert web.get(f"{running.url}/cluster", headers={"Authorization": "Bearer bob-key-22"}).status_code == 403
+
+
+def test_nothing_is_left_when_it_has_ended(running: Running) -> None:
+    """The last test of this file: it ends the cluster."""
+    pids = [each.pid for each in running.told.members]
+    assert command("down").returncode == 0
+    assert running.process.wait(60) == 0
+    time.sleep(0.5)
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

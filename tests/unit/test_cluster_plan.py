@@ -1,0 +1,64 @@
+"""The file of a cluster: what is wrong with it is said before anything is started, with the place where it is."""
+
+from pathlib import Path
+
+import pytest
+
+from symbiosis.cluster.front.progress import Progress
+from symbiosis.cluster.plan import load
+from symbiosis.errors import ConfigError
+from symbiosis.tools.cluster.preflight import check
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.yaml"
+
+
+def plan_of(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text("port: 0\n" + text)
+    check(load(file)).close()
+
+
+def test_the_example_is_a_plan() -> None:
+    plan = load(EXAMPLE)
+    assert plan.name == "cluster" and (plan.models["demo"].least, plan.models["demo"].most) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("models: {}", "name at least one"),
+        ("models: [demo]", "lab.yaml: Expected `object`"),
+        ("models: {demo: {", "lab.yaml is no YAML"),
+        ("models: {demo: {serverz: 2}}", "unknown field `serverz`"),
+        ("models: {demo: {servers: 0.5}}", r"models\[...\].servers"),
+        ("models: {demo: {servers: [3, 1]}}", "models.demo: at least one executor"),
+        ("models: {a/b: {}}", "'a/b' is no name"),
+        ("models: {demo: {}}\nbackend: cloud", "only local"),
+        ("models: {no-such-model: {}}", "models.no-such-model: "),
+        ("models: {demo: {server: {max-batch: 0}}}", "models.demo: max-batch must be positive"),
+        ("models: {demo: {server: {port: 80}}}", "models.demo.server: port is given by the cluster"),
+        (
+            "models: {demo: {executor: {metrics_port: 80}}}",
+            "models.demo.executor: metrics-port is given by the cluster",
+        ),
+        ("models: {demo: {executor: {nothing: 1}}}", "models.demo: unknown option nothing"),
+        ("models: {demo: {adapters: nowhere}}", "there is no such folder"),
+        ("models: {demo: {executors: 1000000}}", "all executors' need"),
+        ("models: {demo: {}}\napi_keys: nowhere", "cannot read the API keys"),
+    ],
+)
+def test_what_is_wrong_is_said_at_once(tmp_path: Path, text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        plan_of(tmp_path, text)
+
+
+def test_a_plan_that_is_right_is_taken(tmp_path: Path) -> None:
+    plan_of(tmp_path, "models: {demo: {servers: [1, 2], threads: 2}, other: {model: demo}}")
+
+
+def test_events_are_handed_on_without_their_comments() -> None:
+    progress = Progress.of({}, is_chat=True, choices=2)
+    assert progress.take(b'data: {"first": 1}') == b'data: {"first": 1}'
+    assert progress.take(b": 1 7 8\ndata: {}") == b"data: {}" and progress.take(b": 0 .\ndata: {}") == b"data: {}"
+    assert (progress.told["tokens"], progress.told["ended"], progress.told["opened"]) == ([[], [7, 8]], [0], 1)
+    assert progress.count == 2 and progress.told["id"].startswith("chatcmpl-")
