@@ -6,6 +6,8 @@ Processes are threads here (how the scripts' processes start is tested with one 
 import importlib
 import json
 import math
+import mmap
+import os
 import statistics
 import subprocess
 import sys
@@ -346,6 +348,38 @@ def test_the_plots_are_those_of_the_results(script: Callable) -> None:
         assert file.with_suffix(".svg").read_text() == plot.svg(chart), "run scripts/plot_benchmarks.py"
         assert f"({file.stem}.svg)" in (plot.RESULTS / "README.md").read_text()
     assert len(results) >= 12
+
+
+@pytest.mark.parametrize(("slow", "heavy"), [(1.0, 1.0), (1.2, 1.0), (1.0, 1.5)])
+def test_bars_of_shards(slow: float, heavy: float, script: Callable, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank holds its share, and a step takes no longer than at one executor."""
+    bench = script("bench_shard")
+    found = bench.sides(2)
+    for side in found:
+        several = side is not found[0]
+        side.weights = [int(500 * heavy), 500] if several else [1000]
+        side.others = [int(100 * heavy), 100] if several else [100]
+        for what in bench.SHAPE:
+            side.seconds[what] = [slow if several else 1.0]
+    held = holding(bench.report(found, 2, 1000), capsys)
+    assert {name: holds for name, (_, holds) in held.items()} == {
+        **{f"{side}_{what}_over_one": slow == 1.0 for side in ("layers", "fsdp") for what in bench.SHAPE},
+        **{f"{side}_weights_over_share": heavy == 1.0 for side in ("layers", "fsdp", "fsdp_spread")},
+        **{f"{side}_other_memory_over_one": heavy == 1.0 for side in ("layers", "fsdp", "fsdp_spread")},
+    }
+
+
+def test_memory_of_a_process_is_told_apart(script: Callable) -> None:
+    """Weights that it shares, all that is no file's, and nothing of its code."""
+    bench, size = script("bench_shard"), 64 << 20
+    weights, whole = bench.memory_of(os.getpid())
+    with os.fdopen(os.memfd_create("symbiosis-weights-part"), "r+b") as file:
+        file.truncate(size)
+        with mmap.mmap(file.fileno(), size) as memory:
+            for at in range(0, size, mmap.PAGESIZE):
+                memory[at] = 1
+            held, of_all = bench.memory_of(os.getpid())
+    assert held - weights == size and abs(of_all - whole - size) < size / 4
 
 
 def test_products_at_ranks_are_compared(script: Callable, tmp_path: Path) -> None:

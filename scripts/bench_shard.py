@@ -1,0 +1,154 @@
+"""A model that several ranks hold, against one executor: memory of each rank, a training step and a decoding step.
+
+One program trains or decodes at a time, at one executor and at services of ranks: whole layers on each, parts of every tensor on each, and the
+latter with few rows spread over all. They take turns, so that what else the machine does meets all of them.
+
+    python scripts/bench_shard.py --tiny      # on a CPU, about a minute and a half on two cores
+    python scripts/bench_shard.py --called    # clients map no weights: every product is a call
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from _processes import LoraClient, Worker, executor, prepare, progress, save_llama, together, workers
+
+from symbiosis.tools.reporting import Report, print_table
+
+LORA = (8, ("q_proj", "k_proj", "v_proj", "o_proj"))
+SHAPE = {"train": (2, 64), "decode": (1, 16, 32)}  # sequences, tokens of each; and of those that follow
+ONE = "one executor"
+SPREAD_ROWS = 16
+STEP_BAR = 1.15  # over one executor's
+WEIGHTS_BAR = 1.02  # of a rank, over its equal share: parts are cut at pages
+LAYERS_BAR = 1.15  # the same of whole layers, of which one rank may have one more
+OTHER_BAR = 1.1  # of a rank, beside its weights, over that of one executor
+PAGES = "symbiosis-weights", "symbiosis-commons"
+
+
+@dataclass
+class Side:
+    """One way to hold the model, and what was measured of it."""
+
+    name: str
+    options: tuple[str, ...]
+    judged: bool = True
+    weights: list[int] = field(default_factory=list)  # bytes of each rank
+    others: list[int] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+def sides(ranks: int) -> list[Side]:
+    several = f"--ranks={ranks}"
+    spread = ("--shard=fsdp", several, f"--spread-rows={SPREAD_ROWS}")
+    return [
+        Side(ONE, ()),
+        Side("layers", ("--shard=layers", several)),
+        Side("fsdp", ("--shard=fsdp", several)),
+        Side("fsdp, few rows spread", spread, judged=False),  # which pays where ranks have memory or cores of their own
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tiny", action="store_true", help="a small model, and few steps")
+    parser.add_argument("--called", action="store_true", help="clients map no weights")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    prepare(threads=1)
+    hidden, layers, seconds = (512, 8, 0.8) if options.tiny else (1024, 16, 3.0)
+    found = sides(options.ranks)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        nbytes = 4 * save_llama(Path(folder) / "model", hidden, layers)
+        clients = [served(stack, Path(folder), number, side, options.called) for number, side in enumerate(found)]
+        pool = stack.enter_context(workers(LoraClient, [(url, *LORA) for url in clients]))
+        for number in range(options.rounds + 1):
+            progress(f"round {number} of {options.rounds}")
+            for side, worker in zip(found, pool, strict=True):
+                measure(
+                    side, worker, seconds, counts=number > 0
+                )  # in the first, memory is allocated, and executors learn
+    return report(found, options.ranks, nbytes).finish()
+
+
+def served(stack: ExitStack, folder: Path, number: int, side: Side, called: bool) -> str:
+    """Start the executor or the service, note what memory it takes, and return its endpoint."""
+    words = [f"--listen=local://{folder}/{number}.sock", "--batch-invariant", *side.options]
+    if side.name == "fsdp, few rows spread":
+        words.remove("--batch-invariant")
+    child = stack.enter_context(executor(folder / "model", 1, *words, *(("--no-share-weights",) if called else ())))
+    processes = ranks_of(child.pid) or [child.pid]
+    for pid in processes:
+        weights, whole = memory_of(pid)
+        side.weights.append(weights)
+        side.others.append(whole - weights)
+    return child.endpoints[0]
+
+
+def measure(side: Side, worker: Worker, seconds: float, counts: bool) -> None:
+    for what, shape in SHAPE.items():
+        pace = together([worker], what, seconds, *shape)[0]
+        if counts:
+            side.seconds[what].append(statistics.median(pace.steps))
+
+
+def ranks_of(pid: int) -> list[int]:
+    """The processes of a service's ranks."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def memory_of(pid: int) -> tuple[int, int]:
+    """Bytes of memory that a process holds: weights that it shares, and all that is no file's. What n processes map counts 1/n each."""
+    weights = whole = 0
+    name = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        first, *rest = line.split()
+        if not first.endswith(":"):
+            name = rest[4] if len(rest) > 4 else ""
+        elif first == "Pss:" and (not name.startswith("/") or name.startswith("/memfd")):
+            nbytes = 1024 * int(rest[0])
+            whole += nbytes
+            weights += nbytes if any(page in name for page in PAGES) else 0
+    return weights, whole
+
+
+def report(found: Sequence[Side], ranks: int, nbytes: int) -> Report:
+    made, (one, *others) = Report("bench_shard"), found
+    rows = []
+    for side in found:
+        ratios = {what: statistics.median(side.seconds[what]) / statistics.median(one.seconds[what]) for what in SHAPE}
+        rows.append((
+            side.name, " ".join(f"{n / 2**20:.1f}" for n in side.weights), " ".join(f"{n / 2**20:.0f}" for n in side.others),
+            *(f"{1e3 * statistics.median(side.seconds[what]):.1f} ({ratios[what]:.2f})" for what in SHAPE),
+        ))  # fmt: skip
+    print_table(("held by", "weights, MiB each", "other memory, MiB", "training step, ms", "token, ms"), rows)
+    for side in others:
+        key = side.name.partition(",")[0] + ("_spread" if "spread" in side.name else "")
+        for what in SHAPE:
+            ratio = round(statistics.median(side.seconds[what]) / statistics.median(one.seconds[what]), 3)
+            if side.judged:
+                made.bar(f"{key}_{what}_over_one", ratio, "<=", STEP_BAR)
+            else:
+                made.figure(f"{key}_{what}_over_one", ratio)
+        if "fsdp" in key:  # where clients' own tensors lie in the parts, too
+            made.bar(f"{key}_weights_over_share", round(max(side.weights) * ranks / nbytes, 4), "<=", WEIGHTS_BAR)
+        elif side.weights[0]:
+            made.bar(
+                f"{key}_weights_over_share", round(max(side.weights) * ranks / one.weights[0], 4), "<=", LAYERS_BAR
+            )
+        made.bar(f"{key}_other_memory_over_one", round(max(side.others) / one.others[0], 3), "<=", OTHER_BAR)
+    made.figure("ranks", ranks)
+    made.figure("cores", len(os.sched_getaffinity(0)))
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())
