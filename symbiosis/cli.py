@@ -221,11 +221,12 @@ def demo(
 @app.command(cls=InLines)
 def doctor(
     url: Annotated[str | None, typer.Argument(metavar="[URL]", help="An executor's endpoint. Default: this user's.")] = None,
+    model: Annotated[str | None, typer.Option(help="A model: say on which devices of this machine its weights fit.")] = None,
 ) -> None:  # fmt: skip
     """Check versions, devices, memory, limits and the executor; exit status 1 if something is broken."""
     from symbiosis.tools.doctor import run
 
-    raise typer.Exit(run(url))
+    raise typer.Exit(run(url, model))
 
 
 @app.command(cls=InLines)

@@ -19,6 +19,7 @@ from symbiosis import mps
 from symbiosis.config import default_endpoints, named_endpoints
 from symbiosis.endpoints import how_to_start_one, socket_path
 from symbiosis.tools.reporting import versions
+from symbiosis.tools.room import room_for
 
 if TYPE_CHECKING:
     from symbiosis.client.session import Session
@@ -44,23 +45,26 @@ class Check:
         return f"{line}. {self.remedy}" if self.remedy else line
 
 
-def run(endpoint: str | None) -> int:
+def run(endpoint: str | None, model: str | None = None) -> int:
     """Print every check as it is made; the exit status is 1 if something is broken."""
     broken = False
-    for check in checks(endpoint):
+    for check in checks(endpoint, model):
         print(check, flush=True)
         broken |= check.state == "FAIL"
     return int(broken)
 
 
-def checks(endpoint: str | None) -> Iterator[Check]:
-    """Yield all checks. An executor that is not there is a failure only if the user named it."""
+def checks(endpoint: str | None, model: str | None = None) -> Iterator[Check]:
+    """Yield all checks. An executor that is not there is a failure only if the user named it. With a `model`, say where it fits."""
     yield check_versions()
     yield check_threads()
     yield check_gpus()
     yield check_mps()
     yield check_shared_memory()
     yield check_descriptors()
+    if model is not None:
+        state, text, remedy = room_for(model)
+        yield Check(state, "room", text, remedy)
     wanted = endpoint is not None or "SYMBIOSIS_ENDPOINT" in os.environ
     for url in (named_endpoints(endpoint) or (endpoint,)) if endpoint else default_endpoints():
         yield from check_executor(url, wanted)
