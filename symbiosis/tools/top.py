@@ -1,5 +1,6 @@
 """`symbiosis top`: what an executor is doing, by its own figures (executor/observe/figures.py), live or once."""
 
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from symbiosis.endpoints import how_to_start_one, parts_of
+from symbiosis.endpoints import how_to_start_one, of_rank, parts_of
 from symbiosis.errors import Code, ExecutorUnavailable, ProtocolError
-from symbiosis.executor.observe.snapshot import LayerFigures, Snapshot, mean_size
+from symbiosis.executor.observe.snapshot import LayerFigures, Snapshot, mean_size, of_service
 from symbiosis.protocol import Op
 from symbiosis.text import shown
 from symbiosis.tools.doctor import socket_problem
@@ -26,6 +27,7 @@ BUSIEST = 12
 MOST = 2.0**63  # of any figure
 LONGEST_NAME = 256  # characters
 BAR = 40
+AWAY_S = 0.5  # how long a rank may be away before it is left out of a view
 
 
 def run(endpoint: str, once: bool, interval: float) -> None:
@@ -36,10 +38,13 @@ def run(endpoint: str, once: bool, interval: float) -> None:
     print(f"connecting to {shown(endpoint, LONGEST_NAME)} ...", file=sys.stderr, flush=True)
     from symbiosis.client.session import Session  # torch comes with it
 
-    session = Session(endpoint, observer=True, patience=10.0)
+    first = Session(endpoint, observer=True, patience=10.0)
+    here = first.welcome.rank
+    others = {rank: of_rank(endpoint, rank, here) for rank in range(first.welcome.ranks) if rank != here}
+    each = {here: first, **{rank: Session(url, observer=True, patience=AWAY_S) for rank, url in others.items()}}
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
-        views = watch(session, interval)
+        views = watch(each, interval)
         if once or not console.is_terminal:
             for view in islice(views, 1 if once else None):
                 console.print(view)
@@ -50,17 +55,54 @@ def run(endpoint: str, once: bool, interval: float) -> None:
     except KeyboardInterrupt:
         pass
     finally:
-        session.close()
+        for session in each.values():
+            session.close()
 
 
-def watch(session: "Session", interval: float) -> Iterator[Group]:
-    """Show the figures anew every `interval` seconds."""
-    before = snapshot(session)
+def watch(each: "dict[int, Session]", interval: float) -> Iterator[Group]:
+    """Show the figures of all ranks, or of the one executor, anew every `interval` seconds."""
+    before = snapshots(each)
     while True:
         time.sleep(interval)
-        now = snapshot(session)
-        yield render(before, now)
+        now = snapshots(each)
+        both = before.keys() & now.keys()  # of a rank that was away before, no rates are known yet
+        then = before if both == now.keys() else now
+        yield Group(*_ranks(each, then, now), render(of_service(sorted(then.items())), of_service(sorted(now.items()))))
         before = now
+
+
+def snapshots(each: "dict[int, Session]") -> dict[int, Snapshot]:
+    """Return the figures of the ranks that answer. Raise `ExecutorUnavailable` if none does."""
+    found, cause = {}, None
+    for rank, session in each.items():
+        try:
+            found[rank] = snapshot(session)
+        except ExecutorUnavailable as error:
+            cause = error
+    if cause is not None and not found:
+        raise cause
+    return found
+
+
+def _ranks(each: "dict[int, Session]", before: dict[int, Snapshot], now: dict[int, Snapshot]) -> list[Table]:
+    """Show what each rank of a service does; nothing of an executor that is alone."""
+    if len(each) == 1:
+        return []
+    table = _table(f"{len(each)} ranks", "rank")
+    for name in ("calls/s", "rows/s", "queue", "sessions", "memory", "weights", "up"):
+        table.add_column(name, justify="right")
+    for rank in sorted(each):
+        if rank not in now:
+            table.add_row(str(rank), "does not answer")
+            continue
+        told, then = now[rank], before[rank]
+        seconds = max(told.uptime_s - then.uptime_s, 1e-9) if told is not then else math.inf
+        table.add_row(
+            str(rank), f"{max(0, told.calls - then.calls) / seconds:.0f}", f"{max(0, told.rows - then.rows) / seconds:.0f}",
+            str(told.queue_depth), str(sum(not session.observer for session in told.sessions)),
+            size_of(told.rss_bytes), size_of(told.weights_bytes), duration(told.uptime_s),
+        )  # fmt: skip
+    return [table]
 
 
 def snapshot(session: "Session") -> Snapshot:
@@ -124,17 +166,18 @@ def _head(before: Snapshot, now: Snapshot, seconds: float) -> Text:
 def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
     clients = [session for session in now.sessions if not session.observer]
     observers = len(now.sessions) - len(clients)
-    table = _table(f"{len(clients)} sessions, {observers} observing", "no", "client", "way")
+    several = any(session.rank for session in now.sessions)
+    table = _table(f"{len(clients)} sessions, {observers} observing", *["rank"][:several], "no", "client", "way")
     for name in ("calls/s", "rows/s", "direct rows/s", "calls", "received", "open", "silent", "joined"):
         table.add_column(name, justify="right")
-    earlier = {session.number: session for session in before.sessions}
+    earlier = {(session.rank, session.number): session for session in before.sessions}
     for session in sorted(clients, key=lambda s: -s.rows):
-        then = earlier.get(session.number)
+        then = earlier.get((session.rank, session.number))
         calls, rows, direct = (
             getattr(session, name) - (getattr(then, name) if then else 0) for name in ("calls", "rows", "direct_rows")
         )
         table.add_row(
-            str(session.number), Text(session.client), Text(session.transport),
+            *[str(session.rank)][:several], str(session.number), Text(session.client), Text(session.transport),
             f"{calls / seconds:.0f}", f"{rows / seconds:.0f}", f"{direct / seconds:.0f}", str(session.calls), size_of(session.bytes),
             str(session.in_flight), f"{session.idle_s:.1f} s", duration(session.joined_s),
         )  # fmt: skip

@@ -126,6 +126,30 @@ def test_a_rank_may_be_killed_while_it_is_started_again(service: Executor) -> No
     assert service.alive
 
 
+@pytest.mark.parametrize("spread", [False, True], ids=["at one rank", "spread"])
+def test_a_rank_that_is_frozen_keeps_up_those_that_called_it_only(
+    model: Path, tmp_path: Path, processes: list, spread: bool
+) -> None:
+    """Its part of every tensor is read without it. A client in the midst of its call to that rank goes on at another one, when the call has taken as long as it
+    may; and the rank answers again when it wakes."""
+    options = ["--ranks=2", "--shard=fsdp", *(["--spread-rows=64"] if spread else [])]
+    service = Executor(model, *options, f"--listen=local://{tmp_path}/a.sock", log=tmp_path / "log")
+    processes.append(service)
+    frozen = pid_of(service, 1)
+    clients = [symbiosis.from_executor(service.endpoint, share=False, timeout=1.0) for _ in range(2)]
+    expected = tiny_llama()(IDS).logits
+    assert all(torch.allclose(client(IDS).logits, expected, atol=1e-5) for client in clients)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        for client in clients:
+            assert torch.allclose(client(IDS).logits, expected, atol=1e-5)
+        assert sum(symbiosis.stats(client).retries for client in clients) >= 1
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+    late = symbiosis.from_executor(f"{service.endpoint}.rank1", share=False)
+    assert torch.allclose(late(IDS).logits, expected, atol=1e-5)
+
+
 def _health(service: Executor) -> str:
     try:
         return page(service, "health")

@@ -12,10 +12,14 @@ from torch import nn
 
 import symbiosis
 from symbiosis.client.session import Session
+from symbiosis.endpoints import of_rank
 from symbiosis.errors import CallError, Code
+from symbiosis.executor.observe.snapshot import of_service
 from symbiosis.protocol import Op
 from symbiosis.tools import top
+from tests.conftest import tiny_llama
 from tests.processes import run
+from tests.ranks import ranks_of
 
 LAYER = "model.layers.0.self_attn.q_proj"
 
@@ -165,3 +169,26 @@ def test_no_executor_is_said_in_one_line(tmp_path: Path) -> None:
     assert result.stderr.startswith("error: no executor at")
     assert result.stderr.count("symbiosis-executor MODEL") == 1
     assert "Traceback" not in result.stderr
+
+
+def test_all_ranks_of_a_service_are_shown(ids: torch.Tensor) -> None:
+    """Their figures are added; each has a line of its own, and one that does not answer is named."""
+    url = "inproc://watched"
+    with ranks_of(tiny_llama(), url) as servers:
+        split = symbiosis.from_executor(url)
+        each = {rank: Session(of_rank(url, rank), observer=True, patience=0.2) for rank in (0, 1)}
+        views = top.watch(each, 0.01)
+        before = top.snapshots(each)
+        split(ids)
+        now = top.snapshots(each)
+        both = of_service(sorted(now.items()))
+        assert both.calls - of_service(sorted(before.items())).calls == symbiosis.stats(split).by_op["FORWARD"]
+        assert all(now[rank].calls > before[rank].calls for rank in (0, 1))
+        assert both.weights_bytes == sum(server.store.nbytes for server in servers)
+        assert sorted(session.rank for session in both.sessions if not session.observer) == [0, 1]
+        text = shown(next(views))
+        assert "2 ranks" in text and "2 sessions, 2 observing" in text
+        servers[1].stop()
+        assert "does not answer" in shown(next(views))
+        for session in each.values():
+            session.close()

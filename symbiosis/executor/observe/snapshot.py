@@ -1,6 +1,13 @@
 """An executor's figures at one moment. Programs that only watch import this, and no torch."""
 
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
 import msgspec
+from msgspec.structs import astuple, replace
+
+Key = TypeVar("Key")
 
 
 class Usage(msgspec.Struct):
@@ -42,6 +49,7 @@ class SessionFigures(msgspec.Struct, frozen=True):
     joined_s: float
     tenant: str = ""
     direct_rows: int = 0  # rows that its client multiplied directly
+    rank: int = 0  # of the service, that it has joined
 
 
 class Snapshot(msgspec.Struct, frozen=True):
@@ -80,6 +88,41 @@ class Snapshot(msgspec.Struct, frozen=True):
     def mean_batch(self) -> float:
         """Calls per matrix product."""
         return mean_size(self.batch_sizes)
+
+
+def of_service(ranks: Sequence[tuple[int, Snapshot]]) -> Snapshot:
+    """Return the figures of a service from those of its ranks. It is as old as the rank that was started last."""
+    each = [told for _, told in ranks]
+    lines: dict[tuple[str, str], LayerFigures] = {}
+    tenants: dict[str, Usage] = {}
+    for told in each:
+        for line in told.lines:
+            key = line.layer, line.op
+            _, _, *figures = astuple(line)
+            before = astuple(lines[key])[2:] if key in lines else [0] * len(figures)
+            lines[key] = LayerFigures(*key, *(a + b for a, b in zip(before, figures, strict=True)))
+        for name, used in told.tenants.items():
+            before = astuple(tenants.get(name, Usage()))
+            tenants[name] = Usage(*(a + b for a, b in zip(before, astuple(used), strict=True)))
+    refused = Counter[tuple[str, str]]()
+    for tenant, code, count in (one for told in each for one in told.refused_joins):
+        refused[tenant, code] += count
+    return Snapshot(
+        min(told.uptime_s for told in each), each[0].policy, each[0].endpoints,
+        sum(told.rss_bytes for told in each), sum(told.weights_bytes for told in each),
+        _sum([told.batch_sizes for told in each]), sum(told.queue_depth for told in each),
+        _sum([told.bytes for told in each]), _sum([told.errors for told in each]), sum(told.dropped for told in each),
+        [replace(session, rank=rank) for rank, told in ranks for session in told.sessions],
+        list(lines.values()), tenants, [(*key, count) for key, count in refused.items()], _sum([told.kept_out for told in each]),
+    )  # fmt: skip
+
+
+def _sum(each: Sequence[dict[Key, int]]) -> dict[Key, int]:
+    """Add counts by their keys."""
+    total = Counter[Key]()
+    for counts in each:
+        total.update(counts)
+    return dict(total)
 
 
 def mean_size(batch_sizes: dict[int, int]) -> float:
