@@ -252,7 +252,7 @@ class Session(Reconnecting):
             device.type == "cuda"
             and self.share
             and self.welcome.shares_weights
-            and self.endpoint.startswith("local://")
+            and transport.may_have_lines(self.endpoint)
         ):
             self._line(torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from symbiosis.endpoints import is_within_process, of_rank, parts_of
+from symbiosis.endpoints import is_within_process, of_rank, parts_of, socket_path
 from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.protocol import Hello
 from symbiosis.transport.base import Connection, Listener, Peer, ServerPort, Sharing
@@ -28,6 +28,7 @@ __all__ = [
     "listen",
     "may_come_back",
     "may_go_by_nccl",
+    "may_have_lines",
     "of_rank",
     "open_line",
     "parts_of",
@@ -73,6 +74,11 @@ def may_go_by_nccl(url: str) -> bool:
     return Address.parse(address).nccl
 
 
+def may_have_lines(url: str) -> bool:
+    """Whether a GPU's calls may go by a line, for which the executor must share memory with its clients."""
+    return socket_path(url) is not None
+
+
 def _by_nccl(address: str, hello: Hello, timeout: float, device: torch.device, room: int) -> Connection | None:
     """Return a connection over NCCL. If there cannot be one, log why and return None."""
     from symbiosis.transport.nccl.client import NcclConnection
@@ -90,15 +96,15 @@ def open_line(
     url: str, hello: Callable[[], Hello], device: torch.device, patience: float, sharing: Sharing | None = None
 ) -> "DeviceLine | None":
     """Return a line for a GPU's calls that no CPU waits for. If they must go through the host's memory, log why and return None.
-    `sharing` wants the weights mapped, if the executor shares them."""
-    scheme, address = parts_of(url)
-    if scheme != "local" or device.type != "cuda":
+    `sharing` is given if the session wants to map the weights."""
+    if not may_have_lines(url) or device.type != "cuda":
         return None
     from symbiosis.transport.cuda.client import DeviceLine
     from symbiosis.transport.cuda.driver import CudaError
+    from symbiosis.transport.cuda.link import Joining
 
     try:
-        return DeviceLine(address, hello, device, patience, sharing)
+        return DeviceLine(Joining(parts_of(url)[1], hello, device, patience, sharing))
     except (CallError, CudaError) as error:
         logger.warning("%s: calls of %s go through the host's memory, which is slow: %s", url, device, error)
         return None

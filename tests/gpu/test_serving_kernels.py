@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.kernels.paged_attention import How, attend
+from tests.attentions import kinds
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 pytestmark = [
@@ -132,17 +133,9 @@ def test_nothing_is_done_without_records() -> None:
 
 # ---------------------------------------------------------------- attention
 
-SINKS = torch.linspace(-2, 2, 8)
-KINDS = {
-    "plain": How(0.3),
-    "window": How(0.3, window=5),
-    "window beyond": How(0.3, window=200),
-    "soft cap": How(0.3, softcap=1.5),
-    "sinks": How(0.3, sinks=SINKS),
-    "all": How(1.0, 20, 30.0, SINKS),
-}
 BLOCK, LAYERS, SLOTS, MOST = 16, 3, 4, 12
 HEADS = 8  # of queries
+KINDS = kinds(HEADS, steepest=1.0)
 
 
 class Sequences:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from symbiosis.kernels.paged_attention import How, Pages, Seen, attend, compiled
+from tests.attentions import kinds
 
 BLOCK, PAGES, SEQUENCES, LONGEST = 16, 24, 3, 70
 CLOSE = {
@@ -11,15 +12,7 @@ CLOSE = {
     torch.bfloat16: 1e-2,
     torch.float16: 1e-3,
 }  # scores of 20 are rounded by 1e-6; 8 and 11 bits
-SINKS = torch.linspace(-2, 2, 4)
-KINDS = {
-    "plain": How(0.3),
-    "window": How(0.3, window=5),
-    "window beyond": How(0.3, window=200),
-    "soft cap": How(0.3, softcap=1.5),
-    "sinks": How(0.3, sinks=SINKS),
-    "all": How(2.0, 20, 30.0, SINKS),
-}
+KINDS = kinds(heads=4, steepest=2.0)
 
 
 def laid_out(memory: torch.Tensor, table: torch.Tensor, pages: Pages, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -82,6 +82,20 @@ def _within(seen, d, SIZE: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[
 
 
 @triton.jit
+def _part_of_row(  # type: ignore[no-untyped-def]
+    singles, number, s, window, BLOCK: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr
+):  # fmt: skip
+    """Return which row this is (-1: none), its slot, which tokens it sees, from and up to, and which pages of these are in part `s`."""
+    at = singles + 3 * number
+    row, slot, end = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
+    begin = tl.where(window > 0, tl.maximum(end - window, 0), 0)
+    first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
+    each = tl.cdiv(tl.cdiv(last - first, SPLIT), PAGES) * PAGES
+    low = first + s * each
+    return row, slot, begin, end, low, tl.minimum(low + each, last)
+
+
+@triton.jit
 def _kept(  # type: ignore[no-untyped-def]
     part, stats, sinks, result, at, head, row, heads, acc, most, sum, d, mask, head_mask, VALUE: tl.constexpr,
     SPLIT: tl.constexpr, SINKS: tl.constexpr,
@@ -111,17 +125,8 @@ def _decode(  # type: ignore[no-untyped-def]
     """Compute one row and one head of keys, with all heads of queries that share it. ROWS is their number, padded. Long: one loop over
     pointers that it has just laid out."""
     head, number, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, slot, end = (
-        tl.load(singles + 3 * number).to(tl.int64),
-        tl.load(singles + 3 * number + 1),
-        tl.load(singles + 3 * number + 2),
-    )
+    row, slot, begin, end, low, high = _part_of_row(singles, number, s, window, BLOCK, PAGES, SPLIT)
     if row >= 0:
-        begin = tl.where(window > 0, tl.maximum(end - window, 0), 0)
-        first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
-        each = tl.cdiv(tl.cdiv(last - first, SPLIT), PAGES) * PAGES
-        low = first + s * each
-        high = tl.minimum(low + each, last)
         g, j = tl.arange(0, ROWS), tl.arange(0, PAGES * BLOCK)
         dk, dv = tl.arange(0, KEYS), tl.arange(0, VALUES)
         mine = g < GROUP
@@ -168,14 +173,8 @@ def _decode_alone(  # type: ignore[no-untyped-def]
     """Compute one row and one head of keys with its only head of queries. A product of matrices would multiply by padding, so this adds up.
     Long for the same reason as `_decode`."""
     head, number, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    at = singles + 3 * number
-    row, slot, end = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
+    row, slot, begin, end, low, high = _part_of_row(singles, number, s, window, BLOCK, PAGES, SPLIT)
     if row >= 0:
-        begin = tl.where(window > 0, tl.maximum(end - window, 0), 0)
-        first, last = begin // BLOCK, tl.cdiv(end, BLOCK)
-        each = tl.cdiv(tl.cdiv(last - first, SPLIT), PAGES) * PAGES
-        low = first + s * each
-        high = tl.minimum(low + each, last)
         j, dk, dv = tl.arange(0, PAGES * BLOCK), tl.arange(0, KEYS), tl.arange(0, VALUES)
         table = pages + (slot * layers + layer).to(tl.int64) * most
         q_D = tl.load(q + row * q_row + head * q_head + dk, mask=dk < KEY, other=0.0).to(tl.float32)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from symbiosis.config import runtime_dir
+from symbiosis.endpoints import socket_path
 from symbiosis.errors import SymbiosisError
 from symbiosis.executor.model.checkpoint import located
 from symbiosis.logs import name_process, set_up_logging
@@ -130,9 +131,8 @@ class Server:
 
     def _await_executor(self, endpoint: str) -> None:
         """Wait for the executor. If it is one of our own and cannot start, it has said why."""
-        path = Path(endpoint.removeprefix("local://"))
-        deadline = time.monotonic() + START_S
-        while self._options.executor is None and not path.is_socket():
+        path, deadline = socket_path(endpoint), time.monotonic() + START_S
+        while self._options.executor is None and not (path and path.is_socket()):
             if self._executor.is_dead:
                 raise SymbiosisError("the executor could not start, as it says above")
             if time.monotonic() > deadline:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.protocol import ITEMSIZE, Call, Hello, Welcome
-from symbiosis.transport.base import Sharing
+from symbiosis.protocol import ITEMSIZE, Call, Welcome
 from symbiosis.transport.cuda.driver import (
     WRITE_32,
     DeviceMemory,
@@ -32,7 +31,7 @@ from symbiosis.transport.cuda.driver import (
     shares_time,
     why_not,
 )
-from symbiosis.transport.cuda.link import Link
+from symbiosis.transport.cuda.link import Joining, Link
 from symbiosis.transport.cuda.step import RegisteredCall, Steps, doorbell
 from symbiosis.transport.cuda.words import (
     BATCHED,
@@ -96,24 +95,16 @@ class DeviceLine:
     which stream made the last one, and what captured graphs still use.
     """
 
-    def __init__(
-        self,
-        address: str,
-        hello: Callable[[], Hello],
-        device: torch.device,
-        patience: float,
-        sharing: Sharing | None = None,
-    ) -> None:
-        """`hello` returns the message to join with, each time that an executor is joined. `sharing` is set if the session wants to map the
-        weights."""
+    def __init__(self, joining: Joining) -> None:
+        device = joining.device
         if reason := why_not(device):
             raise CallError(Code.UNKNOWN_OP, reason)
         enter(device)
-        self._address, self.device = address, device
+        self._address, self.device = joining.address, device
         self.kernel: Any = None  # the module `kernels.gpu.small_call`, where it works
         self.noted: list[Call] | None = None  # the calls that are made, while a step is watched
         self.recorded = 0  # how often captured graphs ring for the executor's CPU
-        self._link = Link(address, hello, device, patience, self._give_up, sharing)
+        self._link = Link(joining, self._give_up)
         self.steps = Steps(self._link, device, self._registered_apart)
         self.words = self._link.words.words
         self._newest = 0  # the segment in which calls are registered

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -58,28 +59,31 @@ LONGEST_PAUSE_S = 0.5  # the same while nobody waits for the executor
 FORGOTTEN_AT_ONCE = 512  # calls in one message
 
 
+class Joining(NamedTuple):
+    """How a GPU of this process joins an executor, for the first time and again."""
+
+    address: str
+    hello: Callable[[], Hello]  # returns the message to join with, each time
+    device: torch.device
+    patience: float
+    sharing: Sharing | None = None  # set if the session wants to map the weights
+
+
 class Link:
     """One process's agreement with an executor. `failed` says why there is none any more."""
 
-    def __init__(
-        self,
-        address: str,
-        hello: Callable[[], Hello],
-        device: torch.device,
-        patience: float,
-        on_failed: Callable[[], None],
-        sharing: Sharing | None = None,
-    ) -> None:
-        """`hello` returns the message to join with, each time that an executor is joined. `on_failed` is called in another thread.
-        `sharing` is set if the session wants to map the weights."""
-        self.first = DeviceMemory.create(FIRST_BYTES, device)
-        self._device, self._sharing = device, sharing
+    def __init__(self, joining: Joining, on_failed: Callable[[], None]) -> None:
+        """`on_failed` is called in another thread."""
+        self._address, self._hello, self._device, self._patience, self._sharing = joining
+        self._on_failed = on_failed
+        self.first = DeviceMemory.create(FIRST_BYTES, self._device)
         self._page: SharedPage | None = None  # once the weights are mapped
-        self._address, self._hello, self._patience, self._on_failed = address, hello, patience, on_failed
-        self._url = f"local://{address}"
+        self._url = f"local://{self._address}"
         self.reconnects, self.closed = 0, False
         self.failed: SymbiosisError | None = None
-        self.longest = patience + JOIN_S  # seconds until this process, if it lives, gives up waiting for an answer
+        self.longest = (
+            self._patience + JOIN_S
+        )  # seconds until this process, if it lives, gives up waiting for an answer
         self.segments: dict[int, DeviceMemory] = {0: self.first}
         self.places: dict[int, Register] = {}  # by the calls' numbers
         self.rounds: dict[int, Compose] = {}
