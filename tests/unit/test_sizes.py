@@ -12,7 +12,6 @@ LONGER = {
     "cli.py executor": "its parameters are the options that --help shows",
     "kernels/gpu/adapter_rows.py _expand": "one loop over pointers that it has just laid out",
     "kernels/gpu/paged_attention.py _decode": "one loop over pointers that it has just laid out",
-    "kernels/gpu/paged_attention.py _decode_alone": "one loop over pointers that it has just laid out",
     "kernels/gpu/adapter_rows.py _expand_one": "one loop over pointers that it has just laid out",
     "kernels/gpu/paged_attention.py _prefill": "one loop over pointers that it has just laid out",
     "kernels/gpu/integer_products.py _multiply": "one loop over pointers that it has just laid out",

@@ -170,8 +170,7 @@ def _decode_alone(  # type: ignore[no-untyped-def]
     softcap, HEADS: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     BLOCK: tl.constexpr, PAGES: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Compute one row and one head of keys with its only head of queries. A product of matrices would multiply by padding, so this adds up.
-    Long for the same reason as `_decode`."""
+    """Compute one row and one head of keys with its only head of queries. A product of matrices would multiply by padding, so this adds up."""
     head, number, s = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, slot, begin, end, low, high = _part_of_row(singles, number, s, window, BLOCK, PAGES, SPLIT)
     if row >= 0:
