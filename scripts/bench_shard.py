@@ -5,6 +5,7 @@ latter with few rows spread over all. They take turns, so that what else the mac
 
     python scripts/bench_shard.py --tiny      # on a CPU, about a minute and a half on two cores
     python scripts/bench_shard.py --called    # clients map no weights: every product is a call
+    python scripts/bench_shard.py --gpus 0-1  # products of 4096 × 11008, one after another, at ranks on these GPUs
 """
 
 import argparse
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from _processes import LoraClient, Worker, executor, prepare, progress, save_llama, together, workers
 
+from symbiosis import mps
 from symbiosis.tools.reporting import Report, print_table
 
 LORA = (8, ("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -62,8 +64,11 @@ def main() -> int:
     parser.add_argument("--called", action="store_true", help="clients map no weights")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--gpus", help="measure products at ranks on these GPUs instead")
     options = parser.parse_args()
     prepare(threads=1)
+    if options.gpus:
+        return on_gpus(options.gpus, options.tiny).finish()
     hidden, layers, seconds = (512, 8, 0.8) if options.tiny else (1024, 16, 3.0)
     found = sides(options.ranks)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -147,6 +152,50 @@ def report(found: Sequence[Side], ranks: int, nbytes: int) -> Report:
         made.bar(f"{key}_other_memory_over_one", round(max(side.others) / one.others[0], 3), "<=", OTHER_BAR)
     made.figure("ranks", ranks)
     made.figure("cores", len(os.sched_getaffinity(0)))
+    return made
+
+
+def on_gpus(devices: str, tiny: bool) -> Report:
+    """Products at one executor, and at ranks that hold whole layers or parts of all, called from the first GPU."""
+    from _shard_gpu import LayerByLayer, save_wide
+
+    hidden, inner, layers = (1024, 2048, 2) if tiny else (4096, 11008, 6)
+    parts = (f"--devices={devices}", "--shard=fsdp")
+    first = f"cuda:{devices.partition('-')[0].partition(',')[0]}"
+    found = {
+        ONE: (f"--device={first}",),
+        "layers": (f"--devices={devices}",),
+        "fsdp, in place": parts,
+        "fsdp, gathered": (*parts, f"--gather-buffers={6 * 2 * hidden * inner}"),
+    }
+    made, rows = Report("bench_shard"), []
+    with tempfile.TemporaryDirectory() as folder, mps.running():
+        save_wide(Path(folder) / "model", hidden, inner, layers)
+        best: dict[tuple[str, int, bool], float] = {}
+        for number, (name, words) in enumerate(found.items()):
+            url = f"local://{folder}/{number}.sock"
+            progress(name)
+            with (
+                executor(Path(folder) / "model", 1, f"--listen={url}", "--no-share-weights", *words),
+                workers(LayerByLayer, [(url, first)]) as (client,),
+            ):
+                for captured in (False, True):
+                    for count in (8, 1024):
+                        best[name, count, captured] = client.call("layer_us", count, captured, 20)
+                        progress(
+                            f"{name}, {count} rows, {'captured' if captured else 'eager'}: {best[name, count, captured]:.1f} us"
+                        )
+    for name in found:
+        rows.append(
+            (name, *(f"{best[name, count, captured]:.1f}" for captured in (False, True) for count in (8, 1024)))
+        )
+    print_table(("us a product", "eager: 8 rows", "1,024", "captured: 8 rows", "1,024"), rows)
+    for (name, count, captured), us in best.items():
+        made.figure(f"{name}_{count}_{'captured' if captured else 'eager'}_us", round(us, 1))
+    for count, bar in ((8, 2.0), (1024, 1.3)):
+        better = min(us for (name, rows, _), us in best.items() if name.startswith("fsdp") and rows == count)
+        one = min(us for (name, rows, _), us in best.items() if name == ONE and rows == count)
+        made.bar(f"fsdp_{count}_rows_over_one", round(better / one, 3), "<=", bar)
     return made
 
 

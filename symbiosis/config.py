@@ -18,7 +18,7 @@ RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s
 OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
 PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/scheduling/rules.py` says what they do
 LAST_GPU = 255
-MAY_BE_ZERO = ("max_wait_us", "spread_rows")
+MAY_BE_ZERO = ("max_wait_us", "spread_rows", "gather_buffers")
 BETWEEN_URLS = re.compile(r"[\s,]+(?=\w+://)")
 DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
 
@@ -38,6 +38,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shard: Literal["layers", "fsdp"] = "layers"
     shares: tuple[float, ...] = ()
     spread_rows: int = 0
+    gather_buffers: int = 0
     mps: bool = False
     dtype: str | None = None
     policy: PolicyName = "opportunistic"
@@ -90,6 +91,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in (
             "max_wait_us",
             "spread_rows",
+            "gather_buffers",
             "max_batch_tokens",
             "workers",
             "ranks",
@@ -139,6 +141,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.spread_rows and (self.shard != "fsdp" or count < 2 or self.batch_invariant):
             raise ConfigError(
                 "spread-rows needs several ranks with --shard fsdp, each of which can answer all, and no --batch-invariant, because what is spread rounds otherwise"
+            )
+        if self.gather_buffers and (self.shard != "fsdp" or count < 2 or not self.on_gpu):
+            raise ConfigError(
+                "gather-buffers is for ranks on GPUs with --shard fsdp: anywhere else no weight has to be gathered"
             )
         if self.shares and (len(self.shares) != count or not all(0 < share < math.inf for share in self.shares)):
             raise ConfigError(

@@ -21,7 +21,7 @@ from symbiosis.client import arguments
 from symbiosis.client.connection import lifetime
 from symbiosis.client.connection.lanes import Lane, Lanes
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
-from symbiosis.client.connection.service import Service, twins
+from symbiosis.client.connection.service import Service, beside, twins
 from symbiosis.client.connection.spread import Spread
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.layers.groups import Groups, Member
@@ -235,6 +235,7 @@ class Session(Reconnecting):
     def _open_line(self, device: torch.device) -> "DeviceLine | None":
         name = str(torch.cuda.get_device_properties(device).uuid)
         welcome = self._connected().welcome
+        self.endpoint = beside(welcome, self.endpoint, self.endpoints, name)
         mapped = Mapped(welcome.manifest, self.priority, device) if self.share and welcome.shares_weights else None
         line = transport.open_line(self.endpoint, greeting(self, name), device, self.patience, mapped)
         if line is not None:

@@ -32,7 +32,7 @@ class Ledger:
 
     def __init__(self, store: Store) -> None:
         self.names = [layer.name for layer in store.manifest]
-        self.weights_bytes = store.nbytes
+        self.weights_bytes, self.gather_bytes = store.nbytes, store.gather_bytes
         self.started = monotonic()
         self.lines: defaultdict[tuple[int, Op], Line] = defaultdict(Line)
         self.batch_sizes: Counter[int] = Counter()

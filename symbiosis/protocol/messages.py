@@ -111,6 +111,7 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     shard: Word = ""
     spread_rows: int = 0
     shares: Annotated[tuple[float, ...], Meta(max_length=MOST_RANKS)] = ()
+    gpus: Annotated[tuple[Name, ...], Meta(max_length=MOST_RANKS)] = ()
 
     @property
     def is_part(self) -> bool:

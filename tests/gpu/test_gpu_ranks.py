@@ -51,6 +51,7 @@ def service(
     """Two ranks, whose weights may be mapped."""
     folder, (devices, shard) = tmp_path_factory.mktemp("service"), request.param
     words = [f"--devices={devices}", "--ranks=2", f"--shard={shard}", "--share-weights", "--heartbeat-s=2"]
+    words += [f"--gather-buffers={64 << 20}"] if shard == "fsdp" else []
     with killed_at_the_end() as processes:
         started = Executor(checkpoint, *words, f"--listen=local://{folder}/a.sock", log=folder / "log")
         processes.append(started)
@@ -94,6 +95,18 @@ def test_training_is_that_of_the_unsplit_model(
     assert sum(session.mapped is not None for session in sessions) == (ranks if share else 0)
     assert (figures.direct > 0) is (share and ranks > 0)
     assert (figures.calls > 0) is (not share or ranks < 2)
+
+
+def test_many_rows_are_multiplied_by_gathered_weights(service: Executor, device: torch.device) -> None:
+    """With the bits of the unsplit model, forward and backward, again and again."""
+    if "--shard=fsdp" not in service.options:
+        pytest.skip("whole layers are not gathered")
+    assert "gather_buffers_mib=64" in service.log.read_text()
+    split = symbiosis.wrap(model().to(device), service.endpoint)
+    whole, mine = (trainer(lora(one).train()) for one in (model().to(device), split))
+    ids = torch.randint(3, 100, (4, 128), generator=torch.Generator().manual_seed(1)).to(device)
+    for turn in range(STEPS):
+        assert torch.equal(whole((ids + turn) % 100), mine((ids + turn) % 100)), turn
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])

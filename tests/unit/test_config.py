@@ -22,7 +22,7 @@ from symbiosis.protocol import Limits
 
 EVERYTHING: dict[str, Any] = {
     "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True,
-    "devices": "1", "ranks": 2, "shard": "layers", "shares": [3.0, 1.0], "spread-rows": 0, "dtype": "bfloat16",
+    "devices": "1", "ranks": 2, "shard": "layers", "shares": [3.0, 1.0], "spread-rows": 0, "gather-buffers": 0, "dtype": "bfloat16",
     "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9, "metrics-host": "::1", "audit-log": "a",
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,
@@ -134,6 +134,9 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("spread-rows: 4\nranks: 2", "spread-rows needs several ranks with --shard fsdp"),
         ("spread-rows: 4\nshard: fsdp", "spread-rows needs several ranks with --shard fsdp"),
         ("spread-rows: 4\nshard: fsdp\nranks: 2\nbatch-invariant: true", "and no --batch-invariant"),
+        ("gather-buffers: 1000\nshard: fsdp\nranks: 2", "gather-buffers is for ranks on GPUs with --shard fsdp"),
+        ("gather-buffers: 1000\ndevices: 0-1", "gather-buffers is for ranks on GPUs with --shard fsdp"),
+        ("gather-buffers: -1", "gather-buffers must not be negative, and is -1"),
         ("spread-rows: -1", "spread-rows must not be negative, and is -1"),
         ("ranks: 2\nshares: 1,0", "shares must be one positive number for each of 2 ranks, as 3,1, not 1,0"),
         ("ranks: 2\nshares: much", "wrong option: shares is a number, or a list of such, not .'much'"),

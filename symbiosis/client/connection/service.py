@@ -50,6 +50,22 @@ def twins(told: Welcome, url: str, urls: Sequence[str]) -> tuple[bool, str, tupl
     return mine == told.rank, transport.of_rank(url, mine, told.rank), every
 
 
+def beside(told: Welcome, url: str, urls: Sequence[str], gpu: str) -> str:
+    """Return where the rank on this GPU answers, if there is one and this client may go to it; else `url`, where `told` comes from.
+
+    >>> from symbiosis.protocol import Limits
+    >>> told = Welcome(5, "", [], "", "", Limits(), False, 1.0, "", ranks=3, shard="fsdp", gpus=("a", "b", "b"))
+    >>> urls = [f"inproc://x{end}" for end in ("", ".rank1", ".rank2")]
+    >>> [beside(told, urls[0], urls, gpu) for gpu in "abc"]
+    ['inproc://x', 'inproc://x.rank2', 'inproc://x']
+    """
+    ranks = [rank for rank, name in enumerate(told.gpus) if name == gpu]
+    if not ranks:
+        return url
+    there = transport.of_rank(url, ranks[told.session % len(ranks)], told.rank)
+    return there if there in urls else url
+
+
 def held(told: dict[int, list[Layer]]) -> tuple[list[int], list[Layer]]:
     """Return which rank holds each layer, and the manifest of the whole model, from what each rank tells.
 

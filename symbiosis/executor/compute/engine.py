@@ -37,7 +37,7 @@ class Engine:
         """`on_done` is called with every reply, `on_joined` with a batch that the GPU has answered at once, `on_over` with the seconds
         of a round. `most_rows` bounds a batch. `attempt` does something for a peer, and ends that peer if it fails."""
         self.attempt, self._on_done, self._on_joined = attempt, on_done, on_joined
-        products = Products(store)
+        products = products_of(store)
         ops = Ops(store, products.here)
         self.device = products.device
         self.gpu = Launcher(products, ops, on_over, most_rows)
@@ -121,6 +121,15 @@ class Engine:
         )  # fmt: skip
         work.peer.reply(reply, work.out)
         self._on_done(work, reply)
+
+
+def products_of(store: Store) -> Products:
+    """Return what multiplies by these weights."""
+    if not store.gather_bytes:
+        return Products(store)
+    from symbiosis.executor.gpu.gathers import GatheringProducts
+
+    return GatheringProducts(store)
 
 
 def _is_copied_by_the_gpu(piece: Slice) -> bool:

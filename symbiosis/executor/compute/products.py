@@ -26,11 +26,18 @@ class Products:
         self.device = store.device
 
     def multiply(
-        self, call: Call, x: list[Tensor], out: list[Tensor] | None = None, forward: Callable[..., Tensor] = product
+        self,
+        call: Call,
+        x: list[Tensor],
+        out: list[Tensor] | None = None,
+        forward: Callable[..., Tensor] = product,
+        operand: Callable[..., Tensor] | None = None,
     ) -> list[Tensor]:
         """Make one product for each layer, so that each rounds as it would alone. Gradients are added, the last layer's first.
-        `forward` multiplies the rows of several calls, which need not round as each would alone."""
-        matrices = [self.store.operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
+        `forward` multiplies the rows of several calls, which need not round as each would alone. `operand` returns the matrices; default:
+        the store's."""
+        operand = operand or self.store.operand
+        matrices = [operand(layer, call.op, call.view, call.dtype) for layer in call.layers]
         multiply: Callable[..., Tensor] = product
         if call.dtype in WEIGHT_BITS:  # only FORWARD and DGRAD take integers
             multiply = forward = modular_product
@@ -68,6 +75,10 @@ class Products:
                     x[0], self._panel(call, layer, columns), None if bias is None else bias[columns], out_TN[:, columns]
                 )
             begun += count
+
+    def gathers_for(self, call: Call) -> bool:
+        """Whether weights are brought here for a call, so that it must not be captured as a graph."""
+        return False
 
     def biases(self, call: Call) -> list[Tensor | None]:
         """Return the bias of each layer, or None for each if the call does not ask for them."""

@@ -76,7 +76,9 @@ class Launcher:
         if self._gatherer is not None:
             from symbiosis.executor.gpu.rounds import Rounds
 
-            self.rounds = Rounds(self._products.multiply, self._few_rows, self._on_over, self.device)
+            self.rounds = Rounds(
+                self._products.multiply, self._few_rows, self._on_over, self.device, self._products.gathers_for
+            )
             self.shares_time = shares_time(self.device)
             self._has_few_rows = not self.shares_time and _loaded(self._store.linear_weights())
         if any(weight.dim() == 2 for weight in self._store.held):
@@ -213,7 +215,7 @@ class Launcher:
 
     def _launch_first(self, call: DeviceCall) -> None:
         call.launches += 1
-        if call.launches <= GRAPH_AFTER:
+        if call.launches <= GRAPH_AFTER or self._products.gathers_for(call.call):
             self._run(call)
             call.peer.reply(Reply(call.seq, Code.OK, call.call.dtype), call.out)
             return

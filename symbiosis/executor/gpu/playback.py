@@ -33,7 +33,7 @@ class Playback:
         self._over = torch.cuda.Event()
         # A graph runs only on the stream on which it was captured, because cuBLAS has a workspace for each stream. None: it ran there once.
         self._graphs: dict[torch.cuda.Stream, torch.cuda.CUDAGraph | None] = {}
-        self._captures = True
+        self.captures = True
         self.begun, self.replayed, self.stopped = 0.0, False, False
         self.rounds: list[Round] = []
 
@@ -67,13 +67,13 @@ class Playback:
 
     def _graph_on(self, stream: torch.cuda.Stream) -> "torch.cuda.CUDAGraph | None":
         """Return the graph for this stream. There is one from the second run on."""
-        if stream not in self._graphs or not self._captures:
+        if stream not in self._graphs or not self.captures:
             self._graphs[stream] = None
         elif self._graphs[stream] is None:
             try:
                 self._graphs[stream] = captured(lambda: self._enqueue(0, self._calls), torch.cuda.graph_pool_handle())
             except RuntimeError as error:
-                self._captures = False
+                self.captures = False
                 log(logging.WARNING, "a round cannot be captured", error=str(error).splitlines()[0])
         return self._graphs[stream]
 

@@ -18,6 +18,7 @@ from symbiosis.executor.gpu.gathered import Multiply, power_of_two, rounded
 from symbiosis.executor.gpu.playback import ByKernels, ByStream, Few, Playback, for_one, load, rest, together
 from symbiosis.executor.work import DeviceCall, Round, RoundKey, call_error
 from symbiosis.kernels.gpu import gather as rows
+from symbiosis.protocol import Call
 from symbiosis.transport.base import Peer, refuse
 from symbiosis.transport.cuda.driver import HIGHEST, new_stream
 
@@ -35,9 +36,11 @@ class Rounds:
         few_rows: Few,
         on_over: Callable[[Hashable, float], None],
         device: torch.device,
+        gathers_for: Callable[[Call], bool] = lambda call: False,
     ) -> None:
         """`few_rows` returns the kernel for a call and a number of rows, or None if there is none. `on_over` is told how long rounds of a
-        key take."""
+        key take. `gathers_for` says whether weights are brought here for a call."""
+        self._gathers_for = gathers_for
         self._multiply, self._few_rows, self._on_over = multiply, few_rows, on_over
         self._device, self._streams = device, defaultdict[int, list[torch.cuda.Stream]](list)  # by priority
         self._bare: dict[int, torch.cuda.Stream] = {}  # by priority: a stream that still lacks its memory
@@ -197,6 +200,7 @@ class Rounds:
         if run is None:
             make: Callable[..., Playback] = ByStream if round.large else for_one
             run = self._alone[round] = make(self._device, round, self._multiply)
+            run.captures = not any(map(self._gathers_for, round.calls))
         if run in self._running:
             self._see_the_end([run])
             self._running.remove(run)

@@ -84,6 +84,8 @@ class Store:
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self.striped: Sequence[BinaryIO] = ()  # the files of all ranks, if every tensor lies in parts in them
         self.is_part_of_gpus = False  # whether every tensor lies in parts in the memory of several GPUs
+        self.gpus: tuple[str, ...] = ()  # those of all ranks
+        self.gather_bytes = 0  # of buffers into which those are gathered
         self._commons: BinaryIO | None = None
         self.files: list[BinaryIO] = []  # hold the served weights if clients may map them
         self.on_gpu = self.device.type == "cuda"

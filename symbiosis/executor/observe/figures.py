@@ -32,6 +32,7 @@ def snapshot_of(
         endpoints=endpoints,
         rss_bytes=rss_bytes(),
         weights_bytes=ledger.weights_bytes,
+        gather_bytes=ledger.gather_bytes,
         batch_sizes=dict(ledger.batch_sizes),
         queue_depth=waiting,
         bytes=dict(ledger.bytes),

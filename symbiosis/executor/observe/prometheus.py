@@ -103,5 +103,6 @@ def _gauges(now: Snapshot) -> Iterator[Metric]:
         ("uptime_seconds", "Seconds since the start", now.uptime_s),
         ("resident_bytes", "Memory of the executor's process", now.rss_bytes),
         ("weights_bytes", "Memory of the base model's tensors", now.weights_bytes),
+        ("gather_buffers_bytes", "Memory for weights that are gathered from other GPUs", now.gather_bytes),
     ):
         yield GaugeMetricFamily(f"symbiosis_{name}", text, value=value)

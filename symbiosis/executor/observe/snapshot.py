@@ -70,6 +70,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     tenants: dict[str, Usage] = {}  # by name; without keys, all clients under ""
     refused_joins: list[tuple[str, str, int]] = []  # tenant, code and count
     kept_out: dict[str, int] = {}  # refused handshakes, by reason
+    gather_bytes: int = 0  # of buffers for weights that are gathered from other GPUs
 
     @property
     def calls(self) -> int:
@@ -114,6 +115,7 @@ def of_service(ranks: Sequence[tuple[int, Snapshot]]) -> Snapshot:
         _sum([told.bytes for told in each]), _sum([told.errors for told in each]), sum(told.dropped for told in each),
         [replace(session, rank=rank) for rank, told in ranks for session in told.sessions],
         list(lines.values()), tenants, [(*key, count) for key, count in refused.items()], _sum([told.kept_out for told in each]),
+        sum(told.gather_bytes for told in each),
     )  # fmt: skip
 
 

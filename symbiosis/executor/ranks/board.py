@@ -80,6 +80,11 @@ class Ranks:
         told = self._tell_place(exchange.address, digest)
         return {rank: self._part(rank, told) for rank in range(self.ranks) if rank != self.rank}
 
+    def names(self, mine: str) -> tuple[str, ...]:
+        """Tell the others the name of this rank's GPU, and return those of all."""
+        self._store.set(f"gpu{self.rank}", mine)
+        return tuple(self._store.get(f"gpu{rank}").decode() for rank in range(self.ranks))
+
     def _part(self, rank: int, mine: Place) -> list[int]:
         """Ask a rank for its part, again if it has died meanwhile and is started again."""
         end = time.monotonic() + LONGEST_LOAD.total_seconds()

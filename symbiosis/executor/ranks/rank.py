@@ -107,6 +107,7 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
     """Load this rank's part of every tensor to its GPU, unless another rank has kept it, and map the parts of all."""
     from symbiosis.transport.cuda import striped_weights
     from symbiosis.transport.cuda.driver import exported, imported
+    from symbiosis.transport.cuda.peer import device_name
 
     device = torch.device(options.device)
     must_reach_each_other(order.options.places)
@@ -131,8 +132,18 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
         exchange.hold(rank, lambda rank=rank: [exported(handle) for handle in every[rank]])  # type: ignore[misc]
     store = Store(striped.fill(tensors, device), options.serve, options.integers)
     store.rank, store.ranks, store.is_part_of_gpus = order.rank, ranks.ranks, True
+    store.gpus = ranks.names(device_name(device))
+    store.gather_bytes = gather_bytes(store, options.gather_buffers)
     store.nbytes = sum(run.nbytes for run in layout.of_rank(order.rank))
     return store
+
+
+def gather_bytes(store: Store, wanted: int) -> int:
+    """Return the bytes of the buffers, or raise `ConfigError` if they could not hold one weight and the next."""
+    least = 2 * max((weight.nbytes for weight in store.linear_weights()), default=0)
+    if 0 < wanted < least:
+        raise ConfigError(f"--gather-buffers {wanted} holds no two of the largest weights: give {least} bytes or more")
+    return wanted
 
 
 def must_reach_each_other(places: Sequence[str]) -> None:
