@@ -15,11 +15,13 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 
-from _processes import LoraClient, Worker, executor, prepare, progress, save_llama, together, workers
+from _processes import LoraClient, Worker, executor, idle_workers, prepare, progress, save_llama, together, workers
 
 from symbiosis import mps
 from symbiosis.tools.reporting import Report, print_table
@@ -32,6 +34,7 @@ STEP_BAR = 1.15  # over one executor's
 WEIGHTS_BAR = 1.02  # of a rank, over its equal share: parts are cut at pages
 LAYERS_BAR = 1.15  # the same of whole layers, of which one rank may have one more
 OTHER_BAR = 1.1  # of a rank, beside its weights, over that of one executor
+SERVED = "--no-share-weights", "--serve=*gate_proj", "--serve=*up_proj"  # on GPUs: products of one shape
 PAGES = "symbiosis-weights", "symbiosis-commons"
 
 
@@ -159,7 +162,7 @@ def on_gpus(devices: str, tiny: bool) -> Report:
     """Products at one executor, and at ranks that hold whole layers or parts of all, called from the first GPU."""
     from _shard_gpu import LayerByLayer, save_wide
 
-    hidden, inner, layers = (1024, 2048, 2) if tiny else (4096, 11008, 6)
+    hidden, inner, layers = (1024, 2048, 2) if tiny else (4096, 11008, 3)
     parts = (f"--devices={devices}", "--shard=fsdp")
     first = f"cuda:{devices.partition('-')[0].partition(',')[0]}"
     found = {
@@ -169,22 +172,29 @@ def on_gpus(devices: str, tiny: bool) -> Report:
         "fsdp, gathered": (*parts, f"--gather-buffers={6 * 2 * hidden * inner}"),
     }
     made, rows = Report("bench_shard"), []
-    with tempfile.TemporaryDirectory() as folder, mps.running():
+    best: dict[tuple[str, int, bool], float] = {}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mps.running(),
+        idle_workers(LayerByLayer, len(found)) as clients,
+        ExitStack() as stack,
+        ThreadPoolExecutor() as pool,
+    ):
         save_wide(Path(folder) / "model", hidden, inner, layers)
-        best: dict[tuple[str, int, bool], float] = {}
-        for number, (name, words) in enumerate(found.items()):
-            url = f"local://{folder}/{number}.sock"
-            progress(name)
-            with (
-                executor(Path(folder) / "model", 1, f"--listen={url}", "--no-share-weights", *words),
-                workers(LayerByLayer, [(url, first)]) as (client,),
-            ):
-                for captured in (False, True):
-                    for count in (8, 1024):
-                        best[name, count, captured] = client.call("layer_us", count, captured, 20)
-                        progress(
-                            f"{name}, {count} rows, {'captured' if captured else 'eager'}: {best[name, count, captured]:.1f} us"
-                        )
+        progress("starting")
+        urls = [f"local://{folder}/{number}.sock" for number in range(len(found))]
+        started = [
+            executor(Path(folder) / "model", 1, f"--listen={url}", *SERVED, *words)
+            for url, words in zip(urls, found.values(), strict=True)
+        ]
+        list(pool.map(stack.enter_context, started))  # those that are not called sleep
+        for name, url, client in zip(found, urls, clients, strict=True):
+            client.begin(url, first)
+            client.result()
+            for captured, count in product((False, True), (8, 1024)):
+                how = "captured" if captured else "eager"
+                best[name, count, captured] = us = client.call("layer_us", count, captured, 20)
+                progress(f"{name}, {count} rows, {how}: {us:.1f} us")
     for name in found:
         rows.append(
             (name, *(f"{best[name, count, captured]:.1f}" for captured in (False, True) for count in (8, 1024)))

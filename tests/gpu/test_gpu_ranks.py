@@ -89,6 +89,8 @@ def test_training_is_that_of_the_unsplit_model(
     figures = symbiosis.stats(split)
     if "--shard=fsdp" in service.options:
         assert len(sessions) == 1 and figures.calls > 0
+        if "--devices=0-1" in service.options:  # the rank beside it
+            assert next(iter(sessions)).endpoint.endswith(".rank1") is (device.index == 1)
         return
     assert len(sessions) == 2
     ranks = 1 if "--devices=0-1" in service.options else 2 if device.index == 0 else 0  # that are on the client's GPU
