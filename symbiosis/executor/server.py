@@ -96,6 +96,7 @@ class Server:
             listener.close()
         self.register.ended()
         self.reactor.close()
+        self.store.close_files()
         if self.contention:
             self.contention.close()
         if self._failure:

@@ -586,3 +586,15 @@ def test_the_memory_goes_with_the_last_who_uses_it(share: Share) -> None:
     assert x.grad is not None and x.grad.isfinite().all()
     del y
     assert Path("/proc/self/maps").read_text().count("symbiosis-weights") == before
+
+
+def test_a_closed_executor_leaves_no_file_open(share: Share, ids: Tensor) -> None:
+    """A file that is collected instead warns in whatever runs then. What is mapped stays."""
+    model = tiny_llama()
+    executor = share(copy.deepcopy(model))
+    split, store = symbiosis.from_executor(executor.endpoint), executor.server.store
+    files = [*store.files, *store.commons_files()]
+    assert len(files) == 2 and not any(file.closed for file in files)
+    executor.close()
+    assert all(file.closed for file in files)
+    assert torch.equal(split(ids).logits, model(ids).logits)

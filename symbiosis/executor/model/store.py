@@ -140,6 +140,11 @@ class Store:
             self.weights[number] = weight
         self.matrix.cache_clear()
 
+    def close_files(self) -> None:
+        """Let go of the files. What is mapped stays mapped, here and at clients."""
+        for file in (*self.files, *self.striped, *([self._commons] if self._commons else [])):
+            file.close()
+
     def _share_on_gpu(self, moved: Callable[[int], Tensor]) -> dict[int, Tensor]:
         from symbiosis.transport.cuda import weights
 
