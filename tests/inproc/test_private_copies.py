@@ -311,3 +311,28 @@ def test_what_is_assigned_is_what_is_multiplied_by(
     assert torch.equal(got + 0, expected) and got.stride() == expected.stride()
     assert torch.equal(logits(split, ids), logits(llama, ids))
     assert torch.equal(logits(copy.deepcopy(split), ids), logits(llama, ids))
+
+
+WRITES: dict[str, Callable[[Any, Any], object]] = {
+    "add_": lambda to, own: to.add_(own),
+    "copy_": lambda to, own: to.copy_(own),
+    "lerp_": lambda to, own: to.lerp_(own, 0.25),
+    "out=": lambda to, own: torch.mul(own, 2, out=to.data),
+    "foreach": lambda to, own: torch._foreach_add_([own, to], [own, own]),
+    "rows": lambda to, own: to[2:5].copy_(own[:3]),
+    "transposed": lambda to, own: to.data.t().mul_(own.t()),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_one_layer_is_written_with_what_is_the_clients_own_of_another(
+    write: str, split: nn.Module, llama: nn.Module
+) -> None:
+    """Both are remote weights, and only one has memory here: averages and ties of layers were lost."""
+    for model in (split, llama):
+        layers = [model.get_submodule(f"model.layers.{number}.mlp.up_proj") for number in (0, 1)]
+        with torch.no_grad():
+            layers[0].weight.mul_(2)
+            WRITES[write](layers[1].weight, layers[0].weight)
+    for name in ("model.layers.0.mlp.up_proj", LAYER):
+        assert torch.equal(split.get_submodule(name).weight.value(), llama.get_submodule(name).weight)  # type: ignore[operator]

@@ -188,7 +188,8 @@ class RemoteWeight(RemoteView):
         given = tree_leaves((args, kwargs))
         remote = [a for a in given if isinstance(a, RemoteWeight)]
         if any(weight.handle.private is not None for weight in remote):
-            return _on_values(func, args, kwargs)
+            written = [one for one in written_by(func, args, kwargs) if _is_shared(one)]
+            return _write(func, written, args, kwargs) if written else _on_values(func, args, kwargs)
         for answers in _answers(func, remote[0], given):
             if (answer := answers.get(func)) and (result := answer(*args, **kwargs)) is not NotImplemented:
                 return result
@@ -196,6 +197,11 @@ class RemoteWeight(RemoteView):
             return _write(func, written, args, kwargs)
         _check_may_read(func, remote[0])
         return _on_values(func, args, kwargs)
+
+
+def _is_shared(tensor: Any) -> bool:
+    """Whether the executor has the values of this tensor."""
+    return isinstance(tensor, RemoteWeight) and tensor.handle.private is None
 
 
 def _answers(func: Any, weight: RemoteWeight, given: list[Any]) -> tuple[dict[Any, Any], ...]:
