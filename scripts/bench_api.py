@@ -5,18 +5,23 @@ the three share what one of them could have alone; `load` is the part of a core 
 
     python scripts/bench_api.py --quick     # about a minute
     python scripts/bench_api.py
+    python scripts/bench_api.py --cluster   # what the front end of `symbiosis cluster` costs, over the one server behind it
 """
 
 import argparse
 import asyncio
 import json
 import multiprocessing
+import os
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any, NamedTuple
@@ -25,6 +30,7 @@ import torch
 from _processes import progress
 
 import symbiosis
+from symbiosis.clusters import told_by
 from symbiosis.serving import Engine
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
@@ -120,13 +126,94 @@ def start_http(engine: Engine, stack: ExitStack) -> int:
     return int(listener.getsockname()[1])
 
 
+FILE = """
+name: bench
+port: 0
+frozen_s: 60
+models:
+  demo: {server: {max-batch: 256, memory: 512MiB, max-requests: 512}}
+"""
+
+
+@contextmanager
+def cluster() -> Iterator[tuple[int, int]]:
+    """Run a cluster of one server; the ports of the server and of the front end."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "bench.yaml"
+        file.write_text(FILE)
+        words = [sys.executable, "-m", "symbiosis", "cluster", "up", str(file)]
+        with (Path(folder) / "log").open("w") as log:
+            process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=log, text=True)
+        try:
+            assert process.stdout
+            line = process.stdout.readline()
+            if not line:
+                raise RuntimeError((Path(folder) / "log").read_text())
+            (server,) = told_by("bench").of_kind("server")
+            yield int(server.url.rpartition(":")[2]), int(line.rpartition(":")[2].partition("/")[0])
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+async def _first(port: int) -> float:
+    """Milliseconds until the first event of a stream."""
+    data = json.dumps({"model": "demo", "prompt": PROMPT.decode(), "max_tokens": 4, "seed": 1, "stream": True}).encode()
+    begun = time.perf_counter()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    writer.write(head % len(data) + data)
+    await reader.readuntil(b"data: {")
+    found = time.perf_counter() - begun
+    await reader.read()
+    writer.close()
+    return found * 1e3
+
+
+def first_tokens(ports: tuple[int, int], times: int) -> list[tuple[float, float]]:
+    """Such times at both ports, taking turns, after some that do not count."""
+
+    async def taking_turns() -> list[tuple[float, float]]:
+        return [(await _first(ports[0]), await _first(ports[1])) for _ in range(times + 10)]
+
+    return asyncio.run(taking_turns())[10:]
+
+
+def front_end(rounds: int, tokens: int, report: Report) -> None:
+    """Compare the front end of a cluster with the server behind it."""
+    most, paces = max(COUNTS), []
+    with cluster() as ports:
+        firsts = first_tokens(ports, 50 * rounds)
+        for number in range(rounds):
+            progress(f"{most} clients, round {number + 1} of {rounds}")
+            there, through = (over_http(port, most, tokens) for port in ports)
+            paces.append((there.tokens / there.seconds, through.tokens / through.seconds))
+    first = [statistics.median(one) for one in zip(*firsts, strict=True)]
+    pace = [statistics.median(one) for one in zip(*paces, strict=True)]
+    ratio = statistics.median(through / there for there, through in paces)
+    print_table(
+        ["", "first token, ms", f"tokens/s of {most}"],
+        [
+            [name, f"{ms:.2f}", f"{each:.0f}"]
+            for name, ms, each in zip(("server", "front end"), first, pace, strict=True)
+        ],
+    )
+    report.bar("milliseconds that the front end adds to p50 of a first token", first[1] - first[0], "<=", 2.0)
+    report.bar(f"pace of {most} streams through the front end over the server's", ratio, ">=", 0.95)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer tokens and rounds")
+    parser.add_argument("--cluster", action="store_true", help="the front end of a cluster over its server")
     arguments = parser.parse_args()
     rounds, tokens = (2, 64) if arguments.quick else (5, 200)
     torch.set_num_threads(1)
     report, rows = Report("bench_api"), []
+    if arguments.cluster:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        front_end(rounds, tokens, report)
+        return report.finish()
     with ExitStack() as stack:
         executor = stack.enter_context(symbiosis.Executor("demo"))
         engine = stack.enter_context(Engine(executor.endpoint, DEMO, max_batch=max(COUNTS), memory=1 << 29))

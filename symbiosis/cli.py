@@ -183,6 +183,18 @@ def cluster_status(cluster: ClusterName = None, as_json: Annotated[bool, typer.O
     status(cluster, as_json)
 
 
+@cluster_app.command("top", cls=InLines)
+def cluster_top(
+    cluster: ClusterName = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one plain view and end.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two views.")] = 1.0,
+) -> None:  # fmt: skip
+    """Watch a cluster: the load, the memory and the pace of each server, and what waits."""
+    from symbiosis.tools.cluster.commands import top
+
+    top(cluster, once, interval)
+
+
 @cluster_app.command("drain", cls=InLines)
 def cluster_drain(name: Annotated[str, typer.Argument(metavar="NAME", help="A process, as status names it.")], cluster: ClusterName = None) -> None:  # fmt: skip
     """Let one process hand over what it does, and end."""

@@ -473,3 +473,17 @@ def test_what_users_got_of_a_load(script: Callable) -> None:
     assert (served.requests_per_s, served.attainment) == (0.2, 0.5)
     assert served.satisfaction == pytest.approx((1.0 + 0.75) / 4)
     assert served.first_s == pytest.approx(10 / 3)
+
+
+def test_the_simulated_cluster_makes_every_token(script: Callable[[str], ModuleType]) -> None:
+    simulate = script("simulate_cluster")
+    machine = simulate.Machine(0)
+    machine.add(simulate.Request(1, 0.0, 64, 100, "a"), 0.0)
+    step = simulate.WEIGHTS_S + simulate.PER_SEQUENCE_S
+    alone = 64 * simulate.PROMPT_S + sum(step + simulate.PER_TOKEN_S * (64 + n) for n in range(100))
+    assert machine.next_end() == (pytest.approx(alone, rel=1e-3), 1)
+    found = {kind: simulate.run(kind, 4, simulate.requests_at(lambda _: 20.0, 20.0), 60.0) for kind in simulate.KINDS}
+    for outcome in found.values():
+        assert len(outcome.came) > 1000 and all(each.produced == each.output for each in outcome.came)
+    assert len({outcome.tokens_per_s for outcome in found.values()}) == 1
+    assert found["punica"].gpus < 4 == found["round robin"].gpus

@@ -2,11 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +174,10 @@ def test_a_program_finds_an_executor_by_the_models_name(running: Running) -> Non
         symbiosis.from_executor("symbiosis://other")
 
 
+def alive(pids: list[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
 def command(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "symbiosis", "cluster", *words], capture_output=True, text=True, timeout=120
@@ -181,6 +185,7 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) -> None:
+    assert ask(api, max_tokens=1).choices
     told = json.loads(command("status", "--json").stdout)
     assert [each["name"] for each in told["members"]] == [
         "demo-executor-1",
@@ -189,6 +194,8 @@ def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) 
         "front-1",
     ]
     assert "demo-server-2" in command("status", "test").stdout
+    shown = command("top", "--once", "--interval", "0.2").stdout
+    assert re.search(r"demo-server-1 +│ +demo │ +ready │ +\d+ │ +0 of 16 │ +\d+ % │ +0.0 │ +0 │", shown), shown
     assert "no process 'x': drain one of demo-executor-1" in command("drain", "x").stderr
     assert "no cluster 'x' of yours" in command("status", "x").stderr
     lines = [json.loads(line) for line in (folder / "decisions").read_text().splitlines()]
@@ -207,5 +214,19 @@ def test_nothing_is_left_when_it_has_ended(running: Running) -> None:
     pids = [each.pid for each in running.told.members]
     assert command("down").returncode == 0
     assert running.process.wait(60) == 0
-    time.sleep(0.5)
-    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert not alive(pids)
+
+
+@pytest.mark.fault
+def test_nothing_is_left_when_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    for _ in range(2):  # the second one finds what the first has left
+        with cluster(tmp_path, "port: 0\nmodels: {demo: {servers: 0}}") as found:
+            pids = [each.pid for each in found.told.members]
+            assert len(pids) == 2
+            assert "runs already" in command("up", str(tmp_path / "test.yaml")).stderr
+            found.process.kill()
+            found.process.wait()
+            eventually(lambda left=pids: not alive(left))  # type: ignore[misc]
+            with pytest.raises(ConfigError, match="no cluster 'test'"):
+                _ = found.told

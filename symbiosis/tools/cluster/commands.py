@@ -1,15 +1,14 @@
 """The commands of `symbiosis cluster`."""
 
-import json
 import time
 from pathlib import Path
-from urllib.parse import urlsplit
+
+import msgspec
 
 from symbiosis.cluster.plan import load
 from symbiosis.clusters import Told, running, told_by
 from symbiosis.errors import ConfigError
 from symbiosis.tools.cluster.preflight import check
-from symbiosis.tools.cluster.process import asked
 
 DOWN_S = 120.0
 
@@ -44,27 +43,22 @@ def named(cluster: str | None) -> Told:
 
 
 def status(cluster: str | None, as_json: bool) -> None:
-    """Print all processes of a cluster, and what its front end says."""
+    """Print all processes of a cluster, and what they say of themselves."""
+    from symbiosis.tools.cluster.top import look, show
+
     told = named(cluster)
-    parts = urlsplit(told.url)
-    front = asked(f"http://{parts.netloc}/health") or {}
-    if as_json:
-        members = [{name: getattr(each, name) for name in each.__struct_fields__} for each in told.members]
-        print(json.dumps({"name": told.name, "url": told.url, "members": members, "front": front}))
+    if not as_json:
+        show(told.name, once=True, interval=0.0)
         return
-    from symbiosis.tools.reporting import print_table
-
-    running_on = front.get("running")
-    rows = [
-        [each.name, each.kind, each.model, each.state, str(each.pid), str(_load(running_on, each.number)), each.url]
-        for each in told.members
-    ]
-    print_table(["name", "kind", "model", "state", "pid", "running", "at"], rows, f"{told.name} at {told.url}/v1")
-    print(f"waiting: {front.get('waiting', {})}, moved: {front.get('moved', 0)}")
+    found = look(told)
+    members = [{**msgspec.structs.asdict(each), **found.health.get(each.name, {})} for each in told.members]
+    print(msgspec.json.encode({"name": told.name, "url": told.url, "members": members}).decode())
 
 
-def _load(running: object, number: int) -> object:
-    return running.get(str(number), "") if isinstance(running, dict) else ""
+def top(cluster: str | None, once: bool, interval: float) -> None:
+    from symbiosis.tools.cluster.top import show
+
+    show(named(cluster).name, once, interval)
 
 
 def order(cluster: str | None, verb: str, name: str = "") -> None:
