@@ -5,7 +5,7 @@
 
 A decoding step takes what `bench_serve.py step` took on an H100 (Llama-7B's shapes, an adapter of rank 16 for each request): a part for the
 weights, one for each sequence, and one for each token whose keys and values are read. A prompt stops the others for as long as it takes, which
-was not measured: 35 µs a token. Lengths are log-normal, of about the means of ShareGPT; adapters are drawn by Zipf's law with 1.5, as Punica's.
+was not measured: 35 µs a token. Lengths and adapters are those of Punica's load (`_punica.py`).
 
 The hour: requests come to 16 GPUs faster and faster for half an hour, up to 1.1 times what the GPUs can do, and slower and slower for another.
 The crowd: 10^5 requests a minute come to 1,000 GPUs. Full: a fifth more requests than the GPUs can do. Calm: 30 % of what they can do. All GPUs are
@@ -27,6 +27,8 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+from _punica import lengths_like_sharegpt, popularity
+
 from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit
 from symbiosis.cluster.scaling import consolidate, scale
 from symbiosis.tools.reporting import Report, print_table
@@ -40,6 +42,7 @@ START_S, TICK_S = 30.0, 1.0  # until a GPU that was asked for serves: assumed; b
 IDLE_S = 20.0  # a GPU that has nothing to do for so long is given back
 GRACE_S = 60.0  # for what is under way when no more requests come
 BATCH, BLOCK, BLOCKS = 32, 16, 7000  # sequences; tokens; as many as 56 GiB hold
+DRAWN, LONGEST = 100_000, 4096  # requests, then again from the first; tokens
 MODEL = "llama"
 
 
@@ -300,17 +303,13 @@ KINDS: dict[str, Callable[[int], Cluster]] = {"punica": Ours, "round robin": Rou
 def requests_at(rate: Callable[[float], float], most: float, seed: int = 1) -> Iterator[Request]:
     """Requests that come at `rate(now)` a second, at most `most`: a Poisson process that is thinned."""
     chance, now = random.Random(seed), 0.0
-    for number in count():
+    kinds = zip(lengths_like_sharegpt(DRAWN, LONGEST), popularity("skewed", DRAWN), strict=True)
+    for number, ((prompt, output), adapter) in enumerate(itertools.cycle(kinds)):
         while True:
             now += chance.expovariate(most)
             if chance.random() * most < rate(now):
                 break
-        adapter = min(999, int(chance.paretovariate(0.5)))  # Zipf's law with the exponent 1.5
-        yield Request(number, now, _length(chance, 90), _length(chance, 160), f"adapter-{adapter}")
-
-
-def _length(chance: random.Random, median: int) -> int:
-    return max(4, min(1500, round(chance.lognormvariate(math.log(median), 1.0))))
+        yield Request(number, now, prompt, output, f"adapter-{adapter}")
 
 
 def capacity() -> float:

@@ -482,8 +482,8 @@ def test_the_simulated_cluster_makes_every_token(script: Callable[[str], ModuleT
     step = simulate.WEIGHTS_S + simulate.PER_SEQUENCE_S
     alone = 64 * simulate.PROMPT_S + sum(step + simulate.PER_TOKEN_S * (64 + n) for n in range(100))
     assert machine.next_end() == (pytest.approx(alone, rel=1e-3), 1)
-    found = {kind: simulate.run(kind, 4, simulate.requests_at(lambda _: 20.0, 20.0), 60.0) for kind in simulate.KINDS}
+    found = {kind: simulate.run(kind, 4, simulate.requests_at(lambda _: 8.0, 8.0), 60.0) for kind in simulate.KINDS}
     for outcome in found.values():
-        assert len(outcome.came) > 1000 and all(each.produced == each.output for each in outcome.came)
+        assert len(outcome.came) > 400 and all(each.produced == each.output for each in outcome.came)
     assert len({outcome.tokens_per_s for outcome in found.values()}) == 1
     assert found["punica"].gpus < 4 == found["round robin"].gpus
