@@ -4,8 +4,8 @@
     python scripts/cluster_faults.py              # 30 faults; a quarter of an hour on two cores
 
 Three servers, two executors and a front end. Each of 50 clients reads greedy streams, one after the other, until the faults are over; each text must
-be the one that PEFT's `generate()` makes alone, and its count of tokens, too. Two trainers find their executor by the model's name, and end with
-the adapters of training without a cluster, bit for bit. A fault is SIGKILL or SIGSTOP to a server, its process that speaks HTTP, or an executor. Before the next one
+be the one that PEFT's `generate()` makes alone, and its count of tokens, too. Two trainers find their executor by the model's name; one maps
+its weights, the other calls for every product. Both end with the adapters of training without a cluster, bit for bit. A fault is SIGKILL or SIGSTOP to a server, its process that speaks HTTP, or an executor. Before the next one
 there is a server that is ready, and an executor.
 """
 
@@ -146,7 +146,7 @@ def train(endpoint: str | None, seed: int, steps: int, pause: float, output: Pat
     torch.set_num_threads(1)
     model: Any = AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
     if endpoint is not None:
-        symbiosis.wrap(model, endpoint, timeout=8, patience=300)
+        symbiosis.wrap(model, endpoint, timeout=8, patience=300, share=seed == 1)
     torch.manual_seed(seed)
     model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
