@@ -598,3 +598,48 @@ def test_a_closed_executor_leaves_no_file_open(share: Share, ids: Tensor) -> Non
     executor.close()
     assert all(file.closed for file in files)
     assert torch.equal(split(ids).logits, model(ids).logits)
+
+
+GAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every third": lambda weight: weight.flatten()[::3].sum(),
+    "columns": lambda weight: weight[:, ::5].sum(0),
+    "a column": lambda weight: torch.linalg.norm(weight[:, 3]),
+    "one for all": lambda weight: weight[1, ::2].expand(7, -1).sum(1),
+    "windows": lambda weight: weight.unfold(1, 8, 2).sum(2),
+    "transposed": lambda weight: weight.t()[::3].std(1),
+}
+
+
+@pytest.mark.parametrize("share_weights", [True, False])
+@pytest.mark.parametrize("view", GAPS)
+def test_sums_over_views_with_gaps(view: str, share_weights: bool, serve: Callable[..., Any], tmp_path: Path) -> None:
+    """They are read as they lie: sums of the same numbers without gaps are rounded otherwise."""
+    layer = nn.Sequential(nn.Linear(96, 80))
+    torch.nn.init.normal_(layer[0].weight)
+    url = f"local://{tmp_path}/executor.sock"
+    executor = serve(copy.deepcopy(layer), listen=[url], share_weights=share_weights, allow_read=True)
+    split = symbiosis.wrap(copy.deepcopy(layer), executor.endpoint)
+    with torch.no_grad():
+        assert torch.equal(GAPS[view](split[0].weight), GAPS[view](layer[0].weight))
+
+
+SAME_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "other numbers": lambda weight: weight.view(torch.int32),
+    "complex": lambda weight: torch.view_as_complex(weight.view(-1, 2)),
+    "set_": lambda weight: torch.empty(0).set_(weight),
+    "sparse": lambda weight: torch.sparse_coo_tensor(torch.arange(len(weight))[None], weight)._values(),
+}
+
+
+@pytest.mark.parametrize("made", SAME_MEMORY)
+def test_what_is_made_of_mapped_values_may_be_written_to(made: str, share: Share) -> None:
+    """They are not copied to be read, and a write to them would end the process."""
+    model = tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
+    weight = split.model.layers[0].mlp.up_proj.weight
+    before = weight.value()
+    with torch.no_grad():
+        got, expected = SAME_MEMORY[made](weight), SAME_MEMORY[made](before.clone())
+        assert torch.equal(got, expected)
+        got.zero_()
+    assert torch.equal(weight.value(), before)

@@ -266,8 +266,27 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    args, kwargs = tree_map(lambda a: a.value() if isinstance(a, RemoteWeight) else a, (args, kwargs))
-    return func(*args, **kwargs)
+    """Run an operation on values. Mapped ones are not copied for torch's own operations that make a tensor of their own of them."""
+    lends = func.namespace == "aten" and torch.Tag.inplace_view not in func.tags
+    lent: set[int] = set()
+
+    def value(given: Any) -> Any:
+        if not isinstance(given, RemoteWeight):
+            return given
+        if not lends or given.handle.private is not None:
+            return given.value()
+        values = given.values_to_read()
+        lent.add(values.untyped_storage().data_ptr())
+        return values
+
+    def kept(made: Any) -> Any:
+        if not lent or type(made) is not Tensor:
+            return made
+        is_own = made.layout is torch.strided and made.untyped_storage().data_ptr() not in lent
+        return made if is_own else made.clone()
+
+    args, kwargs = tree_map(value, (args, kwargs))
+    return tree_map(kept, func(*args, **kwargs))
 
 
 def _write(func: Any, written: list[Any], args: Any, kwargs: Any) -> Any:

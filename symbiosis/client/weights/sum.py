@@ -53,7 +53,7 @@ class RemoteSum(Tensor):
         )
 
     def value(self) -> Tensor:
-        return self.weight.value() + self.delta
+        return self.weight.values_to_read() + self.delta
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RemoteSum({self.weight!r} + delta)"

@@ -141,12 +141,12 @@ class RemoteView(Tensor):
         return base.as_strided(self.shape, self.stride(), self.storage_offset())
 
     def values_to_read(self) -> Tensor:
-        """Return the values to one who does not write to them: those that are mapped, else a copy."""
+        """Return the values to one who neither writes to them nor keeps them: as they are mapped, else a copy."""
         handle, mapped = self.handle, self.handle.session.mapped
-        if handle.private is None and self.is_whole and mapped is not None and mapped.device == self.device:
+        if handle.private is None and mapped is not None and mapped.device == self.device:
             lying = mapped.weights.get(handle.index)
             if lying is not None and lying.dtype is self.dtype:
-                return lying
+                return lying.as_strided(self.shape, self.stride(), lying.storage_offset() + self.storage_offset())
         return self.value()
 
     def value(self) -> Tensor:
@@ -165,10 +165,13 @@ class RemoteView(Tensor):
         size, stride, offset = self.view_of()  # kept as they lie in memory, because strides decide roundings
         if len(size) > MAX_DIM or prod(size) > prod(handle.layer.shape):  # no more travels than there is
             return self.whole(handle, self.dtype, self.device).value().as_strided(size, stride, offset)
+        if any(step == 0 and count > 1 for count, step in zip(size, stride, strict=True)):
+            once = tuple(1 if step == 0 else count for count, step in zip(size, stride, strict=True))
+            return type(self)(handle, once, stride, offset, self.dtype, self.device).value().expand(size)
         order = sorted(range(self.dim()), key=lambda dim: -stride[dim])
         view = View(tuple(size[dim] for dim in order), tuple(stride[dim] for dim in order), offset)
         read = handle.session.call(Op.READ, handle.index, dtype=self.dtype, view=view)
-        return read.to(self.device).permute(*(order.index(dim) for dim in range(self.dim())))
+        return spread(read.to(self.device).permute(*(order.index(dim) for dim in range(self.dim()))), stride)
 
 
 def _remade_of(value: Tensor, requires_grad: bool = False) -> Any:
@@ -224,6 +227,23 @@ def is_dense(value: Tensor) -> bool:
     return value.permute(order).is_contiguous()
 
 
+def spread(values: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return the values with these strides, unless they would overlap. Sums of what has gaps are rounded otherwise.
+
+    >>> spread(torch.arange(3.0), (2,)).stride(), spread(torch.ones(2, 2), (1, 1)).stride()
+    ((2,), (2, 1))
+    """
+    if values.stride() == stride or not values.numel():
+        return values
+    span = 1
+    for step, count in sorted(zip(stride, values.shape, strict=True)):
+        if count > 1:
+            if step < span:
+                return values
+            span += step * (count - 1)
+    return values.new_empty(span).as_strided(values.shape, stride).copy_(values)
+
+
 @cache
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
     stride, step = [], 1
@@ -253,8 +273,12 @@ def stand_in(weight: Tensor) -> Tensor:
 
 def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """Return the arguments that `func` would change, lists of tensors (`_foreach_...`) included."""
-    written = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
-    return tree_leaves(written)
+    written = [args[position] if position < len(args) else kwargs.get(name) for position, name in _outputs_of(func)]
+    return tree_leaves(written) if written else []
+
+
+@cache
+def _outputs_of(func: Any) -> list[tuple[int, str]]:
+    """Return places and names of the arguments that `func` changes."""
+    arguments = enumerate(func._schema.arguments)
+    return [(position, a.name) for position, a in arguments if a.alias_info is not None and a.alias_info.is_write]
