@@ -103,7 +103,12 @@ def executor(
     options = load_options(given, config)
     options = msgspec.structs.replace(options, listen=options.listen or default_endpoints())
     from symbiosis.executor.preflight import check
+    from symbiosis.executor.ranks.launched import is_launched
+    from symbiosis.executor.ranks.launched import serve as run_launched
 
+    if is_launched():
+        run_launched(options)
+        return
     model = check(options)
     if len(options.places) > 1:
         from symbiosis.executor.ranks.service import serve as run_ranks

@@ -1,7 +1,10 @@
 """A service of several ranks as it is started by users: one name, one page of metrics, one life."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import symbiosis
+from symbiosis.tools.processes import EXECUTOR
 from tests.conftest import tiny_llama
 from tests.processes import Executor, killed_at_the_end, until
 
@@ -150,6 +154,46 @@ def test_a_rank_that_is_frozen_keeps_up_those_that_called_it_only(
     assert torch.allclose(late(IDS).logits, expected, atol=1e-5)
 
 
+def launch(model: Path, folder: Path, *options: str) -> "subprocess.Popen[str]":
+    """Two ranks under torch's own launcher."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    words = [sys.executable, "-c", EXECUTOR, str(model), f"--listen=local://{folder}/a.sock", *options]
+    return subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def lines_until(process: "subprocess.Popen[str]", text: str) -> str:
+    """What it writes, up to a line with this text."""
+    seen = ""
+    assert process.stdout
+    for line in process.stdout:
+        seen += line
+        if text in line:
+            return seen
+    raise AssertionError(seen)
+
+
+@pytest.mark.parametrize("shard", ["layers", "fsdp"])
+def test_ranks_may_be_started_by_torchrun(model: Path, tmp_path: Path, shard: str) -> None:
+    with launch(model, tmp_path, f"--shard={shard}") as process:
+        try:
+            seen = lines_until(process, "symbiosis-executor ready")
+            assert "2 ranks) at local://" in seen
+            for share in (False, True):
+                split = symbiosis.from_executor(f"local://{tmp_path}/a.sock", share=share)
+                assert torch.equal(split(IDS).logits, tiny_llama()(IDS).logits)
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_wrong_under_torchrun_is_told_once(model: Path, tmp_path: Path) -> None:
+    with launch(model, tmp_path, "--ranks=3") as process:
+        out, _ = process.communicate(timeout=60)
+    assert "--ranks 3, and torchrun has started 2: leave out --ranks" in out and process.returncode != 0
+
+
 def _health(service: Executor) -> str:
     try:
         return page(service, "health")
@@ -181,7 +225,8 @@ def test_what_only_a_rank_can_find_wrong_ends_the_service(model: Path, tmp_path:
     )
     processes.append(service)
     assert service.line == "" and service.wait() == 2 and time.monotonic() - begun < 60
-    assert "error: rank 0: --serve 'nothing' matches no layer" in service.log.read_text()
+    told = service.log.read_text()  # by the rank that finds it first; the other is ended
+    assert re.search(r"error: rank [01]: --serve 'nothing' matches no layer", told), told
 
 
 def test_wrong_options_are_told_before_anything_starts(model: Path, tmp_path: Path, processes: list) -> None:

@@ -85,6 +85,18 @@ class Ranks:
         self._store.set(f"gpu{self.rank}", mine)
         return tuple(self._store.get(f"gpu{rank}").decode() for rank in range(self.ranks))
 
+    def of_first(self, mine: str) -> str:
+        """Return what the first rank says here, once it says it."""
+        if self.rank == 0:
+            self._store.set("said", mine)
+        return self._store.get("said").decode()
+
+    def all_ready(self, layers: int, nbytes: int) -> list[tuple[int, int]]:
+        """Tell the others how many layers and bytes this rank serves; to the first, return those of all, once all are ready."""
+        self._store.set(f"ready{self.rank}", f"{layers} {nbytes}")
+        told = [self._store.get(f"ready{rank}").decode().split() for rank in range(self.ranks * (self.rank == 0))]
+        return [(int(one), int(two)) for one, two in told]
+
     def _part(self, rank: int, mine: Place) -> list[int]:
         """Ask a rank for its part, again if it has died meanwhile and is started again."""
         end = time.monotonic() + LONGEST_LOAD.total_seconds()
@@ -145,3 +157,11 @@ def merged(manifest: Sequence[Layer], told: Sequence[Told]) -> list[Layer]:
     for one in told:
         digests |= one.digests
     return [replace(layer, digest=digests[number]) for number, layer in enumerate(manifest)]
+
+
+def launched_store() -> tuple[Store, int]:
+    """Return the store that torch's launcher has brought, and this process's rank."""
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, _ = next(rendezvous("env://"))
+    return store, rank

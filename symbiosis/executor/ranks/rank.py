@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations
 
 import msgspec
@@ -27,7 +27,6 @@ from symbiosis.executor.ranks.board import Ranks
 from symbiosis.executor.ranks.exchange import Exchange, close
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.partition import Part, whole_layers
-from symbiosis.executor.server import Server
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.transport.local.striped_weights import mapped, opened
 
@@ -39,7 +38,8 @@ def main() -> None:
     threading.Thread(target=_end_with_the_service, name="symbiosis-service", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while it loads; a rank that serves drains
     try:
-        run(order)
+        ranks = Ranks.at(order.file, order.rank, len(order.options.places))
+        run(order, ranks, lambda store, port: tell_service(order, store, port), ("127.0.0.1", 0))
     except SymbiosisError as error:
         for line in str(error).splitlines():
             print(f"error: rank {order.rank}: {line}", file=sys.stderr)
@@ -53,8 +53,24 @@ def _end_with_the_service() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def run(order: Order) -> None:
-    """Load this rank's part, and serve it."""
+def tell_service(order: Order, store: Store, port: int | None) -> None:
+    """Tell the service that clients can join this rank."""
+    part = store.striped[order.rank].fileno() if store.striped else None
+    told = Ready(len(store.served()), store.nbytes, port, part)
+    sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def run(
+    order: Order, ranks: Ranks, ready: Callable[[Store, int | None], None], pages_at: tuple[str, int | None]
+) -> None:
+    """Load this rank's part, and serve it.
+
+    Args:
+        ranks: Where it meets the others.
+        ready: Told of the store and the port of this rank's pages when clients can join.
+        pages_at: Host and port of the pages, if the options ask for them; port 0 is any.
+    """
     options = order.options.of_rank(order.rank)
     torch.set_flush_denormal(True)  # before torch starts threads that compute for this one
     name_process(f"rank {order.rank}")
@@ -63,17 +79,10 @@ def run(order: Order) -> None:
     with shared_gpu(options):
         if options.on_gpu:
             torch.cuda.set_device(options.device)  # for whatever names no device
-        pages = None if options.metrics_port is None else Pages("127.0.0.1", 0)
-        ranks = Ranks.at(order.file, order.rank, len(options.places))
+        host, at = pages_at
+        shown = None if options.metrics_port is None or at is None else Pages(host, at)
         store = store_of(order, options, ranks)
-
-        def ready(server: Server) -> None:
-            part = store.striped[order.rank].fileno() if store.striped else None
-            told = Ready(len(store.served()), store.nbytes, pages.port if pages else None, part)
-            sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
-            sys.stdout.buffer.flush()
-
-        serve_store(store, options, pages, ready)
+        serve_store(store, options, shown, lambda _: ready(store, shown.port if shown else None))
 
 
 def store_of_layers(order: Order, options: Options, ranks: Ranks) -> Store:

@@ -9,7 +9,7 @@ import selectors
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from subprocess import PIPE, Popen
 from typing import IO, BinaryIO
@@ -145,11 +145,7 @@ class Service:
 
     def _say_that_all_are_ready(self) -> None:
         told = [rank.ready for rank in self._ranks.values() if rank.ready]
-        each = [one.layers for one in told]
-        layers = sum(each) if self._options.shard == "layers" else max(each)
-        nbytes = sum(one.nbytes for one in told)
-        what = f"{layers} layers, {nbytes / 2**20:.0f} MiB, {len(told)} ranks"
-        print(f"symbiosis-executor ready: {self._model} ({what}) at {' '.join(self._options.listen)}", flush=True)
+        print(ready_line(self._model, self._options, told), flush=True)
 
     def _ended(self, rank: Rank, status: int) -> None:
         """Start a rank again that was ready and died, or was killed while it was started again. Any other will not be ready the next time
@@ -165,6 +161,14 @@ class Service:
         log(logging.ERROR, ANOTHER_RANK_ENDED, rank=rank.number, ended=how)
         self._status = status if status > 0 else 1
         self.end()
+
+
+def ready_line(model: str, options: Options, told: Sequence[Ready]) -> str:
+    """Return what is printed when all ranks are ready, from what each has told."""
+    each = [one.layers for one in told]
+    layers = sum(each) if options.shard == "layers" else max(each)
+    what = f"{layers} layers, {sum(one.nbytes for one in told) / 2**20:.0f} MiB, {len(told)} ranks"
+    return f"symbiosis-executor ready: {model} ({what}) at {' '.join(options.listen)}"
 
 
 def serve(model: str, options: Options) -> int:

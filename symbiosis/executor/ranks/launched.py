@@ -1,0 +1,63 @@
+"""Ranks that torch's own launcher starts, on one host: `torchrun --nproc-per-node 2 --no-python symbiosis-executor MODEL ...`.
+
+The launcher stands in for the service: it says which rank a process is, brings the store by which they meet, and when one dies it ends all, and
+starts them again as often as it was told to (`--max-restarts`).
+"""
+
+import os
+import sys
+
+import msgspec
+
+from symbiosis.config import Options
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.executor.preflight import check
+from symbiosis.executor.ranks.orders import Order, Ready
+from symbiosis.executor.ranks.service import ready_line
+
+
+def is_launched() -> bool:
+    """Whether the launcher has started this process as one of several."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def launched_options(options: Options) -> Options:
+    """Return the options of the whole service, which has as many ranks as were launched."""
+    ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks != here:
+        raise ConfigError(f"{here} of {ranks} ranks are on this host: a service has all its ranks on one host so far")
+    if options.ranks not in (None, ranks):
+        raise ConfigError(f"--ranks {options.ranks}, and torchrun has started {ranks}: leave out --ranks")
+    if options.mps:
+        raise ConfigError(
+            "--mps would start a daemon for one rank only: start nvidia-cuda-mps-control -d before torchrun"
+        )
+    devices = f"0-{ranks - 1}" if options.device == "cuda" and options.devices is None else options.devices
+    return msgspec.structs.replace(options, ranks=ranks, devices=devices)
+
+
+def serve(options: Options) -> None:
+    """Serve as the rank that this process is, until SIGTERM or SIGINT."""
+    from symbiosis.executor.model.store import Store
+    from symbiosis.executor.ranks.board import Ranks, launched_store
+    from symbiosis.executor.ranks.rank import run
+
+    options = launched_options(options)
+    store, rank = launched_store()
+    ranks = Ranks(store, rank, len(options.places))
+    if rank == 0:
+        check(options)  # while nobody listens anywhere
+    model = ranks.of_first(options.model or "")
+    port = None if options.metrics_port is None else options.metrics_port + rank * bool(options.metrics_port)
+
+    def ready(held: Store, _: int | None) -> None:
+        told = [Ready(layers, nbytes) for layers, nbytes in ranks.all_ready(len(held.served()), held.nbytes)]
+        if rank == 0:
+            print(ready_line(model, options, told), flush=True)
+
+    try:
+        run(Order(model, options, rank, ""), ranks, ready, (options.metrics_host, port))
+    except SymbiosisError as error:
+        for line in str(error).splitlines():
+            print(f"error: rank {rank}: {line}", file=sys.stderr)
+        sys.exit(2)
