@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import product
@@ -178,16 +177,12 @@ def on_gpus(devices: str, tiny: bool) -> Report:
         mps.running(),
         idle_workers(LayerByLayer, len(found)) as clients,
         ExitStack() as stack,
-        ThreadPoolExecutor() as pool,
     ):
         save_wide(Path(folder) / "model", hidden, inner, layers)
         progress("starting")
         urls = [f"local://{folder}/{number}.sock" for number in range(len(found))]
-        started = [
-            executor(Path(folder) / "model", 1, f"--listen={url}", *SERVED, *words)
-            for url, words in zip(urls, found.values(), strict=True)
-        ]
-        list(pool.map(stack.enter_context, started))  # those that are not called sleep
+        for url, words in zip(urls, found.values(), strict=True):  # those that are not called sleep
+            stack.enter_context(executor(Path(folder) / "model", 1, f"--listen={url}", *SERVED, *words))
         for name, url, client in zip(found, urls, clients, strict=True):
             client.begin(url, first)
             client.result()

@@ -101,7 +101,7 @@ class Dispatch:
             self.limits, options.allow_read, options.heartbeat_s, f"{platform.node()}:{os.getpid()}",
             integers=options.integers, operator=options.operator, shares_weights=bool(store.files),
             rank=store.rank, ranks=store.ranks, shard=options.shard if store.ranks > 1 else "",
-            spread_rows=options.spread_rows, shares=options.all_shares if store.ranks > 1 else (), gpus=store.gpus,
+            spread_rows=options.spread_rows, shares=options.all_shares if store.ranks > 1 else (), gpus=store.on_gpus.names if store.on_gpus else (),
         )  # fmt: skip
 
     def kept_out(self, why: str, address: str, tenant: str = "") -> None:

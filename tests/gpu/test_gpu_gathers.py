@@ -22,9 +22,10 @@ def weights() -> list[Tensor]:
 @pytest.mark.parametrize("buffers", [2, 3, 8])
 @pytest.mark.parametrize("streams", [1, 2])
 def test_products_by_gathered_weights(weights: list[Tensor], buffers: int, streams: int) -> None:
-    """10,000 gathers in random order of layers and directions, and runs through the model."""
+    """Thousands of gathers in random order of layers and directions, and runs through the model; weights are copied in pieces."""
     order = list(range(len(weights)))
-    gathers = Gathers(weights, order, buffers * buffer_bytes(weights, order), DEVICE)
+    cuts = {number: [4096 * (number % 3 + 1)] for number in order if number % 4}
+    gathers = Gathers(weights, order, buffers * buffer_bytes(weights, order), DEVICE, cuts)
     used = [torch.cuda.Stream(DEVICE) for _ in range(streams)]
     draw, at, wrong = random.Random(2), 0, torch.zeros(1, device=DEVICE)
     torch.cuda.synchronize()
@@ -42,7 +43,7 @@ def test_products_by_gathered_weights(weights: list[Tensor], buffers: int, strea
                     got = x @ held[layer].t()
             wrong += not_equal(got, x @ weights[layers[-1]].t())
     torch.cuda.synchronize()
-    assert gathers.made > 3_000 and wrong.item() == 0
+    assert wrong.item() == 0 and gathers.made > 1_000
 
 
 def not_equal(got: Tensor, expected: Tensor) -> Tensor:

@@ -56,6 +56,16 @@ def test_ranks_hold_their_shares_of_each_large_tensor(shares: tuple[float, ...])
     assert len(layout.runs) <= 11 * len(shares) - (9 if len(shares) == 2 else 0)
 
 
+def test_where_a_tensor_passes_from_rank_to_rank() -> None:
+    layout = Layout(MODEL, (1.0, 1.0), TIED)
+    edges = {run.begin for run in layout.runs}
+    for number in range(10):
+        (cut,) = layout.cuts(number)
+        assert layout.begins[number] + cut in edges and cut % PAGE == 0
+    assert layout.cuts(len(MODEL) - 1) == layout.cuts(0)
+    assert all(layout.cuts(number) == [] for number in range(10, 200))
+
+
 def test_a_rank_that_hands_over_too_little_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("must_have_such_pages", "enter"):
         monkeypatch.setattr(striped_weights, name, lambda device: None)

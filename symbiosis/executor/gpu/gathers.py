@@ -6,8 +6,9 @@ until the room is needed, so one gather serves all calls that come for that laye
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from symbiosis.kernels.product import product
 from symbiosis.protocol import FLOATS, Call, Op, View
 from symbiosis.transport.tensors import TORCH_DTYPE
 
-MANY_ROWS = 256  # from so many on a weight is read more than once
+MANY_ROWS = 257  # from so many on a weight is read more than once
 ALIGNED = 512
 
 
@@ -37,9 +38,22 @@ class Buffer:
 class Gathers:
     """The buffers, by the number of the layer that each holds; the one that was used last comes last."""
 
-    def __init__(self, weights: Sequence[Tensor], order: Sequence[int], nbytes: int, device: torch.device) -> None:
-        """`order`: the numbers of the layers as the model goes through them. `nbytes`: of all buffers."""
-        self._weights, self._order, self._device = weights, order, device
+    def __init__(
+        self,
+        weights: Sequence[Tensor],
+        order: Sequence[int],
+        nbytes: int,
+        device: torch.device,
+        cuts: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Take memory for the buffers.
+
+        Args:
+            order: The numbers of the layers as the model goes through them.
+            nbytes: Of all buffers.
+            cuts: By number, at which bytes another GPU's part of a weight begins. One copy across them would take five times as long.
+        """
+        self._weights, self._order, self._device, self._cuts = weights, order, device, cuts or {}
         self._place = {number: at for at, number in enumerate(order)}
         each = buffer_bytes(weights, order)
         self._free = [Buffer(each, device) for _ in range(nbytes // each)]
@@ -88,18 +102,20 @@ class Gathers:
                 buffer = self._free.pop()
             else:
                 buffer = self._held.pop(next(number for number in self._held if number not in keep))
-            self._fill(buffer, self._weights[layer])
+            self._fill(buffer, self._weights[layer], self._cuts.get(layer, ()))
         self._held[layer] = buffer
         return buffer
 
-    def _fill(self, buffer: Buffer, weight: Tensor) -> None:
+    def _fill(self, buffer: Buffer, weight: Tensor, cuts: Sequence[int]) -> None:
         for event in buffer.used.values():
             self._stream.wait_event(event)
         buffer.used.clear()
         self._stream.wait_event(buffer.ready)  # of what was gathered there, and perhaps never used
-        buffer.weight = buffer.memory[: weight.nbytes].view(weight.dtype).view(weight.shape)
+        source, target = weight.view(-1).view(torch.uint8), buffer.memory[: weight.nbytes]
+        buffer.weight = target.view(weight.dtype).view(weight.shape)
         with torch.cuda.stream(self._stream):
-            buffer.weight.copy_(weight, non_blocking=True)
+            for begin, end in pairwise((0, *cuts, weight.nbytes)):
+                target[begin:end].copy_(source[begin:end], non_blocking=True)
             buffer.ready.record(self._stream)
         self.made += 1
 
@@ -115,8 +131,9 @@ class GatheringProducts(Products):
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
+        assert store.on_gpus
         order = [number for number, layer in enumerate(store.manifest) if layer.kind in ("linear", "conv1d")]
-        self.gathers = Gathers(store.weights, order, store.gather_bytes, store.device)
+        self.gathers = Gathers(store.weights, order, store.gather_bytes, store.device, store.on_gpus.cuts)
 
     def gathers_for(self, call: Call) -> bool:
         """Whether the weights for a call are gathered, so that it must not be captured."""

@@ -1,7 +1,7 @@
 """The frozen layers of one base model: which are served, under which names, and the matrix that each op multiplies by."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from math import prod
@@ -44,6 +44,15 @@ class Entry(NamedTuple):
     key: str
 
 
+class OnGpus(NamedTuple):
+    """What is known of tensors that lie in parts in the memory of several GPUs: the names of these, by rank; at which bytes of a tensor another
+    rank's part begins, by number; and how many bytes this rank may take to gather weights."""
+
+    names: tuple[str, ...] = ()
+    cuts: Mapping[int, Sequence[int]] = {}
+    gather_bytes: int = 0
+
+
 class Store:
     """The tensors of a base model, by layer index. Weights are never changed and never copied per client. One that lies on the meta device
     is held by another rank of the service.
@@ -83,9 +92,7 @@ class Store:
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.held}.values())
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self.striped: Sequence[BinaryIO] = ()  # the files of all ranks, if every tensor lies in parts in them
-        self.is_part_of_gpus = False  # whether every tensor lies in parts in the memory of several GPUs
-        self.gpus: tuple[str, ...] = ()  # those of all ranks
-        self.gather_bytes = 0  # of buffers into which those are gathered
+        self.on_gpus: OnGpus | None = None  # if every tensor lies in parts in the memory of several GPUs
         self._commons: BinaryIO | None = None
         self.files: list[BinaryIO] = []  # hold the served weights if clients may map them
         self.on_gpu = self.device.type == "cuda"
@@ -102,6 +109,11 @@ class Store:
         self.manifest.append(
             Layer(entry.name, ELSEWHERE if weight.is_meta else kind, shape, dtype, sha, bias is not None)
         )
+
+    @property
+    def gather_bytes(self) -> int:
+        """The bytes of buffers for weights that are gathered from other GPUs."""
+        return self.on_gpus.gather_bytes if self.on_gpus else 0
 
     def commons(self) -> BinaryIO:
         """Return the file with the tensors that every client holds for itself, which clients of this host and this process share."""
@@ -120,7 +132,7 @@ class Store:
     def share_weights(self) -> None:
         """Move the served weights into memory that clients may map, as this process does, and nobody can change: one sealed file, or a
         few pieces of a GPU's memory. They move one by one, so that there is never a second copy of more than one tensor, or one piece."""
-        if self.files or self.is_part_of_gpus:
+        if self.files or self.on_gpus:
             return
         if self.striped:
             self.files = [*self.striped]

@@ -19,7 +19,7 @@ from symbiosis.config import Options
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
 from symbiosis.executor.model.load import load_model, structure
-from symbiosis.executor.model.store import Store, check_patterns, entries
+from symbiosis.executor.model.store import OnGpus, Store, check_patterns, entries
 from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
@@ -140,16 +140,18 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
     for rank in every:
         exchange.hold(rank, lambda rank=rank: [exported(handle) for handle in every[rank]])  # type: ignore[misc]
     store = Store(striped.fill(tensors, device), options.serve, options.integers)
-    store.rank, store.ranks, store.is_part_of_gpus = order.rank, ranks.ranks, True
-    store.gpus = ranks.names(device_name(device))
-    store.gather_bytes = gather_bytes(store, options.gather_buffers)
+    store.rank, store.ranks = order.rank, ranks.ranks
+    cuts = {number: layout.cuts(number) for number in layout.begins}
+    names = ranks.names(device_name(device))
+    store.on_gpus = OnGpus(names, cuts, gather_bytes(store, options.gather_buffers))
     store.nbytes = sum(run.nbytes for run in layout.of_rank(order.rank))
     return store
 
 
 def gather_bytes(store: Store, wanted: int) -> int:
     """Return the bytes of the buffers, or raise `ConfigError` if they could not hold one weight and the next."""
-    least = 2 * max((weight.nbytes for weight in store.linear_weights()), default=0)
+    matrices = (store.weights[n].nbytes for n, layer in enumerate(store.manifest) if layer.kind in ("linear", "conv1d"))
+    least = 2 * max(matrices, default=0)
     if 0 < wanted < least:
         raise ConfigError(f"--gather-buffers {wanted} holds no two of the largest weights: give {least} bytes or more")
     return wanted

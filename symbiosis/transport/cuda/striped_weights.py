@@ -64,6 +64,12 @@ class Layout:
                 self.runs.append(Run(rank, begin + first * PAGE, (last - first) * PAGE))
             self._nbytes = begin + last * PAGE
 
+    def cuts(self, number: int) -> list[int]:
+        """Return at which bytes of a tensor the part of another rank begins."""
+        begin = self.begins[number]
+        nbytes = _nbytes(self.manifest[number])
+        return [run.begin - begin for run in self.runs if 0 < run.begin - begin < nbytes]
+
     def of_rank(self, rank: int) -> list[Run]:
         return [run for run in self.runs if run.rank == rank]
 
