@@ -23,7 +23,7 @@ async def serve(started: Started, listener: socket.socket) -> None:
     own = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
         make_app(Front(view, started.api_keys)), http="httptools", ws="none", lifespan="off", log_config=None,
-        log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=int(started.drain_s),
+        log_level="warning", access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(started.drain_s),
     )  # fmt: skip
     print(f"{started.name} at http://127.0.0.1:{own.getsockname()[1]}", flush=True)
     await uvicorn.Server(config).serve(sockets=[listener, own])

@@ -48,17 +48,18 @@ class Relay:
         self._has_begun, self._failures = False, 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.create_task(self._run(send))
-        watch = asyncio.create_task(_until_hung_up(receive))
+        work, watch = asyncio.current_task(), asyncio.create_task(_until_hung_up(receive))
+        assert work is not None
+        watch.add_done_callback(lambda _: None if watch.cancelled() else work.cancel())
         try:
-            await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+            await self._run(send)
+        except asyncio.CancelledError:
+            if not watch.done() or watch.cancelled():
+                raise
+            work.uncancel()  # the reader has hung up
         finally:
-            for task in (work, watch):
-                task.cancel()
-            await asyncio.wait([work, watch])
+            watch.cancel()
             self._done(self._progress.count)
-        if not work.cancelled():
-            work.result()
 
     async def _run(self, send: Send) -> None:
         """Go from server to server until all is answered."""

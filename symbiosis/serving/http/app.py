@@ -180,7 +180,7 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
     name = request.path_params["name"]
     _check_name(front, name)
     with tempfile.TemporaryDirectory(prefix="symbiosis-adapter-", dir=front.options.uploads) as folder:
-        await received(front, request, Path(folder))
+        await received(front.bodies, front.options.max_adapter_bytes, request, Path(folder))
         return _json(await front.remote.ask(AdapterInfo, "add", name, folder))
 
 

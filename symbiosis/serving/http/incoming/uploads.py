@@ -8,17 +8,17 @@ from pathlib import Path
 from starlette.requests import Request
 
 from symbiosis.serving.http.failures import wrong
-from symbiosis.serving.http.front import Front
+from symbiosis.serving.http.incoming.bodies import Bodies
 
 CONFIG = "adapter_config"  # the metadata in which the configuration travels, as JSON
 LONGEST_HEADER = 1 << 20
 
 
-async def received(front: Front, request: Request, folder: Path) -> None:
+async def received(bodies: Bodies, most: int, request: Request, folder: Path) -> None:
     """Write the two files of an adapter into `folder`. Their contents are checked when the adapter is loaded."""
     weights = folder / "adapter_model.safetensors"
     with weights.open("wb") as file:
-        await front.bodies.pieces(request, front.options.max_adapter_bytes, file.write)
+        await bodies.pieces(request, most, file.write)
     (folder / "adapter_config.json").write_text(await asyncio.to_thread(_config, weights))
 
 
