@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
@@ -32,6 +34,7 @@ decision_log: {folder}/decisions
 models:
   demo:
     servers: 2
+    adapters: adapters
     executor: {{batch-invariant: true}}
     server: {{memory: 64MiB, max-batch: 16}}
 """
@@ -45,6 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Running]:
+    shutil.copytree(DEMO_MODEL / "adapters", folder / "adapters")
     (folder / "keys").write_text("alice alice-key-1 admin\nbob bob-key-22 requests=1\n")
     before = os.environ.get("XDG_RUNTIME_DIR")
     os.environ["XDG_RUNTIME_DIR"] = str(folder)
@@ -176,6 +180,32 @@ def test_a_program_finds_an_executor_by_the_models_name(running: Running) -> Non
 
 def alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_an_adapter_that_is_sent_is_served_by_all(api: openai.OpenAI, running: Running, folder: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    model = PeftModel.from_pretrained(base, DEMO_MODEL / "adapters" / "shout", is_trainable=True)
+    wanted = ask(api, model="shout", max_tokens=20).choices[0].text
+    for _ in range(2):
+        symbiosis.publish(model, "mine", running.url, key="alice-key-1")
+        assert ask(api, model="mine", max_tokens=20).choices[0].text == wanted
+        assert "mine" in {each.id for each in api.models.list()}
+        for server in running.servers():
+            assert ask(client(server.url, "alice-key-1"), model="mine", max_tokens=20).choices[0].text == wanted
+    assert len(list((folder / "adapters" / ".sent").iterdir())) == 1, "the old version is gone"
+    for url, key, status in (
+        ("v1/adapters/mine", "bob-key-22", 403),
+        ("v1/adapters/demo", "alice-key-1", 400),
+        ("v1/adapters/.x", "alice-key-1", 400),
+        ("v1/adapters/mine", "alice-key-1", 400),
+    ):
+        keyed = {"Authorization": f"Bearer {key}"}
+        assert web.put(f"{running.url}/{url}", content=b"nothing", headers=keyed).status_code == status
+    assert ask(api, model="mine", max_tokens=20).choices[0].text == wanted
+    keyed = {"Authorization": "Bearer alice-key-1"}
+    assert [web.delete(f"{running.url}/v1/adapters/mine", headers=keyed).status_code for _ in "ab"] == [204, 404]
+    with pytest.raises(openai.NotFoundError):
+        ask(api, model="mine")
 
 
 def command(*words: str) -> "subprocess.CompletedProcess[str]":

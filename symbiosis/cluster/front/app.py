@@ -1,6 +1,7 @@
 """The routes of a front end: those of `symbiosis serve`, and what is told of the cluster."""
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -17,12 +18,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from symbiosis import __version__
+from symbiosis.cluster.front import adapters
 from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
 from symbiosis.cluster.placement import State, Wish
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
+from symbiosis.serving.http.incoming.uploads import received
 from symbiosis.serving.http.keys import Keys
 
 MOST_BYTES = 16 << 20  # of a body
@@ -58,8 +61,7 @@ class Front:
 
     def relay(self, request: Request, body: dict[str, Any]) -> Relay:
         """Return the answer to a completion, when the tenant may ask for it."""
-        authorization = request.headers.get("authorization")
-        tenant = self.keys.tenant(authorization)
+        tenant = self.keys.tenant(request.headers.get("authorization"))
         model, adapter = self.model_of(str(body.get("model", "")))
         prompts, size = _prompts(body)
         sequences = prompts * (n if isinstance(n := body.get("n"), int) and 0 < n <= 128 else 1)
@@ -76,8 +78,7 @@ class Front:
             tenant.spend(size + tokens)
             self.tokens[model, tenant.name] += tokens
 
-        headers = {"Authorization": authorization} if authorization else {}
-        return Relay(self.view, request.url.path, headers, body, wish, sequences, done)
+        return Relay(self.view, request.url.path, _authorized(request), body, wish, sequences, done)
 
 
 def _prompts(body: dict[str, Any]) -> tuple[int, int]:
@@ -105,6 +106,8 @@ def make_app(front: Front) -> ASGIApp:
         route("/v1/chat/completions", completion, "POST"),
         route("/v1/models", models),
         route("/v1/models/{name:path}", one_model),
+        route("/v1/adapters/{name:path}", put_adapter, "PUT"),
+        route("/v1/adapters/{name:path}", delete_adapter, "DELETE"),
         route("/health", health),
         route("/cluster", cluster),
         route("/version", version),
@@ -147,19 +150,47 @@ async def one_model(front: Front, request: Request) -> ASGIApp:
 
 async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
     """Return what one server of each model lists."""
-    authorization = request.headers.get("authorization")
-    front.keys.tenant(authorization)
+    front.keys.tenant(request.headers.get("authorization"))
     found: list[dict[str, Any]] = []
     for model in front.models():
         for seen in front.view.seen.values():
             if seen.member.model == model and seen.state is State.READY:
                 try:
-                    headers = {"Authorization": authorization} if authorization else {}
-                    found += (await answer_of(seen.member.url, "/v1/models", headers))["data"]
+                    found += (await answer_of(seen.member.url, "/v1/models", _authorized(request)))["data"]
                     break
                 except (Lost, KeyError):
                     continue
     return found
+
+
+async def put_adapter(front: Front, request: Request) -> ASGIApp:
+    """Take an adapter for all servers of a model."""
+    front.keys.administrator(request.headers.get("authorization"))
+    name, model = request.path_params["name"], request.query_params.get("model")
+    if name in front.models():
+        raise wrong(f"{name!r} is the name of a model: choose another", "lora_name")
+    folder = adapters.folder_for(front.view, model, name)
+    sent = adapters.new_folder(folder)
+    try:
+        await received(front.bodies, adapters.MOST_BYTES, request, sent)
+        await adapters.install(front.view, model or front.models()[0], folder, name, sent, _authorized(request))
+    except BaseException:
+        shutil.rmtree(sent, ignore_errors=True)
+        raise
+    return _json({"name": name})
+
+
+async def delete_adapter(front: Front, request: Request) -> ASGIApp:
+    front.keys.administrator(request.headers.get("authorization"))
+    name = request.path_params["name"]
+    if not adapters.remove(adapters.folder_for(front.view, request.query_params.get("model"), name), name):
+        raise unknown_model(name, ", ".join(front.models()))
+    return Response(status_code=204)
+
+
+def _authorized(request: Request) -> dict[str, str]:
+    authorization = request.headers.get("authorization")
+    return {"Authorization": authorization} if authorization else {}
 
 
 async def health(front: Front, request: Request) -> ASGIApp:

@@ -1,0 +1,102 @@
+"""Adapters that are sent to a cluster: they go into the folder of their model, from which all its servers read."""
+
+import asyncio
+import re
+import shutil
+import uuid
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from symbiosis.cluster.front.upstream import Lost, Upstream
+from symbiosis.cluster.front.view import View
+from symbiosis.cluster.placement import State
+from symbiosis.serving.http.failures import ApiError, wrong
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,99}")
+MOST_BYTES = 1 << 30
+SENT = ".sent"  # in the folder: what was sent. A link with the adapter's name leads there, so that it is replaced in one go
+PACKAGE = Path(__file__).parents[2]
+
+
+def folder_for(view: View, model: str | None, name: str) -> Path:
+    """Return the folder for a new adapter. Raises `ApiError` if there is none."""
+    if not NAME.fullmatch(name):
+        raise wrong(f"an adapter cannot be named {name[:200]!r}", "lora_name")
+    models = list(dict.fromkeys(each.model for each in view.told.of_kind("server")))
+    if model is None and len(models) != 1:
+        raise wrong(f"say of which model it is, by ?model=: {', '.join(models)}", "model")
+    folder = view.told.adapters.get(model or models[0])
+    if folder is None or Path(folder).is_relative_to(PACKAGE):
+        raise wrong(f"{model or models[0]} has no folder for adapters: `adapters:` in the cluster's file names one")
+    return Path(folder)
+
+
+def new_folder(folder: Path) -> Path:
+    made = folder / SENT / uuid.uuid4().hex
+    made.mkdir(parents=True)
+    return made
+
+
+async def install(view: View, model: str, folder: Path, name: str, sent: Path, headers: dict[str, str]) -> None:
+    """Let an adapter that lies in `sent` have this name, once a server has been able to load it."""
+    trial = f"{name}@{sent.name[:8]}"
+    (folder / trial).symlink_to(sent.relative_to(folder))
+    try:
+        await _try(view, model, trial, headers)
+        await asyncio.to_thread(_replace, folder, name, folder / trial)
+    finally:
+        (folder / trial).unlink(missing_ok=True)
+
+
+async def _try(view: View, model: str, name: str, headers: dict[str, str]) -> None:
+    """Have a server make a token with it."""
+    body = msgspec.json.encode({"model": name, "prompt": [0], "max_tokens": 1})
+    for seen in view.seen.values():
+        if seen.member.model == model and seen.state is State.READY:
+            with suppress(Lost):
+                answer = await Upstream.ask(seen.member.url, "POST", "/v1/completions", headers, body)
+                await answer.head()
+                told = await answer.whole()
+                if answer.status != 200:
+                    raise wrong(_message(told))
+                return
+    raise ApiError(503, f"no server of {model} is ready to try it: send it later", retry_s=5.0)
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, LookupError, TypeError):
+        return "a server cannot load it"
+
+
+def _replace(folder: Path, name: str, link: Path) -> None:
+    """Put a link in the place of what has this name now, and remove that."""
+    old = _taken_away(folder, name)
+    link.replace(folder / name)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def remove(folder: Path, name: str) -> bool:
+    """Remove an adapter from the folder. Return whether it was there."""
+    old = _taken_away(folder, name)
+    if old is None:
+        return False
+    if (folder / name).is_symlink():
+        (folder / name).unlink()
+    shutil.rmtree(old, ignore_errors=True)
+    return True
+
+
+def _taken_away(folder: Path, name: str) -> Path | None:
+    """Return the files that have this name; a folder that somebody has put there is moved aside, a link stays until it is replaced."""
+    there = folder / name
+    if there.is_symlink():
+        return there.resolve() if there.resolve().is_relative_to(folder.resolve()) else None
+    if not there.is_dir():
+        return None
+    aside = new_folder(folder)
+    return there.rename(aside / name).parent
