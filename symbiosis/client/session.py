@@ -201,6 +201,8 @@ class Session(Reconnecting):
         large."""
         if self.mapped is not None and (made := self._locally(call, payload, device, shapes)):
             return made
+        if self.spread is not None and (made := self.spread.answer(call, payload, shapes)):
+            return made
         if goes_in_parts(call, shapes):
             return self._in_parts(call, payload[0], device, shapes)
         if device.type == "cpu":
@@ -265,8 +267,6 @@ class Session(Reconnecting):
         return [line for line in self._lines.values() if line is not None]
 
     def _send(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:
-        if self.spread is not None and (found := self.spread.answer(call, payload, shapes)) is not None:
-            return found
         begun = time.perf_counter()
         lane = self._lanes.mine.lane
         if (lane is None or lane.closed) and self._lock.locked():

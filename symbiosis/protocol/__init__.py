@@ -82,6 +82,7 @@ from symbiosis.protocol.ops import (
     Traits,
 )
 from symbiosis.protocol.shapes import (
+    contiguous_stride,
     outputs_of,
     shape_of_reply,
     view_of_outputs,
@@ -150,6 +151,7 @@ __all__ = [
     "encode_control",
     "encode_reply",
     "parse_call_body",
+    "contiguous_stride",
     "outputs_of",
     "shape_of_reply",
     "view_of_outputs",

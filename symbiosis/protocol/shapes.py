@@ -1,12 +1,27 @@
 """The shape of the reply to a call, which both ends work out from the call and the manifest."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 from symbiosis.protocol.headers import Call, View
 from symbiosis.protocol.messages import Layer
 from symbiosis.protocol.ops import Op
 
 Shape = tuple[int, ...]
+
+
+@cache
+def contiguous_stride(shape: Shape) -> Shape:
+    """Return the strides of a tensor of this shape whose rows lie one behind the other.
+
+    >>> contiguous_stride((3, 4, 5))
+    (20, 5, 1)
+    """
+    stride, step = [], 1
+    for dim in reversed(shape):
+        stride.append(step)
+        step *= max(1, dim)
+    return tuple(reversed(stride))
 
 
 def width(layer: Layer, op: Op = Op.FORWARD) -> int:

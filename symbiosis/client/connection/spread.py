@@ -1,7 +1,7 @@
 """Calls of few rows that go to all ranks of a service, each of which multiplies by its share of the weight's outputs.
 
-Forward, each rank makes some columns of the result, which are put together. Backward, each makes what some columns of the gradient add to the
-result, and the parts are added in the order of the ranks. Both round otherwise than one product does, so the provider says up to how many rows
+Forward, each rank makes some columns of the result, which are put together, and so with views and experts' matrices. Backward, each makes what some
+columns of the gradient add to the result, and the parts are added in the order of the ranks. Both round otherwise than one product does, so the provider says up to how many rows
 (`--spread-rows`). Any rank could answer alone (`--shard fsdp`), so one that is gone is stood in for by the next.
 """
 
@@ -13,13 +13,25 @@ from itertools import accumulate, pairwise
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis.client.requests import unshared
-from symbiosis.protocol import FLOATS, Call, Layer, Op, View, Welcome, view_of_outputs, width
+from symbiosis.protocol import (
+    FLOATS,
+    Call,
+    Layer,
+    Op,
+    View,
+    Welcome,
+    contiguous_stride,
+    view_of_outputs,
+    width,
+)
 from symbiosis.transport.tensors import Shapes
 
 Payload = tuple[Tensor, ...]
+SPREAD = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT, Op.GROUPED))
 
 
 class Caller(Protocol):
@@ -75,27 +87,31 @@ class Spread(Generic[Session]):
         if not self._takes(call, payload, shapes):
             return None
         each = [shares_of(call, number, self._manifest[number], self._shares) for number in call.layers]
-        parts = self._made(payload[0].reshape(call.shape), each, forward=call.op is Op.FORWARD)
-        join = _side_by_side if call.op is Op.FORWARD else _summed
+        if any(share.end == share.begin for shares in each for share in shares):
+            return None
+        parts = self._made((payload[0].reshape(call.shape), *payload[1:]), each, sums=call.op is Op.DGRAD)
+        join = _summed if call.op is Op.DGRAD else _side_by_side
         results = [join([parts[rank][at] for rank in range(len(self._shares))]) for at in range(len(each))]
         return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results
 
     def _takes(self, call: Call, payload: Payload, shapes: Shapes) -> bool:
-        if call.op not in (Op.FORWARD, Op.DGRAD) or call.dtype not in FLOATS or not call.by_rows:
+        if call.op not in SPREAD or call.dtype not in FLOATS or len(call.shape) != 2:
             return False
         if not 0 < call.rows <= self._most_rows or call.seeded or not payload[0].is_cpu:
             return False
         return not call.also or (call.op is Op.FORWARD and bool(shapes))
 
-    def _made(self, x: Tensor, each: list[list[Share]], forward: bool) -> list[list[Tensor]]:
-        """Return what each rank makes of each layer. This thread waits for the first rank, and others for the rest."""
+    def _made(self, payload: Payload, each: list[list[Share]], sums: bool) -> list[list[Tensor]]:
+        """Return what each rank makes of each layer: of all values of the rows, or if it `sums` of its own. This thread waits for the first
+        rank, and others for the rest."""
+        x, *ends = payload
 
         def made(rank: int) -> list[Tensor]:
             found = []
             for shares in each:
                 call, begin, end = shares[rank]
-                rows = x if forward else x[:, begin:end].contiguous()
-                found.append(self.callers[rank]._send(call, (rows,))[0])
+                rows = x[:, begin:end].contiguous() if sums else x
+                found.append(self.callers[rank]._send(call, (rows, *ends))[0])
             return found
 
         if self._pool is None or self._process != os.getpid():  # a forked child has none of its parent's threads
@@ -131,6 +147,10 @@ def _cuts(outputs: int, shares: tuple[float, ...]) -> list[tuple[int, int]]:
 @lru_cache(maxsize=1 << 14)
 def shares_of(call: Call, number: int, layer: Layer, shares: tuple[float, ...]) -> list[Share]:
     """Return what each rank does of a call, for one of its layers."""
+    if call.op in (Op.PRODUCT, Op.GROUPED):
+        whole = call.view or View(layer.shape, contiguous_stride(layer.shape), 0)
+        cuts = _cuts(whole.size[-1], shares)
+        return [Share(replace(call, view=_columns(whole, begin, end)), begin, end) for begin, end in cuts]
     made = []
     for begin, end in _cuts(width(layer), shares):
         view = view_of_outputs(layer, begin, end)
@@ -142,6 +162,10 @@ def shares_of(call: Call, number: int, layer: Layer, shares: tuple[float, ...]) 
         )
         made.append(Share(part, begin, end))
     return made
+
+
+def _columns(view: View, begin: int, end: int) -> View:
+    return View((*view.size[:-1], end - begin), view.stride, view.offset + begin * view.stride[-1])
 
 
 def _side_by_side(parts: list[Tensor]) -> Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from symbiosis.client.layers.bias import add_rest, who_adds_bias
 from symbiosis.client.requests import is_watched, priority_of
-from symbiosis.client.weights.view import RemoteView, contiguous_stride, stand_in
-from symbiosis.protocol import Op, View
+from symbiosis.client.weights.view import RemoteView, stand_in
+from symbiosis.protocol import Op, View, contiguous_stride
 
 aten = torch.ops.aten
 

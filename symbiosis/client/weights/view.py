@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from symbiosis.client.session import Session
 from symbiosis.errors import RemoteWeightError
-from symbiosis.protocol import MAX_DIM, Layer, Op, View
+from symbiosis.protocol import MAX_DIM, Layer, Op, View, contiguous_stride
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 aten = torch.ops.aten
@@ -242,15 +242,6 @@ def spread(values: Tensor, stride: tuple[int, ...]) -> Tensor:
                 return values
             span += step * (count - 1)
     return values.new_empty(span).as_strided(values.shape, stride).copy_(values)
-
-
-@cache
-def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, step = [], 1
-    for dim in reversed(shape):
-        stride.append(step)
-        step *= max(1, dim)
-    return tuple(reversed(stride))
 
 
 _INTERNAL = (str(Path(torch.__file__).parent), f"{Path(__file__).parents[2]}/", typing_extensions.__file__)
