@@ -1,6 +1,7 @@
 """Sessions over each transport: how they join, leave, are lost, and join again."""
 
 import contextlib
+import gc
 import os
 import pickle
 import re
@@ -95,6 +96,26 @@ def test_joining_and_leaving_leaves_no_descriptors(executor: symbiosis.Executor)
     for _ in range(20):
         join_and_leave()
     until(lambda: descriptors() <= before)
+
+
+def test_a_session_whose_socket_was_collected_first_leaves_no_descriptors(url: str) -> None:
+    """The collector finalizes what it finds together in any order."""
+    with symbiosis.Executor(tiny_llama(), listen=[url]) as executor:
+
+        def join() -> None:
+            session = Session(executor.endpoint)
+            assert echoed(session, anything((3, 5)))
+            if (sock := getattr(session._connection, "_socket", None)) is not None:
+                sock.close()
+            del session
+            gc.collect()
+            until(lambda: not executor.server.sessions)
+
+        join()
+        before = descriptors()
+        for _ in range(5):
+            join()
+        until(lambda: descriptors() <= before, seconds=5)
 
 
 def descriptors() -> int:

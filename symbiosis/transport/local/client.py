@@ -70,7 +70,7 @@ class LocalConnection:
 
     def __init__(self, address: str, hello: Hello, timeout: float) -> None:
         self._url = f"local://{address}"
-        self._beats = 0
+        self._beats, self._closed = 0, False
         self._long: set[Call] = set()  # calls that last took so long that looking would waste a core
         try:
             self._socket = connected(address, timeout)
@@ -213,7 +213,10 @@ class LocalConnection:
         WORD.pack_into(self._slab.memory, 0, self._beats)
 
     def close(self) -> None:
-        if self._socket.fileno() >= 0:
+        if (
+            not self._closed
+        ):  # of a session that the collector found, it may have closed the socket already, but no descriptors
+            self._closed = True
             self._epoll.close()
             self._socket.close()
             self._slab.close()
