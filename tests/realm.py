@@ -25,6 +25,7 @@ from symbiosis.protocol import (
 )
 from symbiosis.security.keys import generate
 from symbiosis.transport.tcp.curve import Address
+from symbiosis.transport.tcp.sockets import cut
 from tests.conftest import tiny_llama
 
 WAIT_S = 60.0
@@ -95,6 +96,7 @@ class Raw:
 
     def __init__(self, endpoint: str) -> None:
         place = Address.parse(endpoint.removeprefix("tcp://"))
+        self._encrypted = place.own is not None
         self.socket = zmq.Context.instance().socket(zmq.DEALER)
         self.socket.linger = 0
         self.socket.sndtimeo = self.socket.rcvtimeo = int(WAIT_S * 1000)
@@ -115,7 +117,7 @@ class Raw:
         return raw
 
     def send(self, seq: int, call: Call = ECHO) -> None:
-        self.socket.send_multipart([encode_call(call, seq), bytes(call.nbytes)])
+        self.socket.send_multipart([encode_call(call, seq), *cut(memoryview(bytes(call.nbytes)), self._encrypted)])
 
     def codes(self, count: int) -> list[Code]:
         """Of the next replies."""

@@ -40,7 +40,7 @@ class Traits(NamedTuple):
     by_rows: bool = False  # each row of the payload makes one row of the reply
     activations: bool = False  # the payload holds values of a forward pass, which should be finite
     multiplies: bool = False  # it is a matrix product, which a GPU may ask for, or a client make with mapped weights
-    indices: bool = False  # the last tensor of the payload holds indices, which are checked once
+    indices: bool = False  # the last tensor of the payload holds indices, which are checked
 
     @property
     def has_payload(self) -> bool:

@@ -29,11 +29,14 @@ def bytes_tensor(raw: bytes) -> Tensor:
     return torch.frombuffer(bytearray(raw or b" "), dtype=torch.uint8)
 
 
-def copied(data: memoryview, dtype: str, shape: tuple[int, ...], for_gpu: bool = False) -> Tensor:
-    """Copy `data` into a tensor in memory aligned as torch's is, because products must not depend on the transport. Memory `for_gpu` is
-    pinned."""
-    memory = empty((len(data),), torch.uint8, for_gpu)
-    memory.numpy().data[:] = data
+def copied(data: Sequence[memoryview], dtype: str, shape: tuple[int, ...], for_gpu: bool = False) -> Tensor:
+    """Copy `data`, one behind the other, into a tensor in memory aligned as torch's is, because products must not depend on the
+    transport. Memory `for_gpu` is pinned."""
+    memory = empty((sum(map(len, data)),), torch.uint8, for_gpu)
+    target, start = memory.numpy().data, 0
+    for part in data:
+        target[start : start + len(part)] = part
+        start += len(part)
     return tensor_at(memory, 0, dtype, shape)
 
 
@@ -41,7 +44,7 @@ def tensor_of_frame(data: memoryview, dtype: str, shape: tuple[int, ...], for_gp
     """Return a tensor of `data`. Small data are copied. Large data stay where they are, aligned or not, because a copy would block the
     loop."""
     if for_gpu or len(data) < LARGE:
-        return copied(data, dtype, shape, for_gpu)
+        return copied([data], dtype, shape, for_gpu)
     memory = torch.frombuffer(data, dtype=torch.uint8) if len(data) < APART else lent(data)
     return tensor_at(memory, 0, dtype, shape)
 
@@ -106,10 +109,20 @@ def as_multiplied(call: Call, x: Tensor) -> Tensor:
 def check_values(call: Call, payload: Sequence[Tensor], layer: Layer) -> None:
     """Raise `CallError` unless ids and ends of groups are in range, which the header does not tell."""
     if call.op is Op.LOOKUP:
-        rows = layer.shape[0]
-        if call.nbytes and not 0 <= int(payload[0].min()) <= int(payload[0].max()) < rows:
-            raise CallError(Code.BAD_SHAPE, f"{layer.name}: ids must lie between 0 and {rows - 1}")
+        check_ids(payload[0], layer)
     if call.op is Op.GROUPED:
-        ends = payload[1].tolist()
-        if ends != sorted(ends) or ends[0] < 0 or ends[-1] > call.rows:
-            raise CallError(Code.BAD_SHAPE, f"group ends must rise from 0 to at most {call.rows}")
+        check_ends(call, payload[1])
+
+
+def check_ids(ids: Tensor, layer: Layer) -> None:
+    """Raise `CallError` unless these ids, all or some of a call's, are rows of the layer."""
+    rows = layer.shape[0]
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+        raise CallError(Code.BAD_SHAPE, f"{layer.name}: ids must lie between 0 and {rows - 1}")
+
+
+def check_ends(call: Call, ends_G: Tensor) -> None:
+    """Raise `CallError` unless these are ends of groups of the call's rows."""
+    ends = ends_G.tolist()
+    if ends != sorted(ends) or ends[0] < 0 or ends[-1] > call.rows:
+        raise CallError(Code.BAD_SHAPE, f"group ends must rise from 0 to at most {call.rows}")

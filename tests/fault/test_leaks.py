@@ -14,6 +14,7 @@ from symbiosis.client.session import Session
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.protocol import DTYPES, MAGIC_REPLY, Call, Op, decode_reply, encode_call
 from symbiosis.transport.tcp import listener as zeromq
+from symbiosis.transport.tcp.sockets import cut
 from tests.conftest import exact, tiny_llama
 from tests.frames import only_used
 from tests.processes import layer_number
@@ -60,7 +61,7 @@ class Talker:
 ASKED = (Op.FORWARD, *Op)  # products twice as often
 
 
-def question(chance: random.Random, layers: int) -> list[bytes]:
+def question(chance: random.Random, layers: int) -> list[bytes | memoryview]:
     """A call of any op, layer, dtype and shape, right or wrong, with a payload of the right size, or not."""
     shape = tuple(chance.choice((0, 1, 3, 64, 96, 200)) for _ in range(chance.choice((1, 2, 2, 2, 3))))
     call = Call(chance.choice(ASKED), chance.randrange(layers + 2), chance.choice(DTYPES), shape)
@@ -68,8 +69,8 @@ def question(chance: random.Random, layers: int) -> list[bytes]:
     if call.nbytes > 1 << 20:
         return question(chance, layers)
     size = call.nbytes if chance.random() < 0.9 else chance.randrange(100)
-    frames = [encode_call(call, 1)]
-    return [*frames, bytes(size)] if call.parts or size != call.nbytes else frames
+    frames: list[bytes | memoryview] = [encode_call(call, 1)]
+    return [*frames, *cut(memoryview(bytes(size)), encrypted=True)] if call.parts or size != call.nbytes else frames
 
 
 def ask(realm: Realm, count: int) -> int:

@@ -23,14 +23,17 @@ from symbiosis import cli
 from symbiosis.client.session import Session
 from symbiosis.config import load_options
 from symbiosis.errors import CallError, Code, ConfigError, SymbiosisError
-from symbiosis.protocol import Hello, Op, encode_control
+from symbiosis.protocol import Call, Hello, Op, decode_reply, encode_call, encode_control
 from symbiosis.security import keys as module
 from symbiosis.security.keys import SETTLED_S, Tenants, generate, moment, read_pair, read_public, read_publics
 from symbiosis.transport import may_go_by_nccl
+from symbiosis.transport.tcp import intake
 from symbiosis.transport.tcp.curve import Address, is_loopback
+from symbiosis.transport.tcp.sockets import PIECE, cut
+from symbiosis.transport.tensors import bytes_of
 from tests.conftest import tiny_llama
 from tests.processes import until
-from tests.realm import ROWS, Realm, echoes
+from tests.realm import ROWS, Raw, Realm, echoes
 
 
 @pytest.fixture
@@ -38,6 +41,46 @@ def realm(tmp_path: Path) -> Iterator[Realm]:
     realm = Realm(tmp_path)
     yield realm
     realm.executor.close()
+
+
+# ---------------------------------------------------------------- large messages
+
+
+def test_large_payloads_come_and_go_in_small_frames(realm: Realm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are received and joined bit by bit, and a neighbour's calls are answered meanwhile."""
+    monkeypatch.setattr(intake, "FRAMES_AT_ONCE", 3)
+    monkeypatch.setattr(intake, "JOINED_AT_ONCE", 1)
+    raw, x = Raw.joined(realm.endpoint("alice")), torch.arange(5 * PIECE // 4 + 9, dtype=torch.int32)
+    call = Call(Op.ECHO, 0, "int32", (len(x), 1))
+    sent = cut(bytes_of(x), encrypted=True)
+    assert len(sent) == 6
+    raw.socket.send_multipart([encode_call(call, 1), *sent])
+    realm.let_in("bob")
+    bob = realm.session("bob")
+    assert echoes(bob)
+    head, *frames = raw.socket.recv_multipart()
+    assert decode_reply(head).shape == (len(x), 1)
+    assert [len(frame) for frame in frames] == [PIECE] * 5 + [36] and b"".join(frames) == bytes_of(x)
+    whole = x.view(-1, 1).float()
+    assert torch.equal(bob.call(Op.ECHO, 0, whole), whole)
+    bob.close()
+    raw.close()
+
+
+def test_a_large_frame_ends_its_connection(realm: Realm) -> None:
+    """One that is encrypted would keep those waiting whose connections have the same thread."""
+    raw, call = Raw.joined(realm.endpoint("alice")), Call(Op.ECHO, 0, "uint8", (4 * PIECE, 1))
+    raw.socket.send_multipart([encode_call(call, 1), bytes(call.nbytes)])
+    until(lambda: raw.was_hung_up_on, "the end of the connection")
+    raw.close()
+
+
+@pytest.mark.parametrize("frames", [[PIECE, PIECE - 1, 1], [PIECE - 1, PIECE + 1], [PIECE], [PIECE, PIECE, 1], []])
+def test_frames_that_are_not_those_of_the_payload_are_refused(realm: Realm, frames: list[int]) -> None:
+    raw, call = Raw.joined(realm.endpoint("alice")), Call(Op.ECHO, 0, "uint8", (2 * PIECE, 1))
+    raw.socket.send_multipart([encode_call(call, 1), *map(bytes, frames)])
+    assert raw.codes(1) == [Code.BAD_FRAME]
+    raw.close()
 
 
 # ---------------------------------------------------------------- files

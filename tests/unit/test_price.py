@@ -12,9 +12,11 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
+from symbiosis.executor.calls import ops
 from symbiosis.executor.calls.cut import boxes
 from symbiosis.executor.calls.plan import make_plan
 from symbiosis.executor.calls.validate import must_be_finite
+from symbiosis.executor.compute import slices
 from symbiosis.executor.compute.engine import Engine
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.scheduling.batcher import Batcher
@@ -22,9 +24,10 @@ from symbiosis.executor.scheduling.cutting import LONG, SLICE_S
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from symbiosis.executor.scheduling.rules import IMMEDIATE, OPPORTUNISTIC
 from symbiosis.executor.work import HostCall
-from symbiosis.protocol import SEED_BYTES, Call, Op, View
+from symbiosis.protocol import SEED_BYTES, Call, Layer, Op, View
+from symbiosis.security.keystream import keystream
 from symbiosis.transport.inproc import InprocPeer
-from symbiosis.transport.tensors import TORCH_DTYPE
+from symbiosis.transport.tensors import TORCH_DTYPE, check_ids
 
 K, N, G = 160, 1100, 5  # N: several panels, and what is left over
 
@@ -145,6 +148,59 @@ def test_what_is_computed_in_turns_is_what_is_computed_at_once(call: Call, cuts:
         torch.testing.assert_close(in_turns, whole, rtol=tolerance, atol=tolerance * 30)
 
 
+@pytest.mark.parametrize("seeded", [False, True])
+def test_calls_that_cost_otherwise_have_a_cost_of_their_own(seeded: bool) -> None:
+    calls = [Call(Op.FORWARD, PLAIN, "int32", (300, K), seeded=which) for which in (False, seeded)]
+    plain, other = (make_plan(call, STORE, OPTIONS).key for call in calls)
+    assert (plain == other) == (not seeded)
+
+
+@pytest.mark.parametrize("call", [
+    Call(Op.FORWARD, LINEAR, "int64", (1000, K), also=(CONV,), seeded=True),
+    Call(Op.DGRAD, LINEAR, "int64", (1000, 2 * N), also=(CONV,), seeded=True),
+])  # fmt: skip
+def test_a_slice_grows_no_more_of_a_seed_than_its_rows(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    grown: list[int] = []
+
+    def counted(key: bytes, shape: tuple[int, ...], dtype: torch.dtype, start: int = 0) -> Tensor:
+        grown.append(prod(shape))
+        return keystream(key, shape, dtype, start=start)
+
+    monkeypatch.setattr(slices, "keystream", counted)
+    plan, payload = make_plan(call, STORE, OPTIONS), payload_of(call)
+    out = torch.empty(plan.shape, dtype=TORCH_DTYPE[call.dtype])
+    item = Item(1, plan.key, plan.rows, 0, 0.0, HostCall(InprocPeer(), 1, call, payload, out, plan))
+    inputs = engine_of_the_store().slices._inputs(Slice(item, 500, 564))
+    assert sum(map(Tensor.numel, inputs)) == 64 * call.shape[1]
+    assert sum(grown) <= (64 + 2 * len(grown)) * call.shape[1], "besides, one row at either end"
+    whole = keystream(payload[0].numpy().tobytes(), call.shape, TORCH_DTYPE[call.dtype])
+    parts = [whole] if call.op is Op.FORWARD else whole.view(2, 1000, N)
+    assert all(torch.equal(mine, part[500:564]) for mine, part in zip(inputs, parts, strict=True))
+
+
+def test_a_turn_looks_at_its_own_ids_and_a_wrong_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+
+    def counted(ids: Tensor, layer: Layer) -> None:
+        looked.append(len(ids))
+        check_ids(ids, layer)
+
+    monkeypatch.setattr(ops, "check_ids", counted)
+    call = Call(Op.LOOKUP, NUMBER["embedding"], "float32", (3000,))
+    computed(call, [0.25, 0.5])
+    assert looked == [750, 750, 1500]
+    plan, peer = make_plan(call, STORE, OPTIONS), InprocPeer()
+    for wrong in (-1, 700, 2**40):
+        ids = torch.zeros(3000, dtype=torch.int64)
+        ids[1400] = wrong
+        work = HostCall(peer, 1, call, (ids,), torch.empty(plan.shape), plan)
+        for first, last in ((0, 1000), (1000, 2000), (2000, 3000)):
+            piece = Slice(Item(1, plan.key, plan.rows, 0, 0.0, work), 0, plan.rows)
+            engine_of_the_store().step(Batch(plan.key, [piece], 0.0, plan.cells, first, last))
+        answer = peer.replies.get_nowait()
+        assert isinstance(answer, tuple) and answer[0].code is Code.BAD_SHAPE
+
+
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
 def test_boxes_are_the_cells_between_two(grid: list[int], data: st.DataObject) -> None:
     first = data.draw(st.integers(0, prod(grid)))
@@ -195,6 +251,36 @@ def test_a_turn_is_short_while_another_tenant_calls(call: Call, pace: float) -> 
         between.ran()
         batcher.done(between, 1e-4, now)
     assert done == pytest.approx(plan.multiplications) and batcher.idle
+
+
+@settings(max_examples=60, deadline=None)
+@given(calls(st.integers(1, 20_000)), st.floats(1e-11, 4e-9), st.floats(1e-11, 1e-9))
+def test_the_first_turn_is_short_though_nothing_of_its_kind_has_run(call: Call, pace: float, usual: float) -> None:
+    """Whatever other calls have cost. What is learned of this one then makes the next ones longer, by and by."""
+    plan = make_plan(call, STORE, OPTIONS)
+    batcher, now, done = Batcher(OPPORTUNISTIC, max_rows=4096), 0.0, 0.0
+    batcher.costs._usual = usual
+    for session, tenant in ((1, "large"), (2, "small")):
+        batcher.join(session, tenant)
+    small = Item(2, "small", 1, 0, now, price=1)
+    large = Item(
+        1, plan.key, plan.rows, 0, now, None, call.by_rows, plan.joinable, price=plan.multiplications, cells=plan.cells, turns=plan.turns,
+    )  # fmt: skip
+    batcher.add(small)
+    batcher.add(large)
+    cell_s = plan.multiplications * pace * min(1.0, 64 / plan.rows if call.by_rows else 1.0) / plan.cells
+    while done < 0.999 * plan.multiplications:
+        batch = batcher.next_batch(now)
+        assert batch is not None
+        share = (batch.last - batch.first) / batch.cells
+        seconds = 1e-4 if batch.key == "small" else batch.price * pace * share
+        assert seconds <= 2 * LONG * SLICE_S + 2 * cell_s
+        now, done = now + seconds, done + (batch.key != "small") * batch.price * share
+        if batch.ends:
+            batch.ran()
+        batcher.done(batch, seconds, now)
+        if batch.key == "small":
+            batcher.add(Item(2, "small", 1, 0, now, price=1))
 
 
 def test_what_a_session_that_left_had_begun_is_not_computed_further() -> None:

@@ -32,6 +32,17 @@ def taken(unread: Unread[str, str]) -> list[str]:
     return [unread.take() for _ in range(len(unread))]
 
 
+def test_a_message_that_is_given_back_comes_first_when_it_is_its_tenants_turn_again() -> None:
+    unread = waiting(a=2, b=1)
+    unread.give_back(unread.take())
+    assert len(unread) == 3 and unread.holds(b"a0")
+    assert taken(unread) == ["b0", "a0", "a1"]
+    unread.put("a", b"x", "last", MOST_BYTES)
+    unread.give_back(unread.take())
+    assert not unread.put("a", b"y", "one more", 1), "its bytes count as long as it waits"
+    assert taken(unread) == ["last"] and not unread.waiting
+
+
 def test_tenants_are_read_one_after_the_other_and_their_messages_keep_their_order() -> None:
     unread = waiting(a=4, b=2, c=1)
     assert taken(unread) == ["a0", "b0", "c0", "a1", "b1", "a2", "a3"]

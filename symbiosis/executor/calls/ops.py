@@ -12,7 +12,7 @@ from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import norms
 from symbiosis.kernels.product import product
 from symbiosis.protocol import Call, Op
-from symbiosis.transport.tensors import TORCH_DTYPE, as_multiplied
+from symbiosis.transport.tensors import TORCH_DTYPE, as_multiplied, check_ids
 
 Index = tuple[slice, ...]
 Part = tuple[Index, Tensor]  # a part of the result, and where it belongs there
@@ -76,7 +76,9 @@ class Ops:
         return (rows, columns), grouped(x_TK, self._operand(call, groups, slice(None), columns), ends_G)
 
     def _lookup(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
-        return box, self._store.matrix(call.layer, call.op, call.view)[self._here(payload[0][box])]
+        ids = payload[0][box].clone()  # a client that shares this memory could change them after the check
+        check_ids(ids, self._store.manifest[call.layer])
+        return box, self._store.matrix(call.layer, call.op, call.view)[self._here(ids)]
 
     def _norms(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
         weight, kind = self._store.weights[call.layer], self._store.manifest[call.layer].kind

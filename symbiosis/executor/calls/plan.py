@@ -24,6 +24,7 @@ class Key(msgspec.Struct, frozen=True, cache_hash=True):
     dtype: str
     bias: bool
     view: View | None
+    seeded: bool = False  # growing the rows takes time, too
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -55,7 +56,7 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
     if price.turns == 1 and price.multiplications < WORTH_CUTTING:
         grid = (1,)
     return Plan(
-        key=Key(call.layers, call.op, call.dtype, call.bias, call.view),
+        key=Key(call.layers, call.op, call.dtype, call.bias, call.view, call.seeded),
         rows=max(1, call.rows),
         nbytes=call.nbytes,
         shape=shape,

@@ -20,7 +20,7 @@ from symbiosis.kernels.grouped import grouped, merge
 from symbiosis.kernels.product import product
 from symbiosis.protocol import Call, Op
 from symbiosis.security.keystream import keystream
-from symbiosis.transport.tensors import TORCH_DTYPE
+from symbiosis.transport.tensors import TORCH_DTYPE, check_ids
 
 
 class Slices:
@@ -115,14 +115,15 @@ class Slices:
         return [self._here(part[piece.start : piece.stop]) for part in work.inputs()]
 
     def _grown(self, work: SingleCall, piece: Slice) -> list[Tensor]:
-        """Make the slice's rows from the seed that came in their place."""
+        """Make the slice's rows from the seed that came in their place. The stream makes rows of the whole payload's width; what each
+        member of a group's DGRAD takes of it lies behind what the members before it take."""
         call, key = work.call, work.payload[0].numpy().tobytes()
-        dtype = TORCH_DTYPE[call.dtype]
-        if call.op is Op.DGRAD and call.also:  # members lie one behind the other, so a slice is no run of the stream
-            work.payload = (keystream(key, call.shape, dtype),)  # type: ignore[arg-type]
-            return self._inputs(piece)
-        rows = min(piece.stop, call.rows) - piece.start
-        return [self._here(keystream(key, (rows, call.shape[1]), dtype, start=piece.start))]
+        grown, begun = [], 0
+        for rows, width in (work.plan.parts if call.op is Op.DGRAD else ()) or (call.shape,):
+            first, last = begun + piece.start * width, begun + min(piece.stop, rows) * width
+            grown.append(self._here(_run(key, call, first, last).view(-1, width)))
+            begun += rows * width
+        return grown
 
     def _outputs(self, piece: Slice) -> list[Tensor]:
         """Return where the slice's results go: one tensor, or one for each member of a group's FORWARD."""
@@ -135,6 +136,7 @@ class Slices:
         rows = [len(work.payload[0]) for work in works]
         x_TK = torch.cat([self._here(work.payload[0]) for work in works])
         if call.op is Op.LOOKUP:
+            check_ids(x_TK, self._store.manifest[call.layer])
             y_TN = self._store.matrix(call.layer, call.op, call.view)[x_TK]
         elif call.op is Op.GROUPED:
             order, ends = (t.to(self._device) for t in merge([work.payload[1] for work in works], rows))
@@ -151,3 +153,11 @@ class Slices:
         if that is an error."""
         if not all(piece.item.work.out.is_cuda for piece in slices):
             self._wait()
+
+
+def _run(key: bytes, call: Call, first: int, last: int) -> Tensor:
+    """Return the values `first` to `last` of the rows that a seed stands for, counted row by row."""
+    width = max(1, call.shape[1])
+    row, stop = first // width, -(-last // width)
+    rows = keystream(key, (stop - row, call.shape[1]), TORCH_DTYPE[call.dtype], start=row)
+    return rows.view(-1)[first - row * width : last - row * width]

@@ -6,6 +6,7 @@ from symbiosis.executor.scheduling.forecast import note, smooth
 from symbiosis.executor.scheduling.queue import Batch, Item
 
 USUAL_S = 4e-10  # for a multiplication, until measured
+UNSEEN_S = 4e-9  # at most, for one of a key that has not been measured
 READING = 8  # reading a matrix takes as long as multiplying so many rows by it
 WORTH_LEARNING = 1 << 20  # multiplications of the smallest product to learn from
 ROUND_WORTH = 0.5  # the part of a round's time, its client's own share included, that one round less would save
@@ -38,6 +39,16 @@ class Costs:
     def of_row(self, item: Item) -> float:
         """Return the cost of one row among many, guessed if nothing is known of its key."""
         return self._row.get(item.key) or self._usual * item.price / item.rows
+
+    def row_at_most(self, item: Item) -> float:
+        """Return the cost of one row among many if that is known of its key, else what it hardly exceeds."""
+        return self._row.get(item.key) or UNSEEN_S * item.price / item.rows
+
+    def at_most(self, item: Item, rows: int) -> float:
+        """Return how long so many rows of a call will take if that is known of its key, else what they hardly exceed."""
+        if item.divisible:
+            return self.row_at_most(item) * (rows + READING)
+        return self._multiplication.get(item.key, UNSEEN_S) * item.price
 
     def of_rows(self, item: Item, rows: int) -> float:
         """Return how long so many rows of a call will take, guessed if nothing is known of its key."""

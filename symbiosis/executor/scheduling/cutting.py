@@ -18,6 +18,7 @@ from symbiosis.executor.scheduling.tenant_use import TenantUse
 SLICE_S = 2e-3  # a product that another tenant waits for takes about so long
 TOGETHER = 8  # most calls of one tenant in a product that another tenant waits for
 LONG = 2.0  # a product is cut if it takes more than so many times what a turn should take
+GROWTH = 4  # a turn has at most so many times the cells of the one before, because cells may differ in what they cost
 
 
 class Cutting:
@@ -55,8 +56,10 @@ class Cutting:
         """Set the batch's next turn."""
         rhythm = self._callers[batch.slices[0].item]
         rhythm.served = rhythm.tenant.served = now
+        most = batch.last + GROWTH * (batch.last - batch.first)
         batch.first, batch.last = batch.last, batch.cells
         self._set_turn(batch, now)
+        batch.last = min(batch.last, most)
 
     def _some(self, head: Item, queue: Queue, most: int, most_rows: int) -> list[Slice]:
         """Take a slice of `head` and the calls of its queue that fit beside it: at most `most` of a tenant, and `most_rows` in all."""
@@ -100,7 +103,7 @@ class Cutting:
         most = self._rules.max_rows
         if self._rules.invariant or not head.divisible or queue.rows <= SMALLEST_SLICE:
             return most
-        row_s = self._costs.of_row(head)
+        row_s = self._costs.row_at_most(head)
         if queue.rows * row_s <= SLICE_S:
             return most
         own = {self._callers[item].tenant for item in queue if item.whole or item is head}
@@ -111,7 +114,7 @@ class Cutting:
         item, start, stop = batch.slices[0]
         left = batch.cells - batch.first
         turns = item.turns * left / batch.cells
-        seconds = batch.seconds / batch.first * left if batch.first else self._costs.of_rows(item, stop - start)
+        seconds = batch.seconds / batch.first * left if batch.first else self._costs.at_most(item, stop - start)
         if not self._rules.invariant and seconds > LONG * SLICE_S:
             turn_s = self._turn_s({self._callers[item].tenant}, now)
             turns = max(turns, seconds / turn_s if seconds > LONG * turn_s else 1.0)

@@ -182,7 +182,7 @@ class LocalPeer:
         self._call = call
         if not self._listener.inbox.admits(self, seq, call):
             return
-        if call.op.traits.indices:  # copy them, so that the client cannot change them after the check
+        if call.groups:  # copy their ends, so that the client cannot change them after the check
             payload = (*payload[:-1], payload[-1].clone())
         self._listener.inbox.arrived(self, seq, call, payload)
 

@@ -5,6 +5,7 @@ was lost, so the session reconnects and resends instead.
 """
 
 from contextlib import suppress
+from itertools import chain
 from time import monotonic
 from typing import Any
 
@@ -30,7 +31,8 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.accepted import Answers, MoreRoom, accepted
 from symbiosis.transport.tcp.curve import Address
-from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, harden
+from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, harden, most_frames, sizes
+from symbiosis.transport.tcp.sockets import cut as cut_frames
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes, bytes_of, copied, cut
 
 REFUSED_KEYS = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -38,7 +40,6 @@ BROKEN_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL  # wrong keys, or an exe
 BEAT_S, LOOK_S = 1.0, 0.1  # during a call: between two beats, and between two looks at how much has come
 IDLE_LOOK_S = 0.25  # between two looks when there is no call
 MAX_REFUSAL = 8 << 10  # bytes
-MOST_FRAMES = 2  # of a message: a header and rows
 # Most bytes that ZeroMQ's own messages and keys take, and that it adds to each frame.
 SPARE, OF_A_FRAME = 64 << 10, 64
 
@@ -104,7 +105,10 @@ class TcpConnection:
         expected = self._answers.nbytes(call)
         if 0 <= self._room < expected:
             raise MoreRoom(expected)
-        frames = [encode_call(call, seq), *map(bytes_of, reversed(payload))]  # the rows last: see `wire`
+        parts = [
+            cut_frames(bytes_of(part), self._has_keys) for part in reversed(payload)
+        ]  # the rows last: see `sockets`
+        frames = [encode_call(call, seq), *chain.from_iterable(parts)]
         deadline = monotonic() + timeout
         if self._broken:
             raise ConnectionLost(f"the connection to {self._url} broke")
@@ -124,12 +128,14 @@ class TcpConnection:
             reply = decode_reply(head.bytes)
             if reply.seq == seq:
                 self._answers.check(call, reply)
-                sizes = [len(frame) for frame in rest]
-                if sizes != ([reply.nbytes] if reply.nbytes else []):
-                    raise ProtocolError(Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {sizes}")
+                found = [len(frame) for frame in rest]
+                if found != (sizes(reply.nbytes, self._has_keys) if reply.nbytes else []):
+                    raise ProtocolError(
+                        Code.BAD_FRAME, f"a reply of {reply.nbytes} bytes came in frames of {found[:3]}"
+                    )
                 if not rest:
                     return reply, [torch.empty(reply.shape, dtype=TORCH_DTYPE[reply.dtype])]
-                result = copied(rest[0].buffer, reply.dtype, reply.shape, self._for_gpu)
+                result = copied([frame.buffer for frame in rest], reply.dtype, reply.shape, self._for_gpu)
                 return reply, cut(result, shapes if reply.code is Code.OK else ())
 
     def _receive(self, deadline: float, timeout: float, most: int) -> list[zmq.Frame]:
@@ -138,7 +144,7 @@ class TcpConnection:
         while monotonic() < deadline:
             ready = dict(self._poller.poll(int(1e3 * max(0.0, min(LOOK_S, deadline - monotonic())))))
             if self._socket in ready:
-                return self._message()
+                return self._message(1 + most_frames(most, self._has_keys))
             if self._monitor in ready:
                 self._attend(recv_monitor_message(self._monitor))
             if self._wire and self._wire.received() > self._received + most + SPARE:
@@ -148,12 +154,12 @@ class TcpConnection:
                 beat_at += BEAT_S
         raise ConnectionLost(f"no answer from {self._url} within {timeout:g} s")
 
-    def _message(self) -> list[zmq.Frame]:
+    def _message(self, most: int) -> list[zmq.Frame]:
         """Read the message that has come, or raise `ProtocolError` if it has more frames than a reply."""
         frames = [self._socket.recv(copy=False)]
         while frames[-1].more:
-            if len(frames) == MOST_FRAMES:
-                raise ProtocolError(Code.BAD_FRAME, f"{self._url} sends a message of more than {MOST_FRAMES} frames")
+            if len(frames) == most:
+                raise ProtocolError(Code.BAD_FRAME, f"{self._url} sends a message of more than {most} frames")
             frames.append(self._socket.recv(copy=False))
         self._received += sum(len(frame) + OF_A_FRAME for frame in frames)
         return frames

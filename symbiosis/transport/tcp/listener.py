@@ -1,12 +1,12 @@
 """`tcp://HOST:PORT`, the executor's end: ZeroMQ messages of a header frame and raw tensor frames. Nothing is unpickled."""
 
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any
 
 import zmq
-from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
 from symbiosis.protocol import (
@@ -14,7 +14,6 @@ from symbiosis.protocol import (
     MAX_CONTROL,
     Beat,
     Bye,
-    Call,
     Hello,
     Refusal,
     decode_from_client,
@@ -28,12 +27,11 @@ from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.curve import Door
 from symbiosis.transport.tcp.gate import Gate
 from symbiosis.transport.tcp.handshakes import Handshakes
-from symbiosis.transport.tcp.intake import MOST_FRAMES, Frames, Intake
+from symbiosis.transport.tcp.intake import Frames, Intake, check_sizes, payload_of
 from symbiosis.transport.tcp.lookout import Lookout
-from symbiosis.transport.tcp.peer import NO_MEMORY, TcpPeer
-from symbiosis.transport.tcp.sockets import Wire, harden
+from symbiosis.transport.tcp.peer import TcpPeer
+from symbiosis.transport.tcp.sockets import PIECE, Wire, harden
 from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
-from symbiosis.transport.tensors import tensor_of_frame
 
 AT_ONCE = 64  # most messages taken in, or read, between two products
 OF_ONE = 8  # most messages read of one tenant between two products, while others call
@@ -58,9 +56,10 @@ class TcpListener:
         self._due = False  # whether `_drain` is already scheduled
         self._drained = -1  # the pass of the loop in which `_drain` stopped early
         self._door = Door.at(address, reactor, inbox)
+        self.encrypted = self._door is not None
         self._socket = self._bound(address)
         too_much = lambda frames: self._handle(frames, room=False)  # noqa: E731
-        self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, too_much)
+        self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, too_much, self.encrypted)
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = int(self.url.rpartition(":")[2])
         self._gate = Gate(port, inbox.kept_out, fines=self._door is None)
@@ -70,15 +69,9 @@ class TcpListener:
 
     def _bound(self, address: str) -> Any:
         """Return a socket bound to `address`."""
-        context = self._door.context if self._door else zmq.Context.instance()
-        bound: Any = context.socket(zmq.ROUTER)
-        if self._door:
-            self._door.guard(bound)
-        harden(bound)
-        bound.router_mandatory, bound.handshake_ivl = 1, 2000
-        bound.maxmsgsize = self.inbox.limits.max_call_bytes + 4096
+        bound = _router(self._door, self.inbox.limits.max_call_bytes)
         self._handshakes = Handshakes(
-            bound, self.reactor, self._door is not None, lambda address: self._gate.came(address), self.inbox.kept_out
+            bound, self.reactor, self.encrypted, lambda address: self._gate.came(address), self.inbox.kept_out
         )
         try:
             bound.bind(f"tcp://{address}")
@@ -108,7 +101,9 @@ class TcpListener:
                 break
             heard[unread.next] += 1
             self._active[0].add(unread.next)
-            self._handle(unread.take())
+            if self._handle(message := unread.take()):
+                unread.give_back(message)
+                break
         self._drained = self.reactor.passes
         self._drain_soon()
 
@@ -136,42 +131,42 @@ class TcpListener:
         self._due = False
         self._drain()
 
-    def _handle(self, frames: Frames, room: bool = True) -> None:
-        """Read a message. Whatever goes wrong ends its connection, and nothing else."""
+    def _handle(self, frames: Frames, room: bool = True) -> bool:
+        """Read a message, and return whether there is more to do for it. Whatever goes wrong ends its connection, and nothing else."""
         try:
-            self._read(frames, room)
+            return self._read(frames, room)
         except Exception as error:
             identity = frames[0].bytes
             peer = self._peers.get(identity) or TcpPeer(self, identity)
             peer.wire = peer.wire or self.reactor.attempt(None, self._wire_below, frames[-1])
             self.reactor.failed(peer, error)
+            return False
 
-    def _read(self, frames: Frames, room: bool) -> None:
-        name, *frames = frames
+    def _read(self, message: Frames, room: bool) -> bool:
+        name, *frames = message
         identity = name.bytes
         chosen = identity[:1] != b"\0"  # an identity that a client chose could be another's
         if not frames or chosen or identity in self._gone:
-            return
+            return False
         peer, tenant = self._peers.get(identity), None
         if peer is not None:
             peer.heard = True
         elif not room and self._intake.unread.holds(identity):  # it would overtake messages that wait
             self.hang_up(TcpPeer(self, identity, wire=self._wire_below(frames[0])))
-            return
+            return False
+        most = self._intake.most_frames
         try:
             tenant = self._admitted(peer, frames[0])
-            if len(frames) >= MOST_FRAMES:
-                raise ProtocolError(
-                    Code.BAD_FRAME, f"a message of {MOST_FRAMES} frames or more is not a Symbiosis message"
-                )
+            if len(frames) >= most:
+                raise ProtocolError(Code.BAD_FRAME, f"a message of {most} frames or more is not a Symbiosis message")
             if frames[0].buffer[:4] == MAGIC_CALL:
-                self._call(peer, frames, room)
-            else:
-                self._control(peer, identity, frames, tenant)
+                return self._call(peer, message, room)
+            self._control(peer, identity, frames, tenant)
         except CallError as error:
             stranger = peer or TcpPeer(self, identity, tenant)
             stranger.wire = stranger.wire or self._wire_below(frames[0])
-            self._refuse(stranger, error, 1 if len(frames) < MOST_FRAMES else REFUSALS + 1)
+            self._refuse(stranger, error, 1 if len(frames) < most else REFUSALS + 1)
+        return False
 
     def _refuse(self, stranger: TcpPeer, error: CallError, weight: int = 1) -> None:
         self.send(stranger, [encode_control(Refusal.of(error))])  # first, because sending finds out whether it is gone
@@ -187,7 +182,7 @@ class TcpListener:
             raise CallError(Code.NOT_ALLOWED, "this executor does not serve the owner of this key any more")
         return tenant
 
-    def _control(self, peer: TcpPeer | None, identity: bytes, frames: Frames, tenant: str | None) -> None:
+    def _control(self, peer: TcpPeer | None, identity: bytes, frames: list[zmq.Frame], tenant: str | None) -> None:
         if len(frames) != 1:
             raise ProtocolError(Code.BAD_FRAME, f"a control message has 1 frame, not {len(frames)}")
         if len(frames[0]) > MAX_CONTROL:  # before it is taken apart
@@ -254,26 +249,28 @@ class TcpListener:
         self._socket.getsockopt(zmq.EVENTS)
         return wire
 
-    def _call(self, peer: TcpPeer | None, frames: Frames, room: bool) -> None:
+    def _call(self, peer: TcpPeer | None, message: Frames, room: bool) -> bool:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
-        seq, body = split_call(frames[0].bytes)
+        seq, body = split_call(message[1].bytes)
         try:
             call = parse_call_body(body)
             if not room:
                 self.inbox.turns_away(peer, seq, call)
-                return
-            _check_sizes(call, frames[1:])
-            payload = None
-            if self.inbox.admits(peer, seq, call):
-                payload = _payload(call, frames[1:], self.inbox.device.type == "cuda")
-        except CallError as error:
-            refuse(peer, seq, error)
-        else:
+                return False
+            if message.joining is None:
+                check_sizes(call, message[2:], self.encrypted)
+            if not self.inbox.admits(peer, seq, call):
+                return False
+            payload = payload_of(call, message, self.inbox.device.type == "cuda")
             if payload is not None:
                 self.inbox.arrived(peer, seq, call, payload)
+            return payload is None
+        except CallError as error:
+            refuse(peer, seq, error)
+            return False
 
-    def send(self, peer: TcpPeer, frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
+    def send(self, peer: TcpPeer, frames: Sequence[bytes | memoryview], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
             return None
         tracker = None
@@ -346,18 +343,13 @@ class TcpListener:
             self._door.close()
 
 
-def _check_sizes(call: Call, frames: Frames) -> None:
-    sizes = tuple(map(len, frames))
-    if sizes != call.parts[::-1]:
-        raise ProtocolError(Code.BAD_FRAME, f"the header promises frames of {call.parts[::-1]} bytes, {sizes[:3]} came")
-
-
-def _payload(call: Call, frames: Frames, for_gpu: bool) -> tuple[Tensor, ...]:
-    """Return the tensors of a payload: the rows, whose frame comes last, and the ends of groups."""
-    kinds = zip(reversed(frames), ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False)
-    try:
-        return tuple(tensor_of_frame(frame.buffer, dtype, shape, for_gpu) for frame, (dtype, shape) in kinds)
-    except CallError:  # the shape is larger than any memory
-        raise
-    except (RuntimeError, MemoryError):
-        raise CallError(Code.RESOURCE, NO_MEMORY) from None
+def _router(door: Door | None, most_bytes: int) -> Any:
+    """Return a socket that takes calls of at most so many bytes."""
+    context = door.context if door else zmq.Context.instance()
+    router: Any = context.socket(zmq.ROUTER)
+    if door:
+        door.guard(router)
+    harden(router)
+    router.router_mandatory, router.handshake_ivl = 1, 2000
+    router.maxmsgsize = (PIECE if door else most_bytes) + 4096
+    return router

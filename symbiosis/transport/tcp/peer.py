@@ -12,7 +12,7 @@ from symbiosis.errors import Code
 from symbiosis.protocol import Call, Reply, encode_reply
 from symbiosis.transport.base import ServerPort
 from symbiosis.transport.reactor import Reactor
-from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire
+from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, cut
 from symbiosis.transport.tensors import bytes_of
 
 NO_MEMORY = "the executor has no memory for this call: send fewer rows at once"
@@ -24,7 +24,14 @@ class TcpHome(Protocol):
     inbox: ServerPort
     reactor: Reactor
 
-    def send(self, peer: "TcpPeer", frames: list[bytes], copy: bool = True) -> zmq.MessageTracker | None:
+    @property
+    def encrypted(self) -> bool:
+        """Whether what is sent is encrypted."""
+        ...
+
+    def send(
+        self, peer: "TcpPeer", frames: Sequence[bytes | memoryview], copy: bool = True
+    ) -> zmq.MessageTracker | None:
         """Send frames. Without `copy`, return a tracker that tells when they have left this process."""
         ...
 
@@ -61,9 +68,9 @@ class TcpPeer:
     def reply(self, reply: Reply, result: Tensor) -> None:
         if reply.code is not Code.OK and self._too_many(reply):
             return
-        frames = [encode_reply(reply)]
+        frames: list[bytes | memoryview] = [encode_reply(reply)]
         if reply.nbytes:
-            frames.append(bytes_of(result))  # type: ignore[arg-type]
+            frames += cut(bytes_of(result), self._home.encrypted)
         small = reply.nbytes < COPY_BELOW
         tracker = self._home.send(self, frames, copy=small)
         if not small and tracker is not None:

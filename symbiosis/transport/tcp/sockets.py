@@ -2,6 +2,10 @@
 
 The rows of a message go last, so that no frame waits behind a large one. libzmq 4.3 aborts the process if a socket is closed in the
 middle of a message just as its connection breaks.
+
+Over an encrypted connection no frame is large. ZeroMQ encrypts and decrypts a frame in one go, into memory of the frame's size. All
+connections that share its thread wait meanwhile, and new memory takes longer than the encryption. Without keys nothing is done to the
+bytes, so one frame holds all rows.
 """
 
 import errno
@@ -16,6 +20,7 @@ from typing import NamedTuple
 import zmq
 
 COPY_BELOW = 64 << 10  # bytes; smaller payloads are cheaper to copy than to hand over
+PIECE = 256 << 10  # bytes of an encrypted frame
 # The kernel probes for a network that is gone. ZeroMQ's heartbeats would not do: they wait behind a large call on a slow line, which
 # would look like death, and libzmq 4.3 aborts the process if one meets a full queue and a client that is gone.
 PROBES = (
@@ -32,6 +37,30 @@ def harden(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.RCVHWM, 8)
     for option in PROBES:
         socket.setsockopt(*option)
+
+
+def cut(data: memoryview, encrypted: bool) -> list[memoryview]:
+    """Divide bytes among frames.
+
+    >>> [len(frame) for frame in cut(memoryview(bytes(600_000)), encrypted=True)]
+    [262144, 262144, 75712]
+    """
+    if not encrypted or len(data) <= PIECE:
+        return [data]
+    return [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
+
+
+def sizes(nbytes: int, encrypted: bool) -> list[int]:
+    """Return the sizes of the frames that hold so many bytes."""
+    if not encrypted or nbytes <= PIECE:
+        return [nbytes]
+    whole, rest = divmod(nbytes, PIECE)
+    return [PIECE] * whole + [rest] * (rest > 0)
+
+
+def most_frames(nbytes: int, encrypted: bool) -> int:
+    """Return how many frames hold at most so many bytes."""
+    return max(1, -(-nbytes // PIECE)) if encrypted else 1
 
 
 class Wire(NamedTuple):

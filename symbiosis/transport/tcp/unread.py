@@ -28,6 +28,7 @@ class Unread(Generic[Tenant, Message]):
         ] = {}  # in the order in which they come next; none is empty
         self._kept = Counter[bytes]()  # messages of each connection
         self._nbytes = Counter[Tenant]()
+        self._taken: tuple[Tenant, bytes, int] | None = None  # whose the message was that was taken last
 
     def __len__(self) -> int:
         return self._kept.total()
@@ -52,16 +53,28 @@ class Unread(Generic[Tenant, Message]):
         too_many = self._kept[connection] >= self._most or len(self._queues.get(tenant, ())) >= MOST_OF_ONE
         if too_many or (waiting and waiting + nbytes > self._most_bytes):
             return False
-        self._queues.setdefault(tenant, deque()).append((connection, message, nbytes))
+        self._count(tenant, connection, nbytes)
+        self._queues[tenant].append((connection, message, nbytes))
+        return True
+
+    def _count(self, tenant: Tenant, connection: bytes, nbytes: int) -> None:
+        self._queues.setdefault(tenant, deque())
         self._nbytes[tenant] += nbytes
         self._kept[connection] += 1
-        return True
+
+    def give_back(self, message: Message) -> None:
+        """Keep the message that was taken last a little longer: it comes first when it is its tenant's turn again."""
+        assert self._taken is not None
+        tenant, connection, nbytes = self._taken
+        self._count(tenant, connection, nbytes)
+        self._queues[tenant].appendleft((connection, message, nbytes))
 
     def take(self) -> Message:
         """Return the oldest message of the next tenant, which then comes last."""
         tenant = self.next
         queue = self._queues.pop(tenant)
         connection, message, nbytes = queue.popleft()
+        self._taken = tenant, connection, nbytes
         if queue:
             self._queues[tenant] = queue
         self._nbytes[tenant] -= nbytes
