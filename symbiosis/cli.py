@@ -216,6 +216,18 @@ def cluster_roll(cluster: ClusterName = None, only: Annotated[str, typer.Option(
     order(cluster, "roll", only)
 
 
+@cluster_app.command("shift", cls=InLines)
+def cluster_shift(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What clients ask for.")],
+    shares: Annotated[list[str], typer.Argument(metavar="MODEL=SHARE ...", help="The models that answer, and how much of the requests each gets, in proportion.")],
+    cluster: Annotated[str | None, typer.Option(help="Default: the only one of yours that runs on this host.")] = None,
+) -> None:  # fmt: skip
+    """Divide the requests for a name among models, for example versions of one, from the next request on."""
+    from symbiosis.tools.cluster.commands import shift
+
+    shift(cluster, name, shares)
+
+
 @cluster_app.command("down", cls=InLines)
 def cluster_down(cluster: ClusterName = None) -> None:
     """End a cluster, and return when it has ended."""

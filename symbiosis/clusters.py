@@ -33,6 +33,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     url: str  # where its front end answers
     members: tuple[Member, ...] = ()
+    aliases: dict[str, dict[str, float]] = {}  # names for several models, with the share of each
     adapters: dict[str, str] = {}  # by model: the folder of its adapters
 
     def of_kind(self, kind: str, model: str | None = None) -> list[Member]:

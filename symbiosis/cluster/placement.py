@@ -8,9 +8,9 @@ served, for each model.
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import islice
+from itertools import accumulate, islice
 
 import msgspec
 
@@ -63,6 +63,16 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     pages: int = 0
     adapter: str | None = None
     tenant: str = ""
+
+
+def version_of(shares: Mapping[str, float], draw: float) -> str:
+    """Return which of several versions of a model gets a request, by a number in [0, 1).
+
+    >>> [version_of({"old": 3, "new": 1}, draw) for draw in (0.0, 0.74, 0.76)]
+    ['old', 'old', 'new']
+    """
+    upto = list(accumulate(shares.values()))
+    return list(shares)[bisect_right(upto, draw * upto[-1])]
 
 
 def place(servers: Iterable[Server], wish: Wish) -> Server | None:

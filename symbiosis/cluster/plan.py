@@ -1,6 +1,8 @@
 """The file of a cluster: which models, how many executors and servers of each, and what they are started with."""
 
+import math
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     port: int = 8000
     front_ends: int = 1
     api_keys: str | None = None
+    aliases: dict[str, dict[str, float]] = {}  # names for several models, versions for example: with the share of each
     limits: dict[str, int] = {}  # by tenant: sequences in the whole cluster; what is beyond waits
     decision_log: str | None = None  # a file
     frozen_s: float = 10.0  # a process that says nothing for so long is started again
@@ -70,6 +73,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError("front_ends must be at least 1, and port from 0 to 65535")
         for name, plan in self.models.items():
             _check(name, plan)
+        for name, shares in self.aliases.items():
+            check_shares(name, shares, self.models)
 
 
 def _check(name: str, plan: ModelPlan) -> None:
@@ -78,6 +83,16 @@ def _check(name: str, plan: ModelPlan) -> None:
     for kind, given in (("executor", plan.executor), ("server", plan.server)):
         if mine := OURS[kind] & {each.replace("_", "-") for each in given}:
             raise ConfigError(f"models.{name}.{kind}: {sorted(mine)[0]} is given by the cluster itself")
+
+
+def check_shares(name: str, shares: Mapping[str, float], models: Collection[str]) -> None:
+    """Raise `ConfigError` unless `shares` divide the requests for `name` among models."""
+    if name in models or not NAME.fullmatch(name):
+        raise ConfigError(f"aliases: {name!r:.80} is the name of a model, or none at all")
+    if unknown := sorted(set(shares) - set(models)):
+        raise ConfigError(f"aliases.{name}: there is no model {unknown[0]!r:.80}: write some of {', '.join(models)}")
+    if not all(0 <= share < math.inf for share in shares.values()) or not sum(shares.values()):
+        raise ConfigError(f"aliases.{name}: shares are numbers that are not negative, and not all 0")
 
 
 def load(file: Path) -> Plan:

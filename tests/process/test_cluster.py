@@ -39,6 +39,7 @@ models:
     server: {{memory: 64MiB, max-batch: 16}}
 """
 PROMPT = "def average(numbers):"
+pytestmark = pytest.mark.timeout(300)  # processes are started again and again
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +166,17 @@ def test_an_answer_that_is_no_stream_outlives_its_server(api: openai.OpenAI, run
     os.kill(member(running, serving(running)).pid, signal.SIGKILL)
     asking.join(60)
     assert found == [wanted]
+
+
+def test_requests_for_a_name_go_to_the_models_that_share_it(api: openai.OpenAI, running: Running) -> None:
+    with pytest.raises(openai.NotFoundError):
+        ask(api, model="chat", max_tokens=1)
+    assert command("shift", "chat", "demo=1").stdout == "chat: 100 % demo\n"
+    eventually(lambda: "chat" in {each.id for each in api.models.list()})
+    answer = ask(api, model="chat", max_tokens=5)
+    assert answer.model == "demo" and answer.choices[0].text == ask(api, max_tokens=5).choices[0].text
+    assert "no model 'other'" in command("shift", "chat", "other=1").stderr
+    assert "write MODEL=SHARE" in command("shift", "chat", "demo").stderr
 
 
 def test_a_program_finds_an_executor_by_the_models_name(running: Running) -> None:

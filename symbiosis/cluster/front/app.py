@@ -1,6 +1,7 @@
 """The routes of a front end: those of `symbiosis serve`, and what is told of the cluster."""
 
 import os
+import random
 import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -22,7 +23,7 @@ from symbiosis.cluster.front import adapters
 from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
-from symbiosis.cluster.placement import State, Wish
+from symbiosis.cluster.placement import State, Wish, version_of
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.incoming.uploads import received
@@ -62,6 +63,8 @@ class Front:
     def relay(self, request: Request, body: dict[str, Any]) -> Relay:
         """Return the answer to a completion, when the tenant may ask for it."""
         tenant = self.keys.tenant(request.headers.get("authorization"))
+        if shares := self.view.told.aliases.get(str(body.get("model", ""))):
+            body["model"] = version_of(shares, random.random())
         model, adapter = self.model_of(str(body.get("model", "")))
         prompts, size = _prompts(body)
         sequences = prompts * (n if isinstance(n := body.get("n"), int) and 0 < n <= 128 else 1)
@@ -160,7 +163,8 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
                     break
                 except (Lost, KeyError):
                     continue
-    return found
+    common = {"object": "model", "created": 0, "owned_by": "symbiosis"}
+    return [*found, *({"id": alias, **common} for alias in front.view.told.aliases)]
 
 
 async def put_adapter(front: Front, request: Request) -> ASGIApp:

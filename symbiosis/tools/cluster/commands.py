@@ -67,6 +67,20 @@ def order(cluster: str | None, verb: str, name: str = "") -> None:
     print(send_order(named(cluster).name, verb, name))
 
 
+def shift(cluster: str | None, name: str, given: list[str]) -> None:
+    """Divide the requests for a name by words such as `demo-2=0.1`."""
+    from symbiosis.tools.cluster.control import send_order
+
+    shares = {}
+    for word in given:
+        model, _, share = word.rpartition("=")
+        try:
+            shares[model] = float(share)
+        except ValueError:
+            raise ConfigError(f"{word!r:.80}: write MODEL=SHARE, as demo-2=0.1") from None
+    print(send_order(named(cluster).name, "shift", name, shares))
+
+
 def down(cluster: str | None) -> None:
     """End a cluster, and return when it has ended."""
     name = named(cluster).name

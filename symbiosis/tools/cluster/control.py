@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from symbiosis.cluster.placement import State
+from symbiosis.cluster.plan import check_shares
 from symbiosis.clusters import folder_of, told_by
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.tools.cluster.up import Cluster
@@ -39,15 +40,17 @@ class Control:
         with connection, connection.makefile("rw") as stream:
             try:
                 order = json.loads(stream.readline())
-                told = {"done": self._do(order["verb"], order.get("name", ""))}
+                told = {"done": self._do(order["verb"], order.get("name", ""), order.get("shares", {}))}
             except SymbiosisError as error:
                 told = {"error": str(error)}
             except (ValueError, LookupError, TypeError) as error:
                 told = {"error": f"no order: {error}"}
             stream.write(json.dumps(told) + "\n")
 
-    def _do(self, verb: str, name: str) -> str:
+    def _do(self, verb: str, name: str, shares: dict[str, float]) -> str:
         verbs: dict[str, Callable[[str], str]] = {"drain": self._drain, "roll": self._roll, "down": self._down}
+        if verb == "shift":
+            return self._shift(name, shares)
         if verb not in verbs:
             raise ConfigError(f"there is no order {verb!r}")
         return verbs[verb](name)
@@ -86,6 +89,13 @@ class Control:
         process = self._cluster.members[name]
         return process.pid != before and process.state is State.READY
 
+    def _shift(self, name: str, shares: dict[str, float]) -> str:
+        """Divide the requests for a name among models in another way, from the next one on."""
+        check_shares(name, shares, self._cluster.plan.models)
+        self._cluster.order(lambda: self._cluster.shift(name, shares))
+        total = sum(shares.values())
+        return f"{name}: {', '.join(f'{100 * share / total:g} % {model}' for model, share in shares.items())}"
+
     def _down(self, name: str) -> str:
         self._cluster.down()
         return "the cluster ends"
@@ -98,14 +108,14 @@ class Control:
             time.sleep(0.05)
 
 
-def send_order(cluster: str, verb: str, name: str = "") -> str:
+def send_order(cluster: str, verb: str, name: str = "", shares: dict[str, float] | None = None) -> str:
     """Have a running cluster do something, and return what it says when that is done."""
     told_by(cluster)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ORDER_S)
         connection.connect(str(folder_of(cluster) / "control.sock"))
         with connection.makefile("rw") as stream:
-            stream.write(json.dumps({"verb": verb, "name": name}) + "\n")
+            stream.write(json.dumps({"verb": verb, "name": name, "shares": shares or {}}) + "\n")
             stream.flush()
             told = json.loads(stream.readline() or '{"done": "the cluster has ended"}')
     if "error" in told:

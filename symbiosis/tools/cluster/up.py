@@ -39,6 +39,7 @@ class Cluster:
         self.plan, self._listener = plan, listener
         self.folder = folder_of(plan.name)
         self.members: dict[str, Process] = {}
+        self.aliases = dict(plan.aliases)
         self._leaving: list[Process] = []  # front ends that finish what they have, and have successors
         self._again: dict[str, float] = {}  # when to start one that could not
         self._worked: dict[str, float] = {}  # when a server was last seen at work
@@ -74,6 +75,10 @@ class Cluster:
 
     def down(self) -> None:
         self._ending.set()
+
+    def shift(self, name: str, shares: dict[str, float]) -> None:
+        self.aliases = {**self.aliases, name: shares}
+        logger.info("requests for %s are divided by %s", name, shares)
 
     def drain(self, name: str, comes_back: bool = False) -> None:
         """Let a process finish or hand over what it does, and end."""
@@ -156,7 +161,9 @@ class Cluster:
         for process in (*self.members.values(), *self._leaving):
             if (state := process.state) is not None:
                 members.append(replace(process.member, state=state.value, pid=process.pid))
-        told = Told(name=self.plan.name, url=self.url, members=tuple(members), adapters=self._adapters)
+        told = Told(
+            name=self.plan.name, url=self.url, members=tuple(members), adapters=self._adapters, aliases=self.aliases
+        )
         if told != self._told:
             self._told = told
             tell(told)
