@@ -32,10 +32,14 @@ QUIET = {
 }
 
 
-def prepare(threads: int) -> None:
-    """Settings that processes inherit; and an end by SIGTERM is one by an exception, so that all is cleaned up."""
+def prepare(threads: int, once: Sequence[str] = ()) -> None:
+    """Settings that processes inherit; and an end by SIGTERM is one by an exception, so that all is cleaned up. The modules `once` are
+    imported once, for all workers, which share their memory then: where a disk is slow, eight workers need a minute to import torch."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ.update(QUIET, OMP_NUM_THREADS=str(threads))
+    if once:
+        multiprocessing.set_start_method("forkserver")
+        multiprocessing.set_forkserver_preload(list(once))
 
 
 def progress(text: str) -> None:
@@ -67,9 +71,10 @@ class Worker:
     """
 
     def __init__(self, kind: Callable[..., Any]) -> None:
-        context = multiprocessing.get_context("spawn")
+        once = multiprocessing.get_start_method() == "forkserver"
+        context: Any = multiprocessing.get_context("forkserver" if once else "spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_live, args=(theirs, kind), daemon=True)
+        self._process = context.Process(target=_live, args=(theirs, kind, os.sched_getaffinity(0)), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -114,8 +119,9 @@ class Worker:
             self._process.join()
 
 
-def _live(pipe: "Connection", kind: Callable[..., Any]) -> None:
+def _live(pipe: "Connection", kind: Callable[..., Any], cores: set[int]) -> None:
     """Build the object, then answer calls until the parent closes its end."""
+    os.sched_setaffinity(0, cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:

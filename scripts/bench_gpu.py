@@ -56,6 +56,11 @@ from _processes import TOGETHER_S, Pace, Worker, idle_workers, prepare, progress
 from symbiosis import mps
 from symbiosis.tools.reporting import Report, print_table
 
+IMPORTED = (
+    "torch",
+    "transformers",
+    "peft",
+)  # by all workers, and no more of it: CUDA must not have begun where processes are forked
 LONGEST_S = 120.0  # that a measurement may take
 GROUPED = "split, grads grouped"
 CORES = 2  # of programs that are compared: one for the steps, one for autograd's thread
@@ -696,7 +701,7 @@ SUITES: dict[str, Callable[[Setting], None]] = {
 
 def main() -> int:
     args = arguments()
-    prepare(threads=1 if args.tiny else 2)
+    prepare(threads=1 if args.tiny else 2, once=IMPORTED)
     report = Report("bench_gpu")
     with ExitStack() as stack:
         stack.enter_context(nullcontext() if args.no_mps or args.tiny else mps.running())
