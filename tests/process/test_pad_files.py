@@ -233,3 +233,13 @@ def test_copies_of_a_model_share_the_pads(serve: Callable, made: Made) -> None:
 def test_what_is_no_path_is_refused(file: object, serve: Callable) -> None:
     with pytest.raises(WrapError, match="write the path of a file"):
         symbiosis.wrap(tiny_llama(), serve(tiny_llama(), integers=[8]).endpoint, privacy=symbiosis.Pads(file))  # type: ignore[arg-type]
+
+
+def test_a_relative_state_home_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The register would be another one wherever the program goes."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for chosen in ("", "state", "./state"):
+        monkeypatch.setenv("XDG_STATE_HOME", chosen)
+        assert pad_register.folder() == tmp_path / ".local/state/symbiosis/pads"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert pad_register.folder() == tmp_path / "state/symbiosis/pads"

@@ -61,8 +61,10 @@ def locked(fd: int, path: Path) -> Iterator[None]:
 
 
 def folder() -> Path:
-    """Return the folder of the register: `$XDG_STATE_HOME/symbiosis/pads`, else in `~/.local/state`."""
-    return Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser()) / "symbiosis" / "pads"
+    """Return the folder of the register: `$XDG_STATE_HOME/symbiosis/pads`, else in `~/.local/state`. A relative `$XDG_STATE_HOME` is
+    ignored, as its specification demands: it would be another folder when the program changes its own."""
+    chosen = Path(os.environ.get("XDG_STATE_HOME", ""))
+    return (chosen if chosen.is_absolute() else Path("~/.local/state").expanduser()) / "symbiosis" / "pads"
 
 
 @contextmanager
