@@ -44,8 +44,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
         return self.running < LIGHT * self.batch
 
     def fits(self, sequences: int, pages: int) -> bool:
-        """Whether it has room for so much more. One that is idle takes whatever fits in its memory, however many sequences that is."""
-        return pages <= self.free and (self.running + sequences <= self.batch or not self.running)
+        """Whether it has room for so much more. One that is idle takes anything: it says itself what is too much for it."""
+        return not self.running or (pages <= self.free and self.running + sequences <= self.batch)
 
     def holds(self, sequences: int, pages: int, adapter: str | None = None) -> "Server":
         """Return it with so much more on it; with less, if the numbers are negative."""

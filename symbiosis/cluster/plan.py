@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from symbiosis.endpoints import is_loopback
 from symbiosis.errors import ConfigError
 
 NAME = re.compile(r"[\w][\w.-]{0,63}")
@@ -58,6 +59,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     frozen_s: float = 10.0  # a process that says nothing for so long is started again
     idle_s: float = 60.0  # a server that has nothing to do for so long may be released
     drain_s: float = 30.0  # the longest wait for what cannot go elsewhere
+
+    @property
+    def is_for_this_machine(self) -> bool:
+        """Whether only this machine can connect."""
+        return is_loopback(f"{self.host}:{self.port}")
 
     def __post_init__(self) -> None:
         if self.backend != "local":

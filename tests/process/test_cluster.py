@@ -110,6 +110,8 @@ def test_it_answers_as_a_server_does(api: openai.OpenAI, running: Running) -> No
         ({"model": "nobody", "prompt": "a"}, 404, "nobody"),
         ([], 400, "no JSON object"),
         ({"prompt": "a"}, 400, "model is missing"),
+        ({"model": "demo", "prompt": [0] * 600}, 400, "the model takes 512 tokens"),
+        ({"model": "demo", "prompt": "a", "n": 99999}, 400, "n must be"),
     ],
 )
 def test_what_is_wrong_is_said(api: openai.OpenAI, running: Running, body: Any, status: int, told: str) -> None:

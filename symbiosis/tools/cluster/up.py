@@ -30,6 +30,7 @@ LOOK_EVERY_S, SCALE_EVERY_S = 0.1, 1.0
 LEAVE_S = 0.5  # between telling that a server drains, and telling the server: its streams go elsewhere meanwhile
 AGAIN_S = 5.0  # before one that could not start is started once more
 STOP_S = 15.0
+OPEN = "anybody who can connect to %s may use this cluster, and send adapters: name a file of api_keys, and encrypt what others can read (a proxy with TLS)"
 
 
 class Cluster:
@@ -115,6 +116,8 @@ class Cluster:
         if not self._is_up and all(each.state is State.READY for each in self.members.values() if each.comes_back):
             self._is_up = True
             print(f"cluster {self.plan.name} at {self.url}/v1", flush=True)
+            if not self.plan.is_for_this_machine and self.plan.api_keys is None:
+                logger.warning(OPEN, self.url)
         if self._is_up and time.monotonic() - self._scaled > SCALE_EVERY_S:
             self._scaled = time.monotonic()
             for model in self.plan.models:
