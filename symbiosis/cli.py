@@ -59,6 +59,7 @@ def executor(
     shares: Annotated[str | None, typer.Option(help="How much of the model each rank holds, in proportion, as 3,1. Default: all the same.")] = None,
     spread_rows: Annotated[int | None, typer.Option(help="With --shard fsdp: calls of at most so many rows go to all ranks, each of which makes some columns of the result, or a part of a gradient's sum. Rounds otherwise than one product does. Default: 0.")] = None,
     gather_buffers: Annotated[int | None, typer.Option(help="With --shard fsdp on GPUs: bytes that each rank may take for weights that it gathers before products of many rows. Default: 0; other GPUs' parts are read in place.")] = None,
+    hosts: Annotated[list[str] | None, typer.Option(help="Where clients reach each host, if torchrun starts ranks on several. Repeatable, in torchrun's order.")] = None,
     mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
     policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from symbiosis.endpoints import of_rank, socket_path
+from symbiosis.endpoints import HOST, of_rank, socket_path
 from symbiosis.errors import ConfigError
 from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, MOST_RANKS, SHORTEST_BEAT_S, Limits
 from symbiosis.security.ownership import check_folder, why_not_ours
@@ -39,6 +39,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     shares: tuple[float, ...] = ()
     spread_rows: int = 0
     gather_buffers: int = 0
+    hosts: tuple[str, ...] = ()
     mps: bool = False
     dtype: str | None = None
     policy: PolicyName = "opportunistic"
@@ -138,6 +139,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(
                 f"device {self.device} and devices {self.devices} contradict each other: leave out --device"
             )
+        self._check_hosts(count)
         if self.spread_rows and (self.shard != "fsdp" or count < 2 or self.batch_invariant):
             raise ConfigError(
                 "spread-rows needs several ranks with --shard fsdp, each of which can answer all, and no --batch-invariant, because what is spread rounds otherwise"
@@ -151,16 +153,37 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f"shares must be one positive number for each of {count} ranks, as 3,1, not {','.join(map('{:g}'.format, self.shares))}"
             )
 
+    def _check_hosts(self, ranks: int) -> None:
+        """Raise `ConfigError` if there cannot be such hosts."""
+        if wrong := next((host for host in self.hosts if not HOST.fullmatch(host)), None):
+            raise ConfigError(f"hosts: {wrong!r} is no host's name or address")
+        uneven = self.hosts and ranks % len(self.hosts) and (self.ranks or self.devices)  # else torchrun says how many
+        if uneven or len(set(self.hosts)) < len(self.hosts):
+            raise ConfigError(
+                f"hosts are different ones, with as many of the {ranks} ranks on each: {len(self.hosts)} are named"
+            )
+        if self.hosts and (self.shard != "layers" or not all(url.startswith("tcp://") for url in self.listen)):
+            raise ConfigError("ranks on several hosts hold whole layers, and clients reach them at tcp:// only")
+
+    @property
+    def host_of_each(self) -> tuple[str, ...]:
+        """The host of each rank, if there are several."""
+        return tuple(host for host in self.hosts for _ in range(self.ranks_on_a_host))
+
+    @property
+    def ranks_on_a_host(self) -> int:
+        return len(self.places) // max(1, len(self.hosts))
+
     @property
     def places(self) -> tuple[str, ...]:
         """The device of each rank."""
         if self.devices is None or self.devices == "cpu":
             return (self.devices or self.device,) * (self.ranks or 1)
-        devices = gpus_of(self.devices)
-        each, left = divmod(self.ranks or len(devices), len(devices))
+        devices, hosts = gpus_of(self.devices), max(1, len(self.hosts))
+        each, left = divmod(self.ranks or len(devices) * hosts, len(devices) * hosts)
         if left:
-            raise ConfigError(f"{self.ranks} ranks cannot be equally many on each of {len(devices)} devices")
-        return tuple(f"cuda:{number}" for number in devices for _ in range(each))
+            raise ConfigError(f"{self.ranks} ranks cannot be equally many on each of {len(devices) * hosts} devices")
+        return tuple(f"cuda:{number}" for number in devices for _ in range(each)) * hosts
 
     @property
     def all_shares(self) -> tuple[float, ...]:
@@ -174,7 +197,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             device=self.places[rank],
             devices=None,
             ranks=len(self.places),
-            listen=tuple(of_rank(url, rank) for url in self.listen),
+            listen=tuple(of_rank(url, rank % self.ranks_on_a_host) for url in self.listen),
         )
 
     def check_device(self, on_gpu: bool) -> None:

@@ -1,12 +1,15 @@
 """The URLs at which executors answer: what they may look like, what each kind can do, and who can reach it."""
 
 import ipaddress
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from symbiosis.errors import ConfigError
 
 SCHEMES = ("inproc", "local", "tcp")
 LAST_PORT = 65535
+HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
 def parts_of(url: str) -> tuple[str, str]:
@@ -31,11 +34,14 @@ def parts_of(url: str) -> tuple[str, str]:
     return scheme, address
 
 
-def of_rank(url: str, rank: int, here: int = 0) -> str:
-    """Return where a rank of a service answers, if rank number `here` answers at `url`. The first one has the service's name.
+def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> str:
+    """Return where a rank of a service answers, if rank number `here` answers at `url`. The first one has the service's name. `hosts`: of each
+    rank, those of one host behind each other, if there are several.
 
     >>> of_rank("local:///a.sock", 1), of_rank("tcp://host:7001?key=a.key", 0, here=1)
     ('local:///a.sock.rank1', 'tcp://host:7000?key=a.key')
+    >>> of_rank("tcp://x:7001", 2, here=1, hosts=("a", "a", "b", "b"))
+    'tcp://b:7000'
     """
     scheme, address = parts_of(url)
     if scheme != "tcp":
@@ -43,6 +49,8 @@ def of_rank(url: str, rank: int, here: int = 0) -> str:
         return f"{scheme}://{name}.rank{rank}" if rank else f"{scheme}://{name}"
     place, mark, query = address.partition("?")
     host, _, port = place.rpartition(":")
+    if hosts:
+        host, rank, here = hosts[rank], rank - hosts.index(hosts[rank]), here - hosts.index(hosts[here])
     return f"tcp://{host}:{int(port) + rank - here}{mark}{query}"
 
 

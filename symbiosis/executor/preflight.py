@@ -63,7 +63,9 @@ def check_model(options: Options, held: ExitStack) -> None:
     if files:
         for file in files if not options.serve else ():  # patterns are checked with torch, and go first
             check_whole(file)
-        needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), options.integers)
+        needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), options.integers) // max(
+            1, len(options.hosts)
+        )
         check_room(options.model, needed, free_memory(), "this machine")
         for device, part in needed_on(options, needed).items():
             if options.on_gpu and (free := free_gpu_memory(device)) is not None:
@@ -79,8 +81,10 @@ def needed_on(options: Options, nbytes: int) -> dict[str, int]:
     {'cuda:0': 750, 'cuda:2': 250}
     """
     found: dict[str, int] = {}
-    for device, share in zip(options.places, options.all_shares, strict=True):
-        found[device] = found.get(device, 0) + int(nbytes * share / sum(options.all_shares))
+    here = slice(options.ranks_on_a_host)  # other hosts' devices are theirs
+    shares = options.all_shares[here]
+    for device, share in zip(options.places[here], shares, strict=True):
+        found[device] = found.get(device, 0) + int(nbytes * share / sum(shares))
     return found
 
 
@@ -100,7 +104,7 @@ def check_endpoints(options: Options, held: ExitStack) -> Iterator[str]:
         yield f"cannot listen at {unknown[0]} with {ranks} ranks: name a port, because rank K answers at PORT + K"
         return
     try:
-        listen = [url for rank in range(ranks) for url in options.of_rank(rank).listen]
+        listen = [url for rank in range(options.ranks_on_a_host) for url in options.of_rank(rank).listen]
     except ConfigError:  # as is found below
         listen = list(options.listen)
     for url in dict.fromkeys(listen):
@@ -211,6 +215,12 @@ def check_one_device(device: str, on_gpu: bool) -> None:
 
 
 @_said
+def check_hosts(options: Options, held: ExitStack) -> None:
+    if options.hosts and "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise ConfigError("--hosts is for ranks that torchrun starts on several hosts: torchrun --nnodes N --no-python symbiosis-executor ...")  # fmt: skip
+
+
+@_said
 def check_mps(options: Options, held: ExitStack) -> None:
     if (
         options.mps
@@ -221,7 +231,7 @@ def check_mps(options: Options, held: ExitStack) -> None:
 
 
 TESTS: tuple[Callable[[Options, ExitStack], Iterator[str]], ...] = (
-    check_model, check_endpoints, check_metrics, check_keys, check_audit_log, check_device, check_mps,
+    check_model, check_endpoints, check_metrics, check_keys, check_audit_log, check_device, check_hosts, check_mps,
 )  # fmt: skip
 
 

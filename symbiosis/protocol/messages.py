@@ -112,6 +112,7 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     spread_rows: int = 0
     shares: Annotated[tuple[float, ...], Meta(max_length=MOST_RANKS)] = ()
     gpus: Annotated[tuple[Name, ...], Meta(max_length=MOST_RANKS)] = ()
+    hosts: Annotated[tuple[Name, ...], Meta(max_length=MOST_RANKS)] = ()
 
     @property
     def is_part(self) -> bool:

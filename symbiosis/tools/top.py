@@ -40,7 +40,9 @@ def run(endpoint: str, once: bool, interval: float) -> None:
 
     first = Session(endpoint, observer=True, patience=10.0)
     here = first.welcome.rank
-    others = {rank: of_rank(endpoint, rank, here) for rank in range(first.welcome.ranks) if rank != here}
+    others = {
+        rank: of_rank(endpoint, rank, here, first.welcome.hosts) for rank in range(first.welcome.ranks) if rank != here
+    }
     each = {here: first, **{rank: Session(url, observer=True, patience=AWAY_S) for rank, url in others.items()}}
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:

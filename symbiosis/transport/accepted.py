@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from symbiosis.endpoints import HOST
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import (
     ELSEWHERE,
@@ -42,13 +43,7 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
             raise ProtocolError(Code.BAD_FRAME, f"{url} names something {text[:64]!r}: that is not a name")
     if unknown := next((layer for layer in answer.manifest if layer.kind not in KINDS), None):
         raise ProtocolError(Code.BAD_FRAME, f"{url}: {unknown.name} is of a kind that this release does not know")
-    if not 0 <= answer.rank < answer.ranks <= MOST_RANKS:
-        raise ProtocolError(Code.BAD_FRAME, f"{url} says that it is rank {answer.rank} of {answer.ranks}")
-    spreads = (
-        answer.has_twins and len(answer.shares) == answer.ranks and all(0 < share < 2**64 for share in answer.shares)
-    )
-    if answer.spread_rows and not (spreads and 0 < answer.spread_rows <= LARGEST):
-        raise ProtocolError(Code.BAD_FRAME, f"{url} wants rows to be spread, and does not say over which ranks")
+    _check_ranks(answer, url)
     sizes = (
         answer.session,
         answer.slab_bytes,
@@ -70,6 +65,19 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
         ) from None
     _check_model(answer, url, hello)
     return answer
+
+
+def _check_ranks(answer: Welcome, url: str) -> None:
+    """Raise `ProtocolError` if there cannot be such ranks."""
+    if not 0 <= answer.rank < answer.ranks <= MOST_RANKS:
+        raise ProtocolError(Code.BAD_FRAME, f"{url} says that it is rank {answer.rank} of {answer.ranks}")
+    spreads = (
+        answer.has_twins and len(answer.shares) == answer.ranks and all(0 < share < 2**64 for share in answer.shares)
+    )
+    if answer.spread_rows and not (spreads and 0 < answer.spread_rows <= LARGEST):
+        raise ProtocolError(Code.BAD_FRAME, f"{url} wants rows to be spread, and does not say over which ranks")
+    if answer.hosts and (len(answer.hosts) != answer.ranks or not all(map(HOST.fullmatch, answer.hosts))):
+        raise ProtocolError(Code.BAD_FRAME, f"{url} does not say on which host each of its ranks is")
 
 
 def _check_model(answer: Welcome, url: str, hello: Hello) -> None:

@@ -266,6 +266,15 @@ def test_rows_that_cannot_be_spread_are_refused(said: dict[str, Any]) -> None:
         accepted(replace(told, **(well | said)), "inproc://said", Hello())
 
 
+@pytest.mark.parametrize("hosts", [("a",), ("a", "b", "c"), ("a", "b/c"), ("a", "")], ids=str)
+def test_ranks_on_hosts_that_cannot_be_are_refused(hosts: tuple[str, ...]) -> None:
+    with ranks_of(tiny_llama(), "inproc://hosts"):
+        told = Session("inproc://hosts", whole=False).welcome
+    assert accepted(replace(told, hosts=("a", "10.0.0.7")), "inproc://hosts", Hello()).hosts == ("a", "10.0.0.7")
+    with pytest.raises(CallError, match="does not say on which host each of its ranks is"):
+        accepted(replace(told, hosts=hosts), "inproc://hosts", Hello())
+
+
 def test_ranks_that_do_not_share_hand_out_the_clients_own_only(model: Path, tmp_path: Path, ids: Tensor) -> None:
     url = f"local://{tmp_path}/a.sock"
     with ranks_of(model, url, shard="fsdp", share_weights=False):

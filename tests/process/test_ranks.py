@@ -3,10 +3,12 @@
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -17,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 
 import symbiosis
+from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.tools.processes import EXECUTOR
 from tests.conftest import tiny_llama
 from tests.processes import Executor, killed_at_the_end, until
@@ -154,11 +157,14 @@ def test_a_rank_that_is_frozen_keeps_up_those_that_called_it_only(
     assert torch.allclose(late(IDS).logits, expected, atol=1e-5)
 
 
-def launch(model: Path, folder: Path, *options: str) -> "subprocess.Popen[str]":
-    """Two ranks under torch's own launcher."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    words = [sys.executable, "-c", EXECUTOR, str(model), f"--listen=local://{folder}/a.sock", *options]
+def launch(model: Path, launcher: list[str], *options: str) -> "subprocess.Popen[str]":
+    """Ranks under torch's own launcher."""
+    command = [sys.executable, "-m", "torch.distributed.run", *launcher, "--no-python"]
+    words = [sys.executable, "-c", EXECUTOR, str(model), *options]
     return subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+TWO_HERE = ["--standalone", "--nproc-per-node=2"]
 
 
 def lines_until(process: "subprocess.Popen[str]", text: str) -> str:
@@ -174,7 +180,7 @@ def lines_until(process: "subprocess.Popen[str]", text: str) -> str:
 
 @pytest.mark.parametrize("shard", ["layers", "fsdp"])
 def test_ranks_may_be_started_by_torchrun(model: Path, tmp_path: Path, shard: str) -> None:
-    with launch(model, tmp_path, f"--shard={shard}") as process:
+    with launch(model, TWO_HERE, f"--shard={shard}", f"--listen=local://{tmp_path}/a.sock") as process:
         try:
             seen = lines_until(process, "symbiosis-executor ready")
             assert "2 ranks) at local://" in seen
@@ -188,10 +194,44 @@ def test_ranks_may_be_started_by_torchrun(model: Path, tmp_path: Path, shard: st
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_wrong_under_torchrun_is_told_once(model: Path, tmp_path: Path) -> None:
-    with launch(model, tmp_path, "--ranks=3") as process:
-        out, _ = process.communicate(timeout=60)
-    assert "--ranks 3, and torchrun has started 2: leave out --ranks" in out and process.returncode != 0
+def free_port(*hosts: str) -> int:
+    """A port that nobody listens at on these addresses of this machine."""
+    with ExitStack() as held:
+        first = held.enter_context(socket.create_server((hosts[0], 0)))
+        port = int(first.getsockname()[1])
+        for host in hosts[1:]:
+            held.enter_context(socket.create_server((host, port)))
+        return port
+
+
+def test_ranks_may_be_on_several_hosts(model: Path) -> None:
+    """Two addresses of this machine stand for them."""
+    hosts = ["127.0.0.1", "127.0.0.2"]
+    port, meet = free_port(*hosts), free_port(hosts[0])
+    with ExitStack() as running:
+        launched = []
+        for node, host in enumerate(hosts):
+            launcher = [
+                "--nnodes=2",
+                f"--node-rank={node}",
+                f"--master-addr={hosts[0]}",
+                f"--master-port={meet}",
+                "--nproc-per-node=1",
+            ]
+            words = [*(f"--hosts={one}" for one in hosts), f"--listen=tcp://{host}:{port}"]
+            launched.append(running.enter_context(launch(model, launcher, *words)))
+            running.callback(launched[-1].kill)
+        assert "2 ranks) at tcp://127.0.0.1" in lines_until(launched[0], "symbiosis-executor ready")
+        for host in hosts:
+            split = symbiosis.from_executor(f"tcp://{host}:{port}")
+            assert torch.equal(split(IDS).logits, tiny_llama()(IDS).logits)
+            assert {weight.handle.session.endpoint for weight in remote_weights(split)} == {
+                f"tcp://{one}:{port}" for one in hosts
+            }
+        for process in launched:
+            process.send_signal(signal.SIGTERM)
+        for process in launched:
+            process.communicate(timeout=60)
 
 
 def _health(service: Executor) -> str:

@@ -18,11 +18,13 @@ from symbiosis import cli, config
 from symbiosis.client.session import Session
 from symbiosis.config import CHOICES, HINTS, Options, default_endpoints, load_options, read_config_file, runtime_dir
 from symbiosis.errors import ConfigError
+from symbiosis.executor.preflight import check
+from symbiosis.executor.ranks.launched import is_launched, launched_options
 from symbiosis.protocol import Limits
 
 EVERYTHING: dict[str, Any] = {
     "model": "demo", "listen": ["tcp://127.0.0.1:0", "local:///tmp/x.sock"], "device": "cuda:1", "mps": True,
-    "devices": "1", "ranks": 2, "shard": "layers", "shares": [3.0, 1.0], "spread-rows": 0, "gather-buffers": 0, "dtype": "bfloat16",
+    "devices": "1", "ranks": 2, "shard": "layers", "shares": [3.0, 1.0], "spread-rows": 0, "gather-buffers": 0, "hosts": [], "dtype": "bfloat16",
     "policy": "lockstep", "max-wait-us": 7, "max-batch-tokens": 8, "serve": ["model.layers.*"], "allow-read": True, "metrics-port": 9, "metrics-host": "::1", "audit-log": "a",
     "log-format": "json", "heartbeat-s": 1.5, "non-finite": "pass", "max-call-bytes": 10, "max-rows": 11,
     "max-in-flight": 12, "max-sessions": 13, "max-tenant-sessions": 14, "max-tenant-in-flight": 15,
@@ -51,6 +53,47 @@ def test_a_file_may_say_everything(tmp_path: Path) -> None:
         got = getattr(options, key.replace("-", "_"))
         assert got == (tuple(value) if isinstance(value, list) else value), key
     assert options.limits == Limits(10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
+
+
+def test_ranks_on_several_hosts_answer_at_the_same_ports() -> None:
+    options = load_options({"devices": "0-1", "ranks": 4, "hosts": ["a", "b"], "listen": ["tcp://0.0.0.0:70"]})
+    assert options.places == ("cuda:0", "cuda:1") * 2 and options.host_of_each == ("a", "a", "b", "b")
+    told = [options.of_rank(rank) for rank in range(4)]
+    assert [one.listen for one in told] == [("tcp://0.0.0.0:70",), ("tcp://0.0.0.0:71",)] * 2
+    assert [one.device for one in told] == ["cuda:0", "cuda:1"] * 2
+    assert all(one.host_of_each == options.host_of_each for one in told)
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "here", "text"),
+    [
+        ({"ranks": 3}, 2, 2, "--ranks 3, and torchrun has started 2: leave out --ranks"),
+        ({"device": "cuda", "mps": True}, 2, 2, "start nvidia-cuda-mps-control -d before torchrun"),
+        ({}, 4, 2, "torchrun has started ranks on 2 hosts: --hosts must name as many"),
+        ({"hosts": ["a", "b", "c"]}, 4, 2, "torchrun has started ranks on 2 hosts: --hosts must name as many"),
+    ],
+)
+def test_what_contradicts_torchrun_is_refused(
+    given: dict[str, Any], ranks: int, here: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WORLD_SIZE", ranks), ("LOCAL_WORLD_SIZE", here), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, str(value))
+    assert is_launched()
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        launched_options(load_options(given))
+
+
+def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_launched()
+    for name, value in (("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2), ("TORCHELASTIC_RUN_ID", "x")):
+        monkeypatch.setenv(name, str(value))
+    options = launched_options(load_options({"device": "cuda", "hosts": ["a", "b"]}))
+    assert options.places == ("cuda:0", "cuda:1") * 2 and options.host_of_each == ("a", "a", "b", "b")
+
+
+def test_hosts_without_torchrun_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--hosts is for ranks that torchrun starts on several hosts"):
+        check(load_options({"model": "demo", "hosts": ["a", "b"], "ranks": 2, "listen": ["tcp://127.0.0.1:7000"]}))
 
 
 def test_names_may_be_spelt_with_underscores(tmp_path: Path) -> None:
@@ -136,6 +179,11 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("spread-rows: 4\nshard: fsdp\nranks: 2\nbatch-invariant: true", "and no --batch-invariant"),
         ("gather-buffers: 1000\nshard: fsdp\nranks: 2", "gather-buffers is for ranks on GPUs with --shard fsdp"),
         ("gather-buffers: 1000\ndevices: 0-1", "gather-buffers is for ranks on GPUs with --shard fsdp"),
+        ("hosts: [a, b]\nranks: 3", "hosts are different ones, with as many of the 3 ranks on each: 2 are named"),
+        ("hosts: [a, a]\nranks: 2", "hosts are different ones"),
+        ("hosts: ['a/b', c]\nranks: 2", "hosts: 'a/b' is no host's name or address"),
+        ("hosts: [a, b]\nranks: 2\nshard: fsdp", "ranks on several hosts hold whole layers"),
+        ("hosts: [a, b]\nranks: 2\nlisten: local:///a.sock", "clients reach them at tcp:// only"),
         ("gather-buffers: -1", "gather-buffers must not be negative, and is -1"),
         ("spread-rows: -1", "spread-rows must not be negative, and is -1"),
         ("ranks: 2\nshares: 1,0", "shares must be one positive number for each of 2 ranks, as 3,1, not 1,0"),

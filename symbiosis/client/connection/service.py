@@ -15,9 +15,11 @@ class Service(Generic[Joined]):
     """The sessions with the ranks beside the one that `first` has joined. `join` makes a session, which joins at its first call."""
 
     def __init__(self, first: Joined, join: Callable[[tuple[str, ...], str], Joined]) -> None:
-        here = first.welcome.rank
+        here, hosts = first.welcome.rank, first.welcome.hosts
         self._others: dict[int, Joined] = {
-            rank: join(tuple(transport.of_rank(url, rank, here) for url in first.endpoints), first.welcome.fingerprint)
+            rank: join(
+                tuple(transport.of_rank(url, rank, here, hosts) for url in first.endpoints), first.welcome.fingerprint
+            )
             for rank in range(first.welcome.ranks)
             if rank != here
         }

@@ -85,11 +85,13 @@ class Ranks:
         self._store.set(f"gpu{self.rank}", mine)
         return tuple(self._store.get(f"gpu{rank}").decode() for rank in range(self.ranks))
 
-    def of_first(self, mine: str) -> str:
-        """Return what the first rank says here, once it says it."""
-        if self.rank == 0:
-            self._store.set("said", mine)
-        return self._store.get("said").decode()
+    def note(self, what: str) -> None:
+        """Note that something is done, which others wait for."""
+        self._store.set(what, "done")
+
+    def wait_for(self, what: str) -> None:
+        """Wait until another rank has noted this."""
+        self._store.get(what)
 
     def all_ready(self, layers: int, nbytes: int) -> list[tuple[int, int]]:
         """Tell the others how many layers and bytes this rank serves; to the first, return those of all, once all are ready."""

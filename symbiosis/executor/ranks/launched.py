@@ -1,4 +1,4 @@
-"""Ranks that torch's own launcher starts, on one host: `torchrun --nproc-per-node 2 --no-python symbiosis-executor MODEL ...`.
+"""Ranks that torch's own launcher starts: `torchrun --nproc-per-node 2 --no-python symbiosis-executor MODEL ...`, on several hosts with `--hosts`.
 
 The launcher stands in for the service: it says which rank a process is, brings the store by which they meet, and when one dies it ends all, and
 starts them again as often as it was told to (`--max-restarts`).
@@ -24,15 +24,17 @@ def is_launched() -> bool:
 def launched_options(options: Options) -> Options:
     """Return the options of the whole service, which has as many ranks as were launched."""
     ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if ranks != here:
-        raise ConfigError(f"{here} of {ranks} ranks are on this host: a service has all its ranks on one host so far")
+    if ranks // here != max(1, len(options.hosts)):
+        raise ConfigError(
+            f"torchrun has started ranks on {ranks // here} hosts: --hosts must name as many, for clients"
+        )
     if options.ranks not in (None, ranks):
         raise ConfigError(f"--ranks {options.ranks}, and torchrun has started {ranks}: leave out --ranks")
     if options.mps:
         raise ConfigError(
             "--mps would start a daemon for one rank only: start nvidia-cuda-mps-control -d before torchrun"
         )
-    devices = f"0-{ranks - 1}" if options.device == "cuda" and options.devices is None else options.devices
+    devices = f"0-{here - 1}" if options.device == "cuda" and options.devices is None else options.devices
     return msgspec.structs.replace(options, ranks=ranks, devices=devices)
 
 
@@ -45,18 +47,20 @@ def serve(options: Options) -> None:
     options = launched_options(options)
     store, rank = launched_store()
     ranks = Ranks(store, rank, len(options.places))
-    if rank == 0:
-        check(options)  # while nobody listens anywhere
-    model = ranks.of_first(options.model or "")
-    port = None if options.metrics_port is None else options.metrics_port + rank * bool(options.metrics_port)
+    node, local = divmod(rank, options.ranks_on_a_host)
+    if local == 0:
+        check(options)  # while nobody listens on this host
+        ranks.note(f"checked{node}")
+    ranks.wait_for(f"checked{node}")
+    port = None if options.metrics_port is None else options.metrics_port + local * bool(options.metrics_port)
 
     def ready(held: Store, _: int | None) -> None:
         told = [Ready(layers, nbytes) for layers, nbytes in ranks.all_ready(len(held.served()), held.nbytes)]
         if rank == 0:
-            print(ready_line(model, options, told), flush=True)
+            print(ready_line(options.model or "", options, told), flush=True)
 
     try:
-        run(Order(model, options, rank, ""), ranks, ready, (options.metrics_host, port))
+        run(Order(options.model or "", options, rank, ""), ranks, ready, (options.metrics_host, port))
     except SymbiosisError as error:
         for line in str(error).splitlines():
             print(f"error: rank {rank}: {line}", file=sys.stderr)
