@@ -33,7 +33,7 @@ class HostLayer(DynamicLayer):
         self.is_sliding = window is not None
         self._sequences: list[Sequence] = []
         self._waiting: list[Tensor] = []  # keys and values of few rows, on their way from a GPU
-        self._tables: tuple[tuple[int, ...], Tensor] | None = None
+        self._table: tuple[list[list[int]], Tensor] | None = None
         self._copies: Copies | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -127,11 +127,10 @@ class HostLayer(DynamicLayer):
 
     def _addresses(self) -> Tensor:
         """Return where the blocks lie, int64 [sequences, blocks]."""
-        blocks = tuple(id(block) for sequence in self._sequences for block in sequence.blocks)
-        if self._tables is None or self._tables[0] != blocks:
-            table = [[block.keys.data_ptr() for block in sequence.blocks] for sequence in self._sequences]
-            self._tables = blocks, torch.tensor(table, dtype=torch.int64)
-        return self._tables[1]
+        addresses = [[block.keys.data_ptr() for block in sequence.blocks] for sequence in self._sequences]
+        if self._table is None or self._table[0] != addresses:
+            self._table = addresses, torch.tensor(addresses, dtype=torch.int64)
+        return self._table[1]
 
     def _in_pieces(self, query: Tensor, keys: Tensor, values: Tensor, mask: Mask, how: How) -> Tensor:
         sequences, heads, rows, _ = query.shape

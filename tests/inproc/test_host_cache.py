@@ -12,8 +12,12 @@ import torch
 from torch import nn
 
 import symbiosis
-from symbiosis.attention.host_layer import FEW_ROWS, SLACK
+from symbiosis.attention.copies import AllCopies
+from symbiosis.attention.host_layer import FEW_ROWS, SLACK, HostLayer
+from symbiosis.attention.host_memory import HostMemory
+from symbiosis.attention.seen import Masks
 from symbiosis.errors import ConfigError, OutOfHostMemory
+from symbiosis.kernels.paged_attention import How
 from tests.conftest import tiny_llama
 from tests.inproc.test_serving_models import CONFIGS, ONE_BY_ONE, built
 
@@ -168,6 +172,35 @@ def test_what_a_window_has_lost_cannot_be_taken_back() -> None:
             model(torch.randint(3, 60, (1, 100)), past_key_values=cache)
     with pytest.raises(ValueError, match="older ones are gone"):
         cache.crop(-SLACK - 1024)
+
+
+def test_blocks_that_are_gone_are_not_looked_at() -> None:
+    """A block that is freed, and the next one in its place, may look alike in everything but their address."""
+    layer, how = HostLayer(HostMemory(), Masks(), AllCopies(), 1), How(0.125)
+    keys = values = torch.empty(1, 2, 0, 64)
+    taken = []
+
+    def is_right(count: int) -> bool:
+        nonlocal keys, values
+        query, k, v = torch.randn(3, 1, 2, count, 64)
+        keys, values = torch.cat([keys, k], 2), torch.cat([values, v], 2)
+        layer.update(k, v)
+        seen = torch.ones(count, keys.shape[2], dtype=torch.bool).tril(keys.shape[2] - count)
+        expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, seen)
+        return torch.allclose(layer.attend(query, k, v, None, how).transpose(1, 2), expected, atol=1e-5)
+
+    def take_back(count: int) -> None:
+        nonlocal keys, values
+        layer.crop(-count)
+        keys, values = keys[:, :, :-count], values[:, :, :-count]
+
+    assert is_right(1) and is_right(layer.shape.tokens - 3)
+    for _ in range(20):
+        assert is_right(4)  # two of these tokens begin a second block
+        take_back(4)
+        taken.append(torch.empty(layer.shape.tokens * layer.shape.token_bytes, dtype=torch.uint8))
+        assert is_right(4)
+        take_back(4)
 
 
 def test_an_assistant_guesses(batch: dict[str, torch.Tensor]) -> None:
