@@ -32,7 +32,7 @@ NONE = f"there is no CUDA MPS on this machine: {INSTALL}"
 logger = logging.getLogger("symbiosis.mps")
 
 
-class State(Enum):
+class PipesState(Enum):
     """The state of a directory of pipes."""
 
     ABSENT = "no daemon"
@@ -47,19 +47,19 @@ def places() -> list[Path]:
     return [Path(named)] if named else [DEFAULT_PIPES, runtime_dir() / "mps"]
 
 
-def state(pipes: Path) -> State:
+def state(pipes: Path) -> PipesState:
     """Whether a daemon serves this user there. Without the tool to ask it, its socket is all that can be seen."""
     control = pipes / "control"
     if not os.access(control, os.W_OK):
-        return State.ABSENT
+        return PipesState.ABSENT
     if PIPES not in os.environ and not (is_ours(pipes) and is_ours(control)):
-        return State.FOREIGN
+        return PipesState.FOREIGN
     if shutil.which(CONTROL) is None:
-        return State.SERVES
+        return PipesState.SERVES
     try:
-        return State.ABSENT if ask(pipes, "get_server_list") is None else State.SERVES
+        return PipesState.ABSENT if ask(pipes, "get_server_list") is None else PipesState.SERVES
     except (OSError, subprocess.TimeoutExpired):
-        return State.SILENT
+        return PipesState.SILENT
 
 
 def ask(pipes: Path, question: str) -> str | None:
@@ -79,13 +79,13 @@ def running() -> Iterator[Path]:
     """
     found = {pipes: state(pipes) for pipes in places()}
     for pipes, what in found.items():
-        if what is State.SERVES:
+        if what is PipesState.SERVES:
             os.environ[PIPES] = str(pipes)
             yield pipes
             return
     if shutil.which(CONTROL) is None:
         raise ConfigError(NONE)
-    free = next((pipes for pipes, what in found.items() if what is State.ABSENT and claim(pipes)), None)
+    free = next((pipes for pipes, what in found.items() if what is PipesState.ABSENT and claim(pipes)), None)
     if free is None:
         there = "; ".join(f"{pipes} has {what.value}" for pipes, what in found.items())
         raise ConfigError(
@@ -129,7 +129,7 @@ def start(pipes: Path) -> str | None:
             raise ConfigError(f"cannot start CUDA MPS: {error}") from None
         output.seek(0)
         said = output.read().decode(errors="replace").strip() or "it does not answer"
-    if not until(lambda: state(pipes) is State.SERVES):
+    if not until(lambda: state(pipes) is PipesState.SERVES):
         if done.returncode == 0:
             quit_daemon(pipes)
         raise ConfigError(f"cannot start CUDA MPS in {pipes}: {said}. Its log is in {logs}")

@@ -12,7 +12,7 @@ BLOCK_BYTES, FEWEST, MOST = 1 << 22, 16, 1024  # of a block; its tokens, which a
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class TokenShape:
     """What a layer keeps of a token."""
 
     heads: int
@@ -36,7 +36,7 @@ class Shape:
 
 
 @dataclass(eq=False, slots=True)
-class Block:
+class HostBlock:
     """`owners` counts the sequences that share it; only one that has it for itself may write to it."""
 
     keys: Tensor  # [tokens, heads, size]
@@ -45,12 +45,12 @@ class Block:
 
 
 @dataclass(slots=True)
-class Sequence:
+class HostSequence:
     """The blocks of one sequence. Those before token `first` are gone."""
 
-    shape: Shape
+    shape: TokenShape
     memory: HostMemory
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[HostBlock] = field(default_factory=list)
     first: int = 0
     end: int = 0
 
@@ -96,26 +96,26 @@ class Sequence:
         """Return the first token that is kept once those before `token` are forgotten."""
         return self.first + max(0, token - self.first) // self.shape.tokens * self.shape.tokens
 
-    def fork(self) -> "Sequence":
+    def fork(self) -> "HostSequence":
         """Return another sequence with the same beginning. Its blocks are shared, not copied."""
         for block in self.blocks:
             block.owners += 1
-        return Sequence(self.shape, self.memory, list(self.blocks), self.first, self.end)
+        return HostSequence(self.shape, self.memory, list(self.blocks), self.first, self.end)
 
     def release(self) -> None:
         self._let_go(self.blocks)
         self.blocks = []
 
     @staticmethod
-    def _let_go(blocks: list[Block]) -> None:
+    def _let_go(blocks: list[HostBlock]) -> None:
         for block in blocks:
             block.owners -= 1
 
-    def _new_block(self) -> Block:
+    def _new_block(self) -> HostBlock:
         shape = self.shape
         flat = self.memory.take(shape.tokens * shape.token_bytes).view(shape.dtype)
         keys, values = flat[: shape.values_at], flat[shape.values_at :]
-        return Block(keys.view(-1, shape.heads, shape.key), values.view(-1, shape.heads, shape.value))
+        return HostBlock(keys.view(-1, shape.heads, shape.key), values.view(-1, shape.heads, shape.value))
 
     def _own_last(self, count: int) -> None:
         shared, own = self.blocks[-1], self._new_block()

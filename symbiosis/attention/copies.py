@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from symbiosis.attention.blocks import Shape
+from symbiosis.attention.blocks import TokenShape
 
 PIECE_BYTES = 1 << 26  # that come back at once; there are two such pieces
 
@@ -17,7 +17,7 @@ class Copies:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._written: torch.cuda.Event | None = None
-        self._rooms: dict[Shape, list[tuple[Tensor, Tensor]]] = {}
+        self._rooms: dict[TokenShape, list[tuple[Tensor, Tensor]]] = {}
 
     @contextmanager
     def behind(self, *tensors: Tensor) -> Iterator[None]:
@@ -39,7 +39,7 @@ class Copies:
             self._written = None
 
     def brought(
-        self, parts: Iterable[tuple[int, Tensor, Tensor]], shape: Shape
+        self, parts: Iterable[tuple[int, Tensor, Tensor]], shape: TokenShape
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield keys and values on the GPU, several blocks at once: while it looks at one piece, the next one comes."""
         current = torch.cuda.current_stream(self._stream.device)
@@ -68,7 +68,7 @@ class Copies:
         current.wait_event(event)
         return first, keys, values
 
-    def _room(self, shape: Shape) -> tuple[Tensor, Tensor]:
+    def _room(self, shape: TokenShape) -> tuple[Tensor, Tensor]:
         tokens = max(shape.tokens, PIECE_BYTES // shape.token_bytes // shape.tokens * shape.tokens)
         device, dtype = self._stream.device, shape.dtype
         return (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from symbiosis.attention.blocks import Sequence, Shape
+from symbiosis.attention.blocks import HostSequence, TokenShape
 from symbiosis.attention.copies import AllCopies, Copies
 from symbiosis.attention.host_memory import HostMemory
 from symbiosis.attention.host_rows import HostRows
@@ -31,16 +31,16 @@ class HostLayer(DynamicLayer):
         self._memory, self._masks, self._all_copies = memory, masks, copies
         self._threads, self._window = threads, window
         self.is_sliding = window is not None
-        self._sequences: list[Sequence] = []
+        self._sequences: list[HostSequence] = []
         self._waiting: list[Tensor] = []  # keys and values of few rows, on their way from a GPU
         self._table: tuple[list[list[int]], Tensor] | None = None
         self._copies: Copies | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         sequences, heads, _, size = key_states.shape
-        self.shape = Shape(heads, size, value_states.shape[-1], key_states.dtype)
+        self.shape = TokenShape(heads, size, value_states.shape[-1], key_states.dtype)
         self._memory.pinned |= key_states.device.type == "cuda"
-        self._sequences = [Sequence(self.shape, self._memory) for _ in range(sequences)]
+        self._sequences = [HostSequence(self.shape, self._memory) for _ in range(sequences)]
         self.is_initialized = True
 
     @torch.compiler.disable
@@ -49,7 +49,7 @@ class HostLayer(DynamicLayer):
             raise ConfigError("keys and values in the host's memory have no gradients: use torch.no_grad()")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        shape = Shape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
+        shape = TokenShape(key_states.shape[1], key_states.shape[3], value_states.shape[3], key_states.dtype)
         if shape != self.shape or len(key_states) != len(self._sequences):
             raise ConfigError(
                 f"a batch of {len(key_states)} with {shape} cannot be added to a cache that holds {len(self._sequences)} with {self.shape}: "
@@ -150,7 +150,7 @@ class HostLayer(DynamicLayer):
             result[number] = joined.result().transpose(0, 1)
         return result
 
-    def _pieces(self, sequence: Sequence, end: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _pieces(self, sequence: HostSequence, end: int, device: torch.device) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield keys and values [tokens, heads, size] before token `end`. Tokens are counted from the first that is kept."""
         self._settle(reads=device.type == "cpu")
         parts = (

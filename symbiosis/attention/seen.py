@@ -9,7 +9,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.kernels.paged_attention import Seen
 
 
-class Piece(NamedTuple):
+class SeenPiece(NamedTuple):
     """What rows see of some tokens: whether any, and which; `mask` is None if every row sees all of them."""
 
     any: bool
@@ -43,18 +43,18 @@ class Mask:
         everything = torch.equal((ends - begins).clamp_(min=0), sees.sum(1))
         return Seen(which, ends, self.tokens, self.rows, begins, None if everything else sees)
 
-    def piece(self, sequence: int, first: int, end: int) -> Piece:
+    def piece(self, sequence: int, first: int, end: int) -> SeenPiece:
         """Return what the rows of a sequence see of the tokens from `first` up to `end`. Without a mask, these must all come before the
         rows' own tokens."""
         if self.mask is None:
-            return Piece(True, None)
+            return SeenPiece(True, None)
         some = self.mask[sequence, :, first:end]
         key = sequence, first, end
         if key not in self._pieces:  # for all layers; a GPU is waited for
             sees_any, sees_all = torch.stack([some.any(), some.all()]).tolist()
             self._pieces[key] = sees_any, sees_all
         sees_any, sees_all = self._pieces[key]
-        return Piece(sees_any, None if sees_all else some)
+        return SeenPiece(sees_any, None if sees_all else some)
 
     def _checked(self, mask: Tensor) -> Tensor:
         shape = tuple(mask.shape)

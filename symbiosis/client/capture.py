@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from symbiosis.client.connection.lifetime import sessions
-from symbiosis.client.direct.ways import Part, Way, advised, following, narrowed
+from symbiosis.client.direct.ways import Multiplied, Way, advised, following, narrowed
 from symbiosis.client.session import Session
 from symbiosis.client.stats import Stats
 from symbiosis.errors import CaptureError, ConfigError
@@ -50,7 +50,7 @@ class Graph:
     rings: "list[tuple[DeviceLine, int]]"
     pool: "torch.cuda.MemPool | None"  # its memory, which must outlive it
     steps: "list[tuple[DeviceLine, Step]]"  # what executors know of it
-    parts: list[Part]  # the products that it makes with mapped weights
+    parts: list[Multiplied]  # the products that it makes with mapped weights
     weights: list[dict[int, Tensor]]  # those weights, which must stay where they are
 
     def replay(self, given: list[Any]) -> Any:

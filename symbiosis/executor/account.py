@@ -19,10 +19,10 @@ ALWAYS_ROOM = 4 << 20  # bytes that a session may always have in flight, in howe
 
 
 @dataclass(slots=True)
-class Rate:
+class RateLimit:
     """Allows `most` a second. Up to a second's worth is saved up, and an excess is owed.
 
-    >>> rate = Rate(10)
+    >>> rate = RateLimit(10)
     >>> rate.take(25)
     >>> rate.wait(0.0), rate.wait(2.6)
     (2.6, 0.0)
@@ -44,7 +44,7 @@ class Rate:
         self._left -= amount
 
 
-class Pool:
+class BytePool:
     """The bytes that the calls of all tenants hold together."""
 
     def __init__(self, most: int, readers: Callable[[], Iterable[Peer]] = tuple) -> None:
@@ -61,20 +61,20 @@ class Account:
     """The account of one tenant; without keys, of one session."""
 
     limits: Limits
-    pool: Pool = field(default_factory=lambda: Pool(1 << 62))
+    pool: BytePool = field(default_factory=lambda: BytePool(1 << 62))
     usage: Usage = field(default_factory=Usage)
     in_flight: int = 0
     bytes: int = 0  # held by calls in flight and their replies
     readers: set[Peer] = field(default_factory=set)  # the other ends of its sessions
-    _rates: dict[str, Rate] = field(init=False)
+    _rates: dict[str, RateLimit] = field(init=False)
     _limited: bool = field(init=False)  # whether any rate is limited
 
     def __post_init__(self) -> None:
         of = self.limits
         self._rates = {
-            "rows": Rate(of.max_tenant_rows_per_s),
-            "multiplications": Rate(of.max_tenant_multiplications_per_s),
-            "bytes": Rate(of.max_tenant_bytes_per_s),
+            "rows": RateLimit(of.max_tenant_rows_per_s),
+            "multiplications": RateLimit(of.max_tenant_multiplications_per_s),
+            "bytes": RateLimit(of.max_tenant_bytes_per_s),
         }
         self._limited = any(rate.most for rate in self._rates.values())
 

@@ -61,7 +61,7 @@ def shared_gpu(options: Options) -> Iterator[None]:
             log(logging.INFO, mps.how_to_join(pipes))
             yield
         return
-    if options.on_gpu and mps.state(mps.places()[0]) is not mps.State.SERVES:
+    if options.on_gpu and mps.state(mps.places()[0]) is not mps.PipesState.SERVES:
         log(logging.WARNING, WITHOUT_MPS)
     yield
 

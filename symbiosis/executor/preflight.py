@@ -225,7 +225,7 @@ def check_mps(options: Options, held: ExitStack) -> None:
     if (
         options.mps
         and shutil.which(mps.CONTROL) is None
-        and all(mps.state(pipes) is mps.State.ABSENT for pipes in mps.places())
+        and all(mps.state(pipes) is mps.PipesState.ABSENT for pipes in mps.places())
     ):
         raise ConfigError(mps.NONE)  # fmt: skip
 

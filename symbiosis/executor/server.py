@@ -30,7 +30,7 @@ from symbiosis.executor.sessions import Sessions
 from symbiosis.kernels.few_rows import MOST_ROWS
 from symbiosis.security.keys import Keyring
 from symbiosis.transport import Listener, Reactor, listen
-from symbiosis.transport.reactor import Served
+from symbiosis.transport.reactor import Endable
 
 TICK_S = 0.5
 LONG_S = 1e-3  # during a product this long another worker runs the loop; waking one costs tens of microseconds
@@ -196,7 +196,7 @@ class Server:
             log(logging.WARNING, "session dropped", session=session.number, silent_s=round(now - session.heard, 1))
             self.reactor.attempt(session.peer, session.peer.close)
 
-    def _failed(self, peer: Served | None, error: Exception) -> None:
+    def _failed(self, peer: Endable | None, error: Exception) -> None:
         """Log a bug of the executor that has ended one peer. If the GPU is broken, raise, which ends the executor."""
         if not self.gpu.works:
             raise error

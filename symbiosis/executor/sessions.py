@@ -6,7 +6,7 @@ from time import monotonic
 
 from symbiosis.config import Options
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.account import Account, Pool, ServedSession, half_of_memory
+from symbiosis.executor.account import Account, BytePool, ServedSession, half_of_memory
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.join_log import JoinLog, name_of
 from symbiosis.executor.observe.snapshot import Usage
@@ -23,7 +23,9 @@ class Sessions(dict[int, ServedSession]):
         """`keyed` says whether keys tell the tenant of each session."""
         self._store, self._limits, self._heartbeat_s = store, options.limits, options.heartbeat_s
         self._register, self._keyed = register, keyed
-        self._pool = Pool(options.max_bytes or half_of_memory(), lambda: (session.peer for session in self.values()))
+        self._pool = BytePool(
+            options.max_bytes or half_of_memory(), lambda: (session.peer for session in self.values())
+        )
         self.accounts: dict[str, Account] = {}  # by tenant
         self._without_keys = Usage()
         self._numbers = itertools.count(1)

@@ -29,7 +29,7 @@ FEW_ROWS, HIGHEST_RANK = 16, 256  # most that the C function takes of a group
 Rows = slice | Tensor  # rows of a batch: a range, or numbers
 
 
-class Piece(NamedTuple):
+class MatrixPiece(NamedTuple):
     """Rows of a matrix from `row` on, of the columns from `column` on."""
 
     row: int
@@ -42,11 +42,11 @@ class Placed:
     """An adapter at one layer, as it lies in memory."""
 
     rank: int = 0
-    down: Sequence[Piece] = ()
-    up: Sequence[Piece] = ()
-    before: Sequence[Piece] = ()
-    gain: Sequence[Piece] = ()
-    shift: Sequence[Piece] = ()
+    down: Sequence[MatrixPiece] = ()
+    up: Sequence[MatrixPiece] = ()
+    before: Sequence[MatrixPiece] = ()
+    gain: Sequence[MatrixPiece] = ()
+    shift: Sequence[MatrixPiece] = ()
     _words: "array[int]" = field(init=False, repr=False, compare=False, default_factory=lambda: array("q"))
 
     @property
@@ -61,7 +61,7 @@ class Placed:
         return self._words.buffer_info()[0]
 
 
-def shrink(x_TK: Tensor, down: Sequence[Piece], rank: int) -> Tensor:
+def shrink(x_TK: Tensor, down: Sequence[MatrixPiece], rank: int) -> Tensor:
     """Return `x downᵀ`, [T, R]."""
     if len(down) == 1:
         return x_TK @ down[0].values.t()
@@ -72,19 +72,19 @@ def shrink(x_TK: Tensor, down: Sequence[Piece], rank: int) -> Tensor:
     return low_TR
 
 
-def expand_(y_TN: Tensor, low_TR: Tensor, up: Sequence[Piece]) -> None:
+def expand_(y_TN: Tensor, low_TR: Tensor, up: Sequence[MatrixPiece]) -> None:
     """Add `low up` to y."""
     for row, column, values in up:
         rows, width = values.shape
         y_TN[:, column : column + width].addmm_(low_TR[:, row : row + rows], values)
 
 
-def multiply_(y_TN: Tensor, vector: Sequence[Piece]) -> None:
+def multiply_(y_TN: Tensor, vector: Sequence[MatrixPiece]) -> None:
     for _, column, values in vector:
         y_TN[:, column : column + values.shape[1]].mul_(values)
 
 
-def add_(y_TN: Tensor, vector: Sequence[Piece]) -> None:
+def add_(y_TN: Tensor, vector: Sequence[MatrixPiece]) -> None:
     for _, column, values in vector:
         y_TN[:, column : column + values.shape[1]].add_(values)
 
@@ -108,7 +108,7 @@ def adapt_rows_(y_TN: Tensor, x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]
             y_TN.index_copy_(0, rows, y_SN)
 
 
-class FewRows:
+class FewAdapterRows:
     """Applies adapters to groups of few rows on a CPU, for many layers in turn."""
 
     def __init__(self, groups: Sequence[Sequence[int]]) -> None:

@@ -129,15 +129,15 @@ def check_mps() -> Check:
         return Check("ok", "CUDA MPS", "not needed without a GPU")
     first, *others = mps.places()
     found = mps.state(first)
-    if found is mps.State.SERVES:
+    if found is mps.PipesState.SERVES:
         return Check("ok", "CUDA MPS", f"running, pipes in {first}")
-    if found is mps.State.SILENT:
+    if found is mps.PipesState.SILENT:
         return Check(
             "FAIL", "CUDA MPS", f"the daemon with pipes in {first} does not answer",
             f"Programs that use CUDA may hang: end the process whose number is in {first / mps.CONTROL}.pid",
         )  # fmt: skip
     for pipes in others:
-        if mps.state(pipes) is mps.State.SERVES:
+        if mps.state(pipes) is mps.PipesState.SERVES:
             return Check(
                 "warn", "CUDA MPS", "running, but not where CUDA looks", f"Start clients with {mps.PIPES}={pipes}"
             )

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.choice import head_names, is_in
 from symbiosis.client.privacy.fixed_point import INTEGERS
 from symbiosis.client.privacy.masked_session import checked_bits, checked_count
-from symbiosis.client.privacy.pad_layout import Contents, Effect, Stream, laid_out, row_checksums
+from symbiosis.client.privacy.pad_layout import Contents, Effect, PadStream, laid_out, row_checksums
 from symbiosis.client.privacy.pads import PadFile
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import path_of
@@ -45,7 +45,7 @@ def make(
     folder = path_of(name) or Path(name)
     weights = Weights(name, folder, dtype)
     model = structure(name, weights.dtype)
-    streams = [Stream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(model)]
+    streams = [PadStream(False, 0, tuple(Effect(layer, "", 0, 0) for layer in group)) for group in input_groups(model)]
     contents = Contents(new_key(), bits, tokens, tuple(_measured(streams, model, weights, training)))
     contents = laid_out(contents)
     free = disk_usage(file.parent).free
@@ -138,7 +138,7 @@ def input_groups(model: Any) -> list[Group]:
     return list(groups.values())
 
 
-def _measured(streams: list[Stream], model: nn.Module, weights: Weights, training: bool) -> Iterator[Stream]:
+def _measured(streams: list[PadStream], model: nn.Module, weights: Weights, training: bool) -> Iterator[PadStream]:
     """Return the streams, with their widths and the digests of their weights."""
     from rich.progress import track
 
@@ -148,9 +148,9 @@ def _measured(streams: list[Stream], model: nn.Module, weights: Weights, trainin
             weight = weights[effect.layer]
             width, out = _operand(model, effect.layer, weight).shape
             effects.append(Effect(effect.layer, digest(weight), out, 0))
-        yield Stream(False, width, tuple(effects))
+        yield PadStream(False, width, tuple(effects))
         if training:
-            yield from (Stream(True, e.width, (Effect(e.layer, e.digest, width, 0),)) for e in effects)
+            yield from (PadStream(True, e.width, (Effect(e.layer, e.digest, width, 0),)) for e in effects)
 
 
 def _operand(model: nn.Module, layer: str, weight: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def _fill(file: Path, contents: Contents, model: nn.Module, weights: Weights) ->
     """Read each weight once more, and multiply all pads of its layer by it."""
     from rich.progress import Progress
 
-    by_layer: dict[str, list[tuple[int, Stream, Effect]]] = {}
+    by_layer: dict[str, list[tuple[int, PadStream, Effect]]] = {}
     for number, stream in enumerate(contents.streams):
         for effect in stream.effects:
             by_layer.setdefault(effect.layer, []).append((number, stream, effect))

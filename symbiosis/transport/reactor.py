@@ -54,13 +54,13 @@ def spin(look: Callable[[], bool], limit: float = SPIN_S, glance: Callable[[], b
             return look()
 
 
-class Served(Protocol):
+class Endable(Protocol):
     """Something that the reactor serves, and can end."""
 
     def close(self) -> None: ...
 
 
-class Bell(Served, Protocol):
+class Bell(Endable, Protocol):
     """A peer's doorbell, which lies in memory."""
 
     @property
@@ -82,7 +82,7 @@ class Bell(Served, Protocol):
         ...
 
 
-def log_failure(peer: Served | None, error: Exception) -> None:
+def log_failure(peer: Endable | None, error: Exception) -> None:
     """Log an error; the default for `on_failure`."""
     logger.error("a bug ended %s", peer or "nobody", exc_info=error)
 
@@ -90,7 +90,7 @@ def log_failure(peer: Served | None, error: Exception) -> None:
 class Reactor:
     """A thin epoll. `wake` may be called from any thread or signal handler."""
 
-    def __init__(self, on_failure: Callable[[Served | None, Exception], None] = log_failure) -> None:
+    def __init__(self, on_failure: Callable[[Endable | None, Exception], None] = log_failure) -> None:
         """`on_failure` is called with each error and the peer that it concerns. If it raises, the loop ends."""
         self._on_failure = on_failure
         self._epoll = select.epoll()
@@ -98,19 +98,19 @@ class Reactor:
         self._looks: tuple[tuple[Callable[[], bool], Bell], ...] = ()
         self.passes = 0  # of the loop
         self._quiet = False  # nothing happened during the last sleep
-        self._callbacks: dict[int, tuple[Callable[[], object], Served | None]] = {}
+        self._callbacks: dict[int, tuple[Callable[[], object], Endable | None]] = {}
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._soon: deque[tuple[Callable[[], object], Served | None]] = deque()
+        self._soon: deque[tuple[Callable[[], object], Endable | None]] = deque()
         self.watch(self._bell, self._run_soon, on_change=True)
 
-    def attempt(self, peer: Served | None, act: Callable[..., Any], *words: Any) -> Any:
+    def attempt(self, peer: Endable | None, act: Callable[..., Any], *words: Any) -> Any:
         """Call `act` for `peer`. Whatever it raises ends that peer, and nothing else."""
         try:
             return act(*words)
         except Exception as error:
             return self.failed(peer, error)
 
-    def failed(self, peer: Served | None, error: Exception) -> None:
+    def failed(self, peer: Endable | None, error: Exception) -> None:
         """Report an error that arose while `peer` was served, and end the peer."""
         self._on_failure(peer, error)
         if peer is not None:
@@ -120,7 +120,7 @@ class Reactor:
                 self._on_failure(None, another)
 
     def watch(
-        self, fd: int, callback: Callable[[], object], peer: Served | None = None, *, on_change: bool = False
+        self, fd: int, callback: Callable[[], object], peer: Endable | None = None, *, on_change: bool = False
     ) -> None:
         """Call `callback` for `peer` while `fd` is readable, or with `on_change` once each time it is written to."""
         self._callbacks[fd] = callback, peer
@@ -196,7 +196,7 @@ class Reactor:
                 callback, peer = watched
                 self.attempt(peer, callback)
 
-    def call_soon(self, callback: Callable[[], object], peer: Served | None = None) -> None:
+    def call_soon(self, callback: Callable[[], object], peer: Endable | None = None) -> None:
         """Run `callback` for `peer` in the reactor's thread; callable from any thread."""
         self._soon.append((callback, peer))
         self.wake()

@@ -10,7 +10,7 @@ from torch import nn
 
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.account import ALWAYS_ROOM, Account, Pool
+from symbiosis.executor.account import ALWAYS_ROOM, Account, BytePool
 from symbiosis.executor.observe.figures import SNAPSHOTS_PER_S
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.sessions import MOST_OBSERVERS
@@ -23,7 +23,7 @@ from tests.realm import ROWS, Reader, Realm, echoes
 
 def test_all_tenants_together_hold_no_more_than_the_executor_may() -> None:
     others = Reader(3 * ALWAYS_ROOM)
-    pool = Pool(10 * ALWAYS_ROOM, lambda: [others])  # type: ignore[list-item]
+    pool = BytePool(10 * ALWAYS_ROOM, lambda: [others])  # type: ignore[list-item]
     first, second = Account(Limits(), pool), Account(Limits(), pool)
     first.begin(5 * ALWAYS_ROOM)
     second.check(Reader(), 2 * ALWAYS_ROOM, 0, 0.0)  # type: ignore[arg-type]

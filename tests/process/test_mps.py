@@ -24,7 +24,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor import daemon
 from symbiosis.executor.model.load import load_model
 from symbiosis.executor.server import Server
-from symbiosis.mps import CONTROL, LOGS, PIPES, State
+from symbiosis.mps import CONTROL, LOGS, PIPES, PipesState
 from tests.processes import WAIT_S, Client, Say, killed_at_the_end, until
 
 
@@ -43,7 +43,7 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def gone(pipes: Path) -> None:
-    until(lambda: mps.state(pipes) is State.ABSENT, "the end of the daemon")
+    until(lambda: mps.state(pipes) is PipesState.ABSENT, "the end of the daemon")
 
 
 def mode(path: Path) -> int:
@@ -54,23 +54,23 @@ def mode(path: Path) -> int:
 
 
 def test_no_daemon(fake_mps: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert mps.state(fake_mps) is State.ABSENT
+    assert mps.state(fake_mps) is PipesState.ABSENT
     fake_mps.mkdir()
     (fake_mps / "control").touch()
-    assert mps.state(fake_mps) is State.ABSENT, "a socket that a daemon left behind"
+    assert mps.state(fake_mps) is PipesState.ABSENT, "a socket that a daemon left behind"
     monkeypatch.setenv("FAKE_MPS", "fail")
-    assert mps.state(fake_mps) is State.ABSENT
+    assert mps.state(fake_mps) is PipesState.ABSENT
 
 
 def test_a_daemon_that_hangs_is_not_waited_for(
     fake_mps: Path, impatient: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with mps.running() as pipes:
-        assert mps.state(pipes) is State.SERVES
+        assert mps.state(pipes) is PipesState.SERVES
         monkeypatch.setenv("FAKE_MPS", "hang")
         impatient()
         begun = time.monotonic()
-        assert mps.state(pipes) is State.SILENT
+        assert mps.state(pipes) is PipesState.SILENT
         assert time.monotonic() - begun < WAIT_S
 
 
@@ -79,7 +79,7 @@ def test_a_shared_socket_counts_where_the_tool_is_missing(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv(PIPES, str(tmp_path))
     (tmp_path / "control").touch()
-    assert mps.state(tmp_path) is State.SERVES
+    assert mps.state(tmp_path) is PipesState.SERVES
     with mps.running() as pipes:
         assert pipes == tmp_path
 
@@ -99,7 +99,7 @@ def test_one_is_started_where_clients_look_and_stopped(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with mps.running() as pipes:
         assert pipes == fake_mps and os.environ[PIPES] == str(fake_mps)
-        assert mps.state(pipes) is State.SERVES
+        assert mps.state(pipes) is PipesState.SERVES
         assert "no variable" in mps.how_to_join(pipes)
         logs = tmp_path / "symbiosis" / "mps-log"
         assert [mode(path) for path in (pipes, logs, logs.parent)] == [0o700] * 3
@@ -124,7 +124,7 @@ def test_a_default_place_that_is_not_free(fake_mps: Path, tmp_path: Path, obstac
         os.chown(fake_mps, 12345, 12345)
         if obstacle == "another user's daemon":
             (fake_mps / "control").touch()
-            assert mps.state(fake_mps) is State.FOREIGN
+            assert mps.state(fake_mps) is PipesState.FOREIGN
     else:
         pytest.skip("only root can make a directory of another user")
     with mps.running() as pipes:
@@ -133,7 +133,7 @@ def test_a_default_place_that_is_not_free(fake_mps: Path, tmp_path: Path, obstac
         os.environ.pop(PIPES)
         with mps.running() as joined:
             assert joined == pipes, "a second executor finds the first one's"
-        assert mps.state(pipes) is State.SERVES, "and leaves it"
+        assert mps.state(pipes) is PipesState.SERVES, "and leaves it"
     gone(pipes)
 
 
@@ -162,7 +162,7 @@ def test_a_daemon_that_was_there_stays(fake_mps: Path) -> None:
     pid = mps.daemon_pid(fake_mps)
     with mps.running() as pipes:
         assert pipes == fake_mps
-    assert mps.state(fake_mps) is State.SERVES and mps.daemon_pid(fake_mps) == pid
+    assert mps.state(fake_mps) is PipesState.SERVES and mps.daemon_pid(fake_mps) == pid
 
 
 def test_a_daemon_that_took_the_place_of_ours_stays(fake_mps: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_daemon_that_took_the_place_of_ours_stays(fake_mps: Path) -> None:
         mps.quit_daemon(pipes)
         gone(pipes)
         subprocess.run([CONTROL, "-d"], check=True, timeout=WAIT_S)
-    assert mps.state(pipes) is State.SERVES
+    assert mps.state(pipes) is PipesState.SERVES
 
 
 def test_a_daemon_that_is_already_gone(fake_mps: Path, warnings: list[str]) -> None:
@@ -268,10 +268,10 @@ def test_the_place_that_a_user_named_is_taken(
 
 
 @pytest.fixture
-def on_a_pretended_gpu(fake_mps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[State]]:
+def on_a_pretended_gpu(fake_mps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[PipesState]]:
     """`daemon.serve` with the model on the CPU whatever the device, ending when it is ready; the states seen then."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    seen: list[State] = []
+    seen: list[PipesState] = []
 
     def end(server: Server) -> None:
         seen.append(mps.state(mps.places()[0]))
@@ -296,27 +296,27 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> li
 
 
 def test_the_executor_starts_and_stops_it(
-    on_a_pretended_gpu: list[State], fake_mps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_a_pretended_gpu: list[PipesState], fake_mps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = serve(tmp_path, monkeypatch, device="cuda:0", mps=True)
     assert events[0] == f"CUDA MPS is in {fake_mps}: clients on this host need no variable"
-    assert on_a_pretended_gpu == [State.SERVES]
+    assert on_a_pretended_gpu == [PipesState.SERVES]
     gone(fake_mps)
 
 
 def test_the_executor_warns_without_it(
-    on_a_pretended_gpu: list[State], fake_mps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_a_pretended_gpu: list[PipesState], fake_mps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = serve(tmp_path, monkeypatch, device="cuda")
     assert "300 us" in events[0] and "--mps" in events[0]
-    assert on_a_pretended_gpu == [State.ABSENT]
+    assert on_a_pretended_gpu == [PipesState.ABSENT]
     assert serve(tmp_path, monkeypatch, device="cpu") == ["memory", "stopped"]
     with mps.running():
         assert serve(tmp_path, monkeypatch, device="cuda") == ["memory", "stopped"], "nothing to warn of"
 
 
 def test_an_executor_that_cannot_load_stops_it(
-    on_a_pretended_gpu: list[State], fake_mps: Path, monkeypatch: pytest.MonkeyPatch
+    on_a_pretended_gpu: list[PipesState], fake_mps: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="/nowhere"):
         daemon.serve("/nowhere", Options(device="cuda", mps=True))
@@ -328,7 +328,7 @@ def test_an_executor_that_is_told_to_end_while_it_loads_stops_it(fake_mps: Path)
         executor = Client(executor_that_loads_for_ever, dict(os.environ))
         processes.append(executor)
         pipes = Path(executor.heard())
-        assert mps.state(pipes) is State.SERVES
+        assert mps.state(pipes) is PipesState.SERVES
         executor.signal(signal.SIGTERM)
         executor.wait()
         gone(pipes)
@@ -384,7 +384,7 @@ def test_the_true_daemon_starts_and_stops_and_starts_again(private: Path) -> Non
     for _ in range(2):
         with mps.running() as pipes:
             assert pipes == private and mode(pipes) == 0o700
-            assert mps.state(pipes) is State.SERVES
+            assert mps.state(pipes) is PipesState.SERVES
             assert int(mps.daemon_pid(pipes)) > 0
             assert mps.alone(pipes)
         gone(pipes)
@@ -402,7 +402,7 @@ def test_an_executor_and_a_client_under_the_true_daemon(private: Path, tmp_path:
             endpoint = executor.stdout.readline().rpartition(" at ")[2].strip()
             assert endpoint, (tmp_path / "log").read_text()
             assert f"{PIPES}={private}" in (tmp_path / "log").read_text()
-            assert mps.state(private) is State.SERVES
+            assert mps.state(private) is PipesState.SERVES
             assert not mps.alone(private), "the executor is a client of the daemon"
             subprocess.run([sys.executable, "-c", CLIENT, endpoint], check=True, timeout=2 * WAIT_S)
             executor.send_signal(signal.SIGTERM)

@@ -4,15 +4,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from symbiosis.kernels.adapter_rows import FewRows, Piece, Placed, adapt_rows_, before_rows, compiled, shrink
+from symbiosis.kernels.adapter_rows import (
+    FewAdapterRows,
+    MatrixPiece,
+    Placed,
+    adapt_rows_,
+    before_rows,
+    compiled,
+    shrink,
+)
 
 RANKS = (1, 3, 7, 65, 256)
 
 
-def scattered(matrix: Tensor, rows: int, columns: int) -> tuple[Piece, ...]:
+def scattered(matrix: Tensor, rows: int, columns: int) -> tuple[MatrixPiece, ...]:
     """In pieces of so many rows and columns."""
     return tuple(
-        Piece(row, column, matrix[row : row + rows, column : column + columns].clone())
+        MatrixPiece(row, column, matrix[row : row + rows, column : column + columns].clone())
         for column in range(0, matrix.shape[1], columns)
         for row in range(0, len(matrix), rows)
     )
@@ -52,7 +60,7 @@ def test_rows_as_a_layer_is_to_see_them() -> None:
 
 
 def test_no_rows() -> None:
-    assert shrink(torch.empty(0, 5), (Piece(0, 0, torch.ones(2, 5)),), 2).shape == (0, 2)
+    assert shrink(torch.empty(0, 5), (MatrixPiece(0, 0, torch.ones(2, 5)),), 2).shape == (0, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -76,7 +84,7 @@ def test_few_rows_in_c(rank: int, rows: int, columns: int, dtype: torch.dtype) -
             expected[numbers] += x_TK[numbers].double() @ down.double().t() @ up.double()
     untouched = [9, *range(12, 19)]
     before = y_TN[untouched].clone()
-    FewRows(groups).adapt_(y_TN, x_TK, [low, both, both, None])
+    FewAdapterRows(groups).adapt_(y_TN, x_TK, [low, both, both, None])
     bound = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]  # rounded once for each piece
     assert float((y_TN.double() - expected).abs().max() / expected.abs().max()) < bound
     assert torch.equal(y_TN[untouched], before)
@@ -84,8 +92,8 @@ def test_few_rows_in_c(rank: int, rows: int, columns: int, dtype: torch.dtype) -
 
 def test_other_numbers_and_higher_ranks_are_not_for_c() -> None:
     cpu = torch.device("cpu")
-    assert FewRows.fits([[1], [2, 3]], 256, torch.float32, cpu)
-    assert not FewRows.fits([[1]], 257, torch.float32, cpu)
-    assert not FewRows.fits([[1]], 4, torch.float64, cpu)
-    assert not FewRows.fits([list(range(17))], 4, torch.float32, cpu)
-    assert not FewRows.fits([[1]], 4, torch.float32, torch.device("meta"))
+    assert FewAdapterRows.fits([[1], [2, 3]], 256, torch.float32, cpu)
+    assert not FewAdapterRows.fits([[1]], 257, torch.float32, cpu)
+    assert not FewAdapterRows.fits([[1]], 4, torch.float64, cpu)
+    assert not FewAdapterRows.fits([list(range(17))], 4, torch.float32, cpu)
+    assert not FewAdapterRows.fits([[1]], 4, torch.float32, torch.device("meta"))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.errors import ConfigError
-from symbiosis.executor.ranks.partition import Part, ranks_of, whole_layers
+from symbiosis.executor.ranks.partition import SizedTensor, ranks_of, whole_layers
 
 
 def most(sizes: list[int], shares: tuple[float, ...], ranks: list[int]) -> float:
@@ -29,17 +29,19 @@ def test_no_other_cut_leaves_the_fullest_rank_with_less(sizes: list[int], shares
     assert most(sizes, tuple(shares), found) <= min(most(sizes, tuple(shares), way) for way in ways) * (1 + 1e-9)
 
 
-def llama(layers: int) -> list[Part]:
-    parts = [Part("model.embed_tokens", "model.embed_tokens", 100)]
+def llama(layers: int) -> list[SizedTensor]:
+    parts = [SizedTensor("model.embed_tokens", "model.embed_tokens", 100)]
     for n in range(layers):
         at = f"model.layers.{n}"
         parts += [
-            Part(f"{at}.self_attn.{name}", f"{at}.self_attn.{name}", 10)
+            SizedTensor(f"{at}.self_attn.{name}", f"{at}.self_attn.{name}", 10)
             for name in ("q_proj", "k_proj", "v_proj", "o_proj")
         ]
-        parts += [Part(f"{at}.mlp.{name}", f"{at}.mlp.{name}", 30) for name in ("gate_proj", "up_proj", "down_proj")]
-        parts += [Part(f"{at}.input_layernorm.weight", f"{at}.input_layernorm", 1)]
-    return [*parts, Part("model.norm.weight", "model.norm", 1), Part("lm_head", "lm_head", 100)]
+        parts += [
+            SizedTensor(f"{at}.mlp.{name}", f"{at}.mlp.{name}", 30) for name in ("gate_proj", "up_proj", "down_proj")
+        ]
+        parts += [SizedTensor(f"{at}.input_layernorm.weight", f"{at}.input_layernorm", 1)]
+    return [*parts, SizedTensor("model.norm.weight", "model.norm", 1), SizedTensor("lm_head", "lm_head", 100)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
@@ -61,7 +63,7 @@ def test_shares_are_by_bytes() -> None:
 
 def test_a_tied_head_lies_with_the_embedding_and_counts_once() -> None:
     parts = llama(4)
-    parts[-1] = Part("lm_head", "lm_head", 100, tied_to="model.embed_tokens")
+    parts[-1] = SizedTensor("lm_head", "lm_head", 100, tied_to="model.embed_tokens")
     held = whole_layers(parts, (1.0, 1.0))
     assert held["lm_head"] == held["model.embed_tokens"] == 0
     assert held["model.layers.3.mlp.down_proj"] == 1
@@ -69,4 +71,4 @@ def test_a_tied_head_lies_with_the_embedding_and_counts_once() -> None:
 
 def test_more_ranks_than_there_are_parts_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 parts that can be held apart, and there are 4 ranks"):
-        whole_layers([Part(f"{n}.a", f"{n}.a", 1) for n in range(3)], (1.0,) * 4)
+        whole_layers([SizedTensor(f"{n}.a", f"{n}.a", 1) for n in range(3)], (1.0,) * 4)

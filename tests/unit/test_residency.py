@@ -7,7 +7,7 @@ import torch
 
 from symbiosis.kernels.adapter_rows import Placed
 from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
-from symbiosis.serving.adapters.residency import Residency, Resident, Run, place, to_evict
+from symbiosis.serving.adapters.residency import Residency, Resident, RowRun, place, to_evict
 from symbiosis.serving.arena import Arena, KvShape
 
 
@@ -49,7 +49,7 @@ def test_only_rows_that_are_longer_than_a_page_are_cut(seed: int) -> None:
 
 def test_nothing_takes_no_page() -> None:
     assert place([], 8) == (0, [])
-    assert place([(1, 8)], 8) == (1, [Run(0, 0, 1, 0, 8, 0, 0)])
+    assert place([(1, 8)], 8) == (1, [RowRun(0, 0, 1, 0, 8, 0, 0)])
 
 
 def resident(pages: int, used: int, size: int = 1000, pins: int = 0) -> Resident:

@@ -20,7 +20,7 @@ class Way(NamedTuple):
     rationed: bool | None
 
 
-class Part(NamedTuple):
+class Multiplied(NamedTuple):
     """What a step multiplies by the mapped weights of one session."""
 
     mapped: Mapped
@@ -56,7 +56,7 @@ def narrowed(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> tu
 
 
 @contextmanager
-def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> Iterator[list[Part]]:
+def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> Iterator[list[Multiplied]]:
     """Products in the block go these ways. Afterwards it is known what was asked, and what was multiplied."""
     by_number = {session.number: session.mapped for session in sessions()}
     used = [(way, mapped) for way in chosen if (mapped := by_number.get(way.session)) is not None]
@@ -64,7 +64,7 @@ def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> I
     for way, mapped in used:
         mapped.asked_for_tokens = mapped.asked_for_training = False
         mapped.fixed = Advice(way.others or 0, way.rationed or False)
-    parts: list[Part] = []
+    parts: list[Multiplied] = []
     try:
         yield parts
     finally:
@@ -74,4 +74,4 @@ def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> I
             asked[way.session] = tokens or mapped.asked_for_tokens, training or mapped.asked_for_training
             figures = mapped.figures.since(then)
             if figures.calls or mapped.asked_for_tokens:
-                parts.append(Part(mapped, figures, mapped.asked_for_tokens))
+                parts.append(Multiplied(mapped, figures, mapped.asked_for_tokens))

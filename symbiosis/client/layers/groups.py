@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class Streak:
     """Consecutive calls with one tensor: the layers that made them, and results for layers that have not called yet."""
 
     x: "weakref.ref[Tensor] | None" = None
@@ -56,7 +56,7 @@ class Groups:
     """The groups that one thread's calls to one executor have shown, besides those known before."""
 
     def __init__(self, known: dict[Member, tuple[Member, ...]]) -> None:
-        self._run = Run()
+        self._run = Streak()
         self._known = dict(known)
         self._misses: dict[Member, int] = {}
 
@@ -75,7 +75,7 @@ class Groups:
                 run.called = (*run.called, member)
             return (member,)
         self._learn(run)
-        self._run = Run(weakref.ref(x), x._version, dtype, (member,))
+        self._run = Streak(weakref.ref(x), x._version, dtype, (member,))
         return self._known.get(member) or (member,)
 
     def keep(self, x: Tensor, group: tuple[Member, ...], made: list[Tensor]) -> Tensor:
@@ -85,7 +85,7 @@ class Groups:
         run.made_of = x.detach().clone() if x.is_cpu else None
         return made[0]
 
-    def _learn(self, run: Run) -> None:
+    def _learn(self, run: Streak) -> None:
         """Learn from a run that is over."""
         leader = run.called[0] if run.called else None
         if leader is None:

@@ -28,7 +28,7 @@ class Effect(msgspec.Struct, frozen=True):
     start: int
 
 
-class Stream(msgspec.Struct, frozen=True):
+class PadStream(msgspec.Struct, frozen=True):
     """Pads for rows of `width` values that these layers take, in one direction."""
 
     gradient: bool
@@ -42,7 +42,7 @@ class Contents(msgspec.Struct, frozen=True):
     key: bytes
     bits: int
     tokens: int
-    streams: tuple[Stream, ...]
+    streams: tuple[PadStream, ...]
     nbytes: int = 0  # of the file
 
     @property

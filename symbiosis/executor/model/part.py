@@ -18,13 +18,13 @@ from symbiosis.transport.tensors import CPU
 META = torch.device("meta")
 
 
-class Unread:
+class UnreadTensor:
     """A tensor in a file, which is read when it goes to a device that has memory."""
 
     def __init__(self, lazy: Any) -> None:
         self._lazy = lazy
 
-    def __getitem__(self, whole: Any) -> "Unread":
+    def __getitem__(self, whole: Any) -> "UnreadTensor":
         return self
 
     def to(self, device: Any = CPU, dtype: torch.dtype | None = None) -> Tensor:
@@ -43,10 +43,10 @@ def load_part(kind: Any, checkpoint: Any, dtype: Any, device: str, elsewhere: Co
         @staticmethod
         def _load_pretrained_model(model: nn.Module, state: Any, files: list[str], how: Any, *more: Any) -> Any:
             with ExitStack() as opened:
-                lazy: dict[str, Unread] = {}
+                lazy: dict[str, UnreadTensor] = {}
                 for file in files:
                     held = opened.enter_context(safe_open(file, framework="pt"))
-                    lazy |= {name: Unread(held.get_slice(name)) for name in held.keys()}  # noqa: SIM118  (no mapping)
+                    lazy |= {name: UnreadTensor(held.get_slice(name)) for name in held.keys()}  # noqa: SIM118  (no mapping)
                 return kind._load_pretrained_model(model, lazy, files, replace(how, device_map=places), *more)
 
         @staticmethod

@@ -18,7 +18,7 @@ from symbiosis.transport.tensors import CPU, DTYPE_NAME
 AT_ONCE = 1 << 30  # bytes of whole tensors that are held while a rank loads its part
 
 
-class Part(Protocol):
+class PartWriter(Protocol):
     """One rank's part of all tensors while it is written. Each is given once, in the manifest's order."""
 
     def add(self, tensor: Tensor) -> None:
@@ -50,7 +50,7 @@ class StripedModel:
         self.read(part, at_once)
         return part
 
-    def read(self, part: Part, at_once: int = AT_ONCE) -> None:
+    def read(self, part: PartWriter, at_once: int = AT_ONCE) -> None:
         """Read the checkpoint, and give each tensor to `part`."""
         striped = set(in_stripes(self.manifest))
         for group in self._groups(at_once):

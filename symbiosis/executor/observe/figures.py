@@ -8,7 +8,7 @@ from time import monotonic
 
 import msgspec
 
-from symbiosis.executor.account import Rate, ServedSession
+from symbiosis.executor.account import RateLimit, ServedSession
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.observe.snapshot import LayerFigures, SessionFigures, Snapshot, Usage
 from symbiosis.protocol import Op
@@ -59,7 +59,7 @@ class LatestFigures:
     """The snapshot that clients receive. If they ask very often, it is a moment old."""
 
     def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot, self._fresh, self._raw = snapshot, Rate(SNAPSHOTS_PER_S), b""
+        self._snapshot, self._fresh, self._raw = snapshot, RateLimit(SNAPSHOTS_PER_S), b""
 
     @property
     def nbytes(self) -> int:

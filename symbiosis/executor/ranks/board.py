@@ -28,7 +28,7 @@ class Told(msgspec.Struct, frozen=True):
     digests: dict[int, str]
 
 
-class Place(msgspec.Struct, frozen=True):
+class PartPlace(msgspec.Struct, frozen=True):
     """What a rank tells of its part: where to open or to ask for it, and a digest of what it has read and where that lies."""
 
     path: str
@@ -99,7 +99,7 @@ class Ranks:
         told = [self._store.get(f"ready{rank}").decode().split() for rank in range(self.ranks * (self.rank == 0))]
         return [(int(one), int(two)) for one, two in told]
 
-    def _part(self, rank: int, mine: Place) -> list[int]:
+    def _part(self, rank: int, mine: PartPlace) -> list[int]:
         """Ask a rank for its part, again if it has died meanwhile and is started again."""
         end = time.monotonic() + LONGEST_LOAD.total_seconds()
         while True:
@@ -111,14 +111,14 @@ class Ranks:
                 raise ConfigError(f"rank {rank} does not hand over its part: start the service anew")
             time.sleep(PAUSE_S)
 
-    def _tell_place(self, path: str, digest: str) -> Place:
-        told = Place(path, digest)
+    def _tell_place(self, path: str, digest: str) -> PartPlace:
+        told = PartPlace(path, digest)
         self._store.set(f"file{self.rank}", msgspec.json.encode(told).decode())
         return told
 
-    def _place(self, rank: int, mine: Place | None = None) -> Place:
+    def _place(self, rank: int, mine: PartPlace | None = None) -> PartPlace:
         """Return what a rank has told, which must have read what is `mine`."""
-        place = msgspec.json.decode(self._store.get(f"file{rank}"), type=Place)
+        place = msgspec.json.decode(self._store.get(f"file{rank}"), type=PartPlace)
         if mine is not None and place.digest != mine.digest:
             raise ConfigError(
                 f"rank {rank} reads another checkpoint than rank {self.rank}: give all ranks the same one"

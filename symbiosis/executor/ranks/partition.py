@@ -8,7 +8,7 @@ from typing import NamedTuple
 from symbiosis.errors import ConfigError
 
 
-class Part(NamedTuple):
+class SizedTensor(NamedTuple):
     """One tensor of the model: its name, the module that it belongs to, its bytes, and the name of an earlier tensor that it is tied to."""
 
     name: str
@@ -17,11 +17,11 @@ class Part(NamedTuple):
     tied_to: str = ""
 
 
-def whole_layers(parts: Sequence[Part], shares: Sequence[float]) -> dict[str, int]:
+def whole_layers(parts: Sequence[SizedTensor], shares: Sequence[float]) -> dict[str, int]:
     """Return the rank of each tensor: runs of whole modules, in the model's order, so that the fullest rank holds as little as it can for
     its share. What lies in one module (q, k, v and o; gate, up and down) stays together, and so do tied tensors.
 
-    >>> model = [Part(f"{n}.{name}", f"{n}.{name}", 10) for n in range(3) for name in ("up", "down")]
+    >>> model = [SizedTensor(f"{n}.{name}", f"{n}.{name}", 10) for n in range(3) for name in ("up", "down")]
     >>> list(whole_layers(model, (2, 1)).values())
     [0, 0, 0, 0, 1, 1]
     """

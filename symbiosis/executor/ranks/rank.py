@@ -26,7 +26,7 @@ from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.ranks.board import Ranks
 from symbiosis.executor.ranks.exchange import Exchange, close
 from symbiosis.executor.ranks.orders import Order, Ready
-from symbiosis.executor.ranks.partition import Part, whole_layers
+from symbiosis.executor.ranks.partition import SizedTensor, whole_layers
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.transport.local.striped_weights import mapped, opened
 
@@ -171,12 +171,12 @@ def store_of(order: Order, options: Options, ranks: Ranks) -> Store:
     return (store_of_device_parts if options.on_gpu else store_of_parts)(order, options, ranks)
 
 
-def parts_of(model: nn.Module) -> list[Part]:
+def parts_of(model: nn.Module) -> list[SizedTensor]:
     """Return the tensors of a model, which needs no weights, as the partition takes them."""
     keys: dict[int, str] = {}
     parts = []
     for entry in entries(model):
         first = keys.setdefault(id(entry.tensor), entry.key)
         tied_to = first if first != entry.key else ""
-        parts.append(Part(entry.key, entry.key.rpartition(".")[0], entry.tensor.nbytes, tied_to))
+        parts.append(SizedTensor(entry.key, entry.key.rpartition(".")[0], entry.tensor.nbytes, tied_to))
     return parts

@@ -12,7 +12,7 @@ from torch import Tensor
 from symbiosis.kernels.gpu.gather import IN, PLACES, answer_page
 
 
-class Tiles(NamedTuple):
+class Tiling(NamedTuple):
     """The tiles that a matrix is cut into: their columns and width, and the stages of the pipeline that loads them. The values were
     measured."""
 
@@ -21,8 +21,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-FINE = {16: Tiles(32, 256, 4), 32: Tiles(32, 256, 3)}  # by the rows
-COARSE, EACH = Tiles(64, 128, 3), 2  # for so many columns that each of the GPU's processors has so many tiles
+FINE = {16: Tiling(32, 256, 4), 32: Tiling(32, 256, 3)}  # by the rows
+COARSE, EACH = Tiling(64, 128, 3), 2  # for so many columns that each of the GPU's processors has so many tiles
 MOST = max(FINE)
 SUPPORTED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 ALIGNED = 16  # values of a row, and bytes of where it lies
@@ -83,7 +83,7 @@ class FewRowsKernel:
     """The products of few rows with several matrices, and their biases."""
 
     def __init__(
-        self, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int, cut: Tiles | None = None
+        self, matrices: Sequence[Tensor], biases: Sequence[Tensor | None], rows: int, cut: Tiling | None = None
     ) -> None:
         """Prepare the kernel for up to so many `rows`."""
         self._kept, self._count = (matrices, biases), len(matrices)
@@ -111,7 +111,7 @@ class FewRowsKernel:
         )  # fmt: skip
 
 
-def _cut(matrices: Sequence[Tensor], rows: int) -> Tiles:
+def _cut(matrices: Sequence[Tensor], rows: int) -> Tiling:
     processors = torch.cuda.get_device_properties(matrices[0].device).multi_processor_count
     many = sum(v_KN.shape[1] for v_KN in matrices) >= EACH * processors * COARSE.N
     return COARSE if many else FINE[rows]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from symbiosis.kernels.adapter_rows import Piece, Placed
+from symbiosis.kernels.adapter_rows import MatrixPiece, Placed
 from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.pool import NoRoom
@@ -19,7 +19,7 @@ FIXED_BYTES = 1 << 16  # what a copy costs besides its bytes
 NAMES = ("down", "up", "before", "gain", "shift")
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows of one matrix that follow one another in one page."""
 
     matrix: int
@@ -31,13 +31,13 @@ class Run(NamedTuple):
     offset: int  # in elements
 
 
-def place(shapes: Iterable[tuple[int, int]], page: int) -> tuple[int, list[Run]]:
+def place(shapes: Iterable[tuple[int, int]], page: int) -> tuple[int, list[RowRun]]:
     """Return how many pages of this size the rows of these matrices take, and where each row lies.
 
     >>> place([(3, 4)], page=8)
-    (2, [Run(matrix=0, row=0, rows=2, column=0, width=4, page=0, offset=0), Run(matrix=0, row=2, rows=1, column=0, width=4, page=1, offset=0)])
+    (2, [RowRun(matrix=0, row=0, rows=2, column=0, width=4, page=0, offset=0), RowRun(matrix=0, row=2, rows=1, column=0, width=4, page=1, offset=0)])
     """
-    runs: list[Run] = []
+    runs: list[RowRun] = []
     number, used = 0, 0
     for matrix, (rows, columns) in enumerate(shapes):
         for column in range(0, columns, page):
@@ -46,7 +46,7 @@ def place(shapes: Iterable[tuple[int, int]], page: int) -> tuple[int, list[Run]]
                 if used + width > page:
                     number, used = number + 1, 0
                 count = min(rows - row, (page - used) // width)
-                runs.append(Run(matrix, row, count, column, width, number, used))
+                runs.append(RowRun(matrix, row, count, column, width, number, used))
                 row, used = row + count, used + count * width
     return number + (used > 0), runs
 
@@ -191,7 +191,7 @@ class Residency:
         if resident is not None and not resident.pins:
             self.arena.pool.give_back(self._here.pop(version).pages)
 
-    def _put(self, adapter: LoadedAdapter, pages: list[int], runs: list[Run]) -> None:
+    def _put(self, adapter: LoadedAdapter, pages: list[int], runs: list[RowRun]) -> None:
         self.fetches += 1
         if self.fetcher is not None and adapter.packed is not None:
             book = self.fetcher.fetch(adapter.packed, pages)
@@ -210,13 +210,13 @@ def shapes_of(parts: dict[str, Part]) -> list[tuple[int, int]]:
     return [(len(matrix), matrix.shape[1]) for matrix in matrices_of(parts)]
 
 
-def _copy(parts: dict[str, Part], runs: Sequence[Run], pages: list[int], arena: Arena) -> dict[str, Placed]:
+def _copy(parts: dict[str, Part], runs: Sequence[RowRun], pages: list[int], arena: Arena) -> dict[str, Placed]:
     matrices = matrices_of(parts)
-    pieces: list[list[Piece]] = [[] for _ in matrices]
+    pieces: list[list[MatrixPiece]] = [[] for _ in matrices]
     for run in _joined(runs, pages, arena.page_elements):
         values = arena.flat[run.offset : run.offset + run.rows * run.width].view(run.rows, run.width)
         values.copy_(matrices[run.matrix][run.row : run.row + run.rows, run.column : run.column + run.width])
-        pieces[run.matrix].append(Piece(run.row, run.column, values))
+        pieces[run.matrix].append(MatrixPiece(run.row, run.column, values))
     found = iter(pieces)
     placed = {}
     for layer, part in parts.items():
@@ -225,9 +225,9 @@ def _copy(parts: dict[str, Part], runs: Sequence[Run], pages: list[int], arena: 
     return placed
 
 
-def _joined(runs: Sequence[Run], pages: list[int], page_elements: int) -> list[Run]:
+def _joined(runs: Sequence[RowRun], pages: list[int], page_elements: int) -> list[RowRun]:
     """Join runs of one matrix that follow one another, and count their offsets from the beginning of the memory."""
-    joined: list[Run] = []
+    joined: list[RowRun] = []
     for run in runs:
         run = run._replace(offset=pages[run.page] * page_elements + run.offset)
         last = joined[-1] if joined else None

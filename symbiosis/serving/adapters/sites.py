@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
-from symbiosis.kernels.adapter_rows import FewRows, Placed, Rows, adapt_rows_, before_rows
+from symbiosis.kernels.adapter_rows import FewAdapterRows, Placed, Rows, adapt_rows_, before_rows
 from symbiosis.serving.adapters.kinds import LoadedAdapter
 from symbiosis.serving.adapters.layers import run_layer
 from symbiosis.serving.adapters.residency import Residency
@@ -22,7 +22,7 @@ from symbiosis.serving.step import Segment, Step
 
 
 @dataclass(slots=True, frozen=True)
-class Group:
+class AdapterRows:
     """The rows of one adapter in a step."""
 
     adapter: LoadedAdapter
@@ -38,8 +38,8 @@ class Shares:
     """Which rows that a layer sees belong to which adapter."""
 
     rows: int = 0
-    groups: Sequence[Group] = ()
-    few: FewRows | None = None  # computes them, if they are few
+    groups: Sequence[AdapterRows] = ()
+    few: FewAdapterRows | None = None  # computes them, if they are few
 
     def check(self, name: str, x: Tensor) -> None:
         """Refuse to run an adapter at a layer that was given other rows."""
@@ -128,8 +128,12 @@ class Sites:
                 rows.setdefault(adapter, []).append(row)
         highest = max((adapter.rank for adapter in rows), default=0)
         numbers = list(rows.values())
-        few = FewRows(numbers) if FewRows.fits(numbers, highest, self._served.dtype, self._served.device) else None
-        groups = [Group(adapter, _rows(of), self._placed(adapter)) for adapter, of in rows.items()]
+        few = (
+            FewAdapterRows(numbers)
+            if FewAdapterRows.fits(numbers, highest, self._served.dtype, self._served.device)
+            else None
+        )
+        groups = [AdapterRows(adapter, _rows(of), self._placed(adapter)) for adapter, of in rows.items()]
         return Shares(count, groups, few)
 
     def _placed(self, adapter: LoadedAdapter) -> dict[str, Placed]:

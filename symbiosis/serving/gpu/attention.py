@@ -14,7 +14,7 @@ from symbiosis.serving.step import BLOCK
 
 
 @dataclass(slots=True, frozen=True)
-class Shape:
+class Extent:
     """How much of the tables a step uses: all of a graph's launches have these sizes."""
 
     rows: int
@@ -30,7 +30,7 @@ class TableAttention:
     arena: Arena
     slots: Slots
     rows: Rows
-    shape: Shape
+    shape: Extent
     remember: Callable[[int, Tensor, Tensor], None] | None
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.serving.adapters.kinds import Part
-from symbiosis.serving.adapters.residency import NAMES, Run, matrices_of, place, shapes_of
+from symbiosis.serving.adapters.residency import NAMES, RowRun, matrices_of, place, shapes_of
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.gpu.groups import Group
 
@@ -126,7 +126,9 @@ def _copy_pages(table: Tensor, pages: Tensor, numbers: list[int]) -> None:
 Where = tuple[int, int]  # a page of the adapter's, and bytes from its beginning
 
 
-def _records(parts: dict[str, Part], runs: list[Run], page: int, size: int, groups: Sequence[Group]) -> tuple[Any, ...]:
+def _records(
+    parts: dict[str, Part], runs: list[RowRun], page: int, size: int, groups: Sequence[Group]
+) -> tuple[Any, ...]:
     """Return the words of an adapter's records, their pages, and where each record begins, by entry."""
     where = _addresses(parts, runs, page, size)
     words: list[Where] = []  # page -1: a number
@@ -153,7 +155,7 @@ def _records(parts: dict[str, Part], runs: list[Run], page: int, size: int, grou
     return numbers, page_of, begins[False], begins[True]
 
 
-def _addresses(parts: dict[str, Part], runs: list[Run], page: int, size: int) -> dict[tuple[str, str], list[Where]]:
+def _addresses(parts: dict[str, Part], runs: list[RowRun], page: int, size: int) -> dict[tuple[str, str], list[Where]]:
     """Return where the pieces of each matrix's rows lie, row by row, by its layer and name."""
     named = [
         (layer, name, m) for layer, part in parts.items() for name in NAMES if (m := getattr(part, name)) is not None

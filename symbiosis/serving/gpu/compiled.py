@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from symbiosis.serving.attention import attend_now
 
 
-class Place:
+class SharedInput:
     """Stands for linear layers that see the same rows. When the first is called, `products` computes the products of all, and the others
     take theirs when they are called."""
 
@@ -38,7 +38,7 @@ class Place:
         return y
 
 
-_places: "WeakValueDictionary[int, Place]" = WeakValueDictionary()
+_places: "WeakValueDictionary[int, SharedInput]" = WeakValueDictionary()
 
 
 @torch.library.custom_op("symbiosis::adapted_products", mutates_args=())
@@ -68,10 +68,10 @@ def _shape_of_attention(
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
-class Placed:
+class SharesInput:
     """A linear layer that takes its products from a place; a mixin."""
 
-    symbiosis_place: Place
+    symbiosis_place: SharedInput
     symbiosis_member: int
 
     def forward(self, x: Tensor) -> Tensor:
@@ -83,11 +83,11 @@ _kinds: dict[type[nn.Module], type[nn.Module]] = {}
 
 def put_in_place(modules: Sequence[nn.Module], products: Callable[[Tensor], list[Tensor]], widths: list[int]) -> None:
     """Let these layers take what `products` computes. They come in the order in which they are called."""
-    place = Place(products, widths)
+    place = SharedInput(products, widths)
     for member, module in enumerate(modules):
         kind = type(module)
         if kind not in _kinds:
-            _kinds[kind] = type(kind.__name__, (Placed, kind), {"__module__": kind.__module__})
+            _kinds[kind] = type(kind.__name__, (SharesInput, kind), {"__module__": kind.__module__})
         object.__setattr__(module, "symbiosis_place", place)
         object.__setattr__(module, "symbiosis_member", member)
         module.__class__ = _kinds[kind]

@@ -19,7 +19,7 @@ from symbiosis.serving.adapters.kinds import LoadedAdapter
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.attention import attending_by
 from symbiosis.serving.gpu.adapting import Adapting, Run
-from symbiosis.serving.gpu.attention import Shape, TableAttention
+from symbiosis.serving.gpu.attention import Extent, TableAttention
 from symbiosis.serving.gpu.books import Fetcher
 from symbiosis.serving.gpu.compiled import compile_layers
 from symbiosis.serving.gpu.groups import find_groups
@@ -104,7 +104,7 @@ class Runner:
     def logits(self, step: Step, kept: Tensor, inputs: Callable[[], dict[str, Any]]) -> Tensor:
         """Return the logits of the kept rows. `inputs` returns what the model is called with if the step is no graph."""
         is_eager = self._captured is None or not self.is_plain or len(kept) > self._rows.sequences
-        shape = Shape(step.rows, *self._counts(step), 0) if is_eager else self._shape(step, kept)
+        shape = Extent(step.rows, *self._counts(step), 0) if is_eager else self._shape(step, kept)
         self._fill(step, kept, shape)
         if is_eager:
             with torch.compiler.set_stance("force_eager"):  # compiled code does not see hooks
@@ -118,7 +118,7 @@ class Runner:
             logits = self._logits(shape.rows, shape.singles, shape.blocks, shape.kept, self._key())
         return logits[: len(kept)]
 
-    def _fill(self, step: Step, kept: Tensor, shape: Shape) -> None:
+    def _fill(self, step: Step, kept: Tensor, shape: Extent) -> None:
         """Fill in the tables of a step, and copy them to the device."""
         self._rows.fill(step, self._slots, kept)
         if self.adapting is not None:
@@ -126,12 +126,12 @@ class Runner:
             self.adapting.upload()
         self._rows.upload(step)
 
-    def _shape(self, step: Step, kept: Tensor) -> Shape:
+    def _shape(self, step: Step, kept: Tensor) -> Extent:
         singles, blocks = self._counts(step)
         rows = min(bucket(step.rows), self._rows.rows)
         if not blocks and kept.tolist() == list(range(step.rows)):
-            return Shape(rows, rows, 0, 0)
-        return Shape(rows, self._rows.sequences, self._rows.blocks_of(rows), self._rows.sequences)
+            return Extent(rows, rows, 0, 0)
+        return Extent(rows, self._rows.sequences, self._rows.blocks_of(rows), self._rows.sequences)
 
     def _counts(self, step: Step) -> tuple[int, int]:
         longer = [segment.rows for segment in step.segments if segment.rows > 1]
@@ -149,9 +149,9 @@ class Runner:
             name: words[at][:rows].long().unsqueeze(0)
             for name, at in (("input_ids", "ids"), ("position_ids", "positions"))
         }
-        return self._run(Shape(rows, singles, blocks, kept), inputs, words["kept"][:kept].long() if kept else None)
+        return self._run(Extent(rows, singles, blocks, kept), inputs, words["kept"][:kept].long() if kept else None)
 
-    def _run(self, shape: Shape, inputs: dict[str, Any], kept: Tensor | None) -> Tensor:
+    def _run(self, shape: Extent, inputs: dict[str, Any], kept: Tensor | None) -> Tensor:
         if kept is not None and self._keeps_rows:
             inputs["logits_to_keep"] = kept
         attention = TableAttention(self._arena, self._slots, self._rows, shape, self.remember)

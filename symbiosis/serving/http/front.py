@@ -16,7 +16,7 @@ from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.keys import Keys, Tenant
-from symbiosis.serving.http.link.http_side import Remote
+from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.http.link.messages import FrontOptions
 from symbiosis.serving.http.schemas import Body, refusing
 from symbiosis.serving.request import Request, Sampling
@@ -29,7 +29,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class Front:
     """One engine, as clients see it."""
 
-    def __init__(self, remote: Remote, tokenizer: Any, options: FrontOptions) -> None:
+    def __init__(self, remote: RemoteEngine, tokenizer: Any, options: FrontOptions) -> None:
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
         self.keys = Keys(Path(options.api_keys) if options.api_keys else None)
         self.bodies = Bodies()

@@ -8,7 +8,7 @@ import msgspec
 
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.http.failures import ApiError, unknown_model
-from symbiosis.serving.http.link.http_side import Remote
+from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.request import Finish, Output, Request, Token
 
 FAILURES = {
@@ -63,7 +63,11 @@ class Generation:
     """
 
     def __init__(
-        self, remote: Remote, requests: Sequence[Request], new_text: Callable[[], Text], spent: Callable[[int], None]
+        self,
+        remote: RemoteEngine,
+        requests: Sequence[Request],
+        new_text: Callable[[], Text],
+        spent: Callable[[int], None],
     ) -> None:
         self._remote, self._spent = remote, spent
         self.prompt_tokens = sum(len(request.prompt) for request in requests)

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.serving.http.app import make_app
 from symbiosis.serving.http.front import Front
-from symbiosis.serving.http.link.http_side import Remote
+from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.http.link.messages import FrontOptions, Started
 from symbiosis.serving.http.link.pulse import BEAT_S, SILENT_S
 
@@ -56,7 +56,7 @@ def tokenizer_of(options: FrontOptions) -> Any:
 async def serve(listener: socket.socket, link: socket.socket, options: FrontOptions) -> None:
     """Serve until the engine hangs up, or until it says that it ends and everything is answered."""
     tokenizer = tokenizer_of(options)
-    remote = await Remote.connect(*await asyncio.open_unix_connection(sock=link))
+    remote = await RemoteEngine.connect(*await asyncio.open_unix_connection(sock=link))
     front = Front(remote, tokenizer, options)
     config = uvicorn.Config(
         make_app(front), http=Protocol, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
@@ -70,7 +70,7 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
     remote.close()
 
 
-async def _watch(remote: Remote, engine: int) -> None:
+async def _watch(remote: RemoteEngine, engine: int) -> None:
     """End the engine's process if it hangs, and with it the whole server, because a hanging process can neither answer nor end by
     itself."""
     while remote.beat() or not engine:
@@ -80,7 +80,7 @@ async def _watch(remote: Remote, engine: int) -> None:
         os.kill(engine, signal.SIGKILL)
 
 
-async def _end(server: uvicorn.Server, remote: Remote) -> None:
+async def _end(server: uvicorn.Server, remote: RemoteEngine) -> None:
     drained = asyncio.create_task(remote.drained.wait())
     await asyncio.wait([drained, remote.ended], return_when=asyncio.FIRST_COMPLETED)
     while remote.is_there and remote.under_way:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.privacy.noise import Noise, gaussian
-from symbiosis.tools.audit.operator_view import Entry, OperatorView
+from symbiosis.tools.audit.operator_view import OperatorView, SeenCall
 
 LARGE, SMALL = 100.0, 0.4  # times a row's own root mean square
 
@@ -16,7 +16,7 @@ def known_noise(view: OperatorView) -> OperatorView:
     """Mask rows by the noise of `Noise`, whose effects this operator has computed."""
     options, drawn = Noise(), dict[int, Tensor]()
 
-    def masked(entry: Entry) -> Tensor:
+    def masked(entry: SeenCall) -> Tensor:
         noise_PK = drawn.setdefault(entry.rows.shape[1], gaussian(options.pool, entry.rows.shape[1]))
         return entry.rows + options.scale * _size(entry) * noise_PK[torch.randint(options.pool, (len(entry.rows),))]
 
@@ -27,7 +27,7 @@ def known_noise(view: OperatorView) -> OperatorView:
 
 def both_at_one(view: OperatorView) -> OperatorView:
     """Give both halves of every call to this operator."""
-    broken, halves = copy(view), list[Entry]()
+    broken, halves = copy(view), list[SeenCall]()
     for entry in view.entries:
         r_TK = LARGE * _size(entry) * torch.randn_like(entry.rows)
         halves += [replace(entry, rows=entry.rows + r_TK), replace(entry, rows=r_TK, seeded=True)]
@@ -44,7 +44,7 @@ def one_for_all(view: OperatorView) -> OperatorView:
     """Mask all rows of one width with one mask."""
     drawn: dict[int, Tensor] = {}
 
-    def masked(entry: Entry) -> Tensor:
+    def masked(entry: SeenCall) -> Tensor:
         return entry.rows + drawn.setdefault(entry.rows.shape[1], LARGE * torch.randn_like(entry.rows[0]))
 
     return view.with_rows(masked)
@@ -54,7 +54,7 @@ def few(view: OperatorView) -> OperatorView:
     """Mask rows with sums of a few masks that were drawn once."""
     drawn: dict[int, Tensor] = {}
 
-    def masked(entry: Entry) -> Tensor:
+    def masked(entry: SeenCall) -> Tensor:
         width = entry.rows.shape[1]
         pool_PK = drawn.setdefault(width, torch.randn(Noise().pool, width))
         return entry.rows + LARGE * _size(entry) * (torch.randn(len(entry.rows), len(pool_PK)) @ pool_PK)
@@ -62,6 +62,6 @@ def few(view: OperatorView) -> OperatorView:
     return view.with_rows(masked)
 
 
-def _size(entry: Entry) -> Tensor:
+def _size(entry: SeenCall) -> Tensor:
     """Return the root mean square of each row."""
     return entry.rows.square().mean(1, keepdim=True).sqrt()

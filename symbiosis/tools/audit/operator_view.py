@@ -20,7 +20,7 @@ NOTHING = 1e-3  # of the usual length: a true row that is shorter says nothing
 
 
 @dataclass(frozen=True)
-class Entry:
+class SeenCall:
     """A call with rows as the operator sees it. Its first layer stands for all layers that take the same rows."""
 
     op: Op
@@ -55,7 +55,7 @@ class OperatorView:
         self.bytes = recorder.server.dispatch.bytes
         names = [layer.name for layer in recorder.server.store.manifest]
         entries = [
-            Entry(
+            SeenCall(
                 sent.call.op,
                 tuple(names[n] for n in sent.call.layers),
                 sent.rows,
@@ -70,7 +70,7 @@ class OperatorView:
         self.entries = [entry for entry in entries if entry.phase not in ("join", *MORE)]
         self.integers = not any(entry.rows.is_floating_point() for entry in self.entries)
 
-    def with_rows(self, known: Callable[[Entry], Tensor]) -> "OperatorView":
+    def with_rows(self, known: Callable[[SeenCall], Tensor]) -> "OperatorView":
         """Return this view with `known` in place of the rows, as an operator sees it who knows more about them."""
         other = copy(self)
         other.entries, other.more = (
@@ -124,7 +124,7 @@ class OperatorView:
         return min(1.0, torch.cat(cosines).mean().item())  # rounding can exceed it
 
 
-def _alike(entries: list[Entry], claims: Iterable[Claim]) -> dict[tuple[Key, Key | None], list[Claim]]:
+def _alike(entries: list[SeenCall], claims: Iterable[Claim]) -> dict[tuple[Key, Key | None], list[Claim]]:
     """Group claims about the same layers, whose rows have the same mean."""
     groups: dict[tuple[Key, Key | None], list[Claim]] = {}
     for claim in claims:

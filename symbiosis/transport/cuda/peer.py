@@ -71,7 +71,7 @@ class RemoteTensor(NamedTuple):
     tensor: Tensor
 
 
-class Remote:
+class RemoteCopies:
     """Copies a call's payload here from another GPU, and its results back."""
 
     def __init__(self, payload: list[RemoteTensor], results: list[RemoteTensor]) -> None:
@@ -114,7 +114,7 @@ class DevicePeer:
         self._segments: dict[int, DeviceMemory] = {}
         self._calls: dict[int, Prepared] = {}
         self._uses: dict[int, frozenset[int]] = {}  # by the calls' numbers: which segments they use
-        self._remote: dict[int, Remote] = {}
+        self._remote: dict[int, RemoteCopies] = {}
         self._replies: dict[int, MemOps] = {}
         self._rounds: dict[int, PreparedRound] = {}  # the calls that are rounds
         self.offer = Offer(self._inbox, self, sock)
@@ -237,7 +237,7 @@ class DevicePeer:
         tensors, results = (tuple(place.tensor for place in places) for places in (payload, outs))
         self._calls[message.number] = self._inbox.prepare(self, message.number, call, tensors, results)
         if self._elsewhere:
-            self._remote[message.number] = Remote(payload, outs)
+            self._remote[message.number] = RemoteCopies(payload, outs)
         self._uses[message.number] = frozenset([message.segment, *(segment for segment, _ in places_of)])
         return shape
 

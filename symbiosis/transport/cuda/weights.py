@@ -21,27 +21,27 @@ PIECES = 64  # or so; while weights are moved there is a second copy of one
 SMALLEST = 32 << 20  # bytes of a piece that is not the last
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a tensor lies."""
 
     piece: int
     start: int
 
 
-def layout(manifest: Sequence[Layer]) -> tuple[dict[int, Place], list[int]]:
+def layout(manifest: Sequence[Layer]) -> tuple[dict[int, TensorPlace], list[int]]:
     """Where each tensor lies, by its number in the manifest, and how many bytes each piece holds. Both sides count alike."""
     numbers = in_file(manifest, served=True)
     distinct = {_same(manifest[number]): _nbytes(manifest[number]) for number in numbers}
     most = max(sum(distinct.values()) // PIECES, SMALLEST)
-    places: dict[int, Place] = {}
-    found: dict[tuple[str, str, tuple[int, ...]], Place] = {}
+    places: dict[int, TensorPlace] = {}
+    found: dict[tuple[str, str, tuple[int, ...]], TensorPlace] = {}
     sizes: list[int] = []
     for number in numbers:
         key = _same(manifest[number])
         if key not in found:
             if not sizes or sizes[-1] + distinct[key] > most:
                 sizes.append(0)
-            found[key] = Place(len(sizes) - 1, sizes[-1])
+            found[key] = TensorPlace(len(sizes) - 1, sizes[-1])
             sizes[-1] += distinct[key]
         places[number] = found[key]
     return places, sizes
@@ -88,7 +88,7 @@ def mapped(manifest: Sequence[Layer], descriptors: Sequence[int], device: torch.
     return {number: _tensor(pieces[place.piece], manifest[number], place) for number, place in places.items()}
 
 
-def _tensor(piece: DeviceMemory, layer: Layer, place: Place) -> Tensor:
+def _tensor(piece: DeviceMemory, layer: Layer, place: TensorPlace) -> Tensor:
     return piece.tensor(place.start, layer.dtype, layer.shape)
 
 

@@ -22,7 +22,7 @@ NET = 0xFFF00000  # where a filter finds the IP header; 0 is the TCP header
 SYN, FLAGS_AT, V4_FROM_AT, V6_FROM_AT = 0x02, 13, 12, 8
 
 
-class Step(NamedTuple):
+class Instruction(NamedTuple):
     """An instruction of the kernel's packet filter. A jump skips so many instructions."""
 
     code: int
@@ -32,7 +32,7 @@ class Step(NamedTuple):
 
 
 LOAD_BYTE, LOAD_WORD, MASK, EQUALS, HAS_BITS, RETURN = 0x30, 0x20, 0x54, 0x15, 0x45, 0x06
-PASS, DROP = Step(RETURN, 0xFFFFFFFF), Step(RETURN, 0)
+PASS, DROP = Instruction(RETURN, 0xFFFFFFFF), Instruction(RETURN, 0)
 
 
 class Gate:
@@ -95,17 +95,17 @@ def network_of(address: str) -> str:
     return str(ipaddress.ip_network((parsed, 8 if parsed.is_loopback else 32), strict=False))
 
 
-def program(networks: Iterable[str]) -> Sequence[Step]:
+def program(networks: Iterable[str]) -> Sequence[Instruction]:
     """Return a filter that drops what opens a connection from one of `networks`, and lets everything else pass."""
     if ANYBODY in networks:
-        return [Step(LOAD_BYTE, FLAGS_AT), Step(HAS_BITS, SYN, 1), PASS, DROP]
-    steps = [Step(LOAD_BYTE, FLAGS_AT), Step(HAS_BITS, SYN, 1), PASS]
+        return [Instruction(LOAD_BYTE, FLAGS_AT), Instruction(HAS_BITS, SYN, 1), PASS, DROP]
+    steps = [Instruction(LOAD_BYTE, FLAGS_AT), Instruction(HAS_BITS, SYN, 1), PASS]
     for network in map(ipaddress.ip_network, networks):
         steps += _drops(network)
     return [*steps, PASS]
 
 
-def _drops(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> list[Step]:
+def _drops(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> list[Instruction]:
     """Return steps that drop a packet from `network`, and else lead to what follows."""
     first = int(network.network_address)
     wanted = [(V4_FROM_AT, first, int(network.netmask))]
@@ -113,5 +113,10 @@ def _drops(network: ipaddress.IPv4Network | ipaddress.IPv6Network) -> list[Step]
         wanted = [(V6_FROM_AT, first >> 96, 0xFFFFFFFF), (V6_FROM_AT + 4, first >> 64 & 0xFFFFFFFF, 0xFFFFFFFF)]
     steps = [DROP]
     for at, value, mask in reversed([(0, network.version << 28, 0xF0000000), *wanted]):
-        steps = [Step(LOAD_WORD, NET + at), Step(MASK, mask), Step(EQUALS, value, 0, len(steps)), *steps]
+        steps = [
+            Instruction(LOAD_WORD, NET + at),
+            Instruction(MASK, mask),
+            Instruction(EQUALS, value, 0, len(steps)),
+            *steps,
+        ]
     return steps

@@ -32,8 +32,8 @@ Result = TypeVar("Result")
 OnOutput = Callable[[Output | ApiError], None]
 
 
-class Remote:
-    """One engine, asked through one connection. Use `await Remote.connect(...)`."""
+class RemoteEngine:
+    """One engine, asked through one connection. Use `await RemoteEngine.connect(...)`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
         self.welcome, self.drained = welcome, asyncio.Event()
@@ -47,7 +47,7 @@ class Remote:
         self.ended = asyncio.create_task(self._read())
 
     @classmethod
-    async def connect(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> "Remote":
+    async def connect(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> "RemoteEngine":
         """Connect, and wait until the engine is ready."""
         welcome = await _next(reader)
         assert isinstance(welcome, Welcome)
