@@ -228,7 +228,7 @@ class Captured:
 
 @contextmanager
 def _garbage_is_kept() -> Iterator[None]:
-    """What is found unused in the block is collected later: a session that ends, or memory that is unmapped, waits for the GPU, which
+    """Collect what is found unused in the block only after it. A session that ends, or memory that is unmapped, waits for the GPU, which
     would break a capture."""
     was_on = gc.isenabled()
     gc.disable()

@@ -362,7 +362,7 @@ def may_have_more(session: Session) -> bool:
 
 
 def greeting(session: Session, device: str) -> Callable[[], Hello]:
-    """What a line joins with. A line lives in threads of its own, which must not keep a session that nobody uses any more."""
+    """Return what a line joins with. A line lives in threads of its own, which must not keep a session that nobody uses any more."""
     kept = weakref.ref(session)
 
     def hello() -> Hello:

@@ -36,11 +36,11 @@ class Sharing(Protocol):
     """What a connection tells of the served weights that its client may multiply by itself, and asks it for."""
 
     def join(self, weights: dict[int, Tensor], page: Any) -> None:
-        """These are mapped now, by their numbers in the manifest; none, if the executor does not share them."""
+        """Take the weights that are mapped now, by their numbers in the manifest; none, if the executor does not share them."""
         ...
 
     def leave(self) -> None:
-        """The executor is away."""
+        """Note that the executor is away."""
         ...
 
     def report(self) -> None:

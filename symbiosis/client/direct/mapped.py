@@ -80,7 +80,7 @@ class Mapped:
             page.report(*self.figures.since(self._reported))
 
     def advice(self) -> Advice:
-        """What the executor advises now; to send nothing, while it is away."""
+        """Return what the executor advises now. While it is away, that is to send nothing."""
         return Advice() if (page := self._page) is None else Advice(page.others, page.rationed)
 
     def decodes(self) -> None:
@@ -89,7 +89,7 @@ class Mapped:
             page.decoded()
 
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
-        """The weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
+        """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
         weight = self.weights.get(number)
         if weight is None or weight.dtype is not dtype or not self._has(x) or is_watched():
             return None
@@ -110,7 +110,7 @@ class Mapped:
     def weights_for_local_products(
         self, wanted: dict[str, tuple[int, torch.dtype]], x: Tensor, routed: int, training: bool
     ) -> dict[str, Tensor]:
-        """The stacks of matrices that a module multiplies rows by, or none if its products should be sent. Counts the products, as the
+        """Return the stacks of matrices that a module multiplies rows by, or none if its products should be sent. Counts the products, as the
         caller makes them now.
 
         Args:
@@ -177,7 +177,7 @@ class Mapped:
         return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results
 
     def _products(self, call: Call, x_TK: Tensor) -> list[Tensor]:
-        """One product for each layer of a group."""
+        """Return the product of each layer of a group."""
         dtype = TORCH_DTYPE[call.dtype]
         results = []
         for layer in call.layers:

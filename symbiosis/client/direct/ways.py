@@ -12,7 +12,7 @@ from symbiosis.transport.base import Advice
 
 
 class Way(NamedTuple):
-    """Of one session: what is advised, as far as that makes a difference, and since which join its weights are mapped."""
+    """What one session is advised, as far as that makes a difference, and since which join its weights are mapped."""
 
     session: int
     join: int
@@ -28,14 +28,14 @@ class Multiplied(NamedTuple):
     decodes: bool
 
     def happens(self, times: int = 1) -> None:
-        """Book that the step runs again; or that it did not run, but was captured."""
+        """Book the step so many times: when it runs again; or -1 times, when it was captured and did not run."""
         self.mapped.count(*(times * figure for figure in self.figures))
         if self.decodes and times > 0:
             self.mapped.decodes()
 
 
 def advised() -> tuple[Way, ...]:
-    """What is advised now."""
+    """Return what the sessions with mapped weights on GPUs are advised now."""
     found = []
     for session in sessions():
         if (mapped := session.mapped) is not None and mapped.device.type == "cuda":
@@ -45,8 +45,8 @@ def advised() -> tuple[Way, ...]:
 
 
 def narrowed(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> tuple[Way, ...]:
-    """These ways without the advice that makes no difference to a step, as is known once it has run. `asked`: by session, whether the
-    step needs to know about tokens, and about training."""
+    """Return these ways without the advice that makes no difference to a step. That is known once the step has run: `asked` says for each
+    session whether the step asked about tokens, and about training."""
 
     def one(way: Way) -> Way:
         tokens, training = asked.get(way.session, (True, True))
@@ -57,7 +57,7 @@ def narrowed(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> tu
 
 @contextmanager
 def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> Iterator[list[Multiplied]]:
-    """Products in the block go these ways. Afterwards it is known what was asked, and what was multiplied."""
+    """Let products in the block go these ways. Afterwards `asked` has what was asked, and what was yielded has what was multiplied."""
     by_number = {session.number: session.mapped for session in sessions()}
     used = [(way, mapped) for way in chosen if (mapped := by_number.get(way.session)) is not None]
     before = [mapped.figures for _, mapped in used]

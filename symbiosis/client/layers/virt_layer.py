@@ -147,7 +147,7 @@ torch.library.register_autograd("symbiosis::product", _gradient_of_op, setup_con
 
 @register_flop_formula(torch.ops.symbiosis.product)  # type: ignore[untyped-decorator]
 def _flops_of_product(x_shape: torch.Size, session: int, layer: int, op: int, width: int, *_: Any, **__: Any) -> int:
-    """Counted as torch counts `mm`: without the bias."""
+    """Count multiplications as torch does for `mm`: without the bias."""
     return 2 * x_shape.numel() * width
 
 

@@ -124,7 +124,7 @@ def _kept_norms(norms_of: Callable[..., Tensor], layer: Any, dtype: torch.dtype,
 
 
 def _roundings(dtype: torch.dtype) -> tuple[Any, ...]:
-    """What else decides how the norms are rounded, and what autograd may do with them."""
+    """Return what else decides how the norms are rounded, and what autograd may do with them."""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     how = torch.get_num_threads(), torch.get_float32_matmul_precision()
     return dtype, autocast, *how, torch.is_inference_mode_enabled()

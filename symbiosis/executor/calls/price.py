@@ -66,7 +66,7 @@ def _of_rows(call: Call, reply: int, store: Store) -> int:
 
 
 def _of_columns(call: Call, reply: int, store: Store) -> int:
-    """(.., M, K) by (.., K, T)."""
+    """Return the price of a product of (.., M, K) by (.., K, T)."""
     return reply * call.shape[-2] + _besides(call, reply, store)
 
 

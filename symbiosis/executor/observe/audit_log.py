@@ -30,7 +30,7 @@ class AuditLog:
         self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
 
     def write(self, event: str, **fields: object) -> None:
-        """Raises OSError if it cannot be written."""
+        """Write a line about an event, or raise `OSError`."""
         if self._fd < 0 or self._was_moved():
             self._open()
         line = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields})

@@ -123,7 +123,7 @@ class Service:
         self._selector.register(rank.stdout, selectors.EVENT_READ, lambda _: self._heard(rank))
 
     def _heard(self, rank: Rank) -> None:
-        """A rank says that it is ready, or has ended."""
+        """Read what a rank says: that it is ready, or, by its end, nothing more."""
         line = rank.stdout.readline()
         if not line:
             self._selector.unregister(rank.stdout)

@@ -1,7 +1,7 @@
 """What adapters of low rank add to the products of a group of layers that see the same rows, on a GPU: one kernel shrinks the rows for
 all layers of the group, one expands them for all. `symbiosis/kernels/adapter_rows.py` is the formula.
 
-Rows of the batch come in tiles: up to `TILE` rows behind each other that are of one adapter; a tile of no rows, or without a record, is
+Rows of the batch come in tiles: up to `TILE` consecutive rows of one adapter; a tile of no rows, or without a record, is
 left at once. So a launch depends on how many tiles there may be, and not on the adapters: it can be part of a CUDA graph. If every
 sequence has one row, tiles have one row, too, and other kernels (`_shrink_one`, `_expand_one`) compute them: their time is that of reading
 memory, so they ask for all that they read at once.

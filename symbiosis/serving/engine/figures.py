@@ -73,5 +73,5 @@ class Figures(msgspec.Struct, kw_only=True):
 
     @property
     def cache_usage(self) -> float:
-        """Which part of the memory is in use."""
+        """How much of the memory is in use, from 0 to 1."""
         return 1.0 - (self.pages_free + self.pages_cached) / self.pages if self.pages else 0.0

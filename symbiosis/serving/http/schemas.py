@@ -164,7 +164,7 @@ AS_CHECKED = {"max_completion_tokens": "max_tokens", "n": "completions", "top_lo
 
 @contextmanager
 def refusing(names: dict[str, str] = AS_ASKED) -> Iterator[None]:
-    """What the engine calls unfit is wrong in the request, by the name that it has there."""
+    """Tell a client what the engine calls unfit, by the name that it has in the request."""
     try:
         yield
     except Unfit as unfit:
