@@ -40,14 +40,14 @@ OPTIONS = {  # of LoRA
 }
 
 
-class _Running(threading.local):
+class _OfThread(threading.local):
     """The rows of the group that this thread runs, and what the base made of them."""
 
     x: Tensor | None = None
     y: Tensor | None = None
 
 
-_now = _Running()
+_now = _OfThread()
 
 
 class Tap:

@@ -56,7 +56,7 @@ class RegisteredCall:
 
 
 @dataclass(slots=True)
-class CallBuffers:
+class StepCall:
     """A call of a step: its rows as the model has them, the place where the executor reads them, and the results."""
 
     number: int
@@ -82,8 +82,8 @@ class Step:
     number, or in a round its position, counted from 1. `take` returns a result as the model gets it.
     """
 
-    place: "Callable[[Step, Call, Tensor, Shapes], CallBuffers | None]"
-    ring: Callable[[int, CallBuffers, int], None]
+    place: "Callable[[Step, Call, Tensor, Shapes], StepCall | None]"
+    ring: Callable[[int, StepCall, int], None]
     take: Callable[[Tensor], Tensor]
     round: AgreedRound | None = None
     borrowed: tuple[int, ...] = ()  # the numbers of calls that were registered earlier, and not for this step
@@ -208,12 +208,12 @@ class Steps:
         make = partial(kernel.call, mine, 2 * self._link.longest)
         step.ring = lambda number, placed, _: make(number, placed.rows, placed.payload)
 
-    def _ring(self, number: int, placed: CallBuffers, stream: int) -> None:
+    def _ring(self, number: int, placed: StepCall, stream: int) -> None:
         """Make a call outside of a round."""
         _copy(placed)
         MemOps(doorbell(self._link, number)).enqueue(stream)
 
-    def _shared(self, step: Step, call: Call, x: Tensor, shapes: Shapes) -> CallBuffers | None:
+    def _shared(self, step: Step, call: Call, x: Tensor, shapes: Shapes) -> StepCall | None:
         """Place a call in the step's own memory, which the executor maps piece by piece. Return None if it cannot map this."""
         x = x.detach().to(TORCH_DTYPE[call.payload_dtype]).reshape(call.shape).contiguous()
         if (source := self._segment(step, x)) is None:
@@ -230,7 +230,7 @@ class Steps:
             return None
         step.numbers.append(number)
         step.results += [(out.data_ptr(), out.nbytes) for out in outs]
-        return CallBuffers(number, x, x, outs)
+        return StepCall(number, x, x, outs)
 
     def _segment(self, step: Step, tensor: Tensor) -> tuple[int, int] | None:
         """Return the segment in which a tensor lies, and where in it. A piece that is not shared yet is shared now."""
@@ -254,19 +254,19 @@ def doorbell(link: Link, number: int) -> list[MemOp]:
     return [MemOp(WRITE_32, reply, 0), MemOp(WRITE_32, bell, number), MemOp(WAIT_EQUAL, reply, number)]
 
 
-def _ring_by_stream(bell: int, reply: int, number: int, placed: CallBuffers, stream: int) -> None:
+def _ring_by_stream(bell: int, reply: int, number: int, placed: StepCall, stream: int) -> None:
     """Make a large call of a round."""
     _copy(placed)
     MemOps([MemOp(WRITE_32, bell, number), MemOp(WAIT_AT_LEAST, reply, number)]).enqueue(stream)
 
 
-def _at(prepared: list[RegisteredCall], step: Step, call: Call, x: Tensor, shapes: Shapes) -> CallBuffers:
+def _at(prepared: list[RegisteredCall], step: Step, call: Call, x: Tensor, shapes: Shapes) -> StepCall:
     """Place a call where it was registered before."""
     its = prepared[step.made]
-    return CallBuffers(its.number, x.reshape(call.shape), its.payload[0], cut(its.out, shapes))
+    return StepCall(its.number, x.reshape(call.shape), its.payload[0], cut(its.out, shapes))
 
 
-def _copy(placed: CallBuffers) -> None:
+def _copy(placed: StepCall) -> None:
     if placed.rows is not placed.payload:
         placed.payload.copy_(placed.rows)
 
