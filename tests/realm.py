@@ -1,10 +1,8 @@
 """An executor with keys for tests, its folder of tenants, and what their clients need."""
 
 import copy
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import pytest
 import torch
 import zmq
 from torch import nn
@@ -64,20 +62,6 @@ class Realm:
 
     def session(self, key: str = "alice", **options: float) -> Session:
         return Session(self.endpoint(key), **options)  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Realm]]:
-    """Starts a realm with the options given; it ends with the test."""
-    realms: list[Realm] = []
-
-    def run(**options: object) -> Realm:
-        realms.append(Realm(tmp_path, **options))  # type: ignore[arg-type]
-        return realms[-1]
-
-    yield run
-    for realm in realms:
-        realm.executor.close()
 
 
 class Reader:
