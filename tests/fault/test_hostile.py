@@ -29,7 +29,7 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.security.keys import generate
-from symbiosis.transport.tcp import lookout
+from symbiosis.transport.tcp import gate, lookout
 from symbiosis.transport.tcp.curve import MORE_THAN_JOIN, Address
 from symbiosis.transport.tcp.listener import REFUSALS
 from symbiosis.transport.tcp.lookout import FIRST_BYTES
@@ -226,6 +226,15 @@ class Watch:
         return p99(self._bystander.times[self._calls :]), cores
 
 
+def silent_connections(host: str, port: int, count: int) -> Iterator[socket.socket]:
+    """Connections that say nothing: as many at once as the gate lets in, and more as fast as it lets them in."""
+    begun = time.monotonic()
+    for number in range(count):
+        due = begun + (number - 0.9 * gate.AT_ONCE) / (0.9 * gate.PER_S)
+        time.sleep(max(0.0, due - time.monotonic()))
+        yield socket.create_connection((host, port), timeout=WAIT_S)
+
+
 @pytest.mark.alone
 @pytest.mark.fault
 @pytest.mark.timeout(300)
@@ -248,7 +257,7 @@ def test_connections_that_say_nothing_keep_nobody_out_for_long(
         time.sleep(1.0)  # of a calm executor
         calm, cores = watch.seen()
         watch = Watch(town.executor, bob)
-        silent = [socket.create_connection((host, int(port)), timeout=WAIT_S) for _ in range(connections)]
+        silent = list(silent_connections(host, int(port), connections))
         bob.goes_on()
         begun = time.monotonic()
         new = Session(town.endpoint("alice"))
