@@ -82,6 +82,19 @@ def test_a_message_of_very_many_frames_leaves_the_loop_to_others(
         stream.close()
 
 
+def test_who_listens_can_throw_frames_away_in_c_before_they_come(
+    serve: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first such message would be over before the compiler is."""
+    discard._compile()
+    if not discard._libraries:
+        pytest.skip("no C compiler here")
+    monkeypatch.setattr(discard, "_libraries", [])
+    discard._compile_meanwhile.cache_clear()
+    serve(tiny_llama(), listen="tcp://127.0.0.1:0")
+    until(lambda: discard._libraries, "the library")
+
+
 def test_a_message_of_a_few_frames_too_many_ends_its_connection(house: Any) -> None:
     """... and what others send is found behind it."""
     raw = Raw(house.endpoint)

@@ -1,15 +1,16 @@
 """Throws away the rest of a message with too many frames, in pieces. ZeroMQ hands out nothing else before its end.
 
-A frame takes about half a microsecond in Python, and a quarter of that in C (`discard.c`), which is compiled when the first such
-message comes. Without a C compiler, Python does all of it.
+A frame takes about half a microsecond in Python, and a tenth of that in C (`discard.c`), which is compiled when a process listens for the
+first time: the first such message would be over before the compiler is. Without a C compiler, Python does all of it.
 """
 
 import ctypes
+import os
 import subprocess
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from threading import Thread
+from threading import Thread, get_native_id
 from time import perf_counter
 from typing import Any
 
@@ -41,11 +42,11 @@ class Discard:
     def __init__(self, socket: Any) -> None:
         self._socket = socket
         self.going = False  # whether such a message is partly thrown away
+        _compile_meanwhile()
 
     def begin(self) -> None:
         """Begin to throw away the rest of the message whose first frames were received last."""
         self.going = True
-        _compile_meanwhile()
 
     def some(self) -> None:
         """Throw away a piece of the message."""
@@ -67,7 +68,12 @@ _libraries: list[ctypes.CDLL] = []  # holds the library once it is compiled
 
 @lru_cache
 def _compile_meanwhile() -> None:
-    Thread(target=_compile, name="symbiosis-compile", daemon=True).start()
+    Thread(target=_compile_gently, name="symbiosis-compile", daemon=True).start()
+
+
+def _compile_gently() -> None:
+    os.setpriority(os.PRIO_PROCESS, get_native_id(), 19)  # this thread's, and the compiler's
+    _compile()
 
 
 def _compile() -> None:
