@@ -16,11 +16,11 @@ JOIN_S = 10.0  # a connection that has not joined by then is ended
 
 
 class Advice(NamedTuple):
-    """An executor's advice to a client that maps the weights: how many other sessions decode, and whether tokens of others wait in the
-    executor's queue, where training gives way to them."""
+    """An executor's advice to a client that maps the weights: how many other sessions decode, and whether any of them
+    does so by calls, to which training gives way in the executor."""
 
     others: int = 0
-    rationed: bool = False
+    others_call: bool = False
 
 
 class Direct(NamedTuple):

@@ -8,7 +8,7 @@ from symbiosis.executor.scheduling.advice import BELIEVED_S, LASTS_S, Advisor
 
 
 @pytest.mark.parametrize(
-    ("rows", "nbytes", "training", "others", "rationed", "called"),
+    ("rows", "nbytes", "training", "others", "others_call", "called"),
     [
         (1, WORTH_JOINING, False, 0, False, False),  # nobody to join
         (1, WORTH_JOINING, False, 1, False, True),
@@ -22,9 +22,9 @@ from symbiosis.executor.scheduling.advice import BELIEVED_S, LASTS_S, Advisor
     ],
 )
 def test_a_call_is_made_only_where_it_pays(
-    rows: int, nbytes: int, training: bool, others: int, rationed: bool, called: bool
+    rows: int, nbytes: int, training: bool, others: int, others_call: bool, called: bool
 ) -> None:
-    assert should_send(rows, nbytes, training, others, rationed) is called
+    assert should_send(rows, nbytes, training, others, others_call) is called
 
 
 def test_who_decodes_is_told_of_others_and_not_of_itself() -> None:
@@ -37,7 +37,7 @@ def test_who_decodes_is_told_of_others_and_not_of_itself() -> None:
     assert advisor.of(3, 0.2) == (2, False)
 
 
-def test_training_is_rationed_only_where_tokens_wait_in_the_queue() -> None:
+def test_training_gives_way_only_to_who_decodes_by_calls() -> None:
     advisor = Advisor(joins=True)
     advisor.decoded(1, 0.0, called=False)
     assert not advisor.of(3, 0.1)[1]

@@ -81,7 +81,7 @@ class Mapped:
 
     def advice(self) -> Advice:
         """Return what the executor advises now. While it is away, that is to send nothing."""
-        return Advice() if (page := self._page) is None else Advice(page.others, page.rationed)
+        return Advice() if (page := self._page) is None else Advice(page.others, page.others_call)
 
     def decodes(self) -> None:
         """Tell the executor that this client makes tokens."""
@@ -143,7 +143,7 @@ class Mapped:
             if page is not None:
                 page.decoded()
         advice = self.fixed or page
-        return advice is not None and should_send(rows, self._nbytes, training, advice.others, advice.rationed)
+        return advice is not None and should_send(rows, self._nbytes, training, advice.others, advice.others_call)
 
     def count(self, calls: int, rows: int, multiplications: int) -> None:
         """Book what was multiplied by mapped weights."""

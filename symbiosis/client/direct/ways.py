@@ -17,7 +17,7 @@ class Way(NamedTuple):
     session: int
     join: int
     others: int | None
-    rationed: bool | None
+    others_call: bool | None
 
 
 class Multiplied(NamedTuple):
@@ -40,7 +40,7 @@ def advised() -> tuple[Way, ...]:
     for session in sessions():
         if (mapped := session.mapped) is not None and mapped.device.type == "cuda":
             advice = mapped.advice()
-            found.append(Way(session.number, mapped.joins, min(advice.others, 1), advice.rationed))
+            found.append(Way(session.number, mapped.joins, min(advice.others, 1), advice.others_call))
     return tuple(found)
 
 
@@ -50,7 +50,7 @@ def narrowed(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> tu
 
     def one(way: Way) -> Way:
         tokens, training = asked.get(way.session, (True, True))
-        return way._replace(others=way.others if tokens else None, rationed=way.rationed if training else None)
+        return way._replace(others=way.others if tokens else None, others_call=way.others_call if training else None)
 
     return tuple(map(one, chosen))
 
@@ -63,7 +63,7 @@ def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> I
     before = [mapped.figures for _, mapped in used]
     for way, mapped in used:
         mapped.asked_for_tokens = mapped.asked_for_training = False
-        mapped.fixed = Advice(way.others or 0, way.rationed or False)
+        mapped.fixed = Advice(way.others or 0, way.others_call or False)
     parts: list[Multiplied] = []
     try:
         yield parts

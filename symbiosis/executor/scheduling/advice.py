@@ -36,8 +36,8 @@ class Advisor:
         self._unbelieved.discard(session)
 
     def of(self, session: int, now: float) -> tuple[int, bool]:
-        """Return how many other sessions decode whose rows could be joined with this one's, and whether tokens of others wait in the
-        executor's queue, where large products give way to them."""
+        """Return how many other sessions decode whose rows could be joined with this one's, and whether any other has decoded by calls
+        lately, to which large products give way in the executor."""
         believed = {one: then for one, then in self._decoded.items() if one not in self._unbelieved}
         others = _recent(believed, session, now) if self._joins else 0
         self._ask(session, others > 0, now)

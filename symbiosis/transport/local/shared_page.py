@@ -1,7 +1,7 @@
 """A page that the executor shares with a client that maps the weights: advice goes one way, figures the other.
 
 0      how many other sessions decode now (255: or more)            written by the executor, once in a while
-1      1 while others' tokens wait in the executor's queue, before which training is to give way
+1      1 while others decode by calls, to which training gives way in the executor
 64     not 0 once the client has multiplied few rows directly       set by the client, cleared by the executor
 128    products made directly, their rows, their multiplications    written by the client with its heartbeat
 """
@@ -15,7 +15,7 @@ from symbiosis.transport.base import Advice, Direct, Peer, ServerPort
 from symbiosis.transport.local.segment import Slab
 
 NBYTES = 4096
-OTHERS_AT, RATIONED_AT, DECODED_AT, FIGURES_AT = 0, 1, 64, 128
+OTHERS_AT, OTHERS_CALL_AT, DECODED_AT, FIGURES_AT = 0, 1, 64, 128
 FIGURES = struct.Struct("<3Q")
 
 
@@ -31,12 +31,12 @@ class SharedPage:
         return self._memory[OTHERS_AT]
 
     @property
-    def rationed(self) -> bool:
-        return self._memory[RATIONED_AT] != 0
+    def others_call(self) -> bool:
+        return self._memory[OTHERS_CALL_AT] != 0
 
     def advise(self, advice: Advice) -> None:
         self._memory[OTHERS_AT] = min(advice.others, 255)
-        self._memory[RATIONED_AT] = advice.rationed
+        self._memory[OTHERS_CALL_AT] = advice.others_call
 
     def decoded(self) -> None:
         self._memory[DECODED_AT] = 1
