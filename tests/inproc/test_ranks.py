@@ -1,5 +1,6 @@
 """A model that several ranks hold: clients get the results of the unsplit model, bit for bit, and are told what is wrong."""
 
+import gc
 import os
 import pickle
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from symbiosis.protocol import ELSEWHERE, Hello, Op
 from symbiosis.transport.accepted import accepted
 from symbiosis.transport.local.striped_weights import PAGE
 from tests.conftest import MODELS, tiny_llama
-from tests.processes import save_tiny_llama
+from tests.processes import save_tiny_llama, until
 from tests.ranks import ranks_of
 
 TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "o_proj"]}
@@ -252,6 +253,21 @@ def test_few_rows_go_to_all_ranks(
     for mine, theirs in zip(*losses, strict=True):
         assert (mine - theirs).abs().max() <= 64 * eps * theirs.abs().max().clamp_min(1e-3)
     assert made[1] > 2 * made[0] if len(shares) == 3 else abs(made[1] / made[0] - 1) < 0.2
+
+
+def test_sessions_with_all_ranks_end_with_the_first(model: Path, tmp_path: Path) -> None:
+    url = f"local://{tmp_path}/a.sock"
+    with ranks_of(model, url, shard="fsdp", spread_rows=8) as servers:
+        session = Session(url, patience=5.0)
+        number = next(n for n, layer in enumerate(session.manifest) if layer.kind == "linear")
+        assert session.call(Op.FORWARD, number, torch.zeros(1, 64)).shape == (1, 64)
+        assert [len(server.sessions) for server in servers] == [1, 1]
+        gc.disable()
+        try:
+            del session
+            until(lambda: [len(server.sessions) for server in servers] == [0, 0], "the end of both")
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(

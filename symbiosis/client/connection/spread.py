@@ -6,6 +6,7 @@ columns of the gradient add to the result, and the parts are added in the order 
 """
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache, reduce
@@ -62,8 +63,8 @@ class Spread(Generic[Session]):
     def __init__(
         self, callers: Sequence[Session], manifest: list[Layer], shares: Sequence[float], most_rows: int
     ) -> None:
-        self.callers, self._manifest, self._most_rows = callers, manifest, most_rows
-        self._shares = tuple(shares)
+        self._first, self._others = weakref.ref(callers[0]), list(callers[1:])  # the first holds this
+        self._manifest, self._most_rows, self._shares = manifest, most_rows, tuple(shares)
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0  # whose threads they are
 
@@ -81,6 +82,13 @@ class Spread(Generic[Session]):
         others = [join((*endpoints[step:], *endpoints[:step]), told.fingerprint) for step in range(1, count)]
         shares = [told.shares[(here + step) % count] for step in range(count)]
         return cls([first, *others], told.manifest, shares, told.spread_rows)
+
+    @property
+    def callers(self) -> list[Session]:
+        """The sessions with all ranks."""
+        first = self._first()
+        assert first is not None
+        return [first, *self._others]
 
     def answer(self, call: Call, payload: Payload, shapes: Shapes) -> list[Tensor] | None:
         """Return the results of a call, or None if it should go to one rank."""
@@ -104,19 +112,19 @@ class Spread(Generic[Session]):
     def _made(self, payload: Payload, each: list[list[Share]], sums: bool) -> list[list[Tensor]]:
         """Return what each rank makes of each layer: of all values of the rows, or if it `sums` of its own. This thread waits for the first
         rank, and others for the rest."""
-        x, *ends = payload
+        (x, *ends), callers = payload, self.callers
 
         def made(rank: int) -> list[Tensor]:
             found = []
             for shares in each:
                 call, begin, end = shares[rank]
                 rows = x[:, begin:end].contiguous() if sums else x
-                found.append(self.callers[rank]._send(call, (rows, *ends))[0])
+                found.append(callers[rank]._send(call, (rows, *ends))[0])
             return found
 
         if self._pool is None or self._process != os.getpid():  # a forked child has none of its parent's threads
-            self._pool, self._process = ThreadPoolExecutor(len(self.callers) - 1, "symbiosis-spread"), os.getpid()
-        others: list[Future[list[Tensor]]] = [self._pool.submit(made, rank) for rank in range(1, len(self.callers))]
+            self._pool, self._process = ThreadPoolExecutor(len(callers) - 1, "symbiosis-spread"), os.getpid()
+        others: list[Future[list[Tensor]]] = [self._pool.submit(made, rank) for rank in range(1, len(callers))]
         try:
             first = made(0)
         finally:
@@ -126,7 +134,7 @@ class Spread(Generic[Session]):
 
     def close(self, timeout: float) -> None:
         """Leave the other ranks."""
-        for other in self.callers[1:]:
+        for other in self._others:
             other.close(timeout)
         if self._pool is not None:
             self._pool.shutdown(wait=False)
