@@ -225,8 +225,9 @@ def calls_of(server: Server, op: Op) -> int:
     return sum(line.calls for (_, made), line in server.ledger.lines.items() if made is op)
 
 
-@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 3.0, 1.0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shares"), [(torch.float32, (1.0, 1.0)), (torch.bfloat16, (1.0, 3.0, 1.0))], ids=["float32", "bfloat16"]
+)
 def test_few_rows_go_to_all_ranks(
     checkpoint: Path, tmp_path: Path, ids: Tensor, shares: tuple[float, ...], dtype: torch.dtype
 ) -> None:
