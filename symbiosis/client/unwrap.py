@@ -68,16 +68,18 @@ def _source_of_weights(model: nn.Module, remote: list[RemoteWeight], weights: An
         layer = weight.handle.layer
         if weight.handle.private is not None:
             return weight.value().clone()
-        value = next((tensors[key] for key in (name, f"{layer.name}.weight", layer.name) if key in tensors), None)
-        if value is None or tuple(value.shape) != layer.shape:
+        found = [tensors[key] for key in (name, f"{layer.name}.weight", layer.name) if key in tensors]
+        found = [value for value in found if tuple(value.shape) == layer.shape]
+        if not found:
             raise WrapError(f"{where} do not contain {layer.name} with shape {layer.shape}", Code.WRONG_MODEL)
-        if not is_the_executors(value, layer):
+        value = next((value for value in found if is_the_executors(value, layer)), None)
+        if value is None:
             raise WrapError(
                 f"{layer.name}: {where} differ from those that this model was wrapped with: pass weights=DIRECTORY (or a state dict) "
                 "of the executor's checkpoint and revision",
                 Code.WRONG_MODEL,
             )
-        return value.to(weight.device, weight.dtype)
+        return value.to(weight.device, weight.dtype).contiguous().as_strided(*weight.view_of())
 
     return take
 

@@ -336,3 +336,42 @@ def test_one_layer_is_written_with_what_is_the_clients_own_of_another(
             WRITES[write](layers[1].weight, layers[0].weight)
     for name in ("model.layers.0.mlp.up_proj", LAYER):
         assert torch.equal(split.get_submodule(name).weight.value(), llama.get_submodule(name).weight)  # type: ignore[operator]
+
+
+def _written_from_itself(model: nn.Module) -> None:
+    _linear(model).weight.mul_(_linear(model).weight)
+    torch.add(_linear(model).weight, _linear(model).weight, out=_linear(model).weight.data)
+
+
+def _two_that_share(model: nn.Module) -> None:
+    first, second = (layer.self_attn.q_proj.weight for layer in model.model.layers)
+    first.data = second.data
+    first.mul_(0.5)
+    second[3].zero_()
+
+
+def _one_is_the_other_transposed(model: nn.Module) -> None:
+    first, second = (layer.self_attn.q_proj.weight for layer in model.model.layers)
+    first.data = second.data.t()
+    second[3].zero_()
+
+
+@pytest.mark.parametrize("write", [_written_from_itself, _two_that_share, _one_is_the_other_transposed])
+def test_what_shares_memory_is_written_to_together(
+    write: Callable[[nn.Module], None], split: nn.Module, llama: nn.Module, ids: Tensor
+) -> None:
+    for model in (split, llama):
+        with torch.no_grad():
+            write(model)
+    for got, expected in zip(split.model.layers, llama.model.layers, strict=True):
+        assert torch.equal(got.self_attn.q_proj.weight + 0, expected.self_attn.q_proj.weight)
+    assert torch.equal(logits(split, ids), logits(llama, ids))
+
+
+def test_layers_that_were_exchanged_are_unwrapped(llama: nn.Module, denied: nn.Module, ids: Tensor) -> None:
+    """That needs no reads: each is found by what it holds."""
+    weights = {name: value.clone() for name, value in llama.state_dict().items()}
+    for model in (denied, llama):
+        _exchanged(model)
+    assert torch.equal(logits(denied, ids), logits(llama, ids))
+    assert torch.equal(logits(symbiosis.unwrap(denied, weights), ids), logits(llama, ids))

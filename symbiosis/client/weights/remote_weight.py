@@ -25,6 +25,7 @@ from symbiosis.errors import WeightRead, WeightWrite
 from symbiosis.protocol import Layer, View
 
 aten = torch.ops.aten
+COPIES = frozenset((aten.copy_.default, aten.set_.source_Tensor))
 NOWHERE = 1 << 62  # no address of any processor or GPU
 
 
@@ -41,11 +42,22 @@ class RemoteWeight(RemoteView):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if not isinstance(value, RemoteWeight) or not value.handle.is_same_layer(self.handle):
+        if not isinstance(value, RemoteWeight) or not self._may_share(value):
             own = self.handle.with_private(self._to_be_written("data=", value))  # views of what was there keep it
             value = RemoteWeight.whole(own, value.dtype, value.device)
+        elif not value.is_whole and value.handle.private is None and self.handle.session.may_read:
+            value.privatise("data=")  # a product with a view adds the bias afterwards
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         self.handle, self.is_whole = value.handle, value.is_whole
+
+    def _may_share(self, value: "RemoteWeight") -> bool:
+        """Whether this tensor may lie where that one does, so that a write to either shows in both, as torch has it."""
+        mine, theirs = self.handle, value.handle
+        if theirs.is_same_layer(mine):
+            return True
+        if theirs.session is not mine.session or theirs.layer.kind != mine.layer.kind or value.shape != self.shape:
+            return False
+        return value.is_whole or mine.session.may_read
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
@@ -291,8 +303,8 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _write(func: Any, written: list[Any], args: Any, kwargs: Any) -> Any:
     weight, source = written[0], args[1] if len(args) > 1 else None
-    if isinstance(source, RemoteWeight) and source.is_same_view(weight):
-        return weight  # set_ or copy_ from itself, as parametrize and load_state_dict do
+    if func in COPIES and isinstance(source, RemoteWeight) and source.is_same_view(weight):
+        return weight  # from itself, as parametrize and load_state_dict do
     if func is aten.detach_.default:
         return weight  # which has no graph
     if torch.Tag.inplace_view in func.tags:
