@@ -45,8 +45,8 @@ class RemoteWeight(RemoteView):
         if not isinstance(value, RemoteWeight) or not self._may_share(value):
             own = self.handle.with_private(self._to_be_written("data=", value))  # views of what was there keep it
             value = RemoteWeight.whole(own, value.dtype, value.device)
-        elif not value.is_whole and value.handle.private is None and self.handle.session.may_read:
-            value.privatise("data=")  # a product with a view adds the bias afterwards
+        elif not value.is_whole and not value.handle.is_same_layer(self.handle) and value.handle.private is None:
+            value.privatise("data=")  # a product with a view of another layer would round otherwise
         torch._C.TensorBase.data.__set__(self, value)  # type: ignore[attr-defined]
         self.handle, self.is_whole = value.handle, value.is_whole
 
