@@ -1,11 +1,13 @@
 """Ranks of a service within the test's process: each has its part of a model, and a thread that serves it."""
 
 import copy
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from threading import Lock, Thread
+from typing import Any
 
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -62,7 +64,10 @@ def ranks_of(
     board, ranks = HashStore(), len(shares)
 
     def make(rank: int) -> Server:
-        options = load_options({"listen": [of_rank(url, rank)], "ranks": ranks, "shares": tuple(shares), **words})
+        hosts: Any = words.get("hosts", ())  # a rank on each
+        options = load_options(
+            {"listen": [of_rank(url, rank, 0, hosts)], "ranks": ranks, "shares": tuple(shares), **words}
+        )
         others = Ranks(board, rank, ranks)
         if not isinstance(model, nn.Module):
             store = store_of(
@@ -86,3 +91,13 @@ def ranks_of(
         for server, thread in zip(servers, threads, strict=True):
             server.drain()
             thread.join(30)
+
+
+def free_port(*hosts: str) -> int:
+    """A port that nobody listens at on these addresses of this machine."""
+    with ExitStack() as held:
+        first = held.enter_context(socket.create_server((hosts[0], 0)))
+        port = int(first.getsockname()[1])
+        for host in hosts[1:]:
+            held.enter_context(socket.create_server((host, port)))
+        return port

@@ -25,7 +25,7 @@ from symbiosis.transport.accepted import accepted
 from symbiosis.transport.local.striped_weights import PAGE
 from tests.conftest import MODELS, tiny_llama
 from tests.processes import save_tiny_llama, until
-from tests.ranks import ranks_of
+from tests.ranks import free_port, ranks_of
 
 TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "o_proj"]}
 
@@ -281,6 +281,18 @@ def test_rows_that_cannot_be_spread_are_refused(said: dict[str, Any]) -> None:
     assert accepted(replace(told, **well), "inproc://said", Hello()).spread_rows == 4
     with pytest.raises(CallError, match="wants rows to be spread, and does not say over which ranks"):
         accepted(replace(told, **(well | said)), "inproc://said", Hello())
+
+
+def test_ranks_answer_on_the_hosts_that_welcomes_name(ids: Tensor) -> None:
+    """Two addresses of this machine stand for hosts; a client may name either."""
+    hosts = ("127.0.0.1", "127.0.0.2")
+    port = free_port(*hosts)
+    urls = [f"tcp://{host}:{port}" for host in hosts]
+    with ranks_of(tiny_llama(), urls[0], hosts=hosts):
+        for url in urls:
+            split = symbiosis.from_executor(url)
+            assert {weight.handle.session.endpoint for weight in remote_weights(split)} == set(urls)
+            assert torch.equal(split(ids).logits, tiny_llama()(ids).logits)
 
 
 @pytest.mark.parametrize("hosts", [("a",), ("a", "b", "c"), ("a", "b/c"), ("a", "")], ids=str)

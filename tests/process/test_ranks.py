@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.tools.processes import EXECUTOR
 from tests.conftest import tiny_llama
 from tests.processes import Executor, killed_at_the_end, until
+from tests.ranks import free_port
 
 IDS = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(1))
 STEPS = 6
@@ -175,6 +175,7 @@ def lines_until(process: "subprocess.Popen[str]", text: str) -> str:
     raise AssertionError(seen)
 
 
+@pytest.mark.soak  # the launcher and what it starts take long to import torch
 def test_ranks_may_be_started_by_torchrun(model: Path, tmp_path: Path) -> None:
     launcher = ["--standalone", "--nproc-per-node=2"]
     with launch(model, launcher, "--shard=fsdp", f"--listen=local://{tmp_path}/a.sock") as process:
@@ -191,16 +192,7 @@ def test_ranks_may_be_started_by_torchrun(model: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def free_port(*hosts: str) -> int:
-    """A port that nobody listens at on these addresses of this machine."""
-    with ExitStack() as held:
-        first = held.enter_context(socket.create_server((hosts[0], 0)))
-        port = int(first.getsockname()[1])
-        for host in hosts[1:]:
-            held.enter_context(socket.create_server((host, port)))
-        return port
-
-
+@pytest.mark.soak
 def test_ranks_may_be_on_several_hosts(model: Path) -> None:
     """Two addresses of this machine stand for them."""
     hosts = ["127.0.0.1", "127.0.0.2"]
