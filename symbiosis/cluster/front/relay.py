@@ -45,12 +45,13 @@ class Relay:
             body["seed"] = secrets.randbits(53)  # so that another server draws the same
         self._progress = Progress.of(body, "messages" in body, choices)
         self._answer: Upstream | None = None
-        self._has_begun, self._failures = False, 0
+        self._has_begun = self._is_over = False
+        self._failures = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work, watch = asyncio.current_task(), asyncio.create_task(_until_hung_up(receive))
         assert work is not None
-        watch.add_done_callback(lambda _: None if watch.cancelled() else work.cancel())
+        watch.add_done_callback(lambda _: None if watch.cancelled() or self._is_over else work.cancel())
         try:
             await self._run(send)
         except asyncio.CancelledError:
@@ -58,6 +59,7 @@ class Relay:
                 raise
             work.uncancel()  # the reader has hung up
         finally:
+            self._is_over = True
             watch.cancel()
             self._done(self._progress.count)
 
@@ -108,15 +110,12 @@ class Relay:
         body = {**self._body, "continuation": self._progress.told} if self._is_stream else self._body
         try:
             headers = {"Content-Type": "application/json", **self._headers}
-            self._answer = await Upstream.ask(
-                self._view.url(number), "POST", self._path, headers, msgspec.json.encode(body)
-            )
+            url = self._view.url(number)
+            self._answer = await Upstream.ask(url, "POST", self._path, headers, msgspec.json.encode(body))
             await self._answer.head()
             if self._answer.status == HTTPStatus.OK and self._is_stream:
                 return await self._stream(self._answer, send)
             await self._whole(self._answer, send)
-        except KeyError:
-            raise Lost("the server is gone") from None
         finally:
             if self._answer is not None:
                 self._answer.lose("nobody reads it")

@@ -93,7 +93,10 @@ class View:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def url(self, number: int) -> str:
-        return self.seen[number].member.url
+        """Return where a server answers. Raises `Lost` if it is gone."""
+        if (seen := self.seen.get(number)) is None:
+            raise Lost("the server is gone")
+        return seen.member.url
 
     @property
     def waiting(self) -> Counter[str]:
