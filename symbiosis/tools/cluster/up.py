@@ -199,12 +199,11 @@ class Cluster:
             self._consolidate(found, plan.least, snapshot)
 
     def _consolidate(self, found: list[Server], least: int, snapshot: dict[int, Process]) -> None:
-        """Let the least busy server drain, if it is one more than there must be, and the others have room for what it does."""
+        """Let the least busy server drain, if the others have room for what it does, and an idle one stays for what comes next."""
         live = [each for each in found if each.state is State.READY]
-        working = [each for each in live if each.running]
-        requests = {each.number: dict.fromkeys(range(each.running), Wish(model=each.model)) for each in working}
-        spare = any(each.is_light for each in live if not each.running) or len(live) > len(working) + 1
-        if len(live) > least and spare and (moves := consolidate(live, requests)) is not None:
+        requests = {each.number: dict.fromkeys(range(each.running), Wish(model=each.model)) for each in live}
+        may = len(live) > least and any(not each.running for each in live)
+        if may and (moves := consolidate(live, requests)) is not None:
             self.drain(snapshot[moves.server].name)
 
     def _waiting(self, model: str) -> int:
