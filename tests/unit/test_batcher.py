@@ -1,8 +1,10 @@
 """What must hold of every policy, for random clients on simulated time: nothing is lost, order is kept, memory is bounded."""
 
+import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Hashable
+from pathlib import Path
 from random import Random
 from typing import get_args
 
@@ -11,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.config import PolicyName
+from symbiosis.executor.scheduling import rules
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.forecast import KEYS_KEPT
 from symbiosis.executor.scheduling.queue import Batch, Item
@@ -197,3 +200,10 @@ def test_products_that_are_under_way_at_the_same_time_may_end_in_any_order(
 
 def test_every_policy_that_can_be_named_is_written() -> None:
     assert set(POLICIES) == set(get_args(PolicyName))
+
+
+def test_every_property_of_a_policy_is_asked_for() -> None:
+    """One that nothing reads would make a policy that is another one's twin."""
+    code = "".join(file.read_text() for file in Path(rules.__file__).parents[1].rglob("*.py"))
+    unread = {field.name for field in dataclasses.fields(Policy) if f"policy.{field.name}" not in code}
+    assert not unread, f"nothing in symbiosis/executor reads {', '.join(unread)} of a policy"

@@ -19,7 +19,7 @@ from tests.process.test_price_memory import heavy_calls
 
 OF_A_LAYER = {op for op in Op if "layer" in op.traits.uses}
 ANSWERED = set(Op) - {Op.STATS}  # which becomes an ECHO of the figures
-NOT_BY_ROWS = ANSWERED - {Op.FORWARD, Op.DGRAD}  # a PRODUCT may be of a stack
+NOT_BY_ROWS = {op for op in ANSWERED if not op.traits.by_rows} | {Op.PRODUCT}  # which may be of a stack
 STORE = Store(EveryKind(), ["*"])
 
 

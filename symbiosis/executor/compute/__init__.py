@@ -1,1 +1,1 @@
-"""Calls as products."""
+"""Computes calls as matrix products, alone or several together."""

@@ -1,4 +1,4 @@
-"""Captures CUDA graphs."""
+"""Captures work of this process as a CUDA graph."""
 
 import gc
 from collections.abc import Callable
