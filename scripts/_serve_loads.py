@@ -7,11 +7,13 @@ import cProfile
 import gc
 import json
 import pstats
+import shutil
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +37,7 @@ from symbiosis.tools.reporting import Report, print_table
 
 LATEST_S = 900.0
 FIRST_TOKEN_S = 6.0  # after which a user of S-LoRA's experiments has given up
+PREPARED_S = 60.0
 ENDLESS = 1 << 50  # bytes: all names share a few weights
 
 
@@ -114,7 +117,8 @@ class Server:
         return took
 
     def warm_up(self) -> None:
-        """Graphs are made, and kernels compiled: of steps of 1, 2, 4, ... sequences, and of prompts of about 1.5 times the one before."""
+        """Graphs are made, and kernels compiled: of steps of 1, 2, 4, ... sequences, and of prompts of about 1.5 times the one before,
+        also beside sequences that decode."""
         counts = [*((1 << n for n in range(self.batch.bit_length() - 1)) if not self.setting.tiny else ()), self.batch]
         for count in counts:
             for names in ([None], self.names[:count] or [None]):
@@ -122,6 +126,8 @@ class Server:
         for prompt in (7, 15, 31, 47, 63, 95, 127, 191, 255, 383, 511)[: 1 if self.setting.tiny else None]:
             for _ in range(3):
                 self.run([Ask(0.0, prompt, 1, self.names[0] if self.names else None)])
+        beside = [Ask(0.0, 4, 40, self.names[0] if self.names else None) for _ in range(self.batch - 1)]
+        self.run([*beside, Ask(0.0, 4 if self.setting.tiny else 2600, 1, self.names[0] if self.names else None)])
 
     def _request(self, id: int, ask: Ask) -> Request:
         generator = np.random.default_rng(id)
@@ -246,7 +252,7 @@ def punica(report: Report, setting: Setting) -> None:
 
 def _punica_paces(report: Report, setting: Setting) -> dict[str, float]:
     """Tokens a second, by the popularity of adapters."""
-    count, longest = (12, 24) if setting.tiny else (160, 512) if setting.quick else (1000, 2048)
+    count, longest = (12, 24) if setting.tiny else (400, 512) if setting.quick else (1000, 2048)
     lengths, rows, pace = lengths_like_sharegpt(count, longest), [], {}
     with server(setting, count) as ours:
         times = StepTimes(ours.served)
@@ -352,45 +358,53 @@ class Served:
 
 
 def slora(report: Report, setting: Setting) -> None:
-    seconds, longest = (1.0, 24) if setting.tiny else (12.0, 512) if setting.quick else (120.0, 512)
-    rates = (20.0,) if setting.tiny else (30.0,) if setting.quick else (10.0, 20.0, 30.0, 40.0)
     settings = ("S1",) if setting.quick or setting.tiny else ("S1", "S2")
     rows: list[tuple[str, ...]] = []
-    for name in settings:
+    for name in filter(setting.wants, settings):
         counts = (5, 20) if setting.tiny else (5, 2000) if setting.quick else tuple(S_LORA[name])
-        best: dict[int, float] = {}
-        for count in counts:
-            loads = _under_load(setting, name, count, rates, seconds, longest, "fcfs")
-            rows += [_row(f"{name}, {count} adapters", load) for load in loads]
-            best[count] = max(load.requests_per_s for load in loads)
-            report.figure(f"{name}_{count}_requests_per_s", best[count])
-            report.figure(f"{name}_{count}_first_s", loads[0].first_s)
-            if count in S_LORA[name]:
-                report.bar(f"{name}_{count}_over_slora", best[count] / S_LORA[name][count], ">=", 1.0)
-            last = loads[-1]
-        report.bar(f"{name}_many_of_few", best[counts[-1]] / best[counts[0]], ">=", 0.95)
-        (early,) = _under_load(setting, name, counts[-1], (last.rate,), seconds, longest, "abort")
-        rows.append(_row(f"{name}, {counts[-1]} adapters, abort", early))
-        report.bar(f"{name}_satisfied_by_abort", early.satisfaction - last.satisfaction, ">=", 0.0)
+        batch = 8 if setting.tiny else 128
+        with server(setting, counts[-1], RANKS[name], max_batch=batch, first_token_s=FIRST_TOKEN_S) as ours:
+            ours.warm_up()
+            rows += _with_counts(report, setting, name, counts, ours)
     print_table(("S-LoRA's load", "offered/s", "requests/s", "first token s", "attainment", "satisfaction"), rows)
 
 
-def _under_load(
-    setting: Setting, name: str, count: int, rates: Sequence[float], seconds: float, longest: int, policy: str
-) -> list[Served]:
+def _with_counts(
+    report: Report, setting: Setting, name: str, counts: Sequence[int], ours: Server
+) -> list[tuple[str, ...]]:
+    """Of the same adapters, the first few or all; and of all once more with early abort."""
+    rows: list[tuple[str, ...]] = []
+    rates = (20.0,) if setting.tiny else (30.0,) if setting.quick else (10.0, 20.0, 30.0, 40.0)
+    best: dict[int, float] = {}
+    for count in counts:
+        loads = _under_load(setting, name, count, rates, ours)
+        rows += [_row(f"{name}, {count} adapters", load) for load in loads]
+        best[count] = max(load.requests_per_s for load in loads)
+        report.figure(f"{name}_{count}_requests_per_s", best[count])
+        report.figure(f"{name}_{count}_first_s", loads[0].first_s)
+        if count in S_LORA[name]:
+            report.bar(f"{name}_{count}_over_slora", best[count] / S_LORA[name][count], ">=", 1.0)
+        last = loads[-1]
+    report.bar(f"{name}_many_of_few", best[counts[-1]] / best[counts[0]], ">=", 0.95)
+    scheduler: Any = ours.engine._scheduler  # type: ignore[attr-defined]
+    scheduler.rules = replace(scheduler.rules, policy="abort")
+    (early,) = _under_load(setting, name, counts[-1], (last.rate,), ours)
+    report.bar(f"{name}_satisfied_by_abort", early.satisfaction - last.satisfaction, ">=", 0.0)
+    return [*rows, _row(f"{name}, {counts[-1]} adapters, abort", early)]
+
+
+def _under_load(setting: Setting, name: str, count: int, rates: Sequence[float], ours: Server) -> list[Served]:
     """Rates up to the first that is not kept up with."""
+    seconds, longest = (1.0, 24) if setting.tiny else (12.0, 512) if setting.quick else (120.0, 512)
     found: list[Served] = []
-    batch = 8 if setting.tiny else 128
-    with server(setting, count, RANKS[name], policy=policy, max_batch=batch, first_token_s=FIRST_TOKEN_S) as ours:
-        ours.warm_up()
-        for rate in rates:
-            progress(f"slora: {name}, {count} adapters, {rate:g} requests/s, {policy}")
-            asks = gamma_arrivals(rate, seconds, ours.names, longest)
-            took = ours.run(asks, seconds)
-            found.append(Served.of(asks, rate, took))
-            progress(f"{found[-1].requests_per_s:.2f} requests/s, first token after {found[-1].first_s:.2f} s")
-            if found[-1].requests_per_s < 0.7 * rate:
-                break
+    for rate in rates:
+        progress(f"slora: {name}, {count} adapters, {rate:g} requests/s")
+        asks = gamma_arrivals(rate, seconds, ours.names[:count], longest)
+        took = ours.run(asks, seconds)
+        found.append(Served.of(asks, rate, took))
+        progress(f"{found[-1].requests_per_s:.2f} requests/s, first token after {found[-1].first_s:.2f} s")
+        if found[-1].requests_per_s < 0.7 * rate:
+            break
     return found
 
 
@@ -402,20 +416,24 @@ def _row(name: str, load: Served) -> tuple[str, ...]:
 
 
 def cold(report: Report, setting: Setting) -> None:
-    """The first token of an adapter that is on the device, in the host's memory, on disk, in turns."""
+    """The first token of an adapter that is on the device, in the host's memory, on disk (let go for another one), new on disk; in turns."""
     rounds, prompt = (1, 8) if setting.tiny else (5, 512) if setting.quick else (15, 512)
-    times: dict[str, list[float]] = {"warm": [], "host": [], "disk": []}
+    times: dict[str, list[float]] = {"warm": [], "host": [], "disk": [], "new on disk": []}
     with TemporaryDirectory() as name, server(setting, 0, adapters=name) as ours:
         weights = _save_adapter(ours.served.model, Path(name) / "cold")
+        shutil.copytree(weights.parent, Path(name) / "other")
+        ours.engine._library._memory = weights.stat().st_size + (1 << 20)  # for one of them
         for _ in range(4):  # graphs
             ours.run([Ask(0.0, prompt, 2, "cold")])
         for number in range(rounds):
             progress(f"cold: round {number + 1} of {rounds}")
             for where, taken in times.items():
-                if where == "disk":
+                if where == "new on disk":
                     weights.write_bytes(weights.read_bytes())  # another version, as far as the server knows
-                if where == "host":
+                if where in ("host", "disk"):
                     _evict(ours, "cold")
+                if where == "disk":
+                    ours.run([Ask(0.0, prompt, 2, "other")])
                 ask = Ask(0.0, prompt, 2, "cold")
                 with _profiled(setting.profiles and where == "disk" and number == rounds - 1):
                     ours.run([ask])
@@ -423,6 +441,7 @@ def cold(report: Report, setting: Setting) -> None:
     middle = {where: statistics.median(taken) for where, taken in times.items()}
     print_table(("first token of an adapter", "ms"), [(where, f"{s * 1e3:.1f}") for where, s in middle.items()])
     report.figure("cold_warm_ms", middle["warm"] * 1e3)
+    report.figure("cold_new_on_disk_ms", middle["new on disk"] * 1e3)
     report.bar("cold_host_over_warm", middle["host"] / middle["warm"], "<=", 1.1)
     report.bar("cold_disk_over_warm", middle["disk"] / middle["warm"], "<=", 1.5)
 
@@ -483,20 +502,38 @@ class Streams:
         self._vocabulary = self._engine.vocabulary
         self._batch, self._prompt, self._length = batch, prompt, length
         self._next = 0
+        self._error: str | None = None
+
+    def prepare(self) -> float:
+        """Go on until all have said some tokens: graphs are made, and kernels compiled. The seconds that it took."""
+        begun, said = time.monotonic(), Counter[int]()
+        while time.monotonic() < begun + PREPARED_S:
+            said = Counter(self._gaps_of(time.monotonic(), 2.0, lambda id: id))
+            if len(said) >= self._batch and min(said.values()) >= 20:
+                return time.monotonic() - begun
+        raise RuntimeError(
+            f"after {PREPARED_S} s {len(said)} of {self._batch} streams speak, {sum(said.values())} tokens in the last"
+        )
 
     def run(self, start: float, seconds: float) -> list[float]:
         """The gaps between the tokens of all streams, from `start` on."""
+        return self._gaps_of(start, seconds)
+
+    def _gaps_of(self, start: float, seconds: float, what: Callable[[int], Any] | None = None) -> list[Any]:
+        """The gaps, or what each token's request makes `what` of."""
         wait_for(start)
         before: dict[int, float] = {}
-        gaps: list[float] = []
+        gaps: list[Any] = []
         end = time.perf_counter() + seconds
 
         def on_output(output: Output) -> None:
             now = time.perf_counter()
             if output.tokens and output.request in before:
-                gaps.append(now - before[output.request])
+                gaps.append(now - before[output.request] if what is None else what(output.request))
             before[output.request] = now
-            if output.finish is not None and now < end:
+            if output.finish is Finish.ERROR:
+                self._error = output.error
+            elif output.finish is not None and now < end:
                 self._submit(on_output)
 
         mine = [self._submit(on_output) for _ in range(self._batch)]
@@ -504,6 +541,8 @@ class Streams:
         for id in range(mine[0], self._next):
             self._engine.cancel(id)
         time.sleep(0.2)
+        if self._error is not None:
+            raise RuntimeError(f"a stream ended: {self._error}")
         return gaps
 
     def close(self) -> None:
@@ -539,7 +578,7 @@ def mixed(report: Report, setting: Setting) -> None:
                 for trainer in trainers:
                     trainer.call("prepare", job, not tiny)
                 progress("mixed: trainers have run")
-                together(streams, "run", seconds)  # once, so that graphs are made
+                progress(f"mixed: streams speak after {streams[0].call('prepare'):.1f} s")
                 progress("mixed: streams alone")
                 (alone,) = together(streams, "run", seconds)
                 progress("mixed: trainers alone")

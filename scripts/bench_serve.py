@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--profile", action="store_true", help="step: tell which kernels take the time; punica: which kinds of steps do"
     )
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="PART", help="punica: distinct, uniform, skewed, identical, "
+        "--only", nargs="+", default=[], metavar="PART", help="slora: S1, S2; punica: distinct, uniform, skewed, identical, "
         "peft_adapter_names, transformers_batching; its bars hold for what is run"
     )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="of a tiny model, on a CPU; step: by Triton's interpreter")

@@ -1,21 +1,76 @@
-"""Compiles the package's C sources when they are needed."""
+"""Compiles the package's C sources when they are needed, and keeps what was compiled for the next process."""
 
 import os
+import platform
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 from pathlib import Path
 
+from symbiosis.errors import ConfigError
+from symbiosis.security.ownership import make_folder, why_not_ours
+
 COMPILE_S = 60.0
+ABOUT_CPU = ("model name", "flags", "Features")  # of /proc/cpuinfo: what code for this very processor depends on
 
 
 @contextmanager
 def compiled(source: Path, *flags: str) -> Iterator[str]:
     """Compile `source`, and yield the path of the library, to be loaded in the block. Raise `OSError` or `subprocess.SubprocessError`
-    without a C compiler that can do that."""
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/{source.stem}.so"
-        command = [os.environ.get("CC", "cc"), "-shared", "-fPIC", *flags, str(source), "-o", library]
-        subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
-        yield library
+    without a C compiler that can do that.
+
+    A library that was compiled from the same, by the same compiler for the same processor, is used again: it lies in this user's own folder.
+    """
+    kept = _place(source, flags)
+    if kept is None:
+        with tempfile.TemporaryDirectory() as folder:
+            yield _compile(source, flags, Path(folder))
+        return
+    if not kept.is_file():
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            Path(_compile(source, flags, Path(folder))).replace(kept)
+    try:
+        yield str(kept)
+    except OSError:  # it is damaged
+        kept.unlink(missing_ok=True)
+        raise
+
+
+def _compile(source: Path, flags: tuple[str, ...], folder: Path) -> str:
+    library = f"{folder}/{source.stem}.so"
+    command = [_compiler(), "-shared", "-fPIC", *flags, str(source), "-o", library]
+    subprocess.run(command, check=True, capture_output=True, timeout=COMPILE_S)
+    return library
+
+
+def _compiler() -> str:
+    return os.environ.get("CC", "cc")
+
+
+def _place(source: Path, flags: tuple[str, ...]) -> Path | None:
+    """Return where the library is kept, or None if no folder is this user's alone, or there is no compiler."""
+    compiler = shutil.which(_compiler())
+    if compiler is None:
+        return None
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+        folder = base / "symbiosis" / "kernels"
+        make_folder(folder)
+        if any(why_not_ours(each) for each in (base, folder.parent)):
+            return None
+        about = Path(compiler).stat()
+    except (ConfigError, OSError, RuntimeError):
+        return None
+    told = source.read_bytes(), *flags, compiler, about.st_size, about.st_mtime_ns, platform.machine(), _processor()
+    return folder / f"{source.stem}-{blake2b(repr(told).encode(), digest_size=16).hexdigest()}.so"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line for line in lines if line.startswith(ABOUT_CPU))

@@ -12,7 +12,7 @@ from symbiosis.attention.alike import place_of, text_config
 from symbiosis.memory import free_memory
 from symbiosis.serving.arena import Arena, KvShape
 from symbiosis.serving.blocks import Blocks
-from symbiosis.serving.step import Sequence, Step
+from symbiosis.serving.step import BLOCK, Sequence, Step
 
 SHARE = 0.25  # of the memory that is free, where nothing is said
 
@@ -55,7 +55,8 @@ class Served(ABC):
     def serve(self, sequences: int, rows: int, compiles: bool = False) -> None:
         """Prepare for steps of up to so many sequences and rows."""
         if self.runner is not None:
-            self.runner.serve(sequences, rows)
+            blocks = min(self.longest // BLOCK + 1, self.arena.pool.total // self.blocks.layers)
+            self.runner.serve(sequences, rows, blocks)
             if compiles:
                 self.runner.compile()
 

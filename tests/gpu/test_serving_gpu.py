@@ -204,6 +204,24 @@ def test_the_engine_says_what_peft_says(build: Any, tmp_path: Path) -> None:
                 assert tokens == told[0, len(prompt) :].tolist(), (name, len(prompt))
 
 
+@pytest.mark.timeout(400)
+def test_adapters_that_come_and_go_say_what_peft_says(tmp_path: Path) -> None:
+    """There is room for about two of them: a step waits on the device for what is still on its way."""
+    base, length = llama(), 2 if INTERPRETED else 12
+    names = [f"a{number}" for number in range(3 if INTERPRETED else 6)]
+    made = {name: saved(base, lora(8), tmp_path / name, seed=n, spread=0.05) for n, name in enumerate(names)}
+    with Engine(deepcopy(base), adapters=tmp_path, memory=200 << 10, max_batch=2, prefill_tokens=32) as engine:
+        engine._loop.ahead = True  # type: ignore[attr-defined]  # as on a GPU
+        for _ in range(1 if INTERPRETED else 4):
+            for (name, prompt), tokens in list(answers(engine, [*made], [list(range(3, 20)), [7, 8]], length)):
+                ids = torch.tensor([prompt], device=DEVICE)
+                told = made[name][1].generate(
+                    input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, do_sample=False
+                )
+                assert tokens == told[0, len(prompt) :].tolist(), (name, len(prompt))
+        assert engine.figures().adapter_evictions > 0
+
+
 def answers(engine: Engine, names: list[str | None], prompts: list[list[int]], length: int) -> Iterator[Any]:
     """All at once."""
     from concurrent.futures import ThreadPoolExecutor

@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
+from symbiosis.serving.adapters import files
 from symbiosis.serving.adapters.files import check_finite
 from symbiosis.serving.adapters.library import FIXED_BYTES, Library
 from symbiosis.serving.adapters.residency import Residency
@@ -292,6 +293,23 @@ def test_what_lies_in_the_folder_is_let_go_for_others_and_read_again(served: Ser
     config(lora_alpha=9)(folder)
     library.get("c")
     assert library.get("mine").version != mine.version
+
+
+def test_numbers_are_looked_at_again_only_if_the_files_changed(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(files, "_is_finite", lambda tensor: looked.append("at a tensor") or True)
+    copies(folder, "b")
+    library = Library(served, folder.parent, memory=Library(served, folder.parent).get("mine").bytes + FIXED_BYTES)
+    version = library.get("mine").version
+    assert looked
+    library.get("b")  # "mine" is let go for it
+    looked.clear()
+    assert library.get("mine").version == version and not looked
+    library.get("b")
+    (folder / "adapter_model.safetensors").touch()
+    assert library.get("mine").version != version and looked
 
 
 def test_all_are_looked_at_before_they_are_asked_for(served: Served, good: Path, folder: Path) -> None:

@@ -65,7 +65,7 @@ ROOT = {
     "text",
 }
 ALLOWED = {
-    "kernels": {"kernels"},
+    "kernels": {"errors", "kernels", "security"},
     "text": set[str](),
     "logs": {"text"},
     "memory": set[str](),

@@ -244,6 +244,20 @@ def _expand(  # type: ignore[no-untyped-def]
         tl.store(to, sums.to(FLOAT), mask=there)
 
 
+@triton.jit(do_not_specialize=["stage"])
+def _wait_until_come(come, awaited, stage):  # type: ignore[no-untyped-def]
+    wanted = tl.load(awaited)
+    seen = tl.atomic_add(come + stage, 0, sem="acquire")
+    while seen < wanted:
+        seen = tl.atomic_add(come + stage, 0, sem="acquire")
+
+
+def wait_until_come(come: Tensor, stage: int, awaited: Tensor) -> None:
+    """Keep the stream waiting until `come[stage]` is at least `awaited`: adapters are numbered in the order in which they are copied to the
+    device, by another stream, which was told to before this kernel is launched."""
+    _wait_until_come[(1,)](come, awaited, stage, num_warps=1)
+
+
 def parts_of(width: int) -> int:
     """Return into how many parts the rows of a `down` of this width are cut, so that few rows occupy the whole GPU."""
     return int(triton.cdiv(width, SHRINK_ONE.columns))

@@ -23,7 +23,7 @@ from symbiosis.client.weights.dora import row_norms
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError
 from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.adapters.files import AdapterWeights
+from symbiosis.serving.adapters.files import AdapterWeights, in_parallel
 from symbiosis.text import shown
 
 PREFIX = "base_model.model."
@@ -85,17 +85,24 @@ class NotFused(Exception):
     """This adapter is computed by PEFT's own layers."""
 
 
-def fused_parts(weights: AdapterWeights, base: Base, max_rank: int) -> dict[str, Part]:
-    """Return what an adapter does at each layer. Raises `NotFused` if it is of no kind that is known here."""
+def fused_parts(weights: AdapterWeights, base: Base, max_rank: int, lies_at_once: bool = True) -> dict[str, Part]:
+    """Return what an adapter does at each layer. Raises `NotFused` if it is of no kind that is known here.
+
+    Args:
+        lies_at_once: Each matrix lies in memory of its own, row by row; else it may be a view of the file's contents.
+    """
     read = {"LORA": _lora, "VERA": _vera, "IA3": _ia3}.get(weights.config["peft_type"])
     if read is None:
         raise NotFused
-    return {name: _as(part, base.dtype) for name, part in read(weights, base, max_rank).items()}
+    return {name: _as(part, base.dtype, lies_at_once) for name, part in read(weights, base, max_rank).items()}
 
 
-def _as(part: Part, dtype: torch.dtype) -> Part:
+def _as(part: Part, dtype: torch.dtype, lies_at_once: bool) -> Part:
     def cast(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor.detach().to(dtype).contiguous()
+        if tensor is None:
+            return None
+        of = tensor.detach().to(dtype)
+        return of.clone(memory_format=torch.contiguous_format) if lies_at_once else of
 
     return Part(*map(cast, (part.down, part.up, part.before, part.gain, part.shift)))
 
@@ -170,7 +177,15 @@ def _lora(weights: AdapterWeights, base: Base, max_rank: int) -> dict[str, Part]
     refuse_rewritten(config)
     biased = config.get("bias", "none") != "none"
     layers = by_module(weights, base, LORA + (BIAS if biased else ()))
-    parts = {name: _low_rank(name, of, config, base, max_rank) for name, of in layers.items()}
+    asks = config.get("use_dora") or any(
+        isinstance(getattr(base.modules[n], "bias", None), RemoteWeight) for n in layers
+    )
+
+    def read(item: tuple[str, dict[str, Tensor]]) -> Part:
+        return _low_rank(*item, config, base, max_rank)
+
+    several = map if asks else in_parallel  # an executor is asked by one thread
+    parts = dict(zip(layers, several(read, layers.items()), strict=True))
     check_complete(config, base, {name for name, of in layers.items() if "lora_A.weight" in of})
     return parts
 
@@ -221,6 +236,8 @@ def _low_rank(name: str, of: dict[str, Tensor], config: dict[str, Any], base: Ba
 
 def _scaled(b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """Return the matrix scaled, in float32 unless the dtype that it will have holds it just as well: powers of two change no digits."""
+    if scaling == 1.0:
+        return b_NR
     is_exact = b_NR.dtype == dtype and abs(math.frexp(scaling)[0]) == 0.5
     return b_NR * scaling if is_exact else b_NR.float() * scaling
 

@@ -98,7 +98,13 @@ class Library:
             state = self._folder.state(name)
             if state is None or self._folder.path is None:
                 raise self._unknown(name)
-            adapter = self._load(name, self._folder.path / name, self._version(name, state))
+            folder, version = self._folder.path / name, self._earlier_version(name, state)
+            if version is None:
+                adapter = self._load(name, folder, Adapter.next_version())
+            else:
+                adapter = self._load(name, folder, version, is_known=True)
+                if self._folder.state(name) != state:  # it changed while it was read
+                    adapter = self._load(name, folder, Adapter.next_version())
             return self._keep(Found(adapter, state))
 
     def look(self, is_enough: Callable[[], bool]) -> Looked:
@@ -165,20 +171,22 @@ class Library:
             self.on_replaced(gone.adapter)
         raise self._unknown(name)
 
-    def _version(self, name: str, state: State) -> int:
-        """Return the earlier version number if this is the same adapter, else a new one."""
+    def _earlier_version(self, name: str, state: State) -> int | None:
+        """Return the version number that this adapter had before it was let go, if its files are as they were."""
         with self._lock:
             before, version = self._let_go.pop(name, (None, 0))
-        return version if before == state else Adapter.next_version()
+        return version if before == state else None
 
     def _has_changed(self, name: str, removed: dict[str, State]) -> bool:
         return self._folder.state(name) != removed[name]
 
-    def _load(self, name: str, source: Path | str | AdapterWeights, version: int) -> LoadedAdapter:
+    def _load(
+        self, name: str, source: Path | str | AdapterWeights, version: int, is_known: bool = False
+    ) -> LoadedAdapter:
         try:
-            weights = source if isinstance(source, AdapterWeights) else read_folder(Path(source))
+            weights = source if isinstance(source, AdapterWeights) else read_folder(Path(source), is_known)
             with torch.no_grad():
-                return self._loader.load(name, weights, version)
+                return self._loader.load(name, weights, version, is_known)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
         except OSError as error:

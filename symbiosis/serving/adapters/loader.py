@@ -31,7 +31,8 @@ class Loader:
         """Return a loader for a model. It has to be made before the model has sites."""
         return cls(served, Base.of(served.model, served.dtype), Skeleton(served.model), misplaced(served), max_rank)
 
-    def load(self, name: str, weights: AdapterWeights, version: int) -> LoadedAdapter:
+    def load(self, name: str, weights: AdapterWeights, version: int, is_known: bool = False) -> LoadedAdapter:
+        """Prepare an adapter. One that `is_known` was prepared before from the same files, and its numbers are not looked at again."""
         check_numbers(weights.config, self.max_rank)
         check_patterns(weights.config, self.base.modules)
         kind = weights.config["peft_type"]
@@ -45,14 +46,15 @@ class Loader:
             prefix = self._prefix(weights)
         else:
             try:
-                parts = fused_parts(weights, self.base, self.max_rank)
+                parts = fused_parts(weights, self.base, self.max_rank, lies_at_once=self.served.fetcher is None)
             except NotFused:
                 layers = peft_layers(weights, self.base, self.skeleton)
         self._check_places([*parts, *layers])
         scaled = [(name, t) for name, part in parts.items() for t in part.tensors]
         scaled += [("prompt_embeddings", t) for pair in prefix for t in pair]
         scaled += [] if prompt is None else [("prompt_embeddings", prompt)]
-        check_finite(scaled, f"scaled, they are beyond what {self.base.dtype} holds")
+        if not is_known:
+            check_finite(scaled, f"scaled, they are beyond what {self.base.dtype} holds")
         self._check_room(parts)
         virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
         ranks = [len(part.down) for part in parts.values() if part.down is not None]

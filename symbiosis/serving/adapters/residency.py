@@ -132,9 +132,7 @@ class Residency:
     def pages_of(self, adapter: LoadedAdapter) -> int:
         if (resident := self._here.get(adapter.version)) is not None:
             return len(resident.pages)
-        if adapter.packed is not None and self.fetcher is not None:
-            return self.fetcher.pages_of(adapter.packed)
-        return place(shapes_of(adapter.parts), self.arena.page_elements)[0]
+        return self._needed(adapter)
 
     def fetch(self, adapter: LoadedAdapter) -> bool:
         """Bring an adapter to the device. Return False if there is no room for it now."""
@@ -142,12 +140,12 @@ class Residency:
         if (resident := self._here.get(adapter.version)) is not None:
             resident.used = self._turn
             return True
-        count, runs = place(shapes_of(adapter.parts), self.arena.page_elements)
+        count = self._needed(adapter)
         evictable = sum(len(each.pages) for each in self._here.values() if not each.pins)
         if count > self.arena.pool.free + evictable and not self.others_make_room(count - evictable):
             return False
         self.make_room(count)
-        self._put(adapter, self.arena.pool.take(count), runs)
+        self._put(adapter, self.arena.pool.take(count))
         return True
 
     def prefetch(self, adapters: Iterable[LoadedAdapter]) -> int:
@@ -155,9 +153,8 @@ class Residency:
         here = 0
         for adapter in adapters:
             if adapter.version not in self._here:
-                count, runs = place(shapes_of(adapter.parts), self.arena.page_elements)
                 try:
-                    self._put(adapter, self.arena.pool.take(count), runs)
+                    self._put(adapter, self.arena.pool.take(self._needed(adapter)))
                 except NoRoom:
                     break
             here += 1
@@ -191,12 +188,19 @@ class Residency:
         if resident is not None and not resident.pins:
             self.arena.pool.give_back(self._here.pop(version).pages)
 
-    def _put(self, adapter: LoadedAdapter, pages: list[int], runs: list[RowRun]) -> None:
+    def _needed(self, adapter: LoadedAdapter) -> int:
+        """How many pages an adapter takes."""
+        if adapter.packed is not None and self.fetcher is not None:
+            return self.fetcher.pages_of(adapter.packed)
+        return place(shapes_of(adapter.parts), self.arena.page_elements)[0]
+
+    def _put(self, adapter: LoadedAdapter, pages: list[int]) -> None:
         self.fetches += 1
         if self.fetcher is not None and adapter.packed is not None:
             book = self.fetcher.fetch(adapter.packed, pages)
             self._here[adapter.version] = Resident(pages, adapter.bytes, {}, self._turn, book=book)
             return
+        runs = place(shapes_of(adapter.parts), self.arena.page_elements)[1]
         placed = _copy(adapter.parts, runs, pages, self.arena)
         self._here[adapter.version] = Resident(pages, adapter.bytes, placed, self._turn)
 

@@ -60,12 +60,11 @@ class Adapting:
     `state` tells graphs apart: it changes with the layers on which adapters act, and with the tensors that a graph uses.
     """
 
-    def __init__(
-        self, groups: Sequence[Group], rows: Rows, page: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, groups: Sequence[Group], rows: Rows, page: int, dtype: torch.dtype, come: Tensor) -> None:
         self._of = {name: group for group in groups for name in group.names}
         self._ranks: dict[Group, int] = {}  # of the groups on which adapters act: how many ranks there is room for
-        self._page, self._dtype, self._device = page, dtype, device
+        self._page, self._dtype, self._device, self._come = page, dtype, come.device, come
+        self._stage = -1  # up to which this pass has waited for adapters that are on their way
         self._entries = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
         self.state = 0
         self._is_compiled = False
@@ -73,7 +72,7 @@ class Adapting:
         self._singly = False  # whether each of its sequences has one row
         self._runs: tuple[Sequence[Run], Sequence[Run]] = (), ()
         self._kernels = with_triton("gpu.adapter_rows")
-        self._aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._aside = torch.cuda.Stream(come.device) if come.is_cuda else None
         self.resize(rows)
 
     def resize(self, rows: Rows) -> None:
@@ -138,6 +137,12 @@ class Adapting:
                 words[: len(tiles)] = [tile[:2] for tile in tiles]
             books = [of[tile[2]][2] for tile in tiles]
             records.fill([book.kept_addresses if head else book.addresses for book in books])
+        brought = [book.number for runs in self._runs for _, _, book in runs]
+        self._rows.host["awaited"][0] = max(brought, default=0)
+
+    def begin_pass(self) -> None:
+        """The model is about to be run through."""
+        self._stage = -1
 
     def upload(self) -> None:
         for records in self._records:
@@ -151,10 +156,16 @@ class Adapting:
         tiles, count = self._tiles(group, len(x_TK))
         parts, ranks = kernels.parts_of(x_TK.shape[1]), self._ranks[group]
         low = self._low[: len(x_TK) * parts * ranks].view(len(x_TK), parts, ranks)
-        with self._beside(lambda: kernels.shrink(x_TK, tiles, count, group.entry, self._page, low)):
+        with self._beside(lambda: self._shrink(group, x_TK, tiles, count, low)):
             ys = [forward(x) for forward in before]
         kernels.expand_([y.view(-1, y.shape[-1]) for y in ys], tiles, count, group.entry + 1, self._page, low)
         return ys
+
+    def _shrink(self, group: Group, x_TK: Tensor, tiles: Any, count: int, low: Tensor) -> None:
+        if self._aside is not None and group.stage > self._stage:
+            self._kernels.wait_until_come(self._come, group.stage, self._rows.device["awaited"])
+            self._stage = group.stage
+        self._kernels.shrink(x_TK, tiles, count, group.entry, self._page, low)
 
     def _tiles(self, group: Group, rows: int) -> tuple[Any, int]:
         """Return the tiles of the rows that the group sees, and how many there may be."""

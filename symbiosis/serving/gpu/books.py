@@ -3,27 +3,42 @@ the records by which kernels find its rows (`symbiosis/kernels/gpu/adapter_rows.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from symbiosis.serving.adapters.files import in_parallel
 from symbiosis.serving.adapters.kinds import Part
 from symbiosis.serving.adapters.residency import NAMES, RowRun, matrices_of, place, shapes_of
 from symbiosis.serving.arena import Arena
-from symbiosis.serving.gpu.groups import Group
+from symbiosis.serving.gpu.groups import STAGES, Group
 
 SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 64  # words, as in `symbiosis/kernels/gpu/adapter_rows.py`
 MOST_RUNS, STAGED_BYTES = 16, 16 << 20  # copies for one adapter; if they would be more, bytes that are copied together
+MOST_LAYOUTS = 64  # that are remembered
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Layout:
+    """Where an adapter's rows lie in its pages, how many pages have come by the end of each stage, and its records, as `Packed` has them."""
+
+    count: int
+    runs: list[RowRun]
+    ends: list[int]
+    records: tuple[Any, ...]
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class Packed:
-    """The pages of one adapter in host memory, and its records. Where `page_of` is not -1, a word of the records stands for an address: so
-    many bytes from the beginning of that page of the adapter's. `begins` says where each record begins, by entry."""
+    """The pages of one adapter in host memory, how many of them have come to the device by the end of each stage, and its records. Where
+    `page_of` is not -1, a word of the records stands for an address: so many bytes from the beginning of that page of the adapter's.
+    `begins` says where each record begins, by entry."""
 
     pages: Tensor
+    ends: list[int]
     words: Any
     page_of: Any
     begins: dict[int, int]
@@ -33,15 +48,23 @@ class Packed:
 @dataclass(slots=True, eq=False)
 class Book:
     """The records of an adapter that is on the device, or on its way there. `addresses` has the address of each, by entry; 0 where the
-    adapter does nothing."""
+    adapter does nothing. `number` counts the adapters that are brought."""
 
     words: Tensor
     addresses: Any
     kept_addresses: Any
-    arrived: "torch.cuda.Event | None"
+    number: int = 0
+    arrived: "torch.cuda.Event | None" = None
+    is_next: bool = (
+        True  # no other one was on its way before it, so that a step does not wait long for it on the device
+    )
     _kept: list[Any] = field(default_factory=list)  # what is being copied, until it has arrived
 
     def is_there(self) -> bool:
+        """Whether a step may use the adapter. Layer by layer, it waits on the device for what has not come yet."""
+        return self.has_arrived() or self.is_next
+
+    def has_arrived(self) -> bool:
         """Whether all of the adapter has arrived on the device."""
         if self.arrived is not None and self.arrived.query():
             self.arrived = None
@@ -50,12 +73,19 @@ class Book:
 
 
 class Fetcher:
-    """Packs adapters, and copies them to the device beside what is computed there."""
+    """Packs adapters, and copies them to the device beside what is computed there, stage by stage in the order of the layers.
+
+    `come` has on the device, for each stage, the number of the last adapter for which it has come.
+    """
 
     def __init__(self, arena: Arena, groups: Sequence[Group]) -> None:
         self._arena, self._groups = arena, groups
         self._is_gpu = arena.flat.is_cuda
         self._stream = torch.cuda.Stream(arena.flat.device) if self._is_gpu else None
+        self.come = torch.zeros(STAGES, dtype=torch.int32, device=arena.flat.device)
+        self._number = 0
+        self._layouts: dict[Any, Layout] = {}
+        self._last: Book | None = None
         self._counts = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
 
     def pack(self, parts: dict[str, Part]) -> Packed | None:
@@ -63,14 +93,41 @@ class Fetcher:
         names = {name for group in self._groups for name in group.names}
         if not parts or any(name not in names or part.before is not None for name, part in parts.items()):
             return None
-        page = self._arena.page_elements
-        count, runs = place(shapes_of(parts), page)
-        pages = torch.empty(count, page, dtype=self._arena.flat.dtype, pin_memory=self._is_gpu)
-        matrices = matrices_of(parts)
-        for run in runs:
+        parts = {name: parts[name] for group in self._groups for name in group.names if name in parts}
+        layout, matrices = self._layout(parts), matrices_of(parts)
+        pages = torch.empty(
+            layout.count, self._arena.page_elements, dtype=self._arena.flat.dtype, pin_memory=self._is_gpu
+        )
+
+        def put(run: RowRun) -> None:
             to = pages[run.page, run.offset : run.offset + run.rows * run.width].view(run.rows, run.width)
             to.copy_(matrices[run.matrix][run.row : run.row + run.rows, run.column : run.column + run.width])
-        return Packed(pages, *_records(parts, runs, page, pages.element_size(), self._groups))
+
+        in_parallel(put, layout.runs)
+        return Packed(pages, layout.ends, *layout.records)
+
+    def _layout(self, parts: dict[str, Part]) -> "Layout":
+        """Where everything lies. It is the same for all adapters of these ranks at these layers."""
+        key = tuple(
+            (name, *((what, *t.shape) for what in NAMES if (t := getattr(part, what)) is not None))
+            for name, part in parts.items()
+        )
+        if (layout := self._layouts.get(key)) is None:
+            page, size = self._arena.page_elements, self._arena.flat.element_size()
+            count, runs = place(shapes_of(parts), page)
+            records = _records(parts, runs, page, size, self._groups)
+            layout = self._layouts[key] = Layout(count, runs, self._ends(parts, runs), records)
+            if len(self._layouts) > MOST_LAYOUTS:
+                self._layouts.pop(next(iter(self._layouts)), None)
+        return layout
+
+    def _ends(self, parts: dict[str, Part], runs: list[RowRun]) -> list[int]:
+        stage_of = {name: group.stage for group in self._groups for name in group.names}
+        stages = [stage_of[name] for name, part in parts.items() for _ in part.tensors]
+        ends = [0] * STAGES
+        for run in runs:
+            ends[stages[run.matrix]] = run.page + 1
+        return list(accumulate(ends, max))
 
     def pages_of(self, packed: Packed) -> int:
         """Return how many pages it takes."""
@@ -85,24 +142,29 @@ class Fetcher:
         host = torch.from_numpy(words)
         if self._stream is None:
             _copy_pages(table, packed.pages, pages)
-            return self._book(host, packed, None, [])
+            return self._book(host, packed)
+        self._number += 1
+        is_next = self._last is None or self._last.has_arrived()
         self._stream.wait_stream(torch.cuda.current_stream(arena.flat.device))  # what lay there before may be in use
         with torch.cuda.stream(self._stream):
-            _copy_pages(table, packed.pages, pages)
             pinned = host.pin_memory()
             there = pinned.to(arena.flat.device, non_blocking=True)
+            for stage, (begin, end) in enumerate(zip([0, *packed.ends], packed.ends, strict=False)):
+                _copy_pages(table, packed.pages[begin:end], pages[begin:end])
+                self.come[stage : stage + 1].fill_(self._number)
             arrived = torch.cuda.Event()
             arrived.record()
-        return self._book(there, packed, arrived, [pinned, packed])
+        self._last = self._book(there, packed, self._number, arrived, is_next, [pinned, packed])
+        return self._last
 
-    def _book(self, words: Tensor, packed: Packed, arrived: Any, kept: list[Any]) -> Book:
+    def _book(self, words: Tensor, packed: Packed, *more: Any) -> Book:
         found = []
         for count, begins in zip(self._counts, (packed.begins, packed.kept_begins), strict=True):
             addresses = np.zeros(count, dtype=np.int64)
             for entry, begin in begins.items():
                 addresses[entry] = words.data_ptr() + 8 * begin
             found.append(addresses)
-        return Book(words, found[0], found[1], arrived, kept)
+        return Book(words, found[0], found[1], *more)
 
 
 def _copy_pages(table: Tensor, pages: Tensor, numbers: list[int]) -> None:

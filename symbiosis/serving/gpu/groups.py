@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 MOST_MEMBERS = 4
+STAGES = 8  # in which the numbers of an adapter come to the device, in the order of the layers
 
 
 @dataclass(slots=True, eq=False)
@@ -22,6 +23,7 @@ class Group:
     is_head: bool  # sees only rows whose logits are kept
     entry: int = 0
     width: int = 0  # of the rows
+    stage: int = 0  # with which what acts here has come
 
     @property
     def last_entry(self) -> int:
@@ -61,7 +63,8 @@ def find_groups(model: nn.Module, run: Callable[[], object], head: Any) -> list[
 
 def _numbered(groups: list[Group]) -> list[Group]:
     entries = {False: 0, True: 0}
-    for group in groups:
+    for number, group in enumerate(groups):
+        group.stage = number * STAGES // len(groups)
         group.entry = entries[group.is_head]
         entries[group.is_head] += 1 + len(group.names)
     return groups

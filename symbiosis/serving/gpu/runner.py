@@ -66,9 +66,10 @@ class Runner:
     def find_layers(self, run: Callable[[], object], head: Any) -> Fetcher:
         """Find the layers on which adapters can act, by running `run`, which computes something. To be called once."""
         groups = find_groups(self._model, run, head)
-        flat = self._arena.flat
-        self.adapting = Adapting(groups, self._rows, self._arena.page_elements, flat.dtype, self._device)
-        return Fetcher(self._arena, groups)
+        fetcher = Fetcher(self._arena, groups)
+        page, dtype = self._arena.page_elements, self._arena.flat.dtype
+        self.adapting = Adapting(groups, self._rows, page, dtype, fetcher.come)
+        return fetcher
 
     def compile(self, backend: str = "inductor") -> None:
         """Let the model's layers be compiled, each when it first runs."""
@@ -88,9 +89,10 @@ class Runner:
         if self.adapting is not None:
             self.adapting.begin(runs, kept_runs)
 
-    def serve(self, sequences: int, rows: int) -> None:
-        """Capture steps from now on, which have up to so many sequences and rows."""
+    def serve(self, sequences: int, rows: int, blocks: int) -> None:
+        """Capture steps from now on, which have up to so many sequences and rows, and up to so many blocks of each sequence."""
         self._resize(rows, sequences)
+        self._slots.reserve(sequences, blocks)
         self._captured = capture(self._logits, max_graphs=MOST_GRAPHS) if self._device.type == "cuda" else self._logits
 
     def make_room(self, step: Step) -> None:
@@ -154,6 +156,8 @@ class Runner:
     def _run(self, shape: Extent, inputs: dict[str, Any], kept: Tensor | None) -> Tensor:
         if kept is not None and self._keeps_rows:
             inputs["logits_to_keep"] = kept
+        if self.adapting is not None:
+            self.adapting.begin_pass()
         attention = TableAttention(self._arena, self._slots, self._rows, shape, self.remember)
         with attending_by(attention.attend):
             logits: Tensor = self._model(**inputs, use_cache=False).logits[0]

@@ -16,6 +16,7 @@ from symbiosis.serving.step import Block, Sequence, Step
 
 EMPTY = -1
 FIRST_BLOCKS = 64  # of a sequence: for so many there is room at first
+MOST_FIRST_BLOCKS = 2048  # of a sequence: for so many there is room at most, once it is known how long texts may be
 
 
 class Slots:
@@ -26,6 +27,13 @@ class Slots:
         self._free = list(range(slots))
         self._known: WeakKeyDictionary[Sequence, tuple[int, list[Block]]] = WeakKeyDictionary()
         self.moved = 0  # how often `pages` became another tensor
+
+    def reserve(self, slots: int, blocks: int) -> None:
+        """Make room for so many at once: with each new tensor all graphs are made anew."""
+        have, room = len(self.pages), max(self.pages.shape[2], min(blocks, MOST_FIRST_BLOCKS))
+        if slots > have or room > self.pages.shape[2]:
+            self._free += range(have, slots)
+            self._grow(max(slots, have), room)
 
     def of(self, sequence: Sequence) -> int:
         """Return the slot of a sequence, filled in with all its blocks."""
@@ -72,7 +80,7 @@ class Rows:
         sizes = {
             "ids": (rows,), "fed": (rows,), "positions": (rows,), "slots": (rows,), "singles": (sequences, 3),
             "blocks": (self.blocks_of(rows), 4), "kept": (sequences,), "tiles": (self.tiles_of(rows), 2),
-            "kept_tiles": (self.tiles_of(sequences), 2),
+            "kept_tiles": (self.tiles_of(sequences), 2), "awaited": (1,),
         }  # fmt: skip
         lengths = [int(np.prod(size)) for size in sizes.values()]
         self._host = torch.zeros(sum(lengths), dtype=torch.int32, pin_memory=device.type == "cuda")

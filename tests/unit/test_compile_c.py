@@ -1,0 +1,80 @@
+"""C sources are compiled once for all processes of a user, and never taken from where others may write."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from symbiosis.kernels import compile_c
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "answer.c"
+    file.write_text("int answer(void) { return 42; }\n")
+    return file
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    run, seen = subprocess.run, list[Any]()
+
+    def counted(command: list[str], **options: Any) -> Any:
+        seen.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(subprocess, "run", counted)
+    return seen
+
+
+def answer(source: Path, *flags: str) -> tuple[int, Path]:
+    with compile_c.compiled(source, *flags) as library:
+        return ctypes.CDLL(library).answer(), Path(library)
+
+
+def test_the_same_is_compiled_once(source: Path, compilations: list[Any]) -> None:
+    first, second = answer(source), answer(source)
+    assert first == second and first[0] == 42 and len(compilations) == 1
+    assert first[1].is_file() and [each.name for each in first[1].parent.iterdir()] == [first[1].name]
+    answer(source, "-O2")
+    source.write_text("int answer(void) { return 43; }\n")
+    assert answer(source)[0] == 43 and len(compilations) == 3
+
+
+def test_another_compiler_compiles_anew(source: Path, compilations: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(source)
+    monkeypatch.setenv("CC", "/bin/false")
+    with pytest.raises(subprocess.SubprocessError):
+        answer(source)
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    with pytest.raises(OSError):
+        answer(source)
+
+
+@pytest.mark.parametrize("where", ["cache", "cache/symbiosis", "cache/symbiosis/kernels"])
+def test_nothing_is_taken_from_a_folder_where_others_may_write(
+    where: str, source: Path, compilations: list[Any], tmp_path: Path
+) -> None:
+    answer(source)
+    (tmp_path / where).chmod(0o777)
+    (value, library), _ = answer(source), answer(source)
+    assert value == 42 and not library.exists() and len(compilations) == 3
+
+
+def test_without_a_home_it_is_compiled_each_time(
+    source: Path, compilations: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert [answer(source)[0], answer(source)[0], len(compilations)] == [42, 42, 2]
+
+
+def test_what_cannot_be_loaded_is_removed(source: Path, compilations: list[Any]) -> None:
+    with compile_c.compiled(source) as library:  # not loaded: a library that is in use is not cut off
+        Path(library).write_bytes(b"cut off")
+    with pytest.raises(OSError):
+        answer(source)
+    assert answer(source)[0] == 42 and len(compilations) == 2

@@ -1,0 +1,121 @@
+"""Adapters' files: whatever is wrong with one, it is never read as something else than by safetensors itself."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import SafetensorError
+
+from symbiosis.errors import AdapterError
+from symbiosis.serving.adapters import files
+from symbiosis.serving.adapters.files import AdapterWeights, in_parallel, parse_tensors
+
+WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+SHAPES = st.lists(st.integers(0, 4), max_size=3)
+TENSORS = st.dictionaries(
+    st.text(max_size=5).filter(lambda name: name != "__metadata__"),
+    st.tuples(st.sampled_from(list(files.DTYPES.values())), SHAPES),
+    max_size=4,
+)
+
+
+def made(kinds: dict[str, tuple[torch.dtype, list[int]]]) -> dict[str, torch.Tensor]:
+    return {name: torch.arange(math.prod(shape)).view(shape).to(dtype) for name, (dtype, shape) in kinds.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    alike = [(a[name].dtype, a[name].shape) == (b[name].dtype, b[name].shape) for name in b if name in a]
+    bits = (
+        [a[name].contiguous().view(-1).view(torch.uint8) for name in sorted(a)],
+        [b[name].contiguous().view(-1).view(torch.uint8) for name in sorted(b)],
+    )
+    return a.keys() == b.keys() and all(alike) and all(map(torch.equal, *bits))
+
+
+@settings(deadline=None, max_examples=60)
+@given(TENSORS)
+def test_what_safetensors_writes_is_read(kinds: dict[str, Any]) -> None:
+    tensors = made(kinds)
+    data = safetensors.torch.save(tensors, {"format": "pt"})
+    assert same(parse_tensors(data), tensors) and same(parse_tensors(memoryview(bytearray(data))), tensors)
+
+
+@settings(deadline=None, max_examples=200)
+@given(TENSORS, st.data())
+def test_damage_is_refused_or_read_as_safetensors_reads_it(kinds: dict[str, Any], data: Any) -> None:
+    whole = bytearray(safetensors.torch.save(made(kinds)))
+    for _ in range(data.draw(st.integers(1, 3))):
+        whole[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.sampled_from(b'\x00\x01\x7f0129-,:[]{}"ab\xff'))
+    cut = bytes(whole[: data.draw(st.integers(0, len(whole)))] if data.draw(st.booleans()) else whole)
+    try:
+        found = parse_tensors(cut)
+    except WRONG:
+        return
+    try:
+        expected = safetensors.torch.load(cut)
+    except (SafetensorError, KeyError):  # stricter about the header's text, which changes no number
+        return
+    assert same(found, expected)
+
+
+def with_header(header: Any, data: bytes = b"") -> bytes:
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [2.0], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [True, 2], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}},
+        {"a": {"dtype": "F32", "shape": [1 << 62, 1 << 62], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "PICKLE", "shape": [8], "data_offsets": [0, 8]}},
+        {"a": [0, 8]}, [1, 2], "a", 7,
+    ],
+    ids=["overlapping", "a hole", "too much", "negative", "half", "boolean", "too little", "huge", "dtype", "no table", "list", "text", "number"],
+)  # fmt: skip
+def test_what_the_format_does_not_allow(header: Any) -> None:
+    with pytest.raises(WRONG):
+        parse_tensors(with_header(header, bytes(8)))
+    with pytest.raises(AdapterError, match="cannot be read"):
+        AdapterWeights.parse(b'{"peft_type": "LORA"}', with_header(header, bytes(8)))
+
+
+def test_a_tensor_may_lie_anywhere() -> None:
+    data = with_header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, torch.ones(2).numpy().tobytes())
+    shifted = data[:8].replace(data[:1], bytes([data[0] + 1]), 1) + data[8 : 8 + data[0]] + b" " + data[8 + data[0] :]
+    assert parse_tensors(data)["a"].tolist() == parse_tensors(shifted)["a"].tolist() == [1.0, 1.0]
+
+
+def test_large_files_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "PIECE_BYTES", 7)
+    data = bytes(range(256)) * 3
+    (tmp_path / "file").write_bytes(data)
+    assert bytes(files._read(tmp_path / "file")) == data
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_in_parallel_keeps_the_order_and_tells_errors(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_thread_count", lambda: threads)
+    files._threads.cache_clear()
+    assert in_parallel(lambda n: n * n, range(11)) == [n * n for n in range(11)]
+    with pytest.raises(ZeroDivisionError):
+        in_parallel(lambda n: 1 // (n - 5), range(11))
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():  # what is made in it is written to by all
+            zeros = torch.zeros(11)
+            in_parallel(lambda n: zeros[n : n + 1].add_(n), range(11))  # noqa: B023
+            assert in_parallel(lambda n: torch.is_grad_enabled(), range(3)) == [torch.is_grad_enabled()] * 3
+        assert zeros.tolist() == list(range(11))
+    files._threads.cache_clear()
