@@ -6,9 +6,7 @@ Torch and transformers are imported where they are used: the controller of pytes
 from __future__ import annotations
 
 import copy
-import fcntl
 import gc
-import hashlib
 import multiprocessing.process
 import os
 import shutil
@@ -16,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -149,31 +147,6 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("state")
     os.environ["XDG_STATE_HOME"] = str(folder)
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Compile each C source once for all workers of a run, instead of once in each of them."""
-    from symbiosis.kernels import compile_c
-
-    base, compiled = tmp_path_factory.getbasetemp(), compile_c.compiled
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "libraries"
-    folder.mkdir(exist_ok=True)
-
-    @contextmanager
-    def kept(source: Path, *flags: str) -> Iterator[str]:
-        name = hashlib.sha256(repr((os.environ.get("CC"), source.read_bytes(), flags)).encode()).hexdigest()
-        library = folder / f"{name}.so"
-        with (folder / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                with compiled(source, *flags) as made:
-                    shutil.copy(made, library)
-        yield str(library)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compile_c, "compiled", kept)
-        yield
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "mixtral": tiny_mixtral}
