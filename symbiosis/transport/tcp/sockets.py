@@ -5,7 +5,8 @@ middle of a message just as its connection breaks.
 
 Over an encrypted connection no frame is large. ZeroMQ encrypts and decrypts a frame in one go, into memory of the frame's size. All
 connections that share its thread wait meanwhile, and new memory takes longer than the encryption. Without keys nothing is done to the
-bytes, so one frame holds all rows.
+bytes, so one frame holds all rows. The price: the middle of an encrypted message is long, so a program that closes its socket while it sends,
+at the very moment at which the other end dies, may be aborted.
 """
 
 import errno
