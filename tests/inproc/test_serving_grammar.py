@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import symbiosis
 from symbiosis.errors import ConfigError
 from symbiosis.serving import Engine
+from symbiosis.serving.choosing.grammar import Grammars
+from symbiosis.serving.request import Output, Request, Sampling
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
 SCHEMA: dict[str, Any] = {
@@ -64,3 +67,34 @@ def test_what_to_install_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with engine() as one, pytest.raises(ConfigError, match=r"pip install 'symbiosis-llm\[structured\]'"):
         one.generate("x", schema="{}")
+
+
+def test_a_schema_is_prepared_once_for_all_completions(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    prepared: list[str] = []
+    prepare = Grammars._matcher
+
+    def counted(self: Grammars, schema: str) -> Any:
+        prepared.append(schema)
+        return prepare(self, schema)
+
+    monkeypatch.setattr(Grammars, "_matcher", counted)
+    sampling = Sampling(schema=json.dumps(SCHEMA), max_tokens=200, seed=1)
+    outputs: SimpleQueue[Output] = SimpleQueue()
+    with engine() as one:
+        for id in (1, 2):
+            one.submit(Request(id=id, prompt=(97,), sampling=sampling, completions=16), outputs.put)
+        texts: dict[tuple[int, int], list[int]] = {}
+        left = 32
+        while left:
+            output = outputs.get(timeout=60)
+            texts.setdefault((output.request, output.completion), []).extend(token.id for token in output.tokens)
+            left -= output.finish is not None
+    assert prepared == [sampling.schema]
+    said = [json.loads(bytes(token for token in text if token < 256)) for text in texts.values()]
+    assert len(said) == 32 and all(list(each) == ["name", "ok", "kind", "many"] for each in said)
+
+
+def test_a_schema_of_many_characters_is_refused_unread() -> None:
+    with engine() as one, pytest.raises(ConfigError, match="schema may have 65536 characters"):
+        one.generate("x", schema=json.dumps({"enum": [f"k{number}" for number in range(100_000)]}))

@@ -18,6 +18,10 @@ def chat(**fields: Any) -> ChatBody:
     return read(ChatBody, json.dumps({"model": "m", "messages": [message], **fields}).encode())
 
 
+def schema(itself: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"schema": itself}}
+
+
 def param(error: ApiError) -> str | None:
     return error.body["error"]["param"]
 
@@ -71,6 +75,11 @@ def test_what_changes_nothing_is_taken(name: str) -> None:
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": 7}, "stop"),
+        ({"stop": ["x" * 1025]}, "stop"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+        ({"logit_bias": {str(token): 1 for token in range(1025)}}, "logit_bias"),
+        ({"response_format": schema({"enum": ["x" * 70_000]})}, "response_format"),
+        ({"stream": True, "seed": 1, "continuation": {"id": "x" * 257, "created": 1}}, "continuation"),
         ({"suffix": "x"}, "suffix"),
         ({"best_of": 3}, "best_of"),
         ({"speed": 3}, "speed"),
@@ -89,6 +98,8 @@ def test_what_is_wrong_is_said_by_name(fields: dict[str, Any], name: str) -> Non
     ("fields", "name"),
     [
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": ""}] * 16_385}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 16_385}]}, "messages"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
@@ -110,6 +121,7 @@ def test_what_is_wrong_in_a_chat_is_said_by_name(fields: dict[str, Any], name: s
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}}, "response_format"),
     ],
 )
 def test_what_the_model_does_not_have_is_said_by_name(fields: dict[str, Any], name: str) -> None:

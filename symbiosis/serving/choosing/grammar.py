@@ -1,13 +1,17 @@
 """Text that follows a JSON schema: which tokens may come next. It needs llguidance, which the extra `structured` installs."""
 
+import threading
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError
+from symbiosis.serving.engine.limits import check_length
 
 COMPACT = {"whitespace_flexible": False}  # else a model may go on with spaces for ever
+KEPT = 16  # schemas: those that were asked for last are not prepared again
 
 
 class Grammars:
@@ -22,18 +26,31 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, ends: frozenset[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
         self._prepared: Any = None
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Any] = OrderedDict()  # matchers at the beginning of a text, by schema
 
-    def begin(self, schema: str) -> "Grammar":
-        """Begin a text. Raises an error if the schema is wrong."""
+    def begin(self, schema: str, texts: int = 1) -> "list[Grammar]":
+        """Begin so many texts. The schema is prepared once for all. Raises an error if it is wrong."""
+        check_length("schema", len(schema))
+        matcher = self._kept.get(schema) or self._matcher(schema)
+        if matcher.is_error():
+            raise ConfigError(f"the JSON schema cannot be followed: {' '.join(matcher.get_error().split())[:300]}")
+        with self._lock:
+            self._kept[schema] = matcher
+            self._kept.move_to_end(schema)
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return [Grammar(matcher.deep_copy(), self._vocabulary) for _ in range(texts)]
+
+    def _matcher(self, schema: str) -> Any:
         library = _library()
         try:
             grammar = library.LLMatcher.grammar_from_json_schema(schema, defaults=COMPACT)
         except ValueError as error:
             raise ConfigError(f"the schema is not JSON: {error}") from None
-        matcher = library.LLMatcher(self._prepare(), grammar)
-        if matcher.is_error():
-            raise ConfigError(f"the JSON schema cannot be followed: {' '.join(matcher.get_error().split())[:300]}")
-        return Grammar(matcher, self._vocabulary)
+        with self._lock:
+            prepared = self._prepare()
+        return library.LLMatcher(prepared, grammar)
 
     def _prepare(self) -> Any:
         """Convert the vocabulary for the library, which takes about a second for a large one."""

@@ -115,8 +115,7 @@ class Engine:
         if request.sampling.seed is None:
             drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
             request = msgspec.structs.replace(request, sampling=drawn)
-        schema = request.sampling.schema
-        grammars = [] if schema is None else [self._grammar(request, n) for n in range(request.completions)]
+        grammars = [] if request.sampling.schema is None else self._begun(request, request.sampling.schema)
         tokens = [0] * (adapter.virtual if adapter else 0) + list(request.prompt)
         now = time.monotonic()
         sequences = [
@@ -125,12 +124,13 @@ class Engine:
         ]
         self._loop.begin(Job(request, sequences, grammars, on_output))
 
-    def _grammar(self, request: Request, completion: int) -> Grammar:
-        """Return the grammar of a completion, behind the tokens that were chosen already."""
-        grammar = self._grammars.begin(str(request.sampling.schema))
-        for token in request.chosen_of(completion):
-            grammar.take(token)
-        return grammar
+    def _begun(self, request: Request, schema: str) -> list[Grammar]:
+        """Return the grammar of each completion, behind the tokens that were chosen already."""
+        grammars = self._grammars.begin(schema, request.completions)
+        for number, grammar in enumerate(grammars):
+            for token in request.chosen_of(number):
+                grammar.take(token)
+        return grammars
 
     def on_pause(self, call: Callable[[], None]) -> None:
         """Have this called after each step, in the engine's thread, when `on_output` was told of all its tokens. It must not block."""

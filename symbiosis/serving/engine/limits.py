@@ -33,7 +33,17 @@ LIMITS = {  # by the fields of `Sampling` and `Request`
     "completions": Limit(1, 128),
 }
 BIAS = Limit(-100, 100)
-MOST_STOPS, MOST_ENDS, MOST_BIASED = 16, 128, 1024  # stop strings, stop tokens, tokens with a bias
+COUNTS = {  # how many there may be
+    "stop": 16,
+    "stop_tokens": 128,
+    "logit_bias": 1024,
+    "messages": 16_384,  # and their parts
+}
+LENGTHS = {  # how many characters one may have
+    "stop": 1024,
+    "schema": 64 << 10,
+    "id": 256,  # of an answer that goes on
+}
 
 
 class Unfit(ConfigError):
@@ -69,17 +79,31 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
             check_number(name, getattr(sampling, name))
     if sampling.min_tokens > sampling.max_tokens:
         raise Unfit("min_tokens", f"are {sampling.min_tokens}, and max_tokens {sampling.max_tokens}")
-    check_count("stop_tokens", len(sampling.stop_tokens), MOST_ENDS)
+    check_count("stop_tokens", len(sampling.stop_tokens))
     check_tokens("stop_tokens", sampling.stop_tokens, vocabulary)
-    check_count("logit_bias", len(sampling.logit_bias), MOST_BIASED)
+    check_count("logit_bias", len(sampling.logit_bias))
     check_tokens("logit_bias", tuple(sampling.logit_bias), vocabulary)
     for value in sampling.logit_bias.values():
         check_number("logit_bias", value, BIAS)
+    check_length("schema", len(sampling.schema or ""))
 
 
-def check_count(name: str, count: int, most: int) -> None:
+def check_count(name: str, count: int, most: int | None = None) -> None:
+    """Raise `Unfit` for more than there may be, by default by COUNTS."""
+    most = COUNTS[name] if most is None else most
     if count > most:
         raise Unfit(name, f"may have {most}, and has {count}")
+
+
+def check_length(name: str, length: int) -> None:
+    """Raise `Unfit` for a text that is longer than LENGTHS allows.
+
+    >>> check_length("stop", 2000)
+    Traceback (most recent call last):
+    symbiosis.serving.engine.limits.Unfit: stop may have 1024 characters, and has 2000
+    """
+    if length > LENGTHS[name]:
+        raise Unfit(name, f"may have {LENGTHS[name]} characters, and has {length}")
 
 
 def check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:

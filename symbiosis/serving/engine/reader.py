@@ -10,7 +10,7 @@ import msgspec
 
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.serving.engine.detokenize import Text, prompt_tokens
-from symbiosis.serving.engine.limits import MOST_STOPS, check_count
+from symbiosis.serving.engine.limits import check_count, check_length
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 
 ENDS_WITH_ERROR = (Finish.ERROR, Finish.ABORTED)
@@ -62,7 +62,9 @@ class Asking:
             raise ConfigError(f"there is no {unknown[0]} to choose tokens by: there are {known}")
         how = Sampling(**sampling)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        check_count("stop", len(stop), MOST_STOPS)
+        check_count("stop", len(stop))
+        for each in stop:
+            check_length("stop", len(each))
         if stop and engine.tokenizer is None:
             raise ConfigError("stop strings need the model's tokenizer: give Engine(..., tokenizer=...)")
         self.engine, self.id = engine, engine.next_id()

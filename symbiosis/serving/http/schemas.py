@@ -1,6 +1,5 @@
 """What clients may ask for, by the names of OpenAI and vLLM, and what it means to the engine."""
 
-import json
 import re
 import secrets
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from symbiosis.serving.engine.limits import LIMITS, MOST_STOPS, Unfit, check_number, check_sampling
+from symbiosis.serving.engine.limits import LIMITS, Unfit, check_count, check_length, check_number, check_sampling
 from symbiosis.serving.http.failures import ApiError, wrong
 from symbiosis.serving.request import Sampling
 
@@ -23,7 +22,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class JsonSchema(msgspec.Struct):
-    schema: dict[str, Any] | None = None
+    schema: msgspec.Raw = msgspec.Raw()  # its text, which the engine's process reads
     name: str | None = None
     strict: bool | None = None
     description: str | None = None
@@ -158,6 +157,8 @@ AS_ASKED = {
     "stop_tokens": "stop_token_ids",
     "chosen": "continuation",
     "ended": "continuation",
+    "id": "continuation",
+    "schema": "response_format",
 }  # what the API calls the engine's fields
 AS_CHECKED = {"max_completion_tokens": "max_tokens", "n": "completions", "top_logprobs": "logprobs"}
 
@@ -178,8 +179,8 @@ def _check(body: Body) -> None:
         if checked in LIMITS and not isinstance(value, bool) and not (name == "top_k" and value == -1):
             with refusing({checked: name}):
                 check_number(checked, value)
-    if len(body.stops) > MOST_STOPS:
-        raise wrong(f"stop may have {MOST_STOPS} strings, and has {len(body.stops)}", "stop")
+    with refusing():
+        _check_sizes(body)
     if body.stream_options is not None and not body.stream:
         raise wrong("stream_options go with stream=true", "stream_options")
     if body.continuation is not None and not (body.stream and body.seed is not None):
@@ -188,6 +189,25 @@ def _check(body: Body) -> None:
         _check_completion(body)
     if isinstance(body, ChatBody):
         _check_chat(body)
+
+
+def _check_sizes(body: Body) -> None:
+    """Raise `Unfit` for more, or longer, than there may be. Nothing here depends on the sizes: it comes before all that does."""
+    check_count("stop", len(body.stops))
+    for stop in body.stops:
+        check_length("stop", len(stop))
+    check_count("stop_tokens", len(body.stop_token_ids or ()))
+    check_count("logit_bias", len(body.logit_bias or ()))
+    if body.response_format and body.response_format.json_schema:
+        check_length("schema", len(bytes(body.response_format.json_schema.schema)))
+    if body.continuation is not None:
+        check_length("id", len(body.continuation.id))
+    if isinstance(body, ChatBody):
+        check_count("messages", sum(map(_parts, body.messages)))
+
+
+def _parts(message: dict[str, Any]) -> int:
+    return max(1, len(content)) if isinstance(content := message.get("content"), list) else 1
 
 
 def _check_completion(body: CompletionBody) -> None:
@@ -256,6 +276,10 @@ def _schema(wanted: ResponseFormat | None) -> str | None:
             f"response_format: its type is text, json_object or json_schema, not {wanted.type[:50]!r}",
             "response_format",
         )
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise wrong("response_format: json_schema needs a schema", "response_format")
-    return json.dumps(wanted.json_schema.schema)
+    schema = bytes(wanted.json_schema.schema) if wanted.json_schema else b""
+    if not schema.startswith(b"{"):
+        raise wrong("response_format: json_schema needs a schema, which is an object", "response_format")
+    try:
+        return schema.decode()
+    except UnicodeDecodeError as error:
+        raise wrong(f"response_format: the schema is no text: {error}", "response_format") from None

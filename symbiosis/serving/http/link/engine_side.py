@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError, UnknownAdapter
+from symbiosis.serving.http.link.lanes import Lanes
 from symbiosis.serving.http.link.messages import (
     LENGTH,
     AdapterInfo,
@@ -81,6 +82,7 @@ class Link:
         self._loading = ThreadPoolExecutor(
             4, thread_name_prefix="serve-load"
         )  # what has to be read first: others do not wait for it
+        self._lanes = Lanes(4, "serve-schema")
         self._unsent.put(welcome)
         engine.on_pause(self._on_pause)
         self._threads = [
@@ -103,6 +105,7 @@ class Link:
             thread.join()
         for pool in (self._pool, self._loading):
             pool.shutdown(cancel_futures=True)
+        self._lanes.close()
         self._connection.close()
 
     def _read(self) -> None:
@@ -121,18 +124,26 @@ class Link:
     def _take(self, message: ToEngine) -> None:
         self._pulse.beat()
         if isinstance(message, Submit):
-            id = message.request.id
-            self._open[id] = len(message.request.under_way)
-            if message.request.adapter is None:
-                self._submit(message.request)
-            else:
-                pool = self._pool if self._engine.has_loaded(message.request.adapter) else self._loading
-                self._submissions[id] = pool.submit(self._submit, message.request)
-                self._submissions[id].add_done_callback(lambda _: self._submissions.pop(id, None))
+            self._open[message.request.id] = len(message.request.under_way)
+            self._begin(message.request)
         elif isinstance(message, Cancel):
             self._cancel(message.id, message.has_stopped)
         elif isinstance(message, Ask):
             (self._loading if message.verb == "add" else self._pool).submit(self._answer, message)
+
+    def _begin(self, request: Request) -> None:
+        """Submit a request. What has to be read or prepared for it is done in another thread, because the next message does not wait."""
+        schema, adapter = request.sampling.schema, request.adapter
+        if schema is None and adapter is None:
+            self._submit(request)
+            return
+        if schema is not None:
+            begun = self._lanes.submit(request.tenant, lambda: self._submit(request))
+        else:
+            pool = self._pool if self._engine.has_loaded(str(adapter)) else self._loading
+            begun = pool.submit(self._submit, request)
+        self._submissions[request.id] = begun
+        begun.add_done_callback(lambda _: self._submissions.pop(request.id, None))
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):
@@ -172,10 +183,12 @@ class Link:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def _cancel(self, id: int, has_stopped: bool = False) -> None:
-        """Cancel a request; if it is still being submitted, as soon as it is."""
+        """Cancel a request; if it is still being submitted, as soon as it is. One that waits for a thread is not begun."""
         submission = self._submissions.get(id)
         if submission is None:
             self._engine.cancel(id, has_stopped)
+        elif submission.cancel():
+            self._open.pop(id, None)
         else:
             submission.add_done_callback(lambda _: self._engine.cancel(id, has_stopped))
 

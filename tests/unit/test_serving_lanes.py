@@ -1,0 +1,56 @@
+"""Threads for the work of many tenants: who waits for whom, and what becomes of work that nobody wants any more."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from symbiosis.serving.http.link.lanes import Lanes
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def lanes() -> Iterator[Lanes]:
+    lanes = Lanes(2, "test")
+    yield lanes
+    lanes.close()
+
+
+def test_nobody_waits_behind_all_that_another_has_asked_for(lanes: Lanes) -> None:
+    may_end = threading.Event()
+    slow = [lanes.submit("eve", lambda: may_end.wait(WAIT_S)) for _ in range(20)]
+    assert lanes.submit("bob", lambda: "bob's").result(WAIT_S) == "bob's" and not slow[0].done()
+    may_end.set()
+    assert all(each.result(WAIT_S) for each in slow)
+
+
+def test_what_is_cancelled_before_it_begins_is_not_made(lanes: Lanes) -> None:
+    may_end, made = threading.Event(), []
+    first = lanes.submit("eve", lambda: may_end.wait(WAIT_S))
+    second, third = lanes.submit("eve", lambda: made.append(2)), lanes.submit("eve", lambda: made.append(3))
+    assert second.cancel()
+    may_end.set()
+    third.result(WAIT_S)
+    assert first.result(WAIT_S) and made == [3]
+
+
+def test_an_error_is_the_results_and_the_next_one_runs(lanes: Lanes) -> None:
+    failing = lanes.submit("eve", lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        failing.result(WAIT_S)
+    assert lanes.submit("eve", lambda: 1).result(WAIT_S) == 1
+
+
+def test_closing_cancels_what_waits() -> None:
+    lanes, may_end, runs = Lanes(2, "test"), threading.Event(), threading.Event()
+    first = lanes.submit("eve", lambda: runs.set() or may_end.wait(WAIT_S))
+    waiting = [lanes.submit("eve", lambda: 1) for _ in range(3)]
+    assert runs.wait(WAIT_S)
+    closer = threading.Thread(target=lanes.close)
+    closer.start()
+    while not all(each.cancelled() for each in waiting):
+        assert closer.is_alive()
+    may_end.set()
+    closer.join(WAIT_S)
+    assert first.result(WAIT_S) and not closer.is_alive()
