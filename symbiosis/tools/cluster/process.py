@@ -45,6 +45,7 @@ class Process:
         self._process: subprocess.Popen[str] | None = None
         self.ready = threading.Event()
         self.silent_s = 0.0
+        self._family: dict[int, str] = {}  # the processes that it has started, and when they began
         self.starts = 0  # since it was ready last
         self.health: dict[str, object] = {}  # what its page told last
         self.draining_since: float | None = None
@@ -102,10 +103,17 @@ class Process:
         """End it at once, with all that it has started, which may be frozen as well."""
         if self._process is None:
             return
-        for pid in [*descendants(self.pid), self.pid]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._note_family()
+        for pid, began in self._family.items():
+            if began_at(pid) == began:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
+
+    def _note_family(self) -> None:
+        """Note what it has started: once it is dead, nobody can tell any more."""
+        self._family |= {pid: began_at(pid) for pid in descendants(self.pid)}
 
     def wait(self, seconds: float) -> bool:
         """Whether it has ended by then."""
@@ -126,6 +134,7 @@ class Process:
             while process.poll() is None and self.ready is ready:
                 begun = time.monotonic()
                 found = self._works()
+                self._note_family()
                 self.silent_s = (
                     0.0 if found is not None else self.silent_s + min(time.monotonic() - begun, ANSWER_S) + LOOK_EVERY_S
                 )
@@ -159,6 +168,13 @@ def asked(url: str) -> dict[str, object] | None:
     finally:
         connection.close()
     return told if isinstance(told, dict) else None
+
+
+def began_at(pid: int) -> str:
+    """Return when a process began, as the kernel counts; nothing if there is none. A number may be given to another one."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return ""
 
 
 def descendants(pid: int) -> Iterator[int]:

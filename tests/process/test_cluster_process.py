@@ -1,0 +1,31 @@
+"""A process of a cluster ends with all that it has started, however it ends."""
+
+import os
+import signal
+from pathlib import Path
+
+from symbiosis.clusters import Member
+from symbiosis.tools.cluster.process import Process
+from tests.serving_api import eventually
+
+CODE = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    "print('x at http://127.0.0.1:1/', child.pid, flush=True)\n"
+    "time.sleep(600)"
+)
+
+
+def test_a_frozen_child_of_a_process_that_was_killed_ends_too() -> None:
+    process = Process(Member(name="x", kind="server"), ["-c", CODE])
+    process.start()
+    eventually(process.ready.is_set)
+    eventually(lambda: process._family)
+    (child,) = process._family
+    os.kill(child, signal.SIGSTOP)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(10) and Path(f"/proc/{child}").exists()
+    process.kill()
+    eventually(
+        lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
+    )
