@@ -154,3 +154,18 @@ def test_prefetch_evicts_nothing() -> None:
     here = residency.prefetch(adapters)
     assert 0 < here < 8 and residency.prefetch(adapters) == here and not residency.evictions
     assert [residency.is_here(each) for each in adapters] == [True] * here + [False] * (8 - here)
+
+
+@pytest.mark.parametrize("how", ["fetch", "prefetch"])
+def test_a_copy_that_fails_gives_its_pages_back(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    residency = Residency(Arena((KvShape(1, 2, 2),), 12 * 64 * 4))
+    free = residency.arena.pool.free
+
+    def fails(*what: object) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("symbiosis.serving.adapters.residency._copy", fails)
+    one = adapter(1, rank=1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        residency.fetch(one) if how == "fetch" else residency.prefetch([one])
+    assert residency.arena.pool.free == free and not residency.is_here(one)

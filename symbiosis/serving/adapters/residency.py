@@ -196,13 +196,18 @@ class Residency:
 
     def _put(self, adapter: LoadedAdapter, pages: list[int]) -> None:
         self.fetches += 1
-        if self.fetcher is not None and adapter.packed is not None:
-            book = self.fetcher.fetch(adapter.packed, pages)
-            self._here[adapter.version] = Resident(pages, adapter.bytes, {}, self._turn, book=book)
-            return
-        runs = place(shapes_of(adapter.parts), self.arena.page_elements)[1]
-        placed = _copy(adapter.parts, runs, pages, self.arena)
-        self._here[adapter.version] = Resident(pages, adapter.bytes, placed, self._turn)
+        placed: dict[str, Placed] = {}
+        book = None
+        try:
+            if self.fetcher is not None and adapter.packed is not None:
+                book = self.fetcher.fetch(adapter.packed, pages)
+            else:
+                runs = place(shapes_of(adapter.parts), self.arena.page_elements)[1]
+                placed = _copy(adapter.parts, runs, pages, self.arena)
+        except BaseException:
+            self.arena.pool.give_back(pages)
+            raise
+        self._here[adapter.version] = Resident(pages, adapter.bytes, placed, self._turn, book=book)
 
 
 def matrices_of(parts: dict[str, Part]) -> list[Tensor]:
