@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import symbiosis
 from symbiosis.errors import ConfigError
-from symbiosis.serving.engine.detokenize import Text, chat_tokens, prompt_tokens
+from symbiosis.serving.engine.detokenize import Stop, Text, chat_tokens, prompt_tokens
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
 
@@ -131,3 +131,34 @@ def test_chats_go_by_the_template() -> None:
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
     with pytest.raises(ConfigError, match="no system messages"):
         chat_tokens(tokenizer, [{"role": "system", "content": "hi"}])
+
+
+@pytest.mark.parametrize("stop", ["aab", "abab", "aaaa", "abcabd", "b"])
+@given(text=st.text("abcd", max_size=40), cuts=st.lists(st.integers(1, 5), max_size=40))
+def test_a_stop_string_is_found_where_it_stands(stop: str, text: str, cuts: list[int]) -> None:
+    searched, matched, at = Stop(stop), 0, 0
+    for cut in [*cuts, *[1] * len(text)]:
+        end, matched = searched.after(text[at : at + cut], matched)
+        if end is not None:
+            assert at + end - len(stop) == text.find(stop)
+            return
+        at += cut
+        read = text[:at]
+        assert matched == next(n for n in range(len(stop) - 1, -1, -1) if read.endswith(stop[:n]))
+    assert stop not in text
+
+
+def test_a_stop_string_that_nearly_comes_takes_no_longer_for_its_length() -> None:
+    compared = 0
+
+    class Counted(str):
+        def __getitem__(self, place: Any) -> str:
+            nonlocal compared
+            compared += 1
+            return super().__getitem__(place)
+
+    stop = Stop(Counted("a" * 1000 + "!"))
+    matched, compared = 0, 0
+    for _ in range(5000):
+        _, matched = stop.after("a", matched)
+    assert matched == 1000 and compared <= 4 * 5000

@@ -1,6 +1,6 @@
 """Refuses requests that cannot be served before they are queued, and says why."""
 
-from symbiosis.serving.engine.limits import Unfit, check_number, check_sampling, check_tokens
+from symbiosis.serving.engine.limits import Unfit, check_chosen, check_number, check_sampling, check_tokens
 from symbiosis.serving.model import Served
 from symbiosis.serving.request import Request
 
@@ -34,15 +34,3 @@ def check(request: Request, virtual: int, adapter_pages: int, served: Served) ->
             f"and its answer, {whole} tokens, take {pages} pages of the server's memory, which has {served.arena.pool.total}: ask for fewer "
             "tokens, or give the server more memory",
         )
-
-
-def check_chosen(request: Request, vocabulary: int) -> None:
-    """Raise `Unfit` if the request cannot go on where another server is said to have left it."""
-    if request.chosen and len(request.chosen) != request.completions:
-        raise Unfit("chosen", f"has tokens of {len(request.chosen)} completions, and there are {request.completions}")
-    if not request.under_way:
-        raise Unfit("ended", "names all completions: there is nothing to go on with")
-    for number in request.under_way:
-        check_tokens("chosen", request.chosen_of(number), vocabulary)
-        if (have := len(request.chosen_of(number))) and have >= request.sampling.max_tokens:
-            raise Unfit("chosen", f"has {have} tokens of a completion, and max_tokens={request.sampling.max_tokens}")

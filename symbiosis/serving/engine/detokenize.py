@@ -1,6 +1,7 @@
 """Makes text of tokens as they come, cut before stop strings, and tokens of prompts and chats."""
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from symbiosis.errors import ConfigError
@@ -9,19 +10,55 @@ LONGEST_CHARACTER = 4  # bytes, and so tokens at most
 BROKEN = "�"
 
 
+class Stop:
+    """A string that ends texts, and where its beginnings recur in it (Knuth, Morris and Pratt): to look for it in a text that comes piece by
+    piece takes time in proportion to the text, whatever both are.
+
+    >>> Stop("end").after("the e", 0)
+    (None, 1)
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self._shorter = [0]  # by characters that match: of how many of the last ones are the string's first, too
+        matched = 0
+        for character in text[1:]:
+            while matched and character != text[matched]:
+                matched = self._shorter[matched - 1]
+            matched += character == text[matched]
+            self._shorter.append(matched)
+
+    def after(self, new: str, matched: int) -> tuple[int | None, int]:
+        """Read text, behind which the string's first `matched` characters stand already. Return how many characters of it there are when the
+        string is whole, None if it does not become so; and else how many match at its end."""
+        text = self.text
+        if not matched and text[0] not in new:
+            return None, 0
+        for place, character in enumerate(new, 1):
+            while matched and character != text[matched]:
+                matched = self._shorter[matched - 1]
+            matched += character == text[matched]
+            if matched == len(text):
+                return place, 0
+        return None, matched
+
+
 class Text:
     """The text of one completion. It holds back bytes that are no whole character yet, and text that may be the beginning of a stop string.
 
     Args:
         tokenizer: Of transformers.
-        stop: Strings that end the text, which is cut before them.
+        stop: What ends the text, which is cut before it.
         min_tokens: So many tokens at the beginning are not searched for stop strings.
         special: Whether special tokens are part of the text.
     """
 
-    def __init__(self, tokenizer: Any, stop: Iterable[str] = (), min_tokens: int = 0, special: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Iterable[str | Stop] = (), min_tokens: int = 0, special: bool = False
+    ) -> None:
         self._tokenizer, self._special = tokenizer, special
-        self._stop = tuple(each for each in stop if each)
+        self._stops = [Stop(each) if isinstance(each, str) else each for each in stop if each]
+        self._matched = [0] * len(self._stops)  # characters of each, at the end of the text
         self._min_tokens = min_tokens
         self._tokens: list[int] = []
         self._context = self._read = (
@@ -76,24 +113,20 @@ class Text:
         text = self._held + new
         if len(self._tokens) <= self._min_tokens:
             return text
-        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
-        if found:
+        starts = []
+        for number, stop in enumerate(self._stops):
+            end, self._matched[number] = stop.after(new, self._matched[number])
+            if end is not None:
+                starts.append(len(self._held) + end - len(stop.text))
+        if starts:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
-        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+            return text[: min(starts)]
+        keep = max(self._matched, default=0)
         out, self._held = text[: len(text) - keep], text[len(text) - keep :]
         return out
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `stop`.
-
-    >>> _overlap("the e", "end")
-    1
-    """
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
+@lru_cache(maxsize=1 << 16)
 def text_of(tokenizer: Any, token: int) -> str:
     """Return one token by itself as text, to be shown beside its log probability."""
     text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -117,13 +150,18 @@ def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: A
     Args:
         options: Options of the template, such as `tools` or `enable_thinking`.
     """
+    return tuple(tokenizer(chat_text(tokenizer, messages, **options), add_special_tokens=False).input_ids)
+
+
+def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+    """Return the text of the prompt that `chat_tokens` returns."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(
             "the model's tokenizer has no chat template: ask for a completion of a prompt instead, or give the server one "
             "(--chat-template FILE)"
         )
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **options)
     except Exception as error:  # whatever a template raises
         raise ConfigError(f"the chat template does not take these messages: {error}") from None
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids)
+    return text

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from symbiosis.errors import ConfigError
-from symbiosis.serving.request import Sampling
+from symbiosis.serving.request import Request, Sampling
 
 
 class Limit(NamedTuple):
@@ -111,3 +111,16 @@ def check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
     for token in tokens:
         if type(token) is not int or not 0 <= token < vocabulary:
             raise Unfit(name, f"has the token {token!r:.50}, and the model's are numbered from 0 to {vocabulary - 1}")
+
+
+def check_chosen(request: Request, vocabulary: int) -> None:
+    """Raise `Unfit` if the request cannot go on where another server is said to have left it."""
+    if request.chosen and len(request.chosen) != request.completions:
+        raise Unfit("chosen", f"has tokens of {len(request.chosen)} completions, and there are {request.completions}")
+    if not request.under_way:
+        raise Unfit("ended", "names all completions: there is nothing to go on with")
+    for number in request.under_way:
+        if (have := len(request.chosen_of(number))) and have >= request.sampling.max_tokens:
+            raise Unfit("chosen", f"has {have} tokens of a completion, and max_tokens={request.sampling.max_tokens}")
+    for number in request.under_way:
+        check_tokens("chosen", request.chosen_of(number), vocabulary)

@@ -3,7 +3,10 @@
 import time
 import uuid
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
+
+import msgspec
 
 from symbiosis.serving.engine.detokenize import text_of
 from symbiosis.serving.http.generation import Delta, Generation
@@ -30,9 +33,12 @@ class Words:
         """Go on with an answer that another server has begun."""
         self._head |= {"id": before.id, "created": before.created}
 
-    def whole(self, generation: Generation, deltas: list[Delta]) -> Fields:
-        choices = [self.choice(delta) for delta in deltas]
-        return {"object": self.kind, **self._head, "choices": choices, "usage": usage(generation)}
+    def whole(self, generation: Generation, deltas: list[Delta]) -> Iterator[bytes]:
+        """Yield the whole answer as JSON, each choice by itself: together they may be large."""
+        yield msgspec.json.encode({"object": self.kind, **self._head})[:-1] + b',"choices":['
+        for number, delta in enumerate(deltas):
+            yield b"," * (number > 0) + msgspec.json.encode(self.choice(delta))
+        yield b'],"usage":' + msgspec.json.encode(usage(generation)) + b"}"
 
     def chunk(self, choices: list[Fields], usage: Fields | None = None, is_asked: bool = False) -> Fields:
         """Return a chunk of a stream. If the stream's usage was asked for (`is_asked`), each chunk has that field."""
@@ -83,16 +89,24 @@ class CompletionWords(Words):
     """Answers of POST /v1/completions.
 
     Args:
-        echoes: The text of each choice's prompt, which comes first; empty if it was not asked for.
+        echoes: The text of each prompt, which comes first; empty if it was not asked for.
+        completions: Of each prompt.
     """
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
     def __init__(
-        self, model: str, tokenizer: Any, logprobs: bool, echoes: list[str], prompts: list[tuple[int, ...]]
+        self,
+        model: str,
+        tokenizer: Any,
+        logprobs: bool,
+        echoes: list[str],
+        prompts: list[tuple[int, ...]],
+        completions: int,
     ) -> None:
         super().__init__(model, tokenizer, logprobs)
-        self._echoes, self._prompts = echoes, prompts
+        self._echoes, self._prompts, self._completions = echoes, prompts, completions
+        self._shown_prompts: dict[int, Fields] = {}  # log probabilities, by prompt: all its completions show the same
         self._offsets: dict[int, int] = {}
         self._begun: set[int] = set()
 
@@ -101,7 +115,7 @@ class CompletionWords(Words):
         for index, tokens in enumerate(before.tokens):
             if tokens or index in before.ended:
                 self._begun.add(index)
-                told = [*(self._prompts[index] if self._echoes else ()), *tokens]
+                told = [*(self._prompts[index // self._completions] if self._echoes else ()), *tokens]
                 self._offsets[index] = (
                     sum(len(text_of(self.tokenizer, token)) for token in told) if self.logprobs else 0
                 )
@@ -110,34 +124,35 @@ class CompletionWords(Words):
         return self.part(delta)
 
     def part(self, delta: Delta) -> Fields:
-        index, tokens, text = delta.choice, delta.tokens, delta.text
+        index, text = delta.choice, delta.text
+        shown = self._shown(delta.tokens, self._offsets.get(index, 0)) if self.logprobs else None
         if self._echoes and index not in self._begun:
-            text = self._echoes[index] + text
-            tokens = [*self._of_prompt(delta), *tokens]
+            text = self._echoes[index // self._completions] + text
+            if shown is not None:
+                before = self._shown_prompt(delta)
+                shown = self._shown(delta.tokens, sum(map(len, before["tokens"])))
+                shown = {name: before[name] + shown[name] for name in shown}
         self._begun.add(index)
-        shown = self._shown(index, tokens) if self.logprobs else None
+        if shown is not None and shown["tokens"]:
+            self._offsets[index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
 
-    def _of_prompt(self, delta: Delta) -> list[Token]:
+    def _shown_prompt(self, delta: Delta) -> Fields:
         """Return the log probabilities of the prompt's tokens. The first token has none, because nothing comes before it."""
-        told = list(delta.prompt_logprobs)
-        prompt = self._prompts[delta.choice]
-        missing = len(prompt) - len(told)
-        return [*(Token(id) for id in prompt[:missing]), *told]
+        number = delta.choice // self._completions
+        if number not in self._shown_prompts:
+            told, prompt = delta.prompt_logprobs, self._prompts[number]
+            missing = [Token(id) for id in prompt[: len(prompt) - len(told)]]
+            self._shown_prompts[number] = self._shown([*missing, *told], 0)
+        return self._shown_prompts[number]
 
-    def _shown(self, index: int, tokens: list[Token]) -> Fields:
+    def _shown(self, tokens: list[Token], offset: int) -> Fields:
         texts = [text_of(self.tokenizer, token.id) for token in tokens]
-        offset, offsets = self._offsets.get(index, 0), []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
-        self._offsets[index] = offset
-        top = [self._top(token) for token in tokens]
         return {
             "tokens": texts,
             "token_logprobs": [finite(token.logprob) for token in tokens],
-            "top_logprobs": top,
-            "text_offset": offsets,
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
         }
 
     def _top(self, token: Token) -> dict[str, float | None] | None:

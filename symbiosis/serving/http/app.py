@@ -19,7 +19,9 @@ from symbiosis.serving.http import metrics, page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.front import Front
+from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.uploads import received
+from symbiosis.serving.http.keys import Admission
 from symbiosis.serving.http.link.messages import AdapterInfo
 from symbiosis.serving.http.replies import Reply, Stream
 
@@ -97,40 +99,64 @@ def _unknown_path(request: Request, error: HTTPException) -> Response:
 
 
 async def completions(front: Front, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
-    body = schemas.read(schemas.CompletionBody, await front.body(request))
-    prompts = await front.prompts(body.prompt)
-    most = front.room(prompts, body.max_tokens, 16, "max_tokens")
-    if most == 0 and not body.echo:
+    tenant, data = front.tenant(request), await front.body(request)
+    body = schemas.read(schemas.CompletionBody, data)
+    if body.max_tokens == 0 and not body.echo:
         raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
+    given = front.prompts.several(body.prompt)
+    most = 16 if body.max_tokens is None else body.max_tokens
+    with front.admitted(tenant, body, len(given), most) as admission:
+        made = await front.made(request, tenant, len(data), lambda: _completion(front, admission, body, given))
+        return _reply(front, admission, body, *made)
+
+
+def _completion(
+    front: Front, admission: Admission, body: schemas.CompletionBody, given: list[str | list[int]]
+) -> tuple[Words, Generation]:
+    prompts = [front.prompts.tokens(each) for each in given]
+    most = front.room(prompts, body.max_tokens, 16, "max_tokens")
     sampling = schemas.sampling_of(body, most, body.logprobs, front.remote.welcome.vocabulary)
-    of_choices = [prompt for prompt in prompts for _ in range(body.completions)]
-    echoes = [front.tokenizer.decode(prompt) for prompt in of_choices] if body.echo else []
-    words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, of_choices)
     scored = bool(body.echo) and (
         body.logprobs is not None or most == 0
     )  # which makes it of tokens of the prompt alone
-    return _reply(body, words, *front.begin(tenant, body, prompts, sampling, scored))
+    generation = front.generation(admission, body, prompts, sampling, scored)
+    echoes = [front.tokenizer.decode(prompt) for prompt in prompts] if body.echo else []
+    words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.completions)
+    if body.continuation is not None:
+        words.go_on(body.continuation)
+    return words, generation
 
 
 async def chat(front: Front, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
-    body = schemas.read(schemas.ChatBody, await front.body(request))
-    prompts = [await front.chat(body.messages, body.chat_template_kwargs or {})]
+    tenant, data = front.tenant(request), await front.body(request)
+    body = schemas.read(schemas.ChatBody, data)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    most = front.remote.welcome.longest if wanted is None else wanted
+    with front.admitted(tenant, body, 1, most) as admission:
+        made = await front.made(request, tenant, len(data), lambda: _chat(front, admission, body, wanted))
+        return _reply(front, admission, body, *made)
+
+
+def _chat(front: Front, admission: Admission, body: schemas.ChatBody, wanted: int | None) -> tuple[Words, Generation]:
+    prompts = [front.prompts.of_chat(body.messages, body.chat_template_kwargs or {})]
     most = front.room(prompts, wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
     sampling = schemas.sampling_of(body, most, tops, front.remote.welcome.vocabulary)
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs))
-    return _reply(body, words, *front.begin(tenant, body, prompts, sampling, False))
-
-
-def _reply(body: schemas.Body, words: Words, generation: Any, done: Callable[[], None]) -> ASGIApp:
     if body.continuation is not None:
         words.go_on(body.continuation)
+    return words, front.generation(admission, body, prompts, sampling, False)
+
+
+def _reply(front: Front, admission: Admission, body: schemas.Body, words: Words, generation: Generation) -> ASGIApp:
+    """Begin a generation, and return the answer, which ends it and what it was admitted with."""
+    front.check_room(len(generation.requests))
+    admission.tenant.spend(generation.prompt_tokens + generation.completion_tokens)
+    admission.keep(generation.most_tokens)
+    generation.begin()
     if body.is_streamed:
-        return Stream(generation, words, done, body.wants_usage, body.continuation)
-    return Reply(generation, words, done)
+        return Stream(generation, words, admission.end, body.wants_usage, body.continuation)
+    return Reply(generation, words, admission.end)
 
 
 async def models(front: Front, request: Request) -> ASGIApp:

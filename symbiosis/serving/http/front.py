@@ -2,28 +2,28 @@
 
 import asyncio
 import time
-from collections.abc import Callable
-from inspect import signature
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
 
-from symbiosis.errors import ConfigError
-from symbiosis.serving.engine.detokenize import Text, chat_tokens, prompt_tokens
-from symbiosis.serving.engine.limits import check_tokens
+from symbiosis.serving.engine.detokenize import Stop, Text
+from symbiosis.serving.engine.limits import MANY, check_chosen
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.generation import Generation
-from symbiosis.serving.http.incoming.bodies import Bodies
-from symbiosis.serving.http.keys import Keys, Tenant
+from symbiosis.serving.http.incoming.bodies import Bodies, until_hung_up
+from symbiosis.serving.http.incoming.prompts import Prompts, too_long
+from symbiosis.serving.http.keys import Admission, Keys, Tenant
 from symbiosis.serving.http.link.http_side import RemoteEngine
+from symbiosis.serving.http.link.lanes import Lanes
 from symbiosis.serving.http.link.messages import FrontOptions
-from symbiosis.serving.http.schemas import Body, refusing
+from symbiosis.serving.http.schemas import Body, Continuation, refusing
 from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
-LONG_TEXT = 20_000  # characters: tokens of more are made in a thread, so that nobody waits for them
-ROLES = ("system", "developer", "user", "assistant", "tool")
+LARGE = 20_000  # bytes of a body: what is made of more is made in a thread, so that nobody waits for it
 
 
 class Front:
@@ -32,7 +32,9 @@ class Front:
     def __init__(self, remote: RemoteEngine, tokenizer: Any, options: FrontOptions) -> None:
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
         self.keys = Keys(Path(options.api_keys) if options.api_keys else None)
+        self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
         self.bodies = Bodies()
+        self._lanes = Lanes(4, "http-made")
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
 
@@ -64,35 +66,50 @@ class Front:
             raise unknown_model(model, self.options.model)
         return None if model == self.options.model else model
 
-    async def prompts(self, given: str | list[str | int | list[int]]) -> list[tuple[int, ...]]:
-        """Return the tokens of each prompt: one text, tokens, or a list of either."""
-        several: list[Any] = given if isinstance(given, list) and given and not isinstance(given[0], int) else [given]
-        if len(several) > self.options.max_requests:
-            raise wrong(f"at most {self.options.max_requests} prompts", "prompt")
-        size = sum(len(each) for each in several if isinstance(each, str | list))
-        return await self._unless_long(size, lambda: [self._tokens(each) for each in several])
+    @contextmanager
+    def admitted(self, tenant: Tenant, body: Body, prompts: int, tokens: int) -> Iterator[Admission]:
+        """Let a request in, by what is cheap to know of it. If what follows fails, it has never been there.
 
-    def _tokens(self, prompt: str | list[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return prompt_tokens(self.tokenizer, prompt)
-        if not isinstance(prompt, list) or not all(isinstance(token, int) for token in prompt):
-            raise wrong("a prompt is a text or a list of tokens; several are a list of them", "prompt")
-        with refusing():
-            check_tokens("prompt", prompt, self.remote.welcome.vocabulary)
-        return tuple(prompt)
-
-    async def chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[int, ...]:
-        if own := sorted({"messages", *signature(self.tokenizer.apply_chat_template).parameters} & options.keys()):
-            raise wrong(f"chat_template_kwargs may not have {own[0]!r}, which is the server's", "chat_template_kwargs")
-        plain = [_plain(message) for message in messages]
-        size = sum(len(str(message.get("content"))) for message in plain)
+        Args:
+            tokens: How many a completion may have at most.
+        """
+        completions = prompts * body.completions
+        if completions > self.options.max_requests:
+            raise wrong(f"at most {self.options.max_requests} completions, and this would be {completions}", "n")
+        if body.continuation is not None:
+            _check_continuation(body.continuation, completions, self.remote.welcome.longest)
+        self.check_room(prompts)
+        admission = tenant.admit(completions, self.keys.clock(), completions * min(tokens, self.remote.welcome.longest))
         try:
-            return await self._unless_long(size, lambda: chat_tokens(self.tokenizer, plain, **options))
-        except ConfigError as error:
-            raise wrong(str(error), "messages") from None
+            yield admission
+        except BaseException:
+            admission.end()
+            raise
 
-    async def _unless_long(self, size: int, make: Callable[[], Made]) -> Made:
-        return await asyncio.to_thread(make) if size > LONG_TEXT else make()
+    def check_room(self, requests: int) -> None:
+        """Raise `ApiError` unless so many more requests may be under way."""
+        if self.remote.drained.is_set():
+            raise ApiError(503, "the server is ending: ask another one", retry_s=10.0)
+        if self.remote.under_way + requests > self.options.max_requests:
+            raise ApiError(503, f"{self.remote.under_way} requests are under way: try again later", retry_s=1.0)
+
+    async def made(self, request: HttpRequest, tenant: Tenant, size: int, make: Callable[[], Made]) -> Made:
+        """Return what `make` makes of a body of so many bytes. Of a large one it is made in a thread, so that nobody waits for it, and only
+        if the client still does."""
+        if size <= LARGE:
+            return make()
+        work = self._lanes.submit(tenant.name, make)
+        result: asyncio.Future[Made] = asyncio.wrap_future(work)
+        left = asyncio.create_task(until_hung_up(request.receive))
+        either: set[asyncio.Future[Any]] = {result, left}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not result.done():
+                raise ApiError(400, "the client has hung up")
+            return result.result()
+        finally:
+            result.cancel()
+            left.cancel()
 
     def room(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
         """Return how many tokens a completion may have: `wanted` if they fit; else it is an error."""
@@ -107,19 +124,23 @@ class Front:
             )
         return min(left, default or left) if wanted is None else wanted
 
-    def begin(
-        self, tenant: Tenant, body: Body, prompts: list[tuple[int, ...]], sampling: Sampling, prompt_logprobs: bool
-    ) -> tuple[Generation, Callable[[], None]]:
-        """Begin a generation. Return it, and what to call at its end."""
-        if (before := body.continuation) and before.tokens and len(before.tokens) != len(prompts) * body.completions:
-            raise wrong("continuation has a list of tokens for each choice", "continuation")
+    def generation(
+        self,
+        admission: Admission,
+        body: Body,
+        prompts: list[tuple[int, ...]],
+        sampling: Sampling,
+        prompt_logprobs: bool,
+    ) -> Generation:
+        """Return a generation that has not begun. To go on with a long one takes long."""
+        before = body.continuation
         requests = [
             Request(
                 id=self.remote.next_id(),
                 prompt=prompt,
                 sampling=sampling,
                 adapter=self.adapter(body.model),
-                tenant=tenant.name,
+                tenant=admission.tenant.name,
                 completions=body.completions,
                 prompt_logprobs=prompt_logprobs,
                 chosen=before.chosen(number, body.completions) if before else (),
@@ -127,31 +148,25 @@ class Front:
             )
             for number, prompt in enumerate(prompts)
         ]
-        completions = len(requests) * body.completions
-        if self.remote.drained.is_set():
-            raise ApiError(503, "the server is ending: ask another one", retry_s=10.0)
-        if self.remote.under_way + len(requests) > self.options.max_requests:
-            raise ApiError(503, f"{self.remote.under_way} requests are under way: try again later", retry_s=1.0)
-        tenant.admit(completions, self.keys.clock())
-        tenant.spend(sum(map(len, prompts)))
-        generation = Generation(self.remote, requests, lambda: self._text(body), tenant.spend)
-        generation.begin()
-        return generation, lambda: tenant.leave(completions)
+        with refusing():
+            for request in [each for each in requests if each.under_way]:
+                check_chosen(request, self.remote.welcome.vocabulary)
+        stops = [Stop(each) for each in body.stops]
+        return Generation(self.remote, requests, lambda: self._text(body, stops), admission.spend)
 
-    def _text(self, body: Body) -> Text:
-        return Text(self.tokenizer, body.stops, body.min_tokens or 0, special=body.skip_special_tokens is False)
+    def _text(self, body: Body, stops: list[Stop]) -> Text:
+        return Text(self.tokenizer, stops, body.min_tokens or 0, special=body.skip_special_tokens is False)
 
 
-def _plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its content as one text, as templates expect it."""
-    content = message.get("content")
-    if (role := message.get("role")) not in ROLES:
-        raise wrong(f"each message has a role: {', '.join(ROLES)}, and not {str(role)[:100]!r}", "messages")
-    if not isinstance(content, list):
-        if not isinstance(content, str | None):
-            raise wrong("a message's content is text, or a list of parts", "messages")
-        return message
-    parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    if not all(isinstance(part, str) for part in parts):
-        raise wrong("messages may have parts of the type text only: this server reads no images or sound", "messages")
-    return {**message, "content": "\n".join(map(str, parts))}
+def _check_continuation(before: Continuation, completions: int, longest: int) -> None:
+    """Check what is cheap to know: how much there is, and not yet what."""
+    if before.tokens and len(before.tokens) != completions:
+        raise wrong("continuation has a list of tokens for each choice", "continuation")
+    if any(len(tokens) >= longest for tokens in before.tokens):
+        raise too_long(longest, "those of the continuation", "continuation")
+    if len(before.ended) > completions or not all(0 <= choice < completions for choice in before.ended):
+        raise wrong(
+            f"continuation: ended names choices, which are numbered from 0 to {completions - 1}", "continuation"
+        )
+    if not (0 <= before.created < MANY**2 and 0 <= before.opened < MANY):
+        raise wrong("continuation: created and opened are numbers that a stream has told", "continuation")

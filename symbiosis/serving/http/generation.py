@@ -77,7 +77,7 @@ class Generation:
         self._new: dict[int, Choice] = {}
         self._event = asyncio.Event()
         self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
-        self.choices = 0
+        self.choices = self.most_tokens = 0
         for request in requests:
             silent = frozenset(request.sampling.stop_tokens)
             self._open[request.id] = {
@@ -86,12 +86,18 @@ class Generation:
             for number, choice in self._open[request.id].items():
                 choice.text.add(request.chosen_of(number))  # which was handed out elsewhere
             self.choices += request.completions
+            self.most_tokens += request.sampling.max_tokens * len(request.under_way)
         self.requests = [request for request in requests if request.under_way]
         self._open = {request.id: self._open[request.id] for request in self.requests}
 
     def begin(self) -> None:
-        for request in self.requests:
-            self._remote.submit(request, self._take)
+        """Begin all requests, or none."""
+        try:
+            for request in self.requests:
+                self._remote.submit(request, self._take)
+        except BaseException:
+            self.end()
+            raise
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield what has come since the last time, until all completions are finished. Raises the error that ended them."""

@@ -31,14 +31,17 @@ class Tenant:
     owed: float = 0.0  # tokens beyond what it may have, at `since`
     since: float = 0.0
 
-    def admit(self, requests: int, now: float) -> None:
-        """Count so many requests as under way. Raises `ApiError` if that is too many, or if the tenant owes tokens."""
+    def admit(self, requests: int, now: float, tokens: int = 0) -> "Admission":
+        """Count so many requests as under way, and their tokens as spent, until they end. Raises `ApiError` if that is too many, or if the
+        tenant owes tokens."""
         if self.requests and self.under_way + requests > self.requests:
             raise too_many(f"this key may have {self.requests} requests under way, and has {self.under_way}", 1.0)
         self._pay(now)
-        if self.owed > 0:
+        if self.tokens_per_s and self.owed > 0:
             raise too_many(f"this key may have {self.tokens_per_s} tokens per second", self.owed / self.tokens_per_s)
         self.under_way += requests
+        self.spend(tokens)
+        return Admission(self, requests, tokens)
 
     def leave(self, requests: int) -> None:
         self.under_way -= requests
@@ -52,6 +55,42 @@ class Tenant:
         if self.tokens_per_s:
             self.owed = max(self.owed - (now - self.since) * self.tokens_per_s, -float(self.tokens_per_s))
         self.since = now
+
+
+class Admission:
+    """What a tenant has been let in with. What it has not used is given back at the end, whatever that is.
+
+    >>> tenant = Tenant("anna", tokens_per_s=10)
+    >>> admission = tenant.admit(1, now=0.0, tokens=100)
+    >>> admission.spend(30)
+    >>> admission.end()
+    >>> tenant.under_way, tenant.owed
+    (0, 30.0)
+    """
+
+    def __init__(self, tenant: Tenant, requests: int, tokens: int) -> None:
+        self.tenant, self._requests, self._reserved = tenant, requests, tokens
+
+    def spend(self, tokens: int) -> None:
+        """Count tokens that came. Those that were reserved are counted already."""
+        reserved = min(tokens, self._reserved)
+        self._reserved -= reserved
+        self.tenant.spend(tokens - reserved)
+
+    def keep(self, tokens: int) -> None:
+        """Give back what was reserved beyond so many tokens."""
+        self._give_back(self._reserved - tokens)
+
+    def end(self) -> None:
+        """Give everything back. It may be called again."""
+        self._give_back(self._reserved)
+        self.tenant.leave(self._requests)
+        self._requests = 0
+
+    def _give_back(self, tokens: int) -> None:
+        if tokens > 0:
+            self._reserved -= tokens
+            self.tenant.spend(-tokens)
 
 
 class Keys:

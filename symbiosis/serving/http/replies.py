@@ -1,7 +1,7 @@
 """Answers that may take a while. When the reader hangs up, they end, and so does the work for them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -9,9 +9,11 @@ from starlette.types import Message, Receive, Scope, Send
 from symbiosis.serving.http.answers import Words, usage
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.generation import Delta, Generation
+from symbiosis.serving.http.incoming.bodies import until_hung_up
 from symbiosis.serving.http.schemas import Continuation
 
 STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
+PIECE = 1 << 16  # bytes that are sent at once
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # fmt: skip
 JSON = [(b"content-type", b"application/json")]
 
@@ -27,7 +29,7 @@ class Reply:
         self._generation, self._words, self._done = generation, words, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(_until_hung_up(receive))
+        watch = asyncio.create_task(until_hung_up(receive))
         watch.add_done_callback(lambda _: self._generation.end())
         try:
             await self._answer(send)
@@ -44,9 +46,8 @@ class Reply:
         async for deltas in self._generation.deltas():
             for delta in deltas:
                 _join(whole[delta.choice], delta)
-        body = msgspec.json.encode(self._words.whole(self._generation, whole))
         await send(_start(JSON))
-        await _send(send, body, more=False)
+        await _send_all(send, self._words.whole(self._generation, whole), more=False)
 
 
 class Stream(Reply):
@@ -68,12 +69,8 @@ class Stream(Reply):
         """Answer. An error before the first event is an answer of its own; a later one is an event."""
         try:
             async for deltas in self._generation.deltas():
-                tokens = [told_tokens(delta) if self._tells_tokens else b"" for delta in deltas]
-                choices = [self._words.part(delta) for delta in deltas]
                 await self._begin(send)
-                await _send(
-                    send, b"".join(token + self._event(choice) for token, choice in zip(tokens, choices, strict=True))
-                )
+                await _send_all(send, map(self._told, deltas))
         except ApiError as error:
             if not self._begun:
                 raise
@@ -89,7 +86,12 @@ class Stream(Reply):
             self._begun = True
             await send(_start(EVENTS))
             if first := list(self._words.first(self._generation.choices))[self._opened :]:
-                await _send(send, b"".join(map(self._event, first)))
+                await _send_all(send, map(self._event, first))
+
+    def _told(self, delta: Delta) -> bytes:
+        """Return the event of what a choice has gained."""
+        tokens = told_tokens(delta) if self._tells_tokens else b""
+        return tokens + self._event(self._words.part(delta))
 
     def _event(self, choice: dict[str, object]) -> bytes:
         return _event(self._words.chunk([choice], is_asked=self._wants_usage))
@@ -126,11 +128,20 @@ def _start(headers: list[tuple[bytes, bytes]]) -> Message:
     return {"type": "http.response.start", "status": 200, "headers": headers}
 
 
+async def _send_all(send: Send, pieces: Iterable[bytes], more: bool = True) -> None:
+    """Send pieces, many small ones at once. Large ones are made when those before are sent, and others run between them."""
+    held, size = list[bytes](), 0
+    for piece in pieces:
+        held.append(piece)
+        size += len(piece)
+        if size > PIECE:
+            await _send(send, b"".join(held))
+            await asyncio.sleep(0)
+            held, size = [], 0
+    if held or not more:
+        await _send(send, b"".join(held), more)
+
+
 async def _send(send: Send, body: bytes, more: bool = True) -> None:
     async with asyncio.timeout(STALL_S):
         await send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-async def _until_hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

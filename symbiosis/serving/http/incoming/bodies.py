@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from symbiosis.serving.http.failures import ApiError
 
@@ -71,6 +72,12 @@ class Bodies:
         oldest = next(iter(self._open))
         del self._open[oldest]
         oldest.reschedule(0.0)
+
+
+async def until_hung_up(receive: Receive) -> None:
+    """Wait until the client closes its connection. The whole body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def _too_large(most: int) -> ApiError:

@@ -1,0 +1,118 @@
+"""An ordinary key asks for far more than it may: it is refused before anybody works for it, and its place is free again."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+import symbiosis
+from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.serving import Engine
+from tests.serving_api import Api, eventually, http_process, web
+
+SHORT: dict[str, Any] = {"model": "demo", "prompt": "a", "max_tokens": 2}
+STREAM: dict[str, Any] = {**SHORT, "stream": True, "seed": 1}
+SOON_S = 5.0  # what is refused at once takes milliseconds, and what is not took 8 to 80 s
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(
+        "one key-of-one requests=1\nslow key-of-slow tokens_per_s=50\nanna key-of-anna tokens_per_s=1000\nbob key-of-bob\n"
+    )
+    with (
+        symbiosis.Executor("demo") as executor,
+        Engine(executor.endpoint, DEMO_MODEL, memory=1 << 25) as engine,
+        http_process(engine, api_keys=str(keys)) as api,
+    ):
+        yield api
+
+
+def post(api: Api, body: dict[str, Any], key: str = "one", path: str = "completions") -> httpx.Response:
+    headers = {"authorization": f"Bearer key-of-{key}"}
+    return web.post(f"{api.url}/v1/{path}", json=body, headers=headers, timeout=60)
+
+
+def continued(**fields: Any) -> dict[str, Any]:
+    return {**STREAM, "continuation": {"id": "x", "created": 1, **fields}}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
+    "echoes beyond what the key may have": ({**SHORT, "prompt": [[97] * 300] * 2000, "echo": True, "n": 2}, 429, None),
+    "more completions than anybody has": ({**SHORT, "prompt": ["a"] * 100, "n": 128}, 400, "n"),
+    "a continuation of very many tokens": (continued(tokens=[[97] * 500_000]), 400, "continuation"),
+    "a continuation of no tokens of the model": (continued(tokens=[[2**70]]), 400, "continuation"),
+    "a continuation whose time is no time": (continued(created=2**70), 400, "continuation"),
+    "a continuation of choices that are not there": (continued(ended=[5]), 400, "continuation"),
+    "a continuation with a long name": (continued(id="x" * 100_000), 400, "continuation"),
+    "a long text": ({**SHORT, "prompt": "ab c" * 1_000_000}, 400, "prompt"),
+    "a long prompt": ({**SHORT, "prompt": [97] * 1_000_000}, 400, "prompt"),
+    "a schema of very many names": (
+        {**SHORT, "response_format": {"type": "json_schema", "json_schema": {"schema": {"enum": list(map(str, range(100_000)))}}}},
+        400,
+        "response_format",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_too_much_is_refused_at_once_and_the_place_is_free_again(api: Api, what: str) -> None:
+    body, status, param = REFUSED[what]
+    began = time.monotonic()
+    answer = post(api, body)
+    took = time.monotonic() - began
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+    assert took < SOON_S
+    assert post(api, SHORT).status_code == 200
+
+
+def test_a_chat_of_very_many_messages_is_refused_at_once(api: Api) -> None:
+    messages = [{"role": "user", "content": ""}] * 100_000
+    answer = post(api, {"model": "demo", "messages": messages}, path="chat/completions")
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+def test_a_key_gets_the_tokens_that_it_may_have_however_many_ask_at_once(api: Api) -> None:
+    statuses: list[int] = []
+    body = {"model": "demo", "prompt": [97], "max_tokens": 100, "n": 4, "ignore_eos": True}
+    threads = [threading.Thread(target=lambda: statuses.append(post(api, body, "slow").status_code)) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(statuses) == [200] + [429] * 11
+
+
+def test_what_was_reserved_and_not_used_is_given_back(api: Api) -> None:
+    body = {**SHORT, "max_tokens": 400, "n": 4, "stop": ["\n", " ", "e", "a", "t", "i"]}
+    assert [post(api, body, "anna").status_code for _ in range(3)] == [200] * 3
+
+
+def test_an_answer_of_many_echoes_is_that_of_one(api: Api) -> None:
+    body = {**SHORT, "prompt": "def average(", "echo": True, "logprobs": 3, "temperature": 0}
+    (one,) = post(api, body).json()["choices"]
+    many = post(api, {**body, "n": 100}, "bob")
+    assert len(many.content) > 1 << 17, "it goes in pieces"
+    assert [each["index"] for each in many.json()["choices"]] == list(range(100))
+    for each in many.json()["choices"]:
+        assert (each["text"], each["finish_reason"]) == (one["text"], one["finish_reason"])
+        for name in ("tokens", "text_offset"):
+            assert each["logprobs"][name] == one["logprobs"][name]
+        assert each["logprobs"]["token_logprobs"][1:] == pytest.approx(one["logprobs"]["token_logprobs"][1:], abs=1e-3)
+    assert one["logprobs"]["text_offset"][: len("def average(")] == list(range(len("def average(")))
+
+
+def test_a_long_prompt_whose_client_hangs_up_is_given_up(api: Api) -> None:
+    prompts = [[97] * 400] * 4000
+    for _ in range(3):
+        with pytest.raises(httpx.ReadTimeout):
+            headers = {"authorization": "Bearer key-of-bob"}
+            body = json.dumps({**SHORT, "prompt": prompts, "echo": True})
+            web.post(f"{api.url}/v1/completions", content=body, headers=headers, timeout=0.05)
+    eventually(lambda: not api.running)
+    assert post(api, SHORT).status_code == 200
