@@ -127,8 +127,8 @@ def test_a_chat_goes_on_and_begins_once(api: Api) -> None:
     [
         ({"stream": False}, "stream=true and a seed"),
         ({"continuation": {"id": "x", "created": 1, "tokens": [[1], [2]]}}, "a list of tokens for each choice"),
-        ({"continuation": {"id": "x", "created": 1, "tokens": [[999999]]}}, "chosen has the token 999999"),
-        ({"continuation": {"id": "x", "created": 1, "tokens": [[1] * 8]}}, "chosen has 8 tokens of a completion"),
+        ({"continuation": {"id": "x", "created": 1, "tokens": [[999999]]}}, "continuation has the token 999999"),
+        ({"continuation": {"id": "x", "created": 1, "tokens": [[1] * 8]}}, "continuation has 8 tokens of a completion"),
         ({"continuation": {"id": "x", "created": 1, "nothing": 2}}, "nothing"),
     ],
 )
