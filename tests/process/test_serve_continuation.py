@@ -137,3 +137,11 @@ def test_what_cannot_go_on_is_refused(api: Api, change: dict[str, Any], told: st
     body |= {"continuation": {"id": "x", "created": int(time.time())}, **change}
     answer = web.post(f"{api.url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 400 and told in answer.json()["error"]["message"], answer.text
+
+
+def test_a_later_completion_goes_on_when_an_earlier_one_has_ended(api: Api) -> None:
+    body = {"model": "demo", "prompt": "a", "max_tokens": 8, "n": 2, "seed": 1, "stream": True, "ignore_eos": True}
+    before = {"id": "x", "created": 1, "tokens": [[97] * 8, [97] * 3], "ended": [0]}
+    told = events(api, "completions", {**body, "continuation": before})
+    assert [choice["index"] for event in told for choice in event.data["choices"]][-1] == 1
+    assert told[-1].data["choices"][0]["finish_reason"] == "length"

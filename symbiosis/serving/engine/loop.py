@@ -168,7 +168,7 @@ class Loop:
     def _job_of(self, sequence: Sequence) -> Job | None:
         """The job of a sequence that has not ended."""
         job = self.jobs.get(sequence.request.id)
-        is_over = job is None or sequence.completion in job.done or job.sequences[sequence.completion] is not sequence
+        is_over = job is None or sequence.completion in job.done or sequence not in job.sequences
         return None if is_over else job
 
     def _choose(self, step: Step) -> Chosen:
