@@ -113,6 +113,6 @@ def test_a_long_prompt_whose_client_hangs_up_is_given_up(api: Api) -> None:
         with pytest.raises(httpx.ReadTimeout):
             headers = {"authorization": "Bearer key-of-bob"}
             body = json.dumps({**SHORT, "prompt": prompts, "echo": True})
-            web.post(f"{api.url}/v1/completions", content=body, headers=headers, timeout=0.05)
+            web.post(f"{api.url}/v1/completions", content=body, headers=headers, timeout=httpx.Timeout(60, read=0.05))
     eventually(lambda: not api.running)
     assert post(api, SHORT).status_code == 200
