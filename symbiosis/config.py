@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from symbiosis.endpoints import HOST, of_rank, socket_path
+from symbiosis.endpoints import HOST, of_rank, reaches_other_hosts, socket_path
 from symbiosis.errors import ConfigError
 from symbiosis.protocol import LARGEST_LIMIT, LONGEST_BEAT_S, LONGEST_NAME, MOST_RANKS, SHORTEST_BEAT_S, Limits
 from symbiosis.security.ownership import check_folder, why_not_ours
@@ -162,7 +162,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(
                 f"hosts are different ones, with as many of the {ranks} ranks on each: {len(self.hosts)} are named"
             )
-        if self.hosts and (self.shard != "layers" or not all(url.startswith("tcp://") for url in self.listen)):
+        if self.hosts and (self.shard != "layers" or not all(map(reaches_other_hosts, self.listen))):
             raise ConfigError("ranks on several hosts hold whole layers, and clients reach them at tcp:// only")
 
     @property

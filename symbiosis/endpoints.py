@@ -72,6 +72,15 @@ def socket_path(url: str) -> Path | None:
     return Path(url.removeprefix("local://")) if url.startswith("local://") else None
 
 
+def reaches_other_hosts(url: str) -> bool:
+    """Whether clients on other hosts can reach it.
+
+    >>> reaches_other_hosts("tcp://10.0.0.1:7000"), reaches_other_hosts("local:///a.sock")
+    (True, False)
+    """
+    return url.startswith("tcp://")
+
+
 def how_to_start_one(url: str) -> str:
     """Return what to tell a user when no executor answers at `url`.
 

@@ -117,6 +117,7 @@ def test_examples_import_only_what_is_public() -> None:
 def test_every_example_is_tested() -> None:
     assert {path.name for path in EXAMPLES.glob("*") if path.suffix} == {
         "chat.py",
+        "cluster.yaml",
         "embedded.py",
         "finetune.py",
         "finetune_trl.py",

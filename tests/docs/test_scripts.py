@@ -117,7 +117,7 @@ def test_a_suite_of_the_gpu_benchmark(
     bench = script("bench_gpu")
     monkeypatch.setattr(bench, "workers", workers)
     monkeypatch.setattr(bench, "idle_workers", idle_workers)
-    monkeypatch.setattr(bench, "prepare", lambda threads: None)  # settings of processes
+    monkeypatch.setattr(bench, "prepare", lambda threads, once: None)  # settings of processes
     monkeypatch.setattr(sys, "argv", ["bench_gpu.py", suite, "--tiny", "--programs", "2", "--jobs", "decode"])
     assert bench.main() == 0
     figures = last_line(capsys.readouterr().out, "bench_gpu")["figures"]

@@ -263,7 +263,9 @@ def test_nothing_is_left_when_it_has_ended(running: Running) -> None:
 
 @pytest.mark.fault
 def test_nothing_is_left_when_it_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    sockets = tmp_path.with_name("killed")  # whose paths are short
+    sockets.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(sockets))
     for _ in range(2):  # the second one finds what the first has left
         with cluster(tmp_path, "port: 0\nmodels: {demo: {servers: 0}}") as found:
             pids = [each.pid for each in found.told.members]
@@ -274,3 +276,13 @@ def test_nothing_is_left_when_it_was_killed(tmp_path: Path, monkeypatch: pytest.
             eventually(lambda left=pids: not alive(left))  # type: ignore[misc]
             with pytest.raises(ConfigError, match="no cluster 'test'"):
                 _ = found.told
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    file = tmp_path / "test.yaml"
+    file.write_text("port: 0\nmodels: {demo: {servers: 0}}")
+    told = command("up", str(file))
+    assert told.returncode == 2 and "XDG_RUNTIME_DIR" in told.stderr and "Traceback" not in told.stderr

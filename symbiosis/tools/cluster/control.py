@@ -27,7 +27,11 @@ class Control:
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self._cluster, self._rolls = cluster, threading.Lock()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(folder / "control.sock"))
+        path = folder / "control.sock"
+        try:
+            self._socket.bind(str(path))
+        except OSError as error:
+            raise ConfigError(f"{path}: {error}. Name another folder for sockets by XDG_RUNTIME_DIR") from None
         self._socket.listen()
         threading.Thread(target=self._run, name="cluster-control", daemon=True).start()
 
