@@ -65,7 +65,9 @@ def running(folder: Path) -> Iterator[Running]:
 @pytest.fixture
 def api(running: Running) -> openai.OpenAI:
     wait_for_servers(running, 2)
-    return client(running.url, "alice-key-1")
+    made = client(running.url, "alice-key-1")
+    eventually(lambda: list(made.models.list()))  # the front end has heard of them, too
+    return made
 
 
 def ask(api: openai.OpenAI, **fields: Any) -> Any:
