@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 
+import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from symbiosis.serving.http.link.engine_side import Link
@@ -84,6 +85,17 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
         finally:
             link.close()
             http.stop(signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def demo_api() -> Iterator[Api]:
+    """HTTP for an engine of the demo model and its adapters, on an executor of this process."""
+    with (
+        symbiosis.Executor("demo") as executor,
+        Engine(executor.endpoint, DEMO_MODEL, adapters=DEMO_MODEL / "adapters", memory=1 << 25) as engine,
+        http_process(engine, adapters=str(DEMO_MODEL / "adapters")) as api,
+    ):
+        yield api
 
 
 class Command:

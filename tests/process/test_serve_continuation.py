@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import symbiosis
-from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.serving import Engine
-from tests.serving_api import Api, eventually, http_process, web
+from tests.serving_api import Api, demo_api, eventually, web
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string", "maxLength": 9}}, "required": ["a", "b"]}  # fmt: skip
 REQUESTS: dict[str, dict[str, Any]] = {
@@ -35,11 +32,7 @@ class Event(NamedTuple):
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Api]:
-    with (
-        symbiosis.Executor("demo") as executor,
-        Engine(executor.endpoint, DEMO_MODEL, adapters=DEMO_MODEL / "adapters", memory=1 << 25) as engine,
-        http_process(engine, adapters=str(DEMO_MODEL / "adapters")) as api,
-    ):
+    with demo_api() as api:
         yield api
 
 

@@ -5,11 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-import symbiosis
-from symbiosis.executor.model.checkpoint import DEMO_MODEL
-from symbiosis.serving import Engine
 from tests.browser import Browser, browser, is_installed
-from tests.serving_api import Api, eventually, http_process
+from tests.serving_api import Api, demo_api, eventually
 
 pytestmark = [
     pytest.mark.browser,
@@ -20,11 +17,7 @@ PROMPT = "def average(numbers):"
 
 @pytest.fixture(scope="module")
 def api() -> Iterator[Api]:
-    with (
-        symbiosis.Executor("demo") as executor,
-        Engine(executor.endpoint, DEMO_MODEL, adapters=DEMO_MODEL / "adapters", memory=1 << 25) as engine,
-        http_process(engine, adapters=str(DEMO_MODEL / "adapters")) as api,
-    ):
+    with demo_api() as api:
         yield api
 
 

@@ -12,7 +12,6 @@ import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -24,7 +23,7 @@ from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
 from symbiosis.cluster.placement import State, Wish, version_of
-from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
+from symbiosis.serving.http.failures import HANDLERS, ApiError, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.incoming.uploads import received
 from symbiosis.serving.http.keys import Keys
@@ -116,17 +115,7 @@ def make_app(front: Front) -> ASGIApp:
         route("/version", version),
         route("/metrics", metrics),
     ]
-    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path}
-    return Starlette(routes=routes, exception_handlers=handlers)
-
-
-def _answered(request: Request, error: ApiError) -> Response:
-    return error.response()
-
-
-def _unknown_path(request: Request, error: HTTPException) -> Response:
-    what = "no such path" if error.status_code == 404 else error.detail
-    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}").response()
+    return Starlette(routes=routes, exception_handlers=HANDLERS)
 
 
 async def completion(front: Front, request: Request) -> ASGIApp:

@@ -7,7 +7,6 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -17,7 +16,7 @@ from symbiosis import __version__
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http import metrics, page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
-from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
+from symbiosis.serving.http.failures import HANDLERS, ApiError, unknown_model, wrong
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.uploads import received
@@ -67,8 +66,7 @@ def make_app(front: Front) -> ASGIApp:
         route("/figures", figures),
         route("/", shown_page),
     ]
-    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
-    return _counted(Starlette(routes=routes, exception_handlers=handlers), front)
+    return _counted(Starlette(routes=routes, exception_handlers={**HANDLERS, Exception: _failed}), front)
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:
@@ -85,17 +83,8 @@ def _counted(app: ASGIApp, front: Front) -> ASGIApp:
     return counted
 
 
-def _answered(request: Request, error: ApiError) -> Response:
-    return error.response()
-
-
 def _failed(request: Request, error: Exception) -> Response:
     return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more").response()
-
-
-def _unknown_path(request: Request, error: HTTPException) -> Response:
-    what = "no such path" if error.status_code == 404 else error.detail
-    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}").response()
 
 
 async def completions(front: Front, request: Request) -> ASGIApp:

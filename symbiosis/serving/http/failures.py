@@ -4,6 +4,8 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.responses import Response
 
 KINDS = {
@@ -43,3 +45,18 @@ def wrong(message: str, param: str | None = None, code: str | None = None) -> Ap
 def unknown_model(name: str, base: str) -> ApiError:
     told = f"there is no model {name[:100]!r}: the base is {base!r}, and GET /v1/models lists it and its adapters"
     return ApiError(HTTPStatus.NOT_FOUND, told, "model", "model_not_found")
+
+
+def _answered(request: Request, error: ApiError) -> Response:
+    return error.response()
+
+
+def _unknown_path(request: Request, error: HTTPException) -> Response:
+    what = "no such path" if error.status_code == 404 else error.detail
+    return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}").response()
+
+
+HANDLERS: dict[Any, Any] = {
+    ApiError: _answered,
+    HTTPException: _unknown_path,
+}  # what an app of Starlette answers to errors

@@ -215,7 +215,7 @@ class LocalConnection:
     def close(self) -> None:
         if (
             not self._closed
-        ):  # of a session that the collector found, it may have closed the socket already, but no descriptors
+        ):  # the socket may be closed already, if the collector found both: it never closes descriptors
             self._closed = True
             self._epoll.close()
             self._socket.close()
