@@ -169,6 +169,7 @@ def on_gpus(devices: str, tiny: bool) -> Report:
         "layers": (f"--devices={devices}",),
         "fsdp, in place": parts,
         "fsdp, gathered": (*parts, f"--gather-buffers={6 * 2 * hidden * inner}"),
+        "fsdp, on shards": (*parts, "--spread-rows=1024"),
     }
     made, rows = Report("bench_shard"), []
     best: dict[tuple[str, int, bool], float] = {}

@@ -54,6 +54,7 @@ class Session(Reconnecting):
     another session for each of the others (`holder`)."""
 
     keeps_secrets = False  # what the executor must not see
+    stays = False  # with its rank, wherever its GPU is
 
     def __init__(
         self,
@@ -103,10 +104,10 @@ class Session(Reconnecting):
         connection = super()._join_first()
         if not self._whole or self.keeps_secrets or self.observer or not connection.welcome.has_twins:
             return connection
-        self._whole = False
-        stays, self.endpoint, self.endpoints = twins(connection.welcome, self.endpoint, self.endpoints)
-        if connection.welcome.spread_rows:
-            self.spread = Spread.over(self, connection.welcome, self.endpoints, self._with_rank)
+        self._whole, told = False, connection.welcome
+        stays, self.endpoint, self.endpoints, every = twins(told, self.endpoint, self.endpoints)
+        if told.spread_rows:
+            self.spread = Spread.over(self, told, every, self.endpoint, self._with_rank)
         if stays:
             return connection
         connection.close()
@@ -114,7 +115,7 @@ class Session(Reconnecting):
 
     def _with_rank(self, endpoints: tuple[str, ...], fingerprint: str) -> "Session":
         words = self._options() | {"whole": False, "wait": max(self.wait, self.patience)}
-        return Session(endpoints, self.priority, fingerprint, **words)
+        return RankSession(endpoints, self.priority, fingerprint, **words)
 
     @property
     def manifest(self) -> list[Layer]:
@@ -188,20 +189,18 @@ class Session(Reconnecting):
     def _locally(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor] | None:
-        """Return the results of a call that mapped weights answer, on `device`, or None if the call should be sent."""
+        """Return the results, on `device`, of a call that mapped weights answer, or all ranks together; None if it should be sent."""
         mapped = self.mapped
-        if mapped is None or (payload and device != mapped.device) or not mapped.takes(call):
-            return None
-        return [result.to(device) for result in mapped.answer(call, payload, shapes)]
+        if mapped is not None and (not payload or device == mapped.device) and mapped.takes(call):
+            return [result.to(device) for result in mapped.answer(call, payload, shapes)]
+        return None if self.spread is None else self.spread.answer(call, payload, shapes)
 
     def _by_cpu(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor]:
         """Make a call from this CPU, and return its results on `device`: mapped weights answer it, or it is sent, in parts if it is
         large."""
-        if self.mapped is not None and (made := self._locally(call, payload, device, shapes)):
-            return made
-        if self.spread is not None and (made := self.spread.answer(call, payload, shapes)):
+        if (self.mapped or self.spread) and (made := self._locally(call, payload, device, shapes)):
             return made
         if goes_in_parts(call, shapes):
             return self._in_parts(call, payload[0], device, shapes)
@@ -237,9 +236,12 @@ class Session(Reconnecting):
     def _open_line(self, device: torch.device) -> "DeviceLine | None":
         name = str(torch.cuda.get_device_properties(device).uuid)
         welcome = self._connected().welcome
-        self.endpoint = beside(welcome, self.endpoint, self.endpoints, name)
+        if not self.stays:
+            self.endpoint = beside(welcome, self.endpoint, self.endpoints, name)
         mapped = Mapped(welcome.manifest, self.priority, device) if self.share and welcome.shares_weights else None
         line = transport.open_line(self.endpoint, greeting(self, name), device, self.patience, mapped)
+        if self.spread is not None:
+            self.spread = self.spread.moved(self.endpoint, self._with_rank)
         if line is not None:
             line.kernel = with_triton("gpu.small_call")
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
@@ -336,11 +338,9 @@ class Session(Reconnecting):
         if all(map(transport.is_within_process, self.endpoints)):
             self._welcome = None  # nobody waits for what will never come
         self._lock, self._counting, self._joining = threading.Lock(), threading.Lock(), threading.Lock()
-        self._connection = None
-        self.mapped = None
+        self._connection = self.mapped = None
         self._device = CPU
-        self._lines = {}
-        self._lanes = Lanes()
+        self._lines, self._lanes = {}, Lanes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
         return self
@@ -351,6 +351,12 @@ class Session(Reconnecting):
     def _options(self) -> dict[str, Any]:
         """Return the options for another session with the same executor, or with a rank beside it."""
         return {"whole": self._whole, **{name: getattr(self, name) for name in OPTIONS}}
+
+
+class RankSession(Session):
+    """A session with one rank of a service, for a session that joins another one."""
+
+    stays = True
 
 
 def may_have_more(session: Session) -> bool:

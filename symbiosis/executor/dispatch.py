@@ -102,7 +102,7 @@ class Dispatch:
             integers=options.integers, operator=options.operator, shares_weights=bool(store.files),
             rank=store.rank, ranks=store.ranks, shard=options.shard if store.ranks > 1 else "",
             spread_rows=options.spread_rows, shares=options.all_shares if store.ranks > 1 else (), gpus=store.on_gpus.names if store.on_gpus else (),
-            hosts=options.host_of_each,
+            hosts=options.host_of_each, begins=dict(store.on_gpus.begins) if store.on_gpus and options.spread_rows else {},
         )  # fmt: skip
 
     def kept_out(self, why: str, address: str, tenant: str = "") -> None:

@@ -89,7 +89,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 class Welcome(Closed, frozen=True, tag="welcome"):
     """The executor accepts, and says what it serves, under which limits, for which bits of `integers`, who operates it, and whether it
     shares its weights with clients that can map them. It is one `rank` of a service of so many `ranks`, which
-    share the model as `shard` says. With NCCL, the client sends the headers of its calls to `port`, beginning with `token` and where to meet it."""
+    share the model as `shard` says; `begins` tells with which output the part of each rank begins, by layer. With NCCL, the client sends the headers of its calls to `port`, beginning with `token` and where to meet it."""
 
     session: int
     fingerprint: Word
@@ -113,6 +113,7 @@ class Welcome(Closed, frozen=True, tag="welcome"):
     shares: Annotated[tuple[float, ...], Meta(max_length=MOST_RANKS)] = ()
     gpus: Annotated[tuple[Name, ...], Meta(max_length=MOST_RANKS)] = ()
     hosts: Annotated[tuple[Name, ...], Meta(max_length=MOST_RANKS)] = ()
+    begins: Annotated[dict[int, Annotated[tuple[int, ...], Meta(max_length=MOST_RANKS)]], Meta(max_length=1 << 17)] = {}
 
     @property
     def is_part(self) -> bool:

@@ -76,8 +76,18 @@ def _check_ranks(answer: Welcome, url: str) -> None:
     )
     if answer.spread_rows and not (spreads and 0 < answer.spread_rows <= LARGEST):
         raise ProtocolError(Code.BAD_FRAME, f"{url} wants rows to be spread, and does not say over which ranks")
+    if not all(_can_begin(answer, number, at) for number, at in answer.begins.items()):
+        raise ProtocolError(Code.BAD_FRAME, f"{url} divides layers among its ranks as they cannot be")
     if answer.hosts and (len(answer.hosts) != answer.ranks or not all(map(HOST.fullmatch, answer.hosts))):
         raise ProtocolError(Code.BAD_FRAME, f"{url} does not say on which host each of its ranks is")
+
+
+def _can_begin(answer: Welcome, number: int, begins: Sequence[int]) -> bool:
+    """Whether the ranks' parts of a layer may begin with these outputs."""
+    if not 0 <= number < len(answer.manifest) or answer.manifest[number].kind != "linear":
+        return False
+    distinct = len(set(begins)) == len(begins) == answer.ranks
+    return distinct and min(begins) == 0 and max(begins) < answer.manifest[number].shape[0]
 
 
 def _check_model(answer: Welcome, url: str, hello: Hello) -> None:

@@ -141,6 +141,37 @@ def test_clients_of_both_gpus_at_once(service: Executor) -> None:
                 assert torch.equal(whole(given), mine(given)), (turn, device)
 
 
+@pytest.fixture(scope="module", params=[pytest.param("0-1", marks=ON_TWO), "0"])
+def spreading(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Executor]:
+    """Two ranks, each of which makes what lies in its memory."""
+    folder = tmp_path_factory.mktemp("spreading")
+    words = [f"--devices={request.param}", "--ranks=2", "--shard=fsdp", "--spread-rows=4096"]
+    with killed_at_the_end() as processes:
+        started = Executor(checkpoint, *words, f"--listen=local://{folder}/a.sock", log=folder / "log")
+        processes.append(started)
+        assert started.line, started.log.read_text()
+        yield started
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
+def test_rows_that_all_ranks_multiply(spreading: Executor, device: torch.device, captured: bool) -> None:
+    """Losses and gradients are those of the unsplit model but for rounding, and both ranks make as many products."""
+    split = symbiosis.wrap(model().to(device), spreading.endpoint)
+    steps: list[Callable[[Tensor], Tensor]] = [trainer(lora(one).train()) for one in (model().to(device), split)]
+    whole, mine = (symbiosis.capture(step) if captured else step for step in steps)
+    for turn in range(STEPS):
+        for tokens in (9, 5):
+            given = (batch(device)[:, :tokens] + turn) % 100
+            assert torch.allclose(whole(given), mine(given), rtol=1e-4), (turn, tokens)
+    spread = next(iter(remote_weights(split))).handle.session.spread
+    assert spread is not None
+    first, second = (caller.stats.by_op for caller in spread.callers)
+    assert first == second and first.keys() == {"PRODUCT"} and first["PRODUCT"] > 0
+    assert all(len(caller.lines) == 1 for caller in spread.callers)
+
+
 def pid_of(service: Executor, rank: int) -> int:
     """The process of a rank, as the service's log told it last."""
     lines = [line for line in service.log.read_text().splitlines() if f"rank ready rank={rank} " in line]

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,24 @@ def test_ranks_hold_their_shares_of_each_large_tensor(shares: tuple[float, ...])
     # 700 small tensors lie together; and pages that one rank holds of two tensors are one run
     assert sum(run.nbytes for run in layout.runs) <= 4 * 4096 * sum(one.shape[1] for one in MODEL[:10]) + 12 * PAGE
     assert len(layout.runs) <= 11 * len(shares) - (9 if len(shares) == 2 else 0)
+
+
+@pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 2.0, 1.0), (3.0, 1.0)], ids=str)
+def test_ranks_make_the_outputs_that_lie_in_their_memory(shares: tuple[float, ...]) -> None:
+    """All but as many as are made together; and layers of which one rank holds nothing are left out."""
+    wide = [layer(f"{n}.{name}", 4096 - 256 * n, 1280 + 512 * n) for n in range(5) for name in ("up", "down")]
+    layout = Layout([*wide, layer("small", 128, 256), layer("norm", 1024)], shares, {})
+    begins = layout.first_outputs()
+    assert begins.keys() == set(range(len(wide)))
+    for number, at in begins.items():
+        outputs, width = wide[number].shape
+        ends = dict(pairwise([*sorted(at), outputs]))
+        for rank, first in enumerate(at):
+            assert first % 64 == 0
+            begin = layout.begins[number] + 4 * width * first
+            end = begin + 4 * width * (ends[first] - first)
+            held = sum(max(0, min(end, run.begin + run.nbytes) - max(begin, run.begin)) for run in layout.of_rank(rank))
+            assert end - begin - held <= 2 * 32 * 4 * width
 
 
 def test_where_a_tensor_passes_from_rank_to_rank() -> None:

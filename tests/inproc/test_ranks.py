@@ -283,6 +283,19 @@ def test_rows_that_cannot_be_spread_are_refused(said: dict[str, Any]) -> None:
         accepted(replace(told, **(well | said)), "inproc://said", Hello())
 
 
+@pytest.mark.parametrize(
+    "begins", [{0: (0, 8)}, {10**6: (0, 8)}, {1: (0,)}, {1: (8, 16)}, {1: (8, 8)}, {1: (0, 64)}, {1: (-8, 0)}], ids=str
+)
+def test_parts_that_cannot_be_are_refused(begins: dict[int, tuple[int, ...]]) -> None:
+    with ranks_of(tiny_llama(), "inproc://said"):
+        told = Session("inproc://said", whole=False).welcome
+    told = replace(told, shard="fsdp", ranks=2, spread_rows=4, shares=(1.0, 3.0))
+    assert [told.manifest[number].kind for number in (0, 1)] == ["client", "linear"]
+    assert accepted(replace(told, begins={1: (8, 0)}), "inproc://said", Hello()).begins == {1: (8, 0)}
+    with pytest.raises(CallError, match="divides layers among its ranks as they cannot be"):
+        accepted(replace(told, begins=begins), "inproc://said", Hello())
+
+
 def test_ranks_answer_on_the_hosts_that_welcomes_name(ids: Tensor) -> None:
     """Two addresses of this machine stand for hosts; a client may name either."""
     hosts = ("127.0.0.1", "127.0.0.2")

@@ -41,15 +41,17 @@ class Service(Generic[Joined]):
         return self._others.get(self._holders[layer])
 
 
-def twins(told: Welcome, url: str, urls: Sequence[str]) -> tuple[bool, str, tuple[str, ...]]:
-    """Say where a client joins a service whose ranks can each answer all: whether it stays where it is, the endpoint of its rank, and
-    those of all ranks, the one that is to be the next first. Clients that name the service go to each rank in turn.
+def twins(told: Welcome, url: str, urls: Sequence[str]) -> tuple[bool, str, tuple[str, ...], tuple[str, ...]]:
+    """Say where a client joins a service whose ranks can each answer all: whether it stays where it is, the endpoint of its rank, those of all
+    ranks, the one that is to be the next first, and the same in the order of ranks, those of this service first. Clients that name the
+    service go to each rank in turn.
 
     `url` is where `told` comes from, one of `urls`."""
     mine = told.session % told.ranks if told.rank == 0 else told.rank
     order = [(mine + step) % told.ranks for step in range(told.ranks)]
     every = tuple(transport.of_rank(one, rank, told.rank) for one in urls for rank in order)
-    return mine == told.rank, transport.of_rank(url, mine, told.rank), every
+    here = [transport.of_rank(url, rank, told.rank) for rank in range(told.ranks)]
+    return mine == told.rank, here[mine], every, (*here, *(one for one in every if one not in here))
 
 
 def beside(told: Welcome, url: str, urls: Sequence[str], gpu: str) -> str:

@@ -3,21 +3,26 @@
 Forward, each rank makes some columns of the result, which are put together, and so with views and experts' matrices. Backward, each makes what some
 columns of the gradient add to the result, and the parts are added in the order of the ranks. Both round otherwise than one product does, so the provider says up to how many rows
 (`--spread-rows`). Any rank could answer alone (`--shard fsdp`), so one that is gone is stood in for by the next.
+
+A CPU calls each rank by a thread of its own. A GPU calls each by a stream, all of which follow the current one and join it again, so that a captured
+step does the same. Where ranks are GPUs, each makes what lies in its own memory.
 """
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis.client.requests import unshared
+from symbiosis.client.stats import Stats
 from symbiosis.protocol import (
     FLOATS,
     Call,
@@ -31,6 +36,9 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.tensors import Shapes
 
+if TYPE_CHECKING:
+    from symbiosis.transport.cuda.client import DeviceLine
+
 Payload = tuple[Tensor, ...]
 SPREAD = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT, Op.GROUPED))
 
@@ -38,7 +46,11 @@ SPREAD = frozenset((Op.FORWARD, Op.DGRAD, Op.PRODUCT, Op.GROUPED))
 class Caller(Protocol):
     """A session with one rank, as far as it is used here."""
 
+    stats: Stats
+
     def _send(self, call: Call, payload: Payload, shapes: Shapes = ()) -> list[Tensor]: ...
+
+    def _line(self, device: torch.device) -> "DeviceLine | None": ...
 
     def close(self, timeout: float = 1.0) -> None:
         """Leave the executor."""
@@ -57,14 +69,14 @@ class Share(NamedTuple):
 
 
 class Spread(Generic[Session]):
-    """Calls of one session that all ranks answer together. `callers` has a session with each rank, this one first, and `shares` how much each
-    of them does."""
+    """Calls of one session that all ranks answer together. `callers` has a session with each rank, by rank; the one with rank `here` is asked
+    for them. `told` is what a rank tells of all, and `endpoints` begins with one of each."""
 
-    def __init__(
-        self, callers: Sequence[Session], manifest: list[Layer], shares: Sequence[float], most_rows: int
-    ) -> None:
-        self._first, self._others = weakref.ref(callers[0]), list(callers[1:])  # the first holds this
-        self._manifest, self._most_rows, self._shares = manifest, most_rows, tuple(shares)
+    def __init__(self, callers: Sequence[Session], here: int, told: Welcome, endpoints: Sequence[str]) -> None:
+        self._here, self._told, self._endpoints = here, told, endpoints
+        self._first = weakref.ref(callers[here])  # which holds this
+        self._others = {rank: caller for rank, caller in enumerate(callers) if rank != here}
+        self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}  # by rank and the stream that calls
         self._pool: ThreadPoolExecutor | None = None
         self._process = 0  # whose threads they are
 
@@ -74,71 +86,125 @@ class Spread(Generic[Session]):
         first: Session,
         told: Welcome,
         endpoints: Sequence[str],
+        here: str,
         join: Callable[[tuple[str, ...], str], Session],
     ) -> "Spread[Session]":
-        """Spread the calls of `first`, whose endpoints are those of all ranks, its own first. `join` makes a session, which joins at its first
-        call; should its rank be gone, it goes to the next."""
-        here, count = told.session % told.ranks if told.rank == 0 else told.rank, told.ranks
-        others = [join((*endpoints[step:], *endpoints[:step]), told.fingerprint) for step in range(1, count)]
-        shares = [told.shares[(here + step) % count] for step in range(count)]
-        return cls([first, *others], told.manifest, shares, told.spread_rows)
+        """Spread the calls of `first`, which joins the rank at `here`, over the ranks at these endpoints. `join` makes a session, which joins at
+        its first call; should its rank be gone, it goes to the next."""
+        rank = endpoints.index(here)
+        ranks = [
+            first if n == rank else join((*endpoints[n:], *endpoints[:n]), told.fingerprint) for n in range(told.ranks)
+        ]
+        return cls(ranks, rank, told, endpoints)
+
+    def moved(self, here: str, join: Callable[[tuple[str, ...], str], Session]) -> "Spread[Session]":
+        """Return what spreads the calls of the same session when it has gone to the rank at `here`."""
+        if self._endpoints.index(here) == self._here:
+            return self
+        self.close(0.0)
+        return self.over(self.callers[self._here], self._told, self._endpoints, here, join)
 
     @property
     def callers(self) -> list[Session]:
-        """The sessions with all ranks."""
+        """The sessions with all ranks, by rank."""
         first = self._first()
         assert first is not None
-        return [first, *self._others]
+        return [self._others.get(rank, first) for rank in range(self._told.ranks)]
 
     def answer(self, call: Call, payload: Payload, shapes: Shapes) -> list[Tensor] | None:
         """Return the results of a call, or None if it should go to one rank."""
         if not self._takes(call, payload, shapes):
             return None
-        each = [shares_of(call, number, self._manifest[number], self._shares) for number in call.layers]
+        each = [self._shares(call, number) for number in call.layers]
         if any(share.end == share.begin for shares in each for share in shares):
             return None
-        parts = self._made((payload[0].reshape(call.shape), *payload[1:]), each, sums=call.op is Op.DGRAD)
+        made = self._by_threads if payload[0].is_cpu else self._by_streams
+        parts = made((payload[0].reshape(call.shape), *payload[1:]), each)
         join = _summed if call.op is Op.DGRAD else _side_by_side
-        results = [join([parts[rank][at] for rank in range(len(self._shares))]) for at in range(len(each))]
+        results = [join([made[at] for made in parts], shares) for at, shares in enumerate(each)]
         return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results
+
+    def _shares(self, call: Call, number: int) -> list[Share]:
+        return shares_of(
+            call, number, self._told.manifest[number], self._told.shares, self._told.begins.get(number, ())
+        )
 
     def _takes(self, call: Call, payload: Payload, shapes: Shapes) -> bool:
         if call.op not in SPREAD or call.dtype not in FLOATS or len(call.shape) != 2:
             return False
-        if not 0 < call.rows <= self._most_rows or call.seeded or not payload[0].is_cpu:
+        if not 0 < call.rows <= self._told.spread_rows or call.seeded:
             return False
-        return not call.also or (call.op is Op.FORWARD and bool(shapes))
+        if call.also and not (call.op is Op.FORWARD and shapes):
+            return False
+        x = payload[0]
+        return x.is_cpu or (x.is_cuda and all(caller._line(x.device) for caller in self.callers))
 
-    def _made(self, payload: Payload, each: list[list[Share]], sums: bool) -> list[list[Tensor]]:
-        """Return what each rank makes of each layer: of all values of the rows, or if it `sums` of its own. This thread waits for the first
-        rank, and others for the rest."""
-        (x, *ends), callers = payload, self.callers
+    def _by_threads(self, payload: Payload, each: list[list[Share]]) -> list[list[Tensor]]:
+        """Return what each rank makes of each layer. This thread waits for the rank that is here, and others for the rest."""
+        callers = self.callers
 
         def made(rank: int) -> list[Tensor]:
-            found = []
-            for shares in each:
-                call, begin, end = shares[rank]
-                rows = x[:, begin:end].contiguous() if sums else x
-                found.append(callers[rank]._send(call, (rows, *ends))[0])
-            return found
+            return [callers[rank]._send(shares[rank].call, _part(payload, shares[rank]))[0] for shares in each]
 
         if self._pool is None or self._process != os.getpid():  # a forked child has none of its parent's threads
-            self._pool, self._process = ThreadPoolExecutor(len(callers) - 1, "symbiosis-spread"), os.getpid()
-        others: list[Future[list[Tensor]]] = [self._pool.submit(made, rank) for rank in range(1, len(callers))]
+            self._pool, self._process = ThreadPoolExecutor(len(self._others), "symbiosis-spread"), os.getpid()
+        others: dict[int, Future[list[Tensor]]] = {rank: self._pool.submit(made, rank) for rank in self._others}
         try:
-            first = made(0)
+            mine = made(self._here)
         finally:
-            for one in others:
+            for one in others.values():
                 one.exception()  # wait: no call may be under way when this one has failed
-        return [first, *(one.result() for one in others)]
+        return [others[rank].result() if rank in others else mine for rank in range(len(callers))]
+
+    def _by_streams(self, payload: Payload, each: list[list[Share]]) -> list[list[Tensor]]:
+        """The same for a GPU, whose streams wait for all ranks at once."""
+        device, found = payload[0].device, {}
+        callers, current = self.callers, torch.cuda.current_stream(payload[0].device)
+        joined = []
+        try:
+            for rank in (*self._others, self._here):  # the current stream last, because the others follow it
+                with self._aside(rank, current) as stream:
+                    joined.append(stream)
+                    found[rank] = [_enqueued(callers[rank], device, payload, shares[rank]) for shares in each]
+        finally:
+            for stream in joined:
+                current.wait_stream(stream)
+        return [found[rank] for rank in range(len(callers))]
+
+    @contextmanager
+    def _aside(self, rank: int, current: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
+        """Enqueue what the block does for a rank beside the current stream. What it allocates is used on that stream only, and freed before
+        the stream of the rank follows it again."""
+        if rank == self._here:
+            yield current
+            return
+        key = rank, current.cuda_stream
+        if key not in self._streams:
+            self._streams[key] = torch.cuda.Stream(current.device)
+        self._streams[key].wait_stream(current)
+        with torch.cuda.stream(self._streams[key]):
+            yield self._streams[key]
 
     def close(self, timeout: float) -> None:
         """Leave the other ranks."""
-        for other in self._others:
+        for other in self._others.values():
             other.close(timeout)
         if self._pool is not None:
             self._pool.shutdown(wait=False)
             self._pool = None
+
+
+def _part(payload: Payload, share: Share) -> Payload:
+    """Return what a rank needs of a payload: of a gradient that it adds to, its own columns."""
+    x, *others = payload
+    return (x if x.shape[1] == share.call.shape[1] else x[:, share.begin : share.end].contiguous(), *others)
+
+
+def _enqueued(caller: Caller, device: torch.device, payload: Payload, share: Share) -> Tensor:
+    line = caller._line(device)
+    assert line is not None
+    caller.stats.enqueue(share.call)
+    return line.call(share.call, _part(payload, share))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -153,14 +219,17 @@ def _cuts(outputs: int, shares: tuple[float, ...]) -> list[tuple[int, int]]:
 
 
 @lru_cache(maxsize=1 << 14)
-def shares_of(call: Call, number: int, layer: Layer, shares: tuple[float, ...]) -> list[Share]:
-    """Return what each rank does of a call, for one of its layers."""
+def shares_of(
+    call: Call, number: int, layer: Layer, shares: tuple[float, ...], begins: tuple[int, ...] = ()
+) -> list[Share]:
+    """Return what each rank does of a call, for one of its layers. `begins`: with which output its part of the layer begins, if the
+    ranks' memory says so."""
     if call.op in (Op.PRODUCT, Op.GROUPED):
         whole = call.view or View(layer.shape, contiguous_stride(layer.shape), 0)
         cuts = _cuts(whole.size[-1], shares)
         return [Share(replace(call, view=_columns(whole, begin, end)), begin, end) for begin, end in cuts]
     made = []
-    for begin, end in _cuts(width(layer), shares):
+    for begin, end in _between(begins, width(layer)) if begins else _cuts(width(layer), shares):
         view = view_of_outputs(layer, begin, end)
         if call.op is Op.DGRAD:
             view = View(view.size[::-1], view.stride[::-1], view.offset)
@@ -176,11 +245,24 @@ def _columns(view: View, begin: int, end: int) -> View:
     return View((*view.size[:-1], end - begin), view.stride, view.offset + begin * view.stride[-1])
 
 
-def _side_by_side(parts: list[Tensor]) -> Tensor:
-    return torch.cat(parts, 1)
+def _between(begins: Sequence[int], outputs: int) -> list[tuple[int, int]]:
+    """Return from where to where each part goes.
+
+    >>> _between((6, 0), 10)
+    [(6, 10), (0, 6)]
+    """
+    ends = dict(pairwise([*sorted(begins), outputs]))
+    return [(begin, ends[begin]) for begin in begins]
 
 
-def _summed(parts: list[Tensor]) -> Tensor:
-    """Add in float32 at least, so that halves round once."""
+def _side_by_side(parts: list[Tensor], shares: Sequence[Share]) -> Tensor:
+    order = sorted(range(len(parts)), key=lambda rank: shares[rank].begin)
+    return torch.cat([parts[rank] for rank in order], 1)
+
+
+def _summed(parts: list[Tensor], _: Sequence[Share]) -> Tensor:
+    """Add in float32 at least, so that halves round once, as they do when two are added."""
+    if len(parts) == 2:
+        return parts[0] + parts[1]
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     return reduce(Tensor.add_, parts[1:], parts[0].to(wide, copy=True)).to(parts[0].dtype)

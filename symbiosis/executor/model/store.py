@@ -46,10 +46,12 @@ class Entry(NamedTuple):
 
 class OnGpus(NamedTuple):
     """What is known of tensors that lie in parts in the memory of several GPUs: the names of these, by rank; at which bytes of a tensor another
-    rank's part begins, by number; and how many bytes this rank may take to gather weights."""
+    rank's part begins, by number; with which output of a layer the part of each rank does, in the order of ranks; and how many bytes this rank
+    may take to gather weights."""
 
     names: tuple[str, ...] = ()
     cuts: Mapping[int, Sequence[int]] = {}
+    begins: Mapping[int, tuple[int, ...]] = {}
     gather_bytes: int = 0
 
 

@@ -5,8 +5,11 @@ are cut there; small ones lie one behind the other in the pages at the end. A pa
 takes the GPU of a mapping's beginning for that of all its tensors.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from math import prod
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from symbiosis.transport.local.striped_weights import cuts, in_stripes
 from symbiosis.transport.tensors import TORCH_DTYPE
 
 PAGE = 2 << 20  # of device memory
+TOGETHER = 64  # outputs: products of fewer, or beside such a place, are slow
 
 
 class Run(NamedTuple):
@@ -39,6 +43,7 @@ class Layout:
         self.manifest, self.tied, self.numbers = manifest, tied, in_stripes(manifest)
         self.begins: dict[int, int] = {}
         self.runs: list[Run] = []
+        self._ranks = len(shares)
         own = [number for number in self.numbers if number not in tied]
         large = [number for number in own if _nbytes(manifest[number]) >= PAGE * len(shares)]
         self._nbytes = self._turn = 0
@@ -69,6 +74,26 @@ class Layout:
         begin = self.begins[number]
         nbytes = _nbytes(self.manifest[number])
         return [run.begin - begin for run in self.runs if 0 < run.begin - begin < nbytes]
+
+    def first_outputs(self) -> dict[int, tuple[int, ...]]:
+        """Return with which output each rank's part of a linear layer begins, by rank, to a few outputs; of layers of which every rank has
+        some."""
+        found = {}
+        for number in self.begins:
+            layer = self.manifest[number]
+            if layer.kind == "linear" and len(layer.shape) == 2:
+                row = layer.shape[1] * ITEMSIZE[layer.dtype]
+                at = [TOGETHER * round(begin / row / TOGETHER) for _, begin in sorted(self._parts(number).items())]
+                if len(at) == self._ranks and len(set(at)) == len(at) and max(at) < layer.shape[0]:
+                    found[number] = tuple(at)
+        return found
+
+    def _parts(self, number: int) -> dict[int, int]:
+        """Return at which byte of a tensor each rank's part begins, of those that have one."""
+        begin, nbytes = self.begins[number], _nbytes(self.manifest[number])
+        runs = self.runs[max(0, bisect_right(self.runs, begin, key=attrgetter("begin")) - 1) :]
+        here = takewhile(lambda run: run.begin < begin + nbytes, runs)
+        return {run.rank: max(0, run.begin - begin) for run in here}
 
     def of_rank(self, rank: int) -> list[Run]:
         return [run for run in self.runs if run.rank == rank]
