@@ -157,7 +157,7 @@ class Spread(Generic[Session]):
         return [others[rank].result() if rank in others else mine for rank in range(len(callers))]
 
     def _by_streams(self, payload: Payload, each: list[list[Share]]) -> list[list[Tensor]]:
-        """The same for a GPU, whose streams wait for all ranks at once."""
+        """Enqueue a GPU's calls, each rank's by a stream, and return the results in the same way."""
         device, found = payload[0].device, {}
         callers, current = self.callers, torch.cuda.current_stream(payload[0].device)
         joined = []
