@@ -6,6 +6,7 @@ latter with few rows spread over all. They take turns, so that what else the mac
     python scripts/bench_shard.py --tiny      # on a CPU, about a minute and a half on two cores
     python scripts/bench_shard.py --called    # clients map no weights: every product is a call
     python scripts/bench_shard.py --gpus 0-1  # products of 4096 × 11008, one after another, at ranks on these GPUs
+    python scripts/bench_shard.py --gpus 0-1 --trainers --layers 40  # eight LoRA trainers on Llama-13B's shapes, and FSDP jobs
 """
 
 import argparse
@@ -67,10 +68,16 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpus", help="measure products at ranks on these GPUs instead")
+    parser.add_argument("--hidden", type=int, default=4096, help="one side of these products")
+    parser.add_argument("--inner", type=int, default=11008, help="the other; Llama-13B: 5120 and 13824")
+    parser.add_argument("--trainers", action="store_true", help="measure eight trainers there, against FSDP jobs")
+    parser.add_argument("--layers", type=int, default=40, help="of the base that they train on")
     options = parser.parse_args()
     prepare(threads=1)
+    if options.gpus and options.trainers:
+        return trainers(options.gpus, options.layers, 1.0 if options.tiny else 6.0).finish()
     if options.gpus:
-        return on_gpus(options.gpus, options.tiny).finish()
+        return on_gpus(options.gpus, (1024, 2048, 2) if options.tiny else (options.hidden, options.inner, 3)).finish()
     hidden, layers, seconds = (512, 8, 0.8) if options.tiny else (1024, 16, 3.0)
     found = sides(options.ranks)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -157,11 +164,11 @@ def report(found: Sequence[Side], ranks: int, nbytes: int) -> Report:
     return made
 
 
-def on_gpus(devices: str, tiny: bool) -> Report:
-    """Products at one executor, and at ranks that hold whole layers or parts of all, called from the first GPU."""
+def on_gpus(devices: str, sizes: tuple[int, int, int]) -> Report:
+    """Products at one executor, and at ranks that hold whole layers or parts of all, called from the first GPU. `sizes`: hidden, inner, layers."""
     from _shard_gpu import LayerByLayer, save_wide
 
-    hidden, inner, layers = (1024, 2048, 2) if tiny else (4096, 11008, 3)
+    hidden, inner, layers = sizes
     parts = (f"--devices={devices}", "--shard=fsdp")
     first = f"cuda:{devices.partition('-')[0].partition(',')[0]}"
     found = {
@@ -202,7 +209,20 @@ def on_gpus(devices: str, tiny: bool) -> Report:
         better = min(us for (name, rows, _), us in best.items() if name.startswith("fsdp") and rows == count)
         one = min(us for (name, rows, _), us in best.items() if name == ONE and rows == count)
         made.bar(f"fsdp_{count}_rows_over_one", round(better / one, 3), "<=", bar)
+    made.figure("hidden", hidden)
+    made.figure("inner", inner)
     return made
+
+
+def trainers(devices: str, layers: int, seconds: float) -> Report:
+    """Trainers on these GPUs, each of which joins the rank on its own, and as many FSDP jobs as bring most."""
+    from _shard_trainers import llama_13b, measure
+
+    from symbiosis.config import gpus_of
+
+    load = llama_13b(layers, gpus_of(devices), seconds)
+    with mps.running():
+        return measure(load, {"layers": (f"--devices={devices}", "--share-weights")})
 
 
 if __name__ == "__main__":

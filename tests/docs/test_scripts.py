@@ -369,6 +369,20 @@ def test_bars_of_shards(slow: float, heavy: float, script: Callable, capsys: pyt
     }
 
 
+def test_fsdp_jobs_train_at_once(script: Callable, tmp_path: Path) -> None:
+    """Two processes that share a base; what they do is measured from one moment on. One that fails says why."""
+    bench, gpu = script("_shard_trainers"), script("_gpu")
+    job = gpu.Job("train", 2, 8)
+    load = bench.Load(gpu.Shape(1, 64, 128, 2, 64), job, 0, ("cpu", "cpu"), 0.2)
+    rate, memory = bench.by_fsdp(load, tmp_path, 1)
+    done = json.loads((tmp_path / "fsdp1.0" / "done").read_text())
+    assert rate == done["tokens_per_s"] > 0 and done["steps"] >= 2 and memory == []
+    place = tmp_path / "wrong"
+    with bench.fsdp_job(load._replace(shape=load.shape._replace(heads=3)), place) as child:
+        with pytest.raises(RuntimeError, match="an FSDP job failed"):
+            bench.until_all([place], "ready", [child])
+
+
 def test_memory_of_a_process_is_told_apart(script: Callable) -> None:
     """Weights that it shares, all that is no file's, and nothing of its code."""
     bench, size = script("bench_shard"), 64 << 20

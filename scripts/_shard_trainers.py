@@ -1,0 +1,175 @@
+"""What `bench_shard.py --trainers` measures: LoRA trainers on a base that several devices hold, against as many FSDP jobs as are wanted there."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from _gpu import ATTENTION, Job, Program, Shape
+from _processes import Worker, executor, idle_workers, progress, together
+
+from symbiosis.tools.reporting import Report, print_table
+
+PAPER, AIM = 4.0, 8.0  # times the throughput of FSDP
+WAIT_S = 240.0
+HERE = Path(__file__).parent
+
+
+class Load(NamedTuple):
+    """The base, what each trainer does, how many there are, and on which devices."""
+
+    shape: Shape
+    job: Job
+    trainers: int
+    devices: tuple[str, ...]
+    seconds: float
+    fsdp_jobs: tuple[int, ...] = (1, 2)  # at once: the best of these counts
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.devices[0] != "cpu"
+
+
+def llama_13b(layers: int, gpus: Sequence[int], seconds: float) -> Load:
+    """Eight trainers on a base with so many of Llama-13B's layers."""
+    shape = Shape(layers=layers, hidden=5120, inner=13824, heads=40)
+    return Load(shape, Job("train", 2, 512), 8, tuple(f"cuda:{gpu}" for gpu in gpus), seconds)
+
+
+class Trainer(Program):
+    """A LoRA trainer on one of the devices."""
+
+    def __init__(self, endpoint: str, shape: Shape, device: str) -> None:
+        if device != "cpu":
+            torch.cuda.set_device(device)
+        super().__init__(endpoint, shape, device)
+
+
+def used_bytes(devices: Sequence[str]) -> list[int]:
+    """The memory of each device that is in use, by whomever."""
+    query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+    said = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
+    return [int(said[int(device.partition(":")[2])]) << 20 for device in devices]
+
+
+def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
+    """The throughput of split trainers at a service laid out in each of these ways, and that of FSDP jobs.
+
+    Args:
+        ways: The executor's options, by name.
+    """
+    made, rows = Report("bench_shard_trainers"), []
+    rates: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        load.shape.build(load.devices[0]).save_pretrained(Path(folder) / "model")
+        if load.is_cuda:
+            torch.cuda.empty_cache()
+        for name, options in ways.items():
+            rates[name], memory = split(load, Path(folder), options)
+            rows.append((name, f"{rates[name]:.0f}", gib(memory)))
+            made.figure(f"{name}_tokens_per_s".replace(" ", "_"), round(rates[name], 1))
+            made.figure(f"{name}_gib".replace(" ", "_"), gib(memory))
+        found: dict[int, float] = {}
+        for count in load.fsdp_jobs:
+            found[count], memory = by_fsdp(load, Path(folder), count)
+            rows.append((f"FSDP, {count} jobs", f"{found[count]:.0f}", gib(memory)))
+            made.figure(f"fsdp_{count}_jobs_tokens_per_s", round(found[count], 1))
+            made.figure(f"fsdp_{count}_jobs_gib", gib(memory))
+    print_table((f"{load.trainers} trainers, {load.job.batch} × {load.job.length}", "tokens/s", "GiB a GPU"), rows)
+    made.figure("layers", load.shape.layers)
+    made.figure("aim", AIM)
+    made.bar("trainers_over_fsdp", round(max(rates.values()) / max(found.values()), 3), ">=", PAPER)
+    return made
+
+
+def gib(memory: Sequence[int]) -> str:
+    return " ".join(f"{nbytes / 2**30:.1f}" for nbytes in memory)
+
+
+def split(load: Load, folder: Path, options: tuple[str, ...]) -> tuple[float, list[int]]:
+    """Tokens a second of all trainers together, each on its device, and the memory that is in use then."""
+    url = f"local://{folder}/{time.monotonic_ns()}.sock"
+    with ExitStack() as stack:
+        crowd: list[Worker] = stack.enter_context(idle_workers(Trainer, load.trainers))
+        stack.enter_context(executor(folder / "model", 1, f"--listen={url}", *options))
+        for number, worker in enumerate(crowd):
+            worker.begin(url, load.shape, load.devices[number % len(load.devices)])
+        for worker in crowd:
+            worker.result()
+        for worker in crowd:
+            worker.send("prepare", load.job, load.is_cuda)
+        for worker in crowd:
+            worker.result()
+        progress("trainers are ready")
+        together(crowd, "run", 1.0, load.job, load.is_cuda)
+        paces = together(crowd, "run", load.seconds, load.job, load.is_cuda)
+        memory = used_bytes(load.devices) if load.is_cuda else []
+        rate = sum(load.job.tokens * len(pace.steps) / pace.elapsed for pace in paces)
+        step = statistics.median(seconds for pace in paces for seconds in pace.steps)
+        progress(f"{rate:.0f} tokens/s, {1e3 * step:.0f} ms a step")
+        return rate, memory
+
+
+def by_fsdp(load: Load, folder: Path, count: int) -> tuple[float, list[int]]:
+    """Tokens a second of so many FSDP jobs at once, each of which is on all devices, and the memory that is in use then."""
+    places = [folder / f"fsdp{count}.{number}" for number in range(count)]
+    with ExitStack() as stack:
+        children = [stack.enter_context(fsdp_job(load, place)) for place in places]
+        until_all(places, "ready", children)
+        for place in places:
+            (place / "go").touch()
+        time.sleep(load.seconds / 2)
+        memory = used_bytes(load.devices) if load.is_cuda else []
+        until_all(places, "done", children)
+    rate = sum(json.loads((place / "done").read_text())["tokens_per_s"] for place in places)
+    progress(f"{count} FSDP jobs: {rate:.0f} tokens/s")
+    return rate, memory
+
+
+@contextmanager
+def fsdp_job(load: Load, place: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """Torchrun with a process for each device; gone when this ends."""
+    place.mkdir()
+    shape = {name: getattr(load.shape, name) for name in ("layers", "hidden", "inner", "heads", "vocabulary")}
+    job: dict[str, Any] = {
+        "device": "cuda" if load.is_cuda else "cpu", "shape": shape, "targets": list(ATTENTION), "batch": load.job.batch,
+        "length": load.job.length, "seconds": load.seconds,
+    }  # fmt: skip
+    (place / "job.json").write_text(json.dumps(job))
+    devices = ",".join(device.partition(":")[2] for device in load.devices)
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": devices} if load.is_cuda else {})
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(load.devices)}"]
+    with (place / "log").open("wb") as log:
+        child = subprocess.Popen(
+            [*words, str(HERE / "_shard_fsdp.py"), str(place / "job.json")],
+            env=environment, stdout=log, stderr=log,
+        )  # fmt: skip
+        try:
+            yield child
+        finally:
+            child.terminate()
+            try:
+                child.wait(20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def until_all(places: Sequence[Path], name: str, children: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """Wait until every job has made this file; raise what one says that has failed."""
+    end = time.monotonic() + WAIT_S
+    while not all((place / name).exists() for place in places):
+        for place, child in zip(places, children, strict=True):
+            if child.poll():
+                raise RuntimeError(f"an FSDP job failed:\n{(place / 'log').read_text()[-3000:]}")
+        if time.monotonic() > end:
+            raise TimeoutError(f"FSDP jobs were not {name} within {WAIT_S:g} s")
+        time.sleep(0.05)
