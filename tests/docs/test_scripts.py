@@ -378,9 +378,9 @@ def test_fsdp_jobs_train_at_once(script: Callable, tmp_path: Path) -> None:
     done = json.loads((tmp_path / "fsdp1.0" / "done").read_text())
     assert rate == done["tokens_per_s"] > 0 and done["steps"] >= 2 and memory == []
     place = tmp_path / "wrong"
-    with bench.fsdp_job(load._replace(shape=load.shape._replace(heads=3)), place) as child:
-        with pytest.raises(RuntimeError, match="an FSDP job failed"):
-            bench.until_all([place], "ready", [child])
+    impossible = load._replace(shape=load.shape._replace(heads=3))
+    with bench.fsdp_job(impossible, place) as child, pytest.raises(RuntimeError, match="an FSDP job failed"):
+        bench.until_all([place], "ready", [child])
 
 
 def test_memory_of_a_process_is_told_apart(script: Callable) -> None:
