@@ -302,6 +302,18 @@ def bench(
 
 
 @app.command(cls=InLines)
+def convert(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A folder that torch.distributed.checkpoint has written, as FSDP does.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The folder to make.")],
+    model: Annotated[str | None, typer.Option(help="A directory or hub id with the model's config.json and tokenizer. Default: CHECKPOINT.")] = None,
+) -> None:  # fmt: skip
+    """Make a MODEL for executors of a distributed checkpoint. Nothing that the checkpoint contains is run."""
+    from symbiosis.tools.convert import convert as run
+
+    typer.echo(f"{output}: {len(run(checkpoint, output, model))} tensors of {checkpoint}")
+
+
+@app.command(cls=InLines)
 def keygen(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the executor or tenant that the keys are for.")],
     folder: Annotated[Path, typer.Option("--output", "-o", help="Folder to put them in.")] = Path(),

@@ -71,7 +71,12 @@ def check_model(options: Options, held: ExitStack) -> None:
             if options.on_gpu and (free := free_gpu_memory(device)) is not None:
                 check_room(options.model, part, free, device)
     elif path_of(options.model) or hub_is_out_of_reach():
-        raise ConfigError(f"cannot load the weights of {options.model!r} (only *.safetensors are read): there are none in {folder}")  # fmt: skip
+        how = (
+            ", and a distributed checkpoint, which `symbiosis convert` makes them of"
+            if (folder / ".metadata").is_file()
+            else ""
+        )
+        raise ConfigError(f"cannot load the weights of {options.model!r} (only *.safetensors are read): there are none in {folder}{how}")  # fmt: skip
 
 
 def needed_on(options: Options, nbytes: int) -> dict[str, int]:
