@@ -28,6 +28,8 @@ from symbiosis.serving.adapters.library import FIXED_BYTES, Library
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
+from symbiosis.serving.gpu.books import Fetcher
+from symbiosis.serving.gpu.groups import find_groups
 from symbiosis.serving.model import Served
 from tests.adapters import off, run, saved, sequence_of
 
@@ -293,6 +295,62 @@ def test_what_lies_in_the_folder_is_let_go_for_others_and_read_again(served: Ser
     config(lora_alpha=9)(folder)
     library.get("c")
     assert library.get("mine").version != mine.version
+
+
+@pytest.fixture
+def packs() -> Served:
+    """A model with what packs adapters for a GPU."""
+    model, served = llama(), make_ready(llama(), MEMORY)
+    served.fetcher = Fetcher(served.arena, find_groups(model, lambda: model(input_ids=torch.tensor([PROMPT])), None))
+    return served
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("alpha", [4, 11])
+def test_only_numbers_are_read_again_into_pages(
+    packs: Served, folder: Path, alpha: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "adapter_model.safetensors"
+    save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file)
+    config(lora_alpha=alpha)(folder)
+    copies(folder, "b")
+    with monkeypatch.context() as patch:
+        patch.setattr("symbiosis.kernels.file_rows.can_read", lambda *_: False)
+        by_torch = Library(packs).add("mine", folder).packed
+    library = Library(packs, folder.parent, memory=Library(packs).add("b", folder).bytes + FIXED_BYTES)
+    first = library.get("mine")
+    library.get("b")
+    with monkeypatch.context() as patch:
+        patch.setattr("symbiosis.serving.adapters.library.read_folder", None)
+        again = library.get("mine")
+    assert again.version == first.version and again.parts.keys() == first.parts.keys()
+    for each in by_torch.layout.runs:
+        at = each.page, slice(each.offset, each.offset + each.rows * each.width)
+        for packed in (first.packed, again.packed):
+            assert torch.equal(packed.pages[at], by_torch.pages[at])
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.write_bytes(b"short"), lambda file: file.touch(), lambda file: file.unlink()]
+)
+def test_an_adapter_that_changes_while_it_is_read_again_is_another(
+    packs: Served, folder: Path, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies(folder, "b")
+    library = Library(packs, folder.parent, memory=Library(packs).add("b", folder).bytes + FIXED_BYTES)
+    version, file = library.get("mine").version, folder / "adapter_model.safetensors"
+    library.get("b")
+    whole, read_again = file.read_bytes(), packs.fetcher.read_again
+
+    def damaged(*args: Any) -> Any:
+        damage(file)
+        try:
+            return read_again(*args)
+        finally:
+            file.write_bytes(whole)
+
+    monkeypatch.setattr(packs.fetcher, "read_again", damaged)
+    assert library.get("mine").version != version
 
 
 def test_numbers_are_looked_at_again_only_if_the_files_changed(

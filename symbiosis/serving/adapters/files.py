@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,14 @@ class AdapterWeights:
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
+    contents: Tensor | None = None  # of the file of the tensors, which are views of it
+
+    def place_of(self, tensor: Tensor) -> int | None:
+        """Return where in the file a tensor lies, or None if it is no view of the file's contents."""
+        if self.contents is None or not tensor.is_contiguous():
+            return None
+        at = tensor.data_ptr() - self.contents.data_ptr()
+        return at if 0 <= at <= self.contents.nbytes - tensor.nbytes else None
 
     @classmethod
     def parse(cls, config: Data, tensors: Data, is_known: bool = False) -> "AdapterWeights":
@@ -53,7 +61,9 @@ def read_folder(folder: Path, is_known: bool = False) -> AdapterWeights:
     config = _bytes(folder, CONFIG, MOST_CONFIG_BYTES)
     if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
         raise AdapterError(f"{folder.name!r} has {PICKLE}, a pickle, which could run anything: {HOW_TO_CONVERT}")
-    return AdapterWeights.parse(config, _bytes(folder, TENSORS, MOST_TENSOR_BYTES), is_known)
+    contents = _bytes(folder, TENSORS, MOST_TENSOR_BYTES)
+    weights = AdapterWeights.parse(config, contents, is_known)
+    return replace(weights, contents=torch.frombuffer(contents, dtype=torch.uint8))
 
 
 def state_of(folder: Path) -> tuple[int, ...] | None:
@@ -97,6 +107,12 @@ def _threads() -> ThreadPoolExecutor:
 
 def _thread_count() -> int:
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+def in_shares(function: Callable[[int, int], object]) -> None:
+    """Call a function in each of several threads, with the number of the thread and of how many there are."""
+    threads = _thread_count()
+    in_parallel(lambda first: function(first, threads), range(threads))
 
 
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -12,7 +12,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from symbiosis.client.weights.dora import row_norms
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError
+from symbiosis.kernels.file_rows import Source
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.adapters.files import AdapterWeights, in_parallel
 from symbiosis.text import shown
@@ -66,6 +67,13 @@ class LoadedAdapter(Adapter):
     packed: Any = None  # the numbers of its parts, as a GPU's kernels take them; the parts then only tell shapes
     prompt: Tensor | None = None  # [virtual, width]: embeddings in front of every prompt
     prefix: tuple[tuple[Tensor, Tensor], ...] = ()  # by layer: keys and values [virtual, heads * size]
+
+
+def without_numbers(adapter: LoadedAdapter) -> LoadedAdapter | None:
+    """Return what is kept of an adapter that is let go, so that its numbers can be read again without a look at anything else; None
+    if it cannot be read so."""
+    packed = None if adapter.packed is None else adapter.packed.without_numbers()
+    return None if packed is None else replace(adapter, packed=packed)
 
 
 @dataclass(slots=True, frozen=True)
@@ -223,15 +231,46 @@ def _low_rank(name: str, of: dict[str, Tensor], config: dict[str, Any], base: Ba
         )
     _check(name, "lora_A", a_RK, (rank, inputs))
     _check(name, "lora_B", b_NR, (outputs, rank))
-    alpha = float(_by_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8)))
-    scaling = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    gain = None
+    scaling, gain = _scaling(name, config, rank), None
     if config.get("use_dora"):
         gain = _dora_gain(name, of, module, a_RK.float(), b_NR.float(), scaling)
     up = _scaled(b_NR, scaling, base.dtype) if gain is None else scaling * gain[:, None] * b_NR.float()
     added = of["lora_B.bias"].float() * scaling if "lora_B.bias" in of else None
     shift = _shift(own, trained, gain, added)
     return Part(down=a_RK, up=up.t(), gain=None if gain is None else gain[None], shift=shift)
+
+
+def _scaling(name: str, config: dict[str, Any], rank: int) -> float:
+    alpha = float(_by_pattern(name, config.get("alpha_pattern"), config.get("lora_alpha", 8)))
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+@dataclass(slots=True, frozen=True)
+class LoraFile:
+    """A file whose matrices may be simply those of a LoRA."""
+
+    weights: AdapterWeights
+
+    @property
+    def contents(self) -> Tensor:
+        assert self.weights.contents is not None
+        return self.weights.contents
+
+    def sources_of(self, parts: dict[str, Part]) -> list[Source] | None:
+        """Return where the matrices of these parts lie in the file, or None if it is not as simple."""
+        sources: list[Source] = []
+        for name, part in parts.items():
+            if part.down is None or part.up is None or len(part.tensors) != 2:
+                return None
+            scales = 1.0, _scaling(name, self.weights.config, len(part.down))
+            for which, matrix, scale in zip("AB", (part.down, part.up), scales, strict=True):
+                tensor = self.weights.tensors.get(f"{PREFIX}{name}.lora_{which}.weight")
+                place = None if tensor is None else self.weights.place_of(tensor)
+                if tensor is None or place is None:
+                    return None
+                rows, columns = matrix.shape
+                sources.append(Source(place, tensor.dtype, rows, columns, scale, is_transposed=which == "B"))
+        return sources
 
 
 def _scaled(b_NR: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:

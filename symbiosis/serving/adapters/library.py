@@ -16,12 +16,13 @@ from symbiosis.errors import AdapterError, UnknownAdapter
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.adapters.files import AdapterWeights, read_folder
 from symbiosis.serving.adapters.folder import NAME, Folder, State
-from symbiosis.serving.adapters.kinds import LoadedAdapter
+from symbiosis.serving.adapters.kinds import LoadedAdapter, without_numbers
 from symbiosis.serving.adapters.loader import Loader
 from symbiosis.serving.model import Served
 from symbiosis.text import shown
 
 SHOWN = 10  # names in a message
+MOST_KEPT = 1024  # adapters whose numbers only must be read again
 FIXED_BYTES = 1 << 16  # what an adapter takes besides its numbers: so the limit is one on how many there are, too
 
 
@@ -61,6 +62,7 @@ class Library:
         self._folder, self._memory = Folder(folder), memory
         self._found: dict[str, Found] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
+        self._kept: dict[int, LoadedAdapter] = {}  # by version: those let go last, without numbers
         self._removed: dict[str, State] = {}  # by name, as they were in the folder
         self._lock = threading.Lock()  # held for moments only
         self._loading = threading.Lock()  # held while one is read; taken before the other
@@ -99,12 +101,9 @@ class Library:
             if state is None or self._folder.path is None:
                 raise self._unknown(name)
             folder, version = self._folder.path / name, self._earlier_version(name, state)
-            if version is None:
+            adapter = None if version is None else self._load_again(name, folder, version)
+            if adapter is None or self._folder.state(name) != state:  # it changed while it was read
                 adapter = self._load(name, folder, Adapter.next_version())
-            else:
-                adapter = self._load(name, folder, version, is_known=True)
-                if self._folder.state(name) != state:  # it changed while it was read
-                    adapter = self._load(name, folder, Adapter.next_version())
             return self._keep(Found(adapter, state))
 
     def look(self, is_enough: Callable[[], bool]) -> Looked:
@@ -177,6 +176,17 @@ class Library:
             before, version = self._let_go.pop(name, (None, 0))
         return version if before == state else None
 
+    def _load_again(self, name: str, folder: Path, version: int) -> LoadedAdapter | None:
+        """Read an adapter that was let go. Return None if its file cannot be read as it was."""
+        with self._lock:
+            kept = self._kept.pop(version, None)
+        if kept is None:
+            return self._load(name, folder, version, is_known=True)
+        try:
+            return self._loader.read_again(kept, folder)
+        except OSError:
+            return None
+
     def _has_changed(self, name: str, removed: dict[str, State]) -> bool:
         return self._folder.state(name) != removed[name]
 
@@ -223,6 +233,13 @@ class Library:
             excess -= found.bytes
             del self._found[name]
             self._let_go[name] = state, found.adapter.version
+            self._keep_what_is_small(found.adapter)
+
+    def _keep_what_is_small(self, adapter: LoadedAdapter) -> None:
+        if (kept := without_numbers(adapter)) is not None:
+            self._kept[adapter.version] = kept
+        if len(self._kept) > MOST_KEPT:
+            del self._kept[next(iter(self._kept))]
 
     def _unknown(self, name: str) -> UnknownAdapter:
         return UnknownAdapter(f"there is no adapter {shown(name, 200)!r}: there {self._there_are()}")

@@ -1,12 +1,13 @@
 """Prepares an adapter's files for computing, or says why it cannot be computed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.adapters.files import AdapterWeights, check_finite
-from symbiosis.serving.adapters.kinds import Base, LoadedAdapter, NotFused, Part, fused_parts
+from symbiosis.serving.adapters.files import TENSORS, AdapterWeights, check_finite
+from symbiosis.serving.adapters.kinds import Base, LoadedAdapter, LoraFile, NotFused, Part, fused_parts
 from symbiosis.serving.adapters.layers import Skeleton, own_bytes, peft_layers
 from symbiosis.serving.adapters.patterns import check_numbers, check_patterns
 from symbiosis.serving.adapters.probe import misplaced
@@ -60,13 +61,18 @@ class Loader:
         ranks = [len(part.down) for part in parts.values() if part.down is not None]
         held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
         nbytes = max(sum(t.nbytes for t in held), own_bytes(layers.values(), self.base))
-        packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts)
+        packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts, LoraFile(weights))
         if packed is not None:
-            parts = {name: part.to("meta") for name, part in parts.items()}
+            parts = packed.layout.parts
         return LoadedAdapter(
             name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes,
             virtual=virtual, parts=parts, layers=layers, packed=packed, prompt=prompt, prefix=prefix,
         )  # fmt: skip
+
+    def read_again(self, adapter: LoadedAdapter, folder: Path) -> LoadedAdapter:
+        """Return an adapter of which only `without_numbers` was kept. Its files must be those from which it was loaded."""
+        assert self.served.fetcher is not None
+        return replace(adapter, packed=self.served.fetcher.read_again(adapter.packed, folder / TENSORS))
 
     def _check_places(self, names: list[str]) -> None:
         for name in names:

@@ -1,16 +1,20 @@
 """Brings adapters to a GPU. An adapter is packed into pages of host memory once, and copied to pages of the arena when it is needed, with
 the records by which kernels find its rows (`symbiosis/kernels/gpu/adapter_rows.py`)."""
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import accumulate
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from symbiosis.serving.adapters.files import in_parallel
+from symbiosis.kernels import file_rows
+from symbiosis.serving.adapters.files import in_parallel, in_shares
 from symbiosis.serving.adapters.kinds import Part
 from symbiosis.serving.adapters.residency import NAMES, RowRun, matrices_of, place, shapes_of
 from symbiosis.serving.arena import Arena
@@ -21,28 +25,41 @@ MOST_RUNS, STAGED_BYTES = 16, 16 << 20  # copies for one adapter; if they would 
 MOST_LAYOUTS = 64  # that are remembered
 
 
+class File(Protocol):
+    """What an adapter is read from."""
+
+    @property
+    def contents(self) -> Tensor: ...
+    def sources_of(self, parts: dict[str, Part]) -> Sequence[file_rows.Source] | None: ...
+
+
 @dataclass(slots=True, frozen=True, eq=False)
 class Layout:
-    """Where an adapter's rows lie in its pages, how many pages have come by the end of each stage, and its records, as `Packed` has them."""
+    """Where an adapter's rows lie in its pages, how many pages have come by the end of each stage, and its records. Where
+    `page_of` is not -1, a word of the records stands for an address: so many bytes from the beginning of that page of the adapter's.
+    `begins` says where each record begins, by entry. `parts` tells shapes only, in the order of the groups."""
 
+    parts: dict[str, Part]
     count: int
     runs: list[RowRun]
-    ends: list[int]
-    records: tuple[Any, ...]
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Packed:
-    """The pages of one adapter in host memory, how many of them have come to the device by the end of each stage, and its records. Where
-    `page_of` is not -1, a word of the records stands for an address: so many bytes from the beginning of that page of the adapter's.
-    `begins` says where each record begins, by entry."""
-
-    pages: Tensor
+    run_table: Tensor  # the same, as `file_rows.put` takes them
     ends: list[int]
     words: Any
     page_of: Any
     begins: dict[int, int]
     kept_begins: dict[int, int]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class Packed:
+    """The pages of one adapter in host memory; and where in its file they come from, if they can simply be read from there again."""
+
+    layout: Layout
+    pages: Tensor | None
+    matrices: Tensor | None = None
+
+    def without_numbers(self) -> "Packed | None":
+        return None if self.matrices is None else replace(self, pages=None)
 
 
 @dataclass(slots=True, eq=False)
@@ -88,23 +105,47 @@ class Fetcher:
         self._last: Book | None = None
         self._counts = [1 + max([0, *(g.last_entry for g in groups if g.is_head == head)]) for head in (False, True)]
 
-    def pack(self, parts: dict[str, Part]) -> Packed | None:
-        """Pack an adapter, or return None if the kernels do not compute all of it. Any thread may call this."""
+    def pack(self, parts: dict[str, Part], source: File | None = None) -> Packed | None:
+        """Pack an adapter, or return None if the kernels do not compute all of it. Any thread may call this.
+
+        Args:
+            source: The file from which these parts come.
+        """
         names = {name for group in self._groups for name in group.names}
         if not parts or any(name not in names or part.before is not None for name, part in parts.items()):
             return None
         parts = {name: parts[name] for group in self._groups for name in group.names if name in parts}
         layout, matrices = self._layout(parts), matrices_of(parts)
-        pages = torch.empty(
-            layout.count, self._arena.page_elements, dtype=self._arena.flat.dtype, pin_memory=self._is_gpu
-        )
+        pages = self._empty_pages(layout.count)
+        if source is not None and (table := self._table(layout, parts, source)) is not None:
+            in_shares(partial(file_rows.put, source.contents, table, layout.run_table, pages))
+            return Packed(layout, pages, table)
 
         def put(run: RowRun) -> None:
             to = pages[run.page, run.offset : run.offset + run.rows * run.width].view(run.rows, run.width)
             to.copy_(matrices[run.matrix][run.row : run.row + run.rows, run.column : run.column + run.width])
 
         in_parallel(put, layout.runs)
-        return Packed(pages, layout.ends, *layout.records)
+        return Packed(layout, pages)
+
+    def _table(self, layout: Layout, parts: dict[str, Part], source: File) -> Tensor | None:
+        """Return where the matrices lie in their file, or None if that cannot be told simply."""
+        sources = source.sources_of(parts)
+        if sources is None or not file_rows.can_read(sources, self._arena.flat.dtype):
+            return None
+        counts = Counter(run.matrix for run in layout.runs)
+        return file_rows.matrices(sources, [counts[number] for number in range(len(sources))])
+
+    def read_again(self, packed: Packed, file: Path) -> Packed:
+        """Read the numbers that `without_numbers` left in their file. Raises `OSError` if they are not there. Any thread may call this."""
+        assert packed.matrices is not None
+        pages, runs = self._empty_pages(packed.layout.count), packed.layout.run_table
+        with file.open("rb", buffering=0) as opened:
+            in_shares(partial(file_rows.put, opened.fileno(), packed.matrices, runs, pages))
+        return replace(packed, pages=pages)
+
+    def _empty_pages(self, count: int) -> Tensor:
+        return torch.empty(count, self._arena.page_elements, dtype=self._arena.flat.dtype, pin_memory=self._is_gpu)
 
     def _layout(self, parts: dict[str, Part]) -> "Layout":
         """Where everything lies. It is the same for all adapters of these ranks at these layers."""
@@ -116,7 +157,9 @@ class Fetcher:
             page, size = self._arena.page_elements, self._arena.flat.element_size()
             count, runs = place(shapes_of(parts), page)
             records = _records(parts, runs, page, size, self._groups)
-            layout = self._layouts[key] = Layout(count, runs, self._ends(parts, runs), records)
+            table = torch.tensor([(*run[1:5], run.page * page + run.offset) for run in runs], dtype=torch.int64)
+            shapes = {name: part.to("meta") for name, part in parts.items()}
+            layout = self._layouts[key] = Layout(shapes, count, runs, table, self._ends(parts, runs), *records)
             if len(self._layouts) > MOST_LAYOUTS:
                 self._layouts.pop(next(iter(self._layouts)), None)
         return layout
@@ -131,35 +174,37 @@ class Fetcher:
 
     def pages_of(self, packed: Packed) -> int:
         """Return how many pages it takes."""
-        return len(packed.pages)
+        return packed.layout.count
 
     def fetch(self, packed: Packed, pages: list[int]) -> Book:
         """Begin to copy it to these pages."""
         arena, pages = self._arena, sorted(pages)  # so that many are neighbours
+        layout, of = packed.layout, packed.pages
+        assert of is not None, "its numbers were let go"
         table, begin = arena.flat.view(-1, arena.page_elements), arena.flat.data_ptr()
-        numbers = np.array([*pages, 0], dtype=np.int64)[packed.page_of]  # -1, of words that are numbers, finds the last
-        words = np.where(packed.page_of >= 0, packed.words + begin + numbers * arena.page_bytes, packed.words)
+        numbers = np.array([*pages, 0], dtype=np.int64)[layout.page_of]  # -1, of words that are numbers, finds the last
+        words = np.where(layout.page_of >= 0, layout.words + begin + numbers * arena.page_bytes, layout.words)
         host = torch.from_numpy(words)
         if self._stream is None:
-            _copy_pages(table, packed.pages, pages)
-            return self._book(host, packed)
+            _copy_pages(table, of, pages)
+            return self._book(host, layout)
         self._number += 1
         is_next = self._last is None or self._last.has_arrived()
         self._stream.wait_stream(torch.cuda.current_stream(arena.flat.device))  # what lay there before may be in use
         with torch.cuda.stream(self._stream):
             pinned = host.pin_memory()
             there = pinned.to(arena.flat.device, non_blocking=True)
-            for stage, (begin, end) in enumerate(zip([0, *packed.ends], packed.ends, strict=False)):
-                _copy_pages(table, packed.pages[begin:end], pages[begin:end])
+            for stage, (begin, end) in enumerate(zip([0, *layout.ends], layout.ends, strict=False)):
+                _copy_pages(table, of[begin:end], pages[begin:end])
                 self.come[stage : stage + 1].fill_(self._number)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._last = self._book(there, packed, self._number, arrived, is_next, [pinned, packed])
+        self._last = self._book(there, layout, self._number, arrived, is_next, [pinned, packed])
         return self._last
 
-    def _book(self, words: Tensor, packed: Packed, *more: Any) -> Book:
+    def _book(self, words: Tensor, layout: Layout, *more: Any) -> Book:
         found = []
-        for count, begins in zip(self._counts, (packed.begins, packed.kept_begins), strict=True):
+        for count, begins in zip(self._counts, (layout.begins, layout.kept_begins), strict=True):
             addresses = np.zeros(count, dtype=np.int64)
             for entry, begin in begins.items():
                 addresses[entry] = words.data_ptr() + 8 * begin
