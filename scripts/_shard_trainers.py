@@ -19,6 +19,7 @@ from _processes import Worker, executor, idle_workers, progress, together
 from symbiosis.tools.reporting import Report, print_table
 
 PAPER, AIM = 4.0, 8.0  # times the throughput of FSDP
+ONE_BAR = 1.15  # of a step of one trainer alone, over that at one executor
 WAIT_S = 240.0
 HERE = Path(__file__).parent
 
@@ -60,8 +61,17 @@ def used_bytes(devices: Sequence[str]) -> list[int]:
     return [int(said[int(device.partition(":")[2])]) << 20 for device in devices]
 
 
+class Found(NamedTuple):
+    """Tokens a second of all trainers together, the seconds of a step of one alone, and the memory of each device that was in use."""
+
+    rate: float
+    alone_s: float
+    memory: list[int]
+
+
 def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
-    """The throughput of split trainers at a service laid out in each of these ways, and that of FSDP jobs.
+    """The throughput of split trainers at a service laid out in each of these ways, that of FSDP jobs, and a step of one trainer beside that
+    at one executor.
 
     Args:
         ways: The executor's options, by name.
@@ -72,11 +82,13 @@ def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
         load.shape.build(load.devices[0]).save_pretrained(Path(folder) / "model")
         if load.is_cuda:
             torch.cuda.empty_cache()
+        one = split(load._replace(trainers=1), Path(folder), (f"--device={load.devices[0]}", "--share-weights"))
         for name, options in ways.items():
-            rates[name], memory = split(load, Path(folder), options)
+            rates[name], alone_s, memory = split(load, Path(folder), options)
             rows.append((name, f"{rates[name]:.0f}", gib(memory)))
             made.figure(f"{name}_tokens_per_s".replace(" ", "_"), round(rates[name], 1))
             made.figure(f"{name}_gib".replace(" ", "_"), gib(memory))
+            made.bar(f"{name}_step_over_one".replace(" ", "_"), round(alone_s / one.alone_s, 3), "<=", ONE_BAR)
         found: dict[int, float] = {}
         for count in load.fsdp_jobs:
             found[count], memory = by_fsdp(load, Path(folder), count)
@@ -94,8 +106,8 @@ def gib(memory: Sequence[int]) -> str:
     return " ".join(f"{nbytes / 2**30:.1f}" for nbytes in memory)
 
 
-def split(load: Load, folder: Path, options: tuple[str, ...]) -> tuple[float, list[int]]:
-    """Tokens a second of all trainers together, each on its device, and the memory that is in use then."""
+def split(load: Load, folder: Path, options: tuple[str, ...]) -> Found:
+    """What trainers do at a service, each on its device; the first one also alone."""
     url = f"local://{folder}/{time.monotonic_ns()}.sock"
     with ExitStack() as stack:
         crowd: list[Worker] = stack.enter_context(idle_workers(Trainer, load.trainers))
@@ -110,12 +122,13 @@ def split(load: Load, folder: Path, options: tuple[str, ...]) -> tuple[float, li
             worker.result()
         progress("trainers are ready")
         together(crowd, "run", 1.0, load.job, load.is_cuda)
+        alone = together(crowd[:1], "run", load.seconds / 2, load.job, load.is_cuda)[0]
         paces = together(crowd, "run", load.seconds, load.job, load.is_cuda)
         memory = used_bytes(load.devices) if load.is_cuda else []
         rate = sum(load.job.tokens * len(pace.steps) / pace.elapsed for pace in paces)
-        step = statistics.median(seconds for pace in paces for seconds in pace.steps)
-        progress(f"{rate:.0f} tokens/s, {1e3 * step:.0f} ms a step")
-        return rate, memory
+        alone_s = statistics.median(alone.steps)
+        progress(f"{rate:.0f} tokens/s; one alone takes {1e3 * alone_s:.1f} ms a step")
+        return Found(rate, alone_s, memory)
 
 
 def by_fsdp(load: Load, folder: Path, count: int) -> tuple[float, list[int]]:
