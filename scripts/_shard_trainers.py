@@ -159,7 +159,9 @@ def fsdp_job(load: Load, place: Path) -> Iterator["subprocess.Popen[bytes]"]:
     (place / "job.json").write_text(json.dumps(job))
     devices = ",".join(device.partition(":")[2] for device in load.devices)
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": devices} if load.is_cuda else {})
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={len(load.devices)}"]
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--log-dir={place}", f"--nproc-per-node={len(load.devices)}",
+    ]  # fmt: skip
     with (place / "log").open("wb") as log:
         child = subprocess.Popen(
             [*words, str(HERE / "_shard_fsdp.py"), str(place / "job.json")],

@@ -98,8 +98,8 @@ class Spread(Generic[Session]):
         return cls(ranks, rank, told, endpoints)
 
     def moved(self, here: str, join: Callable[[tuple[str, ...], str], Session]) -> "Spread[Session]":
-        """Return what spreads the calls of the same session when it has gone to the rank at `here`."""
-        if self._endpoints.index(here) == self._here:
+        """Return what spreads the calls of the same session when it has gone to the rank at `here`, perhaps of another service."""
+        if here not in self._endpoints[: self._told.ranks] or self._endpoints[self._here] == here:
             return self
         self.close(0.0)
         return self.over(self.callers[self._here], self._told, self._endpoints, here, join)
