@@ -24,7 +24,7 @@ import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
 from symbiosis.serving.adapters import files
 from symbiosis.serving.adapters.files import check_finite
-from symbiosis.serving.adapters.library import FIXED_BYTES, Library
+from symbiosis.serving.adapters.library import FIXED_BYTES, REFUSED_S, Library
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
@@ -368,6 +368,29 @@ def test_numbers_are_looked_at_again_only_if_the_files_changed(
     library.get("b")
     (folder / "adapter_model.safetensors").touch()
     assert library.get("mine").version != version and looked
+
+
+def test_a_refused_adapter_is_not_read_again_at_each_request(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, reads = [100.0], []
+    monkeypatch.setattr("symbiosis.serving.adapters.library.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(files, "_read", lambda file, read=files._read: reads.append(file) or read(file))
+    whole, file = (folder / "adapter_model.safetensors").read_bytes(), folder / "adapter_model.safetensors"
+    file.write_bytes(whole[:100])
+    library = Library(served, folder.parent)
+
+    def ask() -> int:
+        reads.clear()
+        with pytest.raises(AdapterError, match="adapter 'mine': adapter_model.safetensors cannot be read"):
+            library.get("mine")
+        return len(reads)
+
+    assert ask() and not ask()
+    now[0] += REFUSED_S
+    assert ask(), "what was wrong may have passed"
+    file.write_bytes(whole)
+    assert library.get("mine").name == "mine", "a change is seen at once"
 
 
 def test_all_are_looked_at_before_they_are_asked_for(served: Served, good: Path, folder: Path) -> None:

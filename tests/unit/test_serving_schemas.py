@@ -145,3 +145,8 @@ def test_a_schema_is_handed_on() -> None:
     assert told is not None and json.loads(told) == schema
     assert sampling_of(chat(response_format={"type": "text"}), 16, None, 100).schema is None
     assert sampling_of(chat(response_format={"type": "json_object"}), 16, None, 100).schema == '{"type":"object"}'
+
+
+def test_only_what_may_pass_is_asked_for_again() -> None:
+    assert ApiError(500, "an adapter is damaged").response().headers["x-should-retry"] == "false"
+    assert "x-should-retry" not in ApiError(503, "the server is ending").response().headers

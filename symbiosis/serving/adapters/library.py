@@ -5,6 +5,7 @@ wanted. They keep their version as long as their files are the same.
 """
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from symbiosis.serving.model import Served
 from symbiosis.text import shown
 
 SHOWN = 10  # names in a message
+REFUSED_S = 10.0  # for so long an adapter that was refused, and has not changed, is refused unread
 MOST_KEPT = 1024  # adapters whose numbers only must be read again
 FIXED_BYTES = 1 << 16  # what an adapter takes besides its numbers: so the limit is one on how many there are, too
 
@@ -35,6 +37,14 @@ class Found(NamedTuple):
     @property
     def bytes(self) -> int:
         return self.adapter.bytes + FIXED_BYTES
+
+
+class Refused(NamedTuple):
+    """Why an adapter of the folder was refused, and when."""
+
+    state: State
+    at: float
+    why: str
 
 
 @dataclass(slots=True)
@@ -62,6 +72,7 @@ class Library:
         self._folder, self._memory = Folder(folder), memory
         self._found: dict[str, Found] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
+        self._refused: dict[str, Refused] = {}  # in the folder
         self._kept: dict[int, LoadedAdapter] = {}  # by version: those let go last, without numbers
         self._removed: dict[str, State] = {}  # by name, as they were in the folder
         self._lock = threading.Lock()  # held for moments only
@@ -103,7 +114,7 @@ class Library:
             folder, version = self._folder.path / name, self._earlier_version(name, state)
             adapter = None if version is None else self._load_again(name, folder, version)
             if adapter is None or self._folder.state(name) != state:  # it changed while it was read
-                adapter = self._load(name, folder, Adapter.next_version())
+                adapter = self._load_new(name, folder, state)
             return self._keep(Found(adapter, state))
 
     def look(self, is_enough: Callable[[], bool]) -> Looked:
@@ -169,6 +180,17 @@ class Library:
         if gone is not None:
             self.on_replaced(gone.adapter)
         raise self._unknown(name)
+
+    def _load_new(self, name: str, folder: Path, state: State) -> LoadedAdapter:
+        """Load an adapter, unless the very same was refused just now: then nothing is read."""
+        refused = self._refused.get(name)
+        if refused is not None and refused.state == state and time.monotonic() - refused.at < REFUSED_S:
+            raise AdapterError(refused.why)
+        try:
+            return self._load(name, folder, Adapter.next_version())
+        except AdapterError as error:
+            self._refused[name] = Refused(state, time.monotonic(), str(error))
+            raise
 
     def _earlier_version(self, name: str, state: State) -> int | None:
         """Return the version number that this adapter had before it was let go, if its files are as they were."""

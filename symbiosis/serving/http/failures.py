@@ -34,6 +34,8 @@ class ApiError(Exception):
         headers = {"retry-after": str(max(1, round(self.retry_s)))} if self.retry_s else {}
         if self.status is HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
+        if self.status is HTTPStatus.INTERNAL_SERVER_ERROR:  # an adapter or the server is at fault, and will be
+            headers["x-should-retry"] = "false"
         return Response(msgspec.json.encode(self.body), self.status, headers, "application/json")
 
 
