@@ -34,7 +34,7 @@ from symbiosis.protocol import (
     view_of_outputs,
     width,
 )
-from symbiosis.transport.tensors import Shapes
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes
 
 if TYPE_CHECKING:
     from symbiosis.transport.cuda.client import DeviceLine
@@ -204,7 +204,10 @@ def _enqueued(caller: Caller, device: torch.device, payload: Payload, share: Sha
     line = caller._line(device)
     assert line is not None
     caller.stats.enqueue(share.call)
-    return line.call(share.call, _part(payload, share))
+    call, part = share.call, _part(payload, share)
+    if len(part) == 1 and part[0].dtype == TORCH_DTYPE[call.dtype] and call.view is not None:
+        return line.rows(call, part[0], ((call.rows, call.view.size[-1]),))[0]  # by one kernel, if it is small
+    return line.call(call, part)
 
 
 @lru_cache(maxsize=1 << 14)
