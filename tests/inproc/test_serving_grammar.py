@@ -7,11 +7,13 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import symbiosis
 from symbiosis.errors import ConfigError
 from symbiosis.serving import Engine
+from symbiosis.serving.choosing import grammar
 from symbiosis.serving.choosing.grammar import Grammars
 from symbiosis.serving.request import Output, Request, Sampling
 
@@ -98,3 +100,38 @@ def test_a_schema_is_prepared_once_for_all_completions(monkeypatch: pytest.Monke
 def test_a_schema_of_many_characters_is_refused_unread() -> None:
     with engine() as one, pytest.raises(ConfigError, match="schema may have 65536 characters"):
         one.generate("x", schema=json.dumps({"enum": [f"k{number}" for number in range(100_000)]}))
+
+
+def test_what_takes_long_is_found_once_for_texts_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many completions begin with the same large choice, the engine's thread does not look for its first tokens in each."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(grammar, "SLOW_S", 0.0)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    choice = json.dumps({"anyOf": [{"type": "object", "properties": {f"a{n}": {"const": n}}} for n in range(100)]})
+    texts = Grammars(tokenizer, len(tokenizer), frozenset()).begin(choice, 3)
+    alone = Grammars(tokenizer, len(tokenizer), frozenset()).begin(choice)[0]
+    first, second, _ = texts
+    (token,) = tokenizer.encode("{")
+    expected = [alone.allowed(), (alone.take(token), alone.allowed())[1]]
+    assert expected[0][token] and not torch.equal(*expected)
+    for text in texts:
+        text._matcher = NoMasks(text._matcher)
+    assert all(torch.equal(text.allowed(), expected[0]) for text in texts)
+    for text in texts:
+        text.take(token)
+    first._matcher = first._matcher.of
+    assert all(torch.equal(text.allowed(), expected[1]) for text in texts)
+    second.take(tokenizer.encode("}")[0])
+    with pytest.raises(AssertionError):
+        second.allowed()
+
+
+class NoMasks:
+    """A matcher of which no mask may be asked."""
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+
+    def __getattr__(self, name: str) -> Any:
+        assert name != "compute_bitmask"
+        return getattr(self.of, name)

@@ -1,6 +1,7 @@
 """Text that follows a JSON schema: which tokens may come next. It needs llguidance, which the extra `structured` installs."""
 
 import threading
+import time
 from collections import OrderedDict
 from typing import Any
 
@@ -12,6 +13,11 @@ from symbiosis.serving.engine.limits import check_length
 
 COMPACT = {"whitespace_flexible": False}  # else a model may go on with spaces for ever
 KEPT = 16  # schemas: those that were asked for last are not prepared again
+SLOW_S, MOST_MASKS, LONGEST = (
+    0.0005,
+    64,
+    32,
+)  # masks of a schema that are kept for texts with the same tokens: slow ones, so many, behind so few
 
 
 class Grammars:
@@ -27,20 +33,28 @@ class Grammars:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, sorted(ends)
         self._prepared: Any = None
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Any] = OrderedDict()  # matchers at the beginning of a text, by schema
+        self._kept: OrderedDict[str, Grammar] = OrderedDict()  # at the beginning of a text, by schema
 
     def begin(self, schema: str, texts: int = 1) -> "list[Grammar]":
         """Begin so many texts. The schema is prepared once for all. Raises an error if it is wrong."""
         check_length("schema", len(schema))
-        matcher = self._kept.get(schema) or self._matcher(schema)
-        if matcher.is_error():
-            raise ConfigError(f"the JSON schema cannot be followed: {' '.join(matcher.get_error().split())[:300]}")
+        grammar = self._kept.get(schema) or self._begun(schema)
         with self._lock:
-            self._kept[schema] = matcher
+            self._kept[schema] = grammar
             self._kept.move_to_end(schema)
             if len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
-        return [Grammar(matcher.deep_copy(), self._vocabulary) for _ in range(texts)]
+        return [grammar.copy() for _ in range(texts)]
+
+    def _begun(self, schema: str) -> "Grammar":
+        """Prepare a schema, with what may come first: for a large choice that takes long. It is done here, where nobody waits for this
+        thread, and before copies are made, which then have it."""
+        grammar = Grammar(self._matcher(schema), self._vocabulary, {})
+        if grammar.why_not is None:
+            grammar.allowed()
+        if grammar.why_not is not None:
+            raise ConfigError(f"the JSON schema cannot be followed: {grammar.why_not}")
+        return grammar
 
     def _matcher(self, schema: str) -> Any:
         library = _library()
@@ -67,14 +81,39 @@ class Grammars:
 
 
 class Grammar:
-    """What may come next in one text."""
+    """What may come next in one text.
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher, self._vocabulary = matcher, vocabulary
+    Args:
+        masks: Those that took long, by the tokens before; all texts of a schema share them.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, masks: dict[tuple[int, ...], bytes]) -> None:
+        self._matcher, self._vocabulary, self._masks = matcher, vocabulary, masks
+        self._taken: tuple[int, ...] = ()
+
+    def copy(self) -> "Grammar":
+        """Return another one that is where this one is at its beginning."""
+        assert not self._taken
+        return Grammar(self._matcher.deep_copy(), self._vocabulary, self._masks)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why this schema cannot be followed any further."""
+        return " ".join(self._matcher.get_error().split())[:300] if self._matcher.is_error() else None
+
+    def _mask(self) -> bytes:
+        if (kept := self._masks.get(self._taken)) is not None:
+            return kept
+        begun = time.perf_counter()
+        mask: bytes = self._matcher.compute_bitmask()
+        is_slow = time.perf_counter() - begun >= SLOW_S
+        if is_slow and len(self._taken) <= LONGEST and len(self._masks) < MOST_MASKS and not self._matcher.is_error():
+            self._masks[self._taken] = mask
+        return mask
 
     def allowed(self) -> Tensor:
         """Return which tokens may come next, bool [vocabulary]."""
-        mask = self._matcher.compute_bitmask()
+        mask = self._mask()
         bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
         spread = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
         return spread.flatten().bool()[: self._vocabulary]
@@ -82,6 +121,8 @@ class Grammar:
     def take(self, token: int) -> None:
         """Go on with this token."""
         self._matcher.consume_token(token)
+        if len(self._taken) <= LONGEST:
+            self._taken = *self._taken, token
 
     @property
     def has_ended(self) -> bool:
