@@ -40,6 +40,20 @@ class Blocks:
         """Return how many pages so many tokens need."""
         return _blocks(tokens) * self.layers
 
+    def needed_at_once(self, tokens: int, piece: int | None) -> int:
+        """Return how many pages a sequence needs at most while so many tokens are computed, when what lies behind windows is given back.
+
+        Args:
+            piece: So many tokens of a prompt are computed at a time. None: all of it.
+        """
+        count = _blocks(tokens)
+        if piece is None:
+            return count * self.layers
+        seen = {window: min(count, (window + piece) // BLOCK + 2) for window in self._windowed}
+        return count * self.layers - sum(
+            (count - seen[window]) * len(layers) for window, layers in self._windowed.items()
+        )
+
     def spare(self) -> int:
         """How many pages `grow` can still get."""
         return self.pool.free + len(self._unused) * self.layers

@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,7 +16,15 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, MistralConfig, MistralForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 import symbiosis
 from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
@@ -516,6 +525,35 @@ def test_texts_behind_a_window_make_room_for_others() -> None:
         assert [list(answer.tokens) for answer in answers] == ids
         figures = engine.figures()
         assert figures.evictions == 0 and figures.pages == 26
+
+
+@pytest.mark.parametrize(
+    "layers", [["sliding_attention"] * 2, ["full_attention", "sliding_attention", "sliding_attention"]]
+)
+def test_a_text_longer_than_the_memory_is_served_if_its_windows_fit(layers: list[str]) -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=len(layers), num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, sliding_window=8, use_sliding_window=True, layer_types=layers, eos_token_id=None, max_position_embeddings=1024,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).eval()
+    prompts, ids = [[n % 61 + 1 for n in range(start, start + 300)] for start in (0, 7, 13)], []
+    with torch.no_grad():
+        for prompt in prompts:
+            whole = model.generate(torch.tensor([prompt]), max_new_tokens=40, do_sample=False, pad_token_id=0)
+            ids.append(whole[0, len(prompt) :].tolist())
+    page, blocks = 16 * 2 * 16 * 4, -(-340 // 16)
+    pages = layers.count("full_attention") * blocks + layers.count("sliding_attention") * (40 // 16 + 2)
+    assert pages < blocks * len(layers)
+    with Engine(deepcopy(model), memory=pages * page, prefill_tokens=32) as engine, ThreadPoolExecutor(3) as pool:
+        answers = pool.map(lambda prompt: engine.generate(prompt, max_tokens=40, temperature=0.0), prompts)
+        assert [list(answer.tokens) for answer in answers] == ids
+        assert engine.figures().pages == engine.figures().pages_free + engine.figures().pages_cached
+    with (
+        Engine(model, memory=(pages - 1) * page, prefill_tokens=32) as engine,
+        pytest.raises(ConfigError, match="memory"),
+    ):
+        engine.generate(prompts[0], max_tokens=40)
 
 
 def test_what_a_step_tells_crosses_to_http_as_one_message(engine: Engine) -> None:

@@ -5,12 +5,13 @@ from symbiosis.serving.model import Served
 from symbiosis.serving.request import Request
 
 
-def check(request: Request, virtual: int, adapter_pages: int, served: Served) -> None:
+def check(request: Request, virtual: int, adapter_pages: int, served: Served, piece: int | None) -> None:
     """Raise `ConfigError` if this server cannot do what is asked.
 
     Args:
         virtual: How many tokens the adapter puts in front.
         adapter_pages: How many pages of the pool the adapter needs.
+        piece: Tokens of a prompt that are computed at a time; None if all are.
     """
     check_sampling(request.sampling, served.vocabulary)
     check_number("completions", request.completions)
@@ -27,7 +28,7 @@ def check(request: Request, virtual: int, adapter_pages: int, served: Served) ->
             f"of {virtual + len(request.prompt)} tokens and max_tokens={sampling.max_tokens} are {whole} together, and the model "
             f"takes {served.longest}: shorten the prompt, or ask for fewer tokens",
         )
-    pages = served.blocks.needed(whole) + adapter_pages
+    pages = served.blocks.needed_at_once(whole, piece) + adapter_pages
     if pages > served.arena.pool.total:
         raise Unfit(
             "prompt",

@@ -107,7 +107,7 @@ class Engine:
         """
         adapter = None if request.adapter is None else self._library.get(request.adapter)
         pages = 0 if adapter is None else self._residency.pages_of(adapter)
-        check(request, 0 if adapter is None else adapter.virtual, pages, self._served)
+        check(request, 0 if adapter is None else adapter.virtual, pages, self._served, self._scheduler.rules.piece)
         if len(self._loop.jobs) >= self._max_waiting:
             raise ConfigError(f"the server has {self._max_waiting} requests already: try again later")
         if request.id in self._loop.jobs:

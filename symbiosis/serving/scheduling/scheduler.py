@@ -44,6 +44,11 @@ class Rules:
     first_token_s: float = 6.0  # the deadline of `abort`
     of_tenant: int | None = None  # sequences of one tenant that run together while others wait
 
+    @property
+    def piece(self) -> int | None:
+        """How many tokens of a prompt are computed at a time at most; None if all are."""
+        return None if self.whole_prompts else self.prefill_tokens
+
 
 @dataclass(slots=True)
 class Counts:
@@ -198,19 +203,24 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> bool:
         """Let a sequence run if there is room for its adapter, for all its tokens, and for one more block for each sequence that runs
-        already. Its adapter is brought only if there is room for the tokens, too."""
+        already. Its adapter is brought only if there is room for the tokens, too. Of a text that is longer than the memory only as much must
+        fit as its windows show at once."""
         to_fetch = not self._is_here(sequence)
         if not to_fetch:
             self._pin(sequence)
         if not sequence.request.prompt_logprobs:  # whose logits nobody has kept
             self._blocks.find(sequence)
-        wanted = self._missing(sequence, len(sequence.tokens)) + len(self.running) * self._blocks.layers
-        if self._residency is not None and to_fetch:
-            wanted += self._residency.pages_of(sequence.adapter)
+        upto, held = len(sequence.tokens), len(sequence.blocks) * self._blocks.layers
+        pages = 0 if self._residency is None or sequence.adapter is None else self._residency.pages_of(sequence.adapter)
+        wanted = self._missing(sequence, upto)
+        if self._blocks.needed(upto) + pages > self._blocks.pool.total and self.rules.piece is not None:
+            wanted = max(0, self._blocks.needed_at_once(upto, self.rules.piece) - held)
+            upto = min(upto, sequence.computed + self.rules.piece)
+        wanted += len(self.running) * self._blocks.layers + (pages if to_fetch else 0)
         if not self._find_room(wanted) or (to_fetch and not self._fetch(sequence)):
             self._give_up(sequence, is_pinned=not to_fetch)
             return False
-        if not self._blocks.grow(sequence, len(sequence.tokens)):
+        if not self._blocks.grow(sequence, upto):
             self._give_up(sequence)
             return False
         insort(self.running, sequence, key=_coming)
