@@ -90,7 +90,7 @@ class Blocks:
         name = full[first - 1].key if first else _start(sequence)
         for number, block in enumerate(full[first:], first):
             block.key = name = _name(name, sequence.tokens[number * BLOCK : (number + 1) * BLOCK])
-            if name not in self._named:  # else another sequence has computed the same just now
+            if name not in self._named and not block.gone:  # else another sequence has computed the same just now
                 self._named[name] = block
                 self._versions[name] = sequence.adapter.version if sequence.adapter else 0
 

@@ -97,9 +97,11 @@ class Server:
         ends: Texts end before this position, too.
     """
 
-    def __init__(self, pages: int, rules: Rules, ahead: bool = False, ends: int = 1 << 30) -> None:
+    def __init__(
+        self, pages: int, rules: Rules, ahead: bool = False, ends: int = 1 << 30, windows: tuple[int | None, ...] = ()
+    ) -> None:
         self.pool, self.rules, self.ahead, self.ends = Pool(pages), rules, ahead, ends
-        self.blocks = KnownBlocks(self.pool, LAYERS)
+        self.blocks = KnownBlocks(self.pool, LAYERS, windows=windows)
         self.flying: list[tuple[Sequence, int]] | None = None
         self.before: Step | None = None
         self.here = Here(self.pool)
@@ -199,7 +201,19 @@ RULES = st.builds(
 def test_everybody_ends_and_everything_is_given_back(
     arrivals: list[Any], rules: Rules, pages: int, ahead: bool, ends: int
 ) -> None:
-    server = Server(pages, rules, ahead, ends)
+    play(Server(pages, rules, ahead, ends), arrivals)
+
+
+@settings(deadline=None, max_examples=100)
+@given(ARRIVALS, RULES, st.integers(0, 12), st.booleans(), st.sampled_from([(8, 8), (None, 8), (8, 24)]))
+def test_texts_longer_than_the_memory_end_if_their_windows_fit(
+    arrivals: list[Any], rules: Rules, more: int, ahead: bool, windows: tuple[int | None, ...]
+) -> None:
+    least = Blocks(Pool(1), LAYERS, windows=windows).needed_at_once(3 + 60 + 40, rules.piece) + 4  # of an adapter
+    play(Server(least + more, rules, ahead, windows=windows), arrivals)
+
+
+def play(server: Server, arrivals: list[Any]) -> None:
     wanted: set[tuple[int, int]] = set()
     cancelled: dict[int, float] = {}
     came = 0.0
