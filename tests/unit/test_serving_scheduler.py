@@ -21,8 +21,9 @@ LAYERS = 2
 class Here:
     """Adapters of one page or more in the same pool."""
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool, self.pages, self.pins = pool, dict[Adapter, list[int]](), dict[Adapter, int]()
+    def __init__(self, blocks: Blocks) -> None:
+        self.pool, self.pages, self.pins = blocks.pool, dict[Adapter, list[int]](), dict[Adapter, int]()
+        self.others_make_room = blocks.make_room
         self.fetched = 0
 
     def is_here(self, adapter: Adapter) -> bool:
@@ -34,7 +35,7 @@ class Here:
     def fetch(self, adapter: Adapter) -> bool:
         if adapter not in self.pages:
             self.fetched += 1
-            if not self.make_room(adapter.bytes):
+            if not self.make_room(adapter.bytes) and not self.others_make_room(adapter.bytes):
                 return False
             self.pages[adapter], self.pins[adapter] = self.pool.take(adapter.bytes), 0
         return True
@@ -104,7 +105,7 @@ class Server:
         self.blocks = KnownBlocks(self.pool, LAYERS, windows=windows)
         self.flying: list[tuple[Sequence, int]] | None = None
         self.before: Step | None = None
-        self.here = Here(self.pool)
+        self.here = Here(self.blocks)
         self.scheduler = Scheduler(self.blocks, self.here, rules)
         self.now, self.ended = 0.0, set[tuple[int, int]]()
 
