@@ -5,6 +5,7 @@ import socket
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from symbiosis.errors import ProtocolError
@@ -61,8 +62,9 @@ def test_ranks_hold_their_shares_of_each_large_tensor(shares: tuple[float, ...])
 def test_ranks_make_the_outputs_that_lie_in_their_memory(shares: tuple[float, ...]) -> None:
     """All but as many as are made together; and layers of which one rank holds nothing are left out."""
     wide = [layer(f"{n}.{name}", 4096 - 256 * n, 1280 + 512 * n) for n in range(5) for name in ("up", "down")]
-    layout = Layout([*wide, layer("small", 128, 256), layer("norm", 1024)], shares, {})
-    begins = layout.first_outputs()
+    head = layer("head", 4096, 1024)  # which is not served
+    layout = Layout([*wide, layer("small", 128, 256), layer("norm", 1024), head], shares, {})
+    begins = layout.first_outputs([*layout.manifest[:-1], msgspec.structs.replace(head, kind="client")])
     assert begins.keys() == set(range(len(wide)))
     for number, at in begins.items():
         outputs, width = wide[number].shape

@@ -143,7 +143,7 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
     store.rank, store.ranks = order.rank, ranks.ranks
     cuts = {number: layout.cuts(number) for number in layout.begins}
     names = ranks.names(device_name(device))
-    begins = layout.first_outputs()
+    begins = layout.first_outputs(store.manifest)
     store.on_gpus = OnGpus(names, cuts, begins, gather_bytes(store, options.gather_buffers))
     store.nbytes = sum(run.nbytes for run in layout.of_rank(order.rank))
     return store

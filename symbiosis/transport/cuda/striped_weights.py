@@ -75,12 +75,12 @@ class Layout:
         nbytes = _nbytes(self.manifest[number])
         return [run.begin - begin for run in self.runs if 0 < run.begin - begin < nbytes]
 
-    def first_outputs(self) -> dict[int, tuple[int, ...]]:
+    def first_outputs(self, manifest: Sequence[Layer]) -> dict[int, tuple[int, ...]]:
         """Return with which output each rank's part of a linear layer begins, by rank, to a few outputs; of layers of which every rank has
-        some."""
+        some. `manifest`: of the same tensors, and says which of them are served."""
         found = {}
         for number in self.begins:
-            layer = self.manifest[number]
+            layer = manifest[number]
             if layer.kind == "linear" and len(layer.shape) == 2:
                 row = layer.shape[1] * ITEMSIZE[layer.dtype]
                 at = [TOGETHER * round(begin / row / TOGETHER) for _, begin in sorted(self._parts(number).items())]
