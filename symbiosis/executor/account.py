@@ -11,7 +11,7 @@ from time import monotonic
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.observe.snapshot import Usage
 from symbiosis.protocol import Limits
-from symbiosis.transport.base import Direct, Peer
+from symbiosis.transport.base import Direct, Peer, Tokens
 
 MOST_DIRECT, MOST_COUNTED = 10**15, 1 << 60  # direct rows or multiplications in one report of a client, and in all
 BUSY_S = 0.02  # when to try again if that depends on other calls: the time of a few products
@@ -156,7 +156,7 @@ class ServedSession:
     joined: float = field(default_factory=monotonic)
     address: str = ""
     ends_for: str = ""  # the reason, if the executor itself ends it
-    direct: Direct = Direct(0, 0, 0, False)  # products that its client made directly
+    direct: Direct = Direct(0, 0, 0, Tokens.NONE)  # products that its client made directly
 
     def count_direct(self, now: Direct) -> None:
         """Count the products that the client says it made directly. Implausible figures are ignored."""

@@ -33,8 +33,10 @@ from symbiosis.executor.work import DeviceCall, DeviceWork, HostCall, Round, cal
 from symbiosis.protocol import Call, Hello, Op, Priority, Welcome
 from symbiosis.security.keys import Keyring
 from symbiosis.transport import Peer
-from symbiosis.transport.base import Advice, Direct, GpuPeer, Prepared, RoundWords, refuse
+from symbiosis.transport.base import Advice, Direct, GpuPeer, Prepared, RoundWords, Tokens, refuse
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_tensor, check_ends, empty
+
+TOLD_S = 0.5  # how often clients that multiply by mapped weights are heard
 
 
 class Dispatch:
@@ -71,9 +73,10 @@ class Dispatch:
         self.gpu, self.device, self.stream = self.engine.gpu, self.engine.device, self.engine.gpu.stream
         self.cohort = Cohort(batcher, self.gpu.join, outcomes.went_together, self._enqueue)
         self.background = Background(options.train_share)
-        self._advisor = Advisor(batcher.rules.policy.joins)
+        self._advisor = Advisor(batcher.rules.policy.joins, self.device.type == "cuda" and options.train_share < 1)
         self._plan = lru_cache(maxsize=1 << 14)(lambda call: make_plan(call, store, options))
         self.draining = False  # set when no new calls are taken
+        self.has_news = False  # set when clients that map the weights should be advised at once
 
     @property
     def waiting(self) -> int:
@@ -181,7 +184,7 @@ class Dispatch:
         if priority == Priority.DECODE:
             self.background.decoded = session.heard
             if call.op.traits.activations and not session.observer:
-                self._advisor.decoded(session.number, session.heard, called=True)
+                self.has_news |= self._advisor.decoded(session.number, session.heard, called=True)
         finite = plan.finite and not payload[0].is_cuda  # checking would wait for the GPU
         work = HostCall(peer, seq, call, payload, out, plan, finite)
         key = ("observer", plan.key) if session.observer else plan.key
@@ -216,8 +219,9 @@ class Dispatch:
     def multiplied(self, peer: Peer, direct: Direct) -> Advice:
         session, now = peer.session, monotonic()
         session.count_direct(direct)
-        if direct.decoded:
-            self._advisor.decoded(session.number, now, called=False)
+        if direct.tokens:
+            self._advisor.decoded(session.number, now, called=False, few=direct.tokens is Tokens.FEW)
+            self.background.decoded = now + TOLD_S
         return Advice(*self._advisor.of(session.number, now))
 
     # ------------------------------------------------------------------ calls that a GPU makes again and again
@@ -278,7 +282,7 @@ class Dispatch:
         session.heard = now = monotonic()
         if work.priority == Priority.DECODE:
             self.background.decoded = now
-            self._advisor.decoded(session.number, now, called=True)
+            self.has_news |= self._advisor.decoded(session.number, now, called=True)
         if self.cohort.takes(work, now):
             return True
         if work.large and not self._batcher.rules.policy.waits_for_all:

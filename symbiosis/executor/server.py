@@ -127,7 +127,7 @@ class Server:
         """Reply for the products that other workers have finished, then run one batch if one is ready."""
         while self._computed:
             self._answer(*self._computed.popleft())
-        if monotonic() >= self._next_tick:
+        if monotonic() >= self._next_tick or self.dispatch.has_news:
             self._tick()
         rounds = self.gpu.rounds
         if rounds is not None and rounds.running:
@@ -181,9 +181,10 @@ class Server:
         return max(0.0, min(self.dispatch.wake_at(), self._next_tick) - monotonic())
 
     def _tick(self) -> None:
-        """Do what is due every half second: look after listeners, and drop sessions that have been silent for too long."""
+        """Do what is due every half second, and when somebody begins to make tokens: look after listeners, and drop sessions that have been silent for too long."""
         now = monotonic()
         late, self._next_tick = now - self._next_tick, now + TICK_S
+        self.dispatch.has_news = False
         self._look_for_descriptors(now)
         for listener in self.listeners:
             self.reactor.attempt(None, listener.tick)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from symbiosis.attention.alike import PROBE, agree, logits_alone, probe_tokens, text_config
+from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.kernels.paged_attention import How
 from symbiosis.serving.arena import KvShape
@@ -20,6 +21,7 @@ from symbiosis.serving.gpu.runner import Runner, is_for
 from symbiosis.serving.model import Served
 from symbiosis.serving.request import Request
 from symbiosis.serving.step import Segment, Sequence, Step
+from symbiosis.transport.base import Tokens
 
 logger = logging.getLogger("symbiosis")
 
@@ -42,6 +44,7 @@ class Paged(Served):
     def __init__(self, model: nn.Module, memory: int | float | None = None) -> None:
         before = getattr(text_config(model), "_attn_implementation", None)
         self._tables = Tables()
+        self._sessions = {weight.handle.session for weight in remote_weights(model)}
         self.keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
         references = _references(model)
         try:
@@ -61,6 +64,11 @@ class Paged(Served):
 
     @torch.inference_mode()
     def logits(self, step: Step, rows: Tensor) -> Tensor:
+        for session in self._sessions:
+            if (
+                session.mapped is not None
+            ):  # training beside it gives way, though steps may have more rows than a decoding client's
+                session.mapped.made(Tokens.MANY)
         if self.runner is not None:
             self.runner.make_room(step)
         for tell in self.before:

@@ -1,6 +1,7 @@
 """The protocols of a transport's two ends, and of the executor as a transport sees it."""
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import torch
@@ -15,21 +16,29 @@ from symbiosis.transport.tensors import Shapes, bytes_tensor
 JOIN_S = 10.0  # a connection that has not joined by then is ended
 
 
+class Tokens(IntEnum):
+    """What tokens a client has made directly: none, more at a time than calls are joined for, or few."""
+
+    NONE = 0
+    MANY = 1
+    FEW = 2
+
+
 class Advice(NamedTuple):
-    """An executor's advice to a client that maps the weights: how many other sessions decode, and whether any of them
-    does so by calls, to which training gives way in the executor."""
+    """An executor's advice to a client that maps the weights: how many other sessions decode whose few rows could be joined with its
+    own, and whether any makes tokens to which training gives way in the executor."""
 
     others: int = 0
-    others_call: bool = False
+    give_way: bool = False
 
 
 class Direct(NamedTuple):
-    """What a client has multiplied directly since it joined, and whether it decoded a moment ago."""
+    """What a client has multiplied directly since it joined, and what tokens it made a moment ago."""
 
     calls: int
     rows: int
     multiplications: int
-    decoded: bool
+    tokens: Tokens
 
 
 class Sharing(Protocol):

@@ -96,7 +96,7 @@ def advised(monkeypatch: pytest.MonkeyPatch, model: nn.Module, advice: Advice) -
         patched.setattr(direct.Mapped, "advice", lambda self: advice)
         page = session_of(model).mapped._page
         patched.setattr(type(page), "others", advice.others)
-        patched.setattr(type(page), "others_call", advice.others_call)
+        patched.setattr(type(page), "give_way", advice.give_way)
         yield
 
 
@@ -114,7 +114,7 @@ def test_a_model_is_the_unsplit_one_either_way(
     served = llama if name == "llama" else start(name)
     whole, split = MODELS[name]().cuda(), symbiosis.wrap(MODELS[name]().cuda(), served.endpoint)
     before = symbiosis.stats(split).direct
-    with advised(monkeypatch, split, Advice(others=int(way == "called"), others_call=way == "called")):
+    with advised(monkeypatch, split, Advice(others=int(way == "called"), give_way=way == "called")):
         with torch.no_grad():
             assert torch.equal(split(ids[:, :1]).logits, whole(ids[:, :1]).logits)
         losses = []
@@ -160,12 +160,12 @@ def test_a_captured_step_takes_the_way_that_is_advised(
     trainers = [trainer(lora(model).train()) for model in (whole, split)]
     unsplit, step = symbiosis.capture(lambda ids, way: trainers[0](ids)), symbiosis.capture(trainers[1])
     counts = []
-    for others_call in (False, True, False, True):
-        with advised(monkeypatch, split, Advice(others=1, others_call=others_call)):
+    for give_way in (False, True, False, True):
+        with advised(monkeypatch, split, Advice(others=1, give_way=give_way)):
             before = symbiosis.stats(split).direct, symbiosis.stats(split).calls
             for _ in range(5):
-                wanted, got = unsplit(ids, others_call).clone(), step(ids).clone()  # both eagerly, or both captured
-                assert torch.equal(wanted, got), (others_call, len(step._graphs))
+                wanted, got = unsplit(ids, give_way).clone(), step(ids).clone()  # both eagerly, or both captured
+                assert torch.equal(wanted, got), (give_way, len(step._graphs))
             torch.cuda.synchronize()
             figures = symbiosis.stats(split)
             counts.append((figures.direct - before[0], figures.calls - before[1]))
@@ -181,8 +181,8 @@ def test_advice_that_makes_no_difference_makes_no_graph(llama: Served, monkeypat
     long = torch.randint(3, 100, (2, 32)).cuda()
     with torch.no_grad():
         run = symbiosis.capture(lambda ids: split(ids).logits)
-        for others, others_call in ((0, False), (1, True), (0, True)):
-            with advised(monkeypatch, split, Advice(others, others_call)):
+        for others, give_way in ((0, False), (1, True), (0, True)):
+            with advised(monkeypatch, split, Advice(others, give_way)):
                 for _ in range(3):
                     run(long)
     assert len(run._graphs) == 1 and symbiosis.stats(split).calls == 0

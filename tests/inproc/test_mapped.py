@@ -49,9 +49,9 @@ def joined(endpoint: str) -> Session:
     return session
 
 
-def advise(session: Session, others: int = 0, others_call: bool = False) -> None:
+def advise(session: Session, others: int = 0, give_way: bool = False) -> None:
     """As if the executor did, for as long as this session lives."""
-    page = SimpleNamespace(others=others, others_call=others_call, decoded=lambda: None, report=lambda *figures: None)
+    page = SimpleNamespace(others=others, give_way=give_way, made=lambda tokens: None, report=lambda *figures: None)
     assert session.mapped
     session.mapped._page = page
 
@@ -69,7 +69,7 @@ def test_a_model_is_the_unsplit_one_either_way(
     model = MODELS[name]()
     split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=way != "unshared")
     if way == "called":
-        advise(session_of(split), others=1, others_call=True)
+        advise(session_of(split), others=1, give_way=True)
     with torch.no_grad():
         assert torch.equal(split(ids).logits, model(ids).logits)
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
@@ -146,7 +146,7 @@ def test_a_checkpoint_is_the_unsplit_model_row_by_row(
     with symbiosis.Executor(checkpoint, listen=f"local://{tmp_path}/x.sock") as executor:
         split = symbiosis.from_executor(executor.endpoint, share=way != "unshared")
         if way == "called":
-            advise(session_of(split), others=1, others_call=True)
+            advise(session_of(split), others=1, give_way=True)
         for name in ("model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj", "lm_head"):
             assert torch.equal(split.get_submodule(name)(x), unsplit.get_submodule(name)(x)), name
         figures = symbiosis.stats(split)
@@ -171,7 +171,7 @@ def test_rows_may_lie_in_memory_as_they_like(bias: bool, rows: str, way: str, sh
     model = nn.ModuleList([nn.Linear(64, 96, bias=bias)]).requires_grad_(False)
     split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=way != "unshared")
     if way == "called":
-        advise(session_of(split), others_call=True)
+        advise(session_of(split), give_way=True)
     given = ROWS[rows]()
     found = []
     for one in (model, split.train()):
@@ -205,7 +205,7 @@ def test_stacks_that_are_not_contiguous_round_as_in_the_unsplit_model(
     model = nn.ModuleList([nn.Linear(256, 192, bias=bias)]).requires_grad_(not frozen)
     split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=way in ("direct", "called"))
     if way == "called":
-        advise(session_of(split), others_call=True)
+        advise(session_of(split), give_way=True)
     layer = torch.compile(split[0], backend="aot_eager", dynamic=False) if way == "compiled" else split.train()[0]
     for name, stack in STACKS.items():
         for rows in (1, 2, 3, 5, 8):
@@ -364,7 +364,7 @@ def test_advice_that_changes_in_the_midst_of_a_step_changes_no_bit(
         others = 0
 
         @property
-        def others_call(self) -> bool:
+        def give_way(self) -> bool:
             asked.append(len(asked) % 3 > 0)
             return asked[-1]
 
@@ -481,7 +481,7 @@ def test_those_who_decode_are_told_of_each_other_and_counted(share: Share, monke
     assert torch.equal(first.call(Op.FORWARD, number, x, priority=Priority.DECODE), expected)
     assert first.stats.calls == 1, "few rows are called when somebody else decodes"
     third = joined(executor.endpoint)
-    until(lambda: third.mapped._page.others_call, "rationing")  # first's tokens come by calls now
+    until(lambda: third.mapped._page.give_way, "rationing")  # first's tokens come by calls now
     rows = torch.randn(300, 64)
     third.call(Op.FORWARD, number, rows)
     assert third.mapped and third.mapped.rows == 300, "many rows are direct"

@@ -27,12 +27,14 @@ from transformers import (
 )
 
 import symbiosis
+from symbiosis.client.direct.mapped import Mapped
 from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.reader import GenerationFailed
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import LENGTH, Outputs, Submit, Welcome, framed, from_engine
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
+from symbiosis.transport.base import Tokens
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
 PROMPTS = [
@@ -416,9 +418,17 @@ def test_closing_finishes_what_runs_or_cancels_it() -> None:
     assert one.all()[0][-1].finish == Finish.CANCELLED
 
 
-def test_tokens_come_from_an_executor() -> None:
-    with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, DEMO, memory=1 << 24) as engine:
+def test_tokens_come_from_an_executor_which_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Tokens] = []
+    made = Mapped.made
+    monkeypatch.setattr(Mapped, "made", lambda self, tokens: (told.append(tokens), made(self, tokens))[1])
+    with (
+        symbiosis.Executor("demo", share_weights=True) as executor,
+        Engine(executor.endpoint, DEMO, memory=1 << 24) as engine,
+    ):
+        told.clear()
         assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
+        assert told.count(Tokens.MANY) >= 30, "in each step, however many rows it has"
 
 
 def test_a_model_without_a_tokenizer_takes_tokens_only() -> None:

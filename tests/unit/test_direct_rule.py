@@ -8,7 +8,7 @@ from symbiosis.executor.scheduling.advice import BELIEVED_S, LASTS_S, Advisor
 
 
 @pytest.mark.parametrize(
-    ("rows", "nbytes", "training", "others", "others_call", "called"),
+    ("rows", "nbytes", "training", "others", "give_way", "called"),
     [
         (1, WORTH_JOINING, False, 0, False, False),  # nobody to join
         (1, WORTH_JOINING, False, 1, False, True),
@@ -22,13 +22,13 @@ from symbiosis.executor.scheduling.advice import BELIEVED_S, LASTS_S, Advisor
     ],
 )
 def test_a_call_is_made_only_where_it_pays(
-    rows: int, nbytes: int, training: bool, others: int, others_call: bool, called: bool
+    rows: int, nbytes: int, training: bool, others: int, give_way: bool, called: bool
 ) -> None:
-    assert should_send(rows, nbytes, training, others, others_call) is called
+    assert should_send(rows, nbytes, training, others, give_way) is called
 
 
 def test_who_decodes_is_told_of_others_and_not_of_itself() -> None:
-    advisor = Advisor(joins=True)
+    advisor = Advisor(joins=True, rations=False)
     advisor.decoded(1, 0.0, called=False)
     assert advisor.of(1, 0.0) == (0, False)
     assert advisor.of(2, 0.0) == (1, False)
@@ -38,7 +38,7 @@ def test_who_decodes_is_told_of_others_and_not_of_itself() -> None:
 
 
 def test_training_gives_way_only_to_who_decodes_by_calls() -> None:
-    advisor = Advisor(joins=True)
+    advisor = Advisor(joins=True, rations=False)
     advisor.decoded(1, 0.0, called=False)
     assert not advisor.of(3, 0.1)[1]
     advisor.decoded(1, 0.2, called=True)
@@ -46,8 +46,19 @@ def test_training_gives_way_only_to_who_decodes_by_calls() -> None:
     assert not advisor.of(1, 0.3)[1]
 
 
+def test_training_on_a_gpu_gives_way_to_all_who_make_tokens() -> None:
+    advisor = Advisor(joins=True, rations=True)
+    assert advisor.decoded(1, 0.0, called=False, few=False), "others should be advised at once"
+    assert not advisor.decoded(1, 0.1, called=False, few=False)
+    assert advisor.of(3, 0.1) == (0, True), "and nobody can be joined with many rows"
+    assert advisor.of(1, 0.1) == (0, False)
+    advisor.left(1)
+    assert advisor.of(3, 0.1) == (0, False)
+    assert advisor.decoded(2, LASTS_S + 0.1, called=True) and advisor.of(3, 2.0) == (1, True)
+
+
 def test_what_was_long_ago_counts_no_more_and_neither_do_those_who_left() -> None:
-    advisor = Advisor(joins=True)
+    advisor = Advisor(joins=True, rations=False)
     for session in (1, 2):
         advisor.decoded(session, 0.0, called=True)
     advisor.left(2)
@@ -56,7 +67,7 @@ def test_what_was_long_ago_counts_no_more_and_neither_do_those_who_left() -> Non
 
 
 def test_who_only_says_that_it_decodes_is_not_believed_for_long() -> None:
-    advisor = Advisor(joins=True)
+    advisor = Advisor(joins=True, rations=False)
     told = []
     for step in range(20):  # every half second
         now = step / 2
@@ -70,7 +81,7 @@ def test_who_only_says_that_it_decodes_is_not_believed_for_long() -> None:
 
 
 def test_who_pauses_is_believed_again() -> None:
-    advisor = Advisor(joins=True)
+    advisor = Advisor(joins=True, rations=False)
     for now in (0.0, 100.0, 200.0):  # between which it decoded nothing
         advisor.decoded(1, now, called=False)
         advisor.decoded(2, now, called=True)
@@ -79,6 +90,6 @@ def test_who_pauses_is_believed_again() -> None:
 
 
 def test_an_executor_that_joins_nothing_advises_nobody_to_call() -> None:
-    advisor = Advisor(joins=False)
+    advisor = Advisor(joins=False, rations=False)
     advisor.decoded(1, 0.0, called=True)
     assert advisor.of(2, 0.0)[0] == 0

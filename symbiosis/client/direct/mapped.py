@@ -17,7 +17,7 @@ from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
 from symbiosis.kernels.product import product
 from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View, outputs_of
-from symbiosis.transport.base import Advice
+from symbiosis.transport.base import Advice, Tokens
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_multiplied, check_values
 
 Payload = tuple[Tensor, ...]
@@ -47,6 +47,7 @@ class Mapped:
         self.fixed: Advice | None = None  # what holds for a step that is captured, whatever is advised meanwhile
         # whether advice made a difference, since somebody cleared these
         self.asked_for_tokens = self.asked_for_training = False
+        self.tokens = Tokens.NONE  # what was made, since somebody cleared it
         self._nbytes = 0.0  # of a weight, on average
         self._page: Any = None
         self._biases = {layer.name: number for number, layer in enumerate(manifest) if layer.name.endswith(".bias")}
@@ -81,12 +82,13 @@ class Mapped:
 
     def advice(self) -> Advice:
         """Return what the executor advises now. While it is away, that is to send nothing."""
-        return Advice() if (page := self._page) is None else Advice(page.others, page.others_call)
+        return Advice() if (page := self._page) is None else Advice(page.others, page.give_way)
 
-    def decodes(self) -> None:
-        """Tell the executor that this client makes tokens."""
-        if (page := self._page) is not None:
-            page.decoded()
+    def made(self, tokens: Tokens) -> None:
+        """Tell the executor what tokens this client makes."""
+        self.tokens = max(self.tokens, tokens)
+        if tokens and (page := self._page) is not None:
+            page.made(tokens)
 
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
@@ -133,17 +135,17 @@ class Mapped:
         return found
 
     def _should_send(self, rows: int, training: bool) -> bool:
-        page = self._page
         if self._priority is not None:
             training = self._priority is Priority.TRAIN
         if training:
             self.asked_for_training = True
         elif rows <= DECODE_ROWS:
             self.asked_for_tokens = True
-            if page is not None:
-                page.decoded()
-        advice = self.fixed or page
-        return advice is not None and should_send(rows, self._nbytes, training, advice.others, advice.others_call)
+            self.made(Tokens.FEW)
+        elif self._priority is Priority.DECODE:
+            self.made(Tokens.MANY)
+        advice = self.fixed or self._page
+        return advice is not None and should_send(rows, self._nbytes, training, advice.others, advice.give_way)
 
     def count(self, calls: int, rows: int, multiplications: int) -> None:
         """Book what was multiplied by mapped weights."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from symbiosis.client.connection.lifetime import sessions
 from symbiosis.client.direct.mapped import Figures, Mapped
-from symbiosis.transport.base import Advice
+from symbiosis.transport.base import Advice, Tokens
 
 
 class Way(NamedTuple):
@@ -17,7 +17,7 @@ class Way(NamedTuple):
     session: int
     join: int
     others: int | None
-    others_call: bool | None
+    give_way: bool | None
 
 
 class Multiplied(NamedTuple):
@@ -25,13 +25,13 @@ class Multiplied(NamedTuple):
 
     mapped: Mapped
     figures: Figures
-    decodes: bool
+    tokens: Tokens
 
     def happens(self, times: int = 1) -> None:
         """Book the step so many times: when it runs again; or -1 times, when it was captured and did not run."""
         self.mapped.count(*(times * figure for figure in self.figures))
-        if self.decodes and times > 0:
-            self.mapped.decodes()
+        if times > 0:
+            self.mapped.made(self.tokens)
 
 
 def advised() -> tuple[Way, ...]:
@@ -40,7 +40,7 @@ def advised() -> tuple[Way, ...]:
     for session in sessions():
         if (mapped := session.mapped) is not None and mapped.device.type == "cuda":
             advice = mapped.advice()
-            found.append(Way(session.number, mapped.joins, min(advice.others, 1), advice.others_call))
+            found.append(Way(session.number, mapped.joins, min(advice.others, 1), advice.give_way))
     return tuple(found)
 
 
@@ -50,7 +50,7 @@ def narrowed(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> tu
 
     def one(way: Way) -> Way:
         tokens, training = asked.get(way.session, (True, True))
-        return way._replace(others=way.others if tokens else None, others_call=way.others_call if training else None)
+        return way._replace(others=way.others if tokens else None, give_way=way.give_way if training else None)
 
     return tuple(map(one, chosen))
 
@@ -63,7 +63,8 @@ def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> I
     before = [mapped.figures for _, mapped in used]
     for way, mapped in used:
         mapped.asked_for_tokens = mapped.asked_for_training = False
-        mapped.fixed = Advice(way.others or 0, way.others_call or False)
+        mapped.tokens = Tokens.NONE
+        mapped.fixed = Advice(way.others or 0, way.give_way or False)
     parts: list[Multiplied] = []
     try:
         yield parts
@@ -73,5 +74,5 @@ def following(chosen: tuple[Way, ...], asked: dict[int, tuple[bool, bool]]) -> I
             tokens, training = asked.get(way.session, (False, False))
             asked[way.session] = tokens or mapped.asked_for_tokens, training or mapped.asked_for_training
             figures = mapped.figures.since(then)
-            if figures.calls or mapped.asked_for_tokens:
-                parts.append(Multiplied(mapped, figures, mapped.asked_for_tokens))
+            if figures.calls or mapped.tokens:
+                parts.append(Multiplied(mapped, figures, mapped.tokens))

@@ -1,47 +1,62 @@
-"""Advises clients that map the weights: whether others decode, with whom their few rows could be joined."""
+"""Advises clients that map the weights: whether others decode, with whom their few rows could be joined, or to whom training gives way."""
+
+from math import inf
 
 LASTS_S = 1.5  # a session counts as decoding for so long after its last few rows
 BELIEVED_S = 3.0  # a session that says it decodes, is told to call and does not is believed for so long
 
 
 class Advisor:
-    """Knows which sessions decode, by calls or directly.
+    """Knows which sessions make tokens, by calls or directly.
 
-    >>> advisor = Advisor(joins=True)
+    >>> advisor = Advisor(joins=True, rations=False)
     >>> advisor.decoded(1, now=0.0, called=False)
+    True
     >>> advisor.decoded(2, now=0.5, called=True)
+    False
     >>> advisor.of(1, now=1.0), advisor.of(2, now=1.0), advisor.of(3, now=1.8)
     ((1, True), (1, False), (1, True))
     """
 
-    def __init__(self, joins: bool) -> None:
-        """`joins` says whether the executor joins calls at all."""
-        self._joins = joins
+    def __init__(self, joins: bool, rations: bool) -> None:
+        """
+        Args:
+            joins: Whether the executor joins calls at all.
+            rations: Whether it holds training back for those, too, who make tokens without calling it.
+        """
+        self._joins, self._rations = joins, rations
+        self._last = -inf  # when anybody made tokens
+        self._made: dict[int, float] = {}
         self._decoded: dict[int, float] = {}
         self._called: dict[int, float] = {}
         self._asked: dict[int, float] = {}  # since when a session that says it decodes is told to call
         self._unbelieved: set[int] = set()  # sessions whose reports do not count until they call
 
-    def decoded(self, session: int, now: float, called: bool) -> None:
-        """Note that a session has multiplied few rows, or has had them multiplied by a call."""
-        self._decoded[session] = now
+    def decoded(self, session: int, now: float, called: bool, few: bool = True) -> bool:
+        """Note that a session has multiplied rows of tokens, or has had them multiplied by a call. `few`: that could be joined. Return whether
+        nobody had lately, so that others should be advised anew."""
+        first = now - self._last >= LASTS_S
+        self._last = self._made[session] = now
+        if few:
+            self._decoded[session] = now
         if called:
             self._called[session] = now
             self._asked.pop(session, None)
             self._unbelieved.discard(session)
+        return first
 
     def left(self, session: int) -> None:
-        for known in (self._decoded, self._called, self._asked):
+        for known in (self._made, self._decoded, self._called, self._asked):
             known.pop(session, None)
         self._unbelieved.discard(session)
 
     def of(self, session: int, now: float) -> tuple[int, bool]:
-        """Return how many other sessions decode whose rows could be joined with this one's, and whether any other has decoded by calls
-        lately, to which large products give way in the executor."""
+        """Return how many other sessions decode whose rows could be joined with this one's, and whether any other has made
+        tokens lately to which large products of training give way in the executor."""
         believed = {one: then for one, then in self._decoded.items() if one not in self._unbelieved}
         others = _recent(believed, session, now) if self._joins else 0
         self._ask(session, others > 0, now)
-        return others, _recent(self._called, session, now) > 0
+        return others, _recent(self._made if self._rations else self._called, session, now) > 0
 
     def _ask(self, session: int, to_call: bool, now: float) -> None:
         """Stop believing a session that reports decoding but never calls: it would make others call for nothing."""

@@ -1,8 +1,8 @@
 """A page that the executor shares with a client that maps the weights: advice goes one way, figures the other.
 
 0      how many other sessions decode now (255: or more)            written by the executor, once in a while
-1      1 while others decode by calls, to which training gives way in the executor
-64     not 0 once the client has multiplied few rows directly       set by the client, cleared by the executor
+1      1 while others make tokens to which training gives way in the executor
+64     what tokens the client has made directly (`Tokens`)           set by the client, cleared by the executor
 128    products made directly, their rows, their multiplications    written by the client with its heartbeat
 """
 
@@ -11,11 +11,11 @@ import socket
 import struct
 
 from symbiosis.security.ownership import peer_uid
-from symbiosis.transport.base import Advice, Direct, Peer, ServerPort
+from symbiosis.transport.base import Advice, Direct, Peer, ServerPort, Tokens
 from symbiosis.transport.local.segment import Slab
 
 NBYTES = 4096
-OTHERS_AT, OTHERS_CALL_AT, DECODED_AT, FIGURES_AT = 0, 1, 64, 128
+OTHERS_AT, GIVE_WAY_AT, TOKENS_AT, FIGURES_AT = 0, 1, 64, 128
 FIGURES = struct.Struct("<3Q")
 
 
@@ -31,25 +31,25 @@ class SharedPage:
         return self._memory[OTHERS_AT]
 
     @property
-    def others_call(self) -> bool:
-        return self._memory[OTHERS_CALL_AT] != 0
+    def give_way(self) -> bool:
+        return self._memory[GIVE_WAY_AT] != 0
 
     def advise(self, advice: Advice) -> None:
         self._memory[OTHERS_AT] = min(advice.others, 255)
-        self._memory[OTHERS_CALL_AT] = advice.others_call
+        self._memory[GIVE_WAY_AT] = advice.give_way
 
-    def decoded(self) -> None:
-        self._memory[DECODED_AT] = 1
+    def made(self, tokens: Tokens) -> None:
+        self._memory[TOKENS_AT] = max(tokens, self._memory[TOKENS_AT])
 
     def report(self, calls: int, rows: int, multiplications: int) -> None:
         FIGURES.pack_into(self._memory, FIGURES_AT, calls, rows, multiplications)
 
     def read(self) -> Direct:
-        """Return what the client has multiplied directly so far, and clear its note that it decodes."""
-        decoded = self._memory[DECODED_AT] != 0
-        self._memory[DECODED_AT] = 0
+        """Return what the client has multiplied directly so far, and clear its note of tokens."""
+        tokens = Tokens(min(self._memory[TOKENS_AT], Tokens.FEW))  # whatever it wrote
+        self._memory[TOKENS_AT] = Tokens.NONE
         calls, rows, multiplications = FIGURES.unpack_from(self._memory, FIGURES_AT)
-        return Direct(calls, rows, multiplications, decoded)
+        return Direct(calls, rows, multiplications, tokens)
 
     def close(self) -> None:
         self.slab.close()
