@@ -418,14 +418,19 @@ def test_closing_finishes_what_runs_or_cancels_it() -> None:
     assert one.all()[0][-1].finish == Finish.CANCELLED
 
 
-def test_tokens_come_from_an_executor_which_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_come_from_an_executor() -> None:
+    with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, DEMO, memory=1 << 24) as engine:
+        assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
+
+
+def test_an_executor_whose_weights_are_mapped_is_told_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[Tokens] = []
     made = Mapped.made
     monkeypatch.setattr(Mapped, "made", lambda self, tokens: (told.append(tokens), made(self, tokens))[1])
-    with (
-        symbiosis.Executor("demo", share_weights=True) as executor,
-        Engine(executor.endpoint, DEMO, memory=1 << 24) as engine,
-    ):
+    url = f"local://{tmp_path}/executor.sock"
+    with symbiosis.Executor("demo", listen=[url], share_weights=True), Engine(url, DEMO, memory=1 << 24) as engine:
         told.clear()
         assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
         assert told.count(Tokens.MANY) >= 30, "in each step, however many rows it has"
