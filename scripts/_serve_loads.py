@@ -497,7 +497,7 @@ class Streams:
     def __init__(self, endpoint: str, device: str, memory: int, batch: int, prompt: int, length: int) -> None:
         import symbiosis
 
-        model: Any = symbiosis.from_executor(endpoint, device=device)
+        model: Any = symbiosis.from_executor(endpoint, device=device, priority="decode")
         self._engine = Engine(model, memory=memory, max_batch=batch)
         self._vocabulary = self._engine.vocabulary
         self._batch, self._prompt, self._length = batch, prompt, length

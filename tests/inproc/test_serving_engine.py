@@ -29,6 +29,7 @@ from transformers import (
 import symbiosis
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
+from symbiosis.protocol import Priority
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.reader import GenerationFailed
 from symbiosis.serving.http.link.engine_side import Link
@@ -434,6 +435,13 @@ def test_an_executor_whose_weights_are_mapped_is_told_of_tokens(
         told.clear()
         assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
         assert told.count(Tokens.MANY) >= 30, "in each step, however many rows it has"
+
+
+def test_calls_of_an_engine_are_those_of_who_decodes() -> None:
+    """However many rows they have: training gives way to them."""
+    with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, DEMO, memory=1 << 24):
+        (session,) = executor.server.sessions.values()
+        assert session.priority == Priority.DECODE
 
 
 def test_a_model_without_a_tokenizer_takes_tokens_only() -> None:

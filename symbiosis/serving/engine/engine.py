@@ -82,7 +82,7 @@ class Engine:
             first_token_s=first_token_s, max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank,
             adapter_memory=adapter_memory,
         )  # fmt: skip
-        self._own_model = from_executor(model) if isinstance(model, str) else None
+        self._own_model = from_executor(model, priority="decode") if isinstance(model, str) else None
         self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
         self.tokenizer = _tokenizer(tokenizer)
         self._residency = Residency(self._served.arena, self._served.blocks.make_room, self._served.fetcher)
