@@ -5,12 +5,14 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -66,7 +68,7 @@ def running(folder: Path) -> Iterator[Running]:
 def api(running: Running) -> openai.OpenAI:
     wait_for_servers(running, 2)
     made = client(running.url, "alice-key-1")
-    eventually(lambda: list(made.models.list()))  # the front end has heard of them, too
+    eventually(lambda: list(made.models.list()))  # the front end has heard of those that were started again, too
     return made
 
 
@@ -87,6 +89,21 @@ def serving(running: Running) -> int:
 
 def member(running: Running, number: int) -> Any:
     return next(each for each in running.told.members if each.number == number and each.kind == "server")
+
+
+def test_the_front_end_knows_all_servers_when_the_cluster_says_that_it_is_up(running: Running) -> None:
+    """The first test of this file: nobody has waited for anything."""
+    health = web.get(f"{running.url}/health", timeout=10)
+    assert health.status_code == 200 and sorted(health.json()["ready"]) == [1, 2]
+    keyed = {"Authorization": "Bearer alice-key-1"}
+    assert len(web.get(f"{running.url}/v1/models", headers=keyed, timeout=10).json()["data"]) == 4
+
+
+def test_nothing_of_a_body_is_read_before_its_key(running: Running) -> None:
+    parts = urlsplit(running.url)
+    with socket.create_connection((str(parts.hostname), parts.port), 10) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")  # and no more
+        assert connection.recv(100).startswith(b"HTTP/1.1 401")
 
 
 def test_it_answers_as_a_server_does(api: openai.OpenAI, running: Running) -> None:

@@ -4,17 +4,14 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from symbiosis import __version__
@@ -23,10 +20,10 @@ from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
 from symbiosis.cluster.placement import State, Wish, version_of
-from symbiosis.serving.http.failures import HANDLERS, ApiError, unknown_model, wrong
+from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.incoming.uploads import received
-from symbiosis.serving.http.keys import Keys
+from symbiosis.serving.http.keys import Keys, Tenant
 
 MOST_BYTES = 16 << 20  # of a body
 MOST_WAITING = 4096
@@ -59,9 +56,15 @@ class Front:
             return models[0], name  # the server knows
         raise unknown_model(name, ", ".join(models) or "none yet")
 
-    def relay(self, request: Request, body: dict[str, Any]) -> Relay:
-        """Return the answer to a completion, when the tenant may ask for it."""
+    def tenant(self, request: Request) -> Tenant:
+        """Return who asks for a completion. Raises `ApiError` if nobody may, or too many wait: before anything is read."""
         tenant = self.keys.tenant(request.headers.get("authorization"))
+        if self.view.waiting.total() > MOST_WAITING:
+            raise ApiError(503, "too many requests wait for a server: try again later", retry_s=1.0)
+        return tenant
+
+    def relay(self, request: Request, tenant: Tenant, body: dict[str, Any]) -> Relay:
+        """Return the answer to a completion, if the tenant may have so many."""
         if shares := self.view.told.aliases.get(str(body.get("model", ""))):
             body["model"] = version_of(shares, random.random())
         model, adapter = self.model_of(str(body.get("model", "")))
@@ -70,8 +73,6 @@ class Front:
         most = body.get("max_tokens") or body.get("max_completion_tokens") or LONG_ANSWER
         pages = size + (most if isinstance(most, int) else LONG_ANSWER) * sequences
         wish = Wish(model=model, adapter=adapter, sequences=sequences, pages=pages, tenant=tenant.name)
-        if self.view.waiting.total() > MOST_WAITING:
-            raise ApiError(503, "too many requests wait for a server: try again later", retry_s=1.0)
         tenant.admit(sequences, self.keys.clock())
         self.completions[model, tenant.name] += sequences
 
@@ -97,35 +98,30 @@ def _prompts(body: dict[str, Any]) -> tuple[int, int]:
 
 
 def make_app(front: Front) -> ASGIApp:
-    def route(path: str, handler: Callable[[Front, Request], Awaitable[ASGIApp]], *methods: str) -> Route:
-        async def endpoint(request: Request) -> Any:
-            return await handler(front, request)
-
-        return Route(path, endpoint, methods=list(methods or ("GET",)))
-
-    routes = [
-        route("/v1/completions", completion, "POST"),
-        route("/v1/chat/completions", completion, "POST"),
-        route("/v1/models", models),
-        route("/v1/models/{name:path}", one_model),
-        route("/v1/adapters/{name:path}", put_adapter, "PUT"),
-        route("/v1/adapters/{name:path}", delete_adapter, "DELETE"),
-        route("/health", health),
-        route("/cluster", cluster),
-        route("/version", version),
-        route("/metrics", metrics),
+    table = [
+        ("POST", "/v1/completions", completion),
+        ("POST", "/v1/chat/completions", completion),
+        ("GET", "/v1/models", models),
+        ("GET", "/v1/models/{name:path}", one_model),
+        ("PUT", "/v1/adapters/{name:path}", put_adapter),
+        ("DELETE", "/v1/adapters/{name:path}", delete_adapter),
+        ("GET", "/health", health),
+        ("GET", "/cluster", cluster),
+        ("GET", "/version", version),
+        ("GET", "/metrics", metrics),
     ]
-    return Starlette(routes=routes, exception_handlers=HANDLERS)
+    return app_of(front, table)
 
 
 async def completion(front: Front, request: Request) -> ASGIApp:
+    tenant = front.tenant(request)
     try:
         body = msgspec.json.decode(await front.bodies.read(request, MOST_BYTES))
     except msgspec.MsgspecError as error:
         raise wrong(f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise wrong("the body is no JSON object")
-    return front.relay(request, body)
+    return front.relay(request, tenant, body)
 
 
 async def models(front: Front, request: Request) -> ASGIApp:
@@ -196,6 +192,7 @@ async def health(front: Front, request: Request) -> ASGIApp:
         "requests": sum(each.mine for each in seen),
         "waiting": front.view.waiting,
         "running": {str(number): each.mine for number, each in front.view.seen.items()},
+        "ready": [number for number, each in front.view.seen.items() if each.state is State.READY],
         "moved": front.view.moved.total(),
     }
     return _json(told, 503 if missing else 200)

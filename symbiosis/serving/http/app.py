@@ -1,22 +1,19 @@
 """The routes: OpenAI's, vLLM's for adapters, and those for operators."""
 
 import tempfile
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis import __version__
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http import metrics, page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
-from symbiosis.serving.http.failures import HANDLERS, ApiError, unknown_model, wrong
+from symbiosis.serving.http.failures import app_of, unknown_model, wrong
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.uploads import received
@@ -24,7 +21,6 @@ from symbiosis.serving.http.keys import Admission
 from symbiosis.serving.http.link.messages import AdapterInfo
 from symbiosis.serving.http.replies import Reply, Stream
 
-Handler = Callable[[Front, Request], Awaitable[ASGIApp]]
 SEND_IT = "put it there, or send the adapter itself with PUT /v1/adapters/NAME"
 
 
@@ -44,29 +40,22 @@ class UnloadBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def make_app(front: Front) -> ASGIApp:
-    def route(path: str, handler: Handler, *methods: str) -> Route:
-        async def endpoint(request: Request) -> Any:
-            request.scope["symbiosis.path"] = path
-            return await handler(front, request)
-
-        return Route(path, endpoint, methods=list(methods or ("GET",)))
-
-    routes = [
-        route("/v1/completions", completions, "POST"),
-        route("/v1/chat/completions", chat, "POST"),
-        route("/v1/models", models),
-        route("/v1/models/{name:path}", model),
-        route("/v1/load_lora_adapter", load_adapter, "POST"),
-        route("/v1/unload_lora_adapter", unload_adapter, "POST"),
-        route("/v1/adapters/{name:path}", put_adapter, "PUT"),
-        route("/v1/adapters/{name:path}", delete_adapter, "DELETE"),
-        route("/health", health),
-        route("/version", version),
-        route("/metrics", told_metrics),
-        route("/figures", figures),
-        route("/", shown_page),
+    table = [
+        ("POST", "/v1/completions", completions),
+        ("POST", "/v1/chat/completions", chat),
+        ("GET", "/v1/models", models),
+        ("GET", "/v1/models/{name:path}", model),
+        ("POST", "/v1/load_lora_adapter", load_adapter),
+        ("POST", "/v1/unload_lora_adapter", unload_adapter),
+        ("PUT", "/v1/adapters/{name:path}", put_adapter),
+        ("DELETE", "/v1/adapters/{name:path}", delete_adapter),
+        ("GET", "/health", health),
+        ("GET", "/version", version),
+        ("GET", "/metrics", told_metrics),
+        ("GET", "/figures", figures),
+        ("GET", "/", shown_page),
     ]
-    return _counted(Starlette(routes=routes, exception_handlers={**HANDLERS, Exception: _failed}), front)
+    return _counted(app_of(front, table), front)
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:
@@ -81,10 +70,6 @@ def _counted(app: ASGIApp, front: Front) -> ASGIApp:
         await app(scope, receive, told)
 
     return counted
-
-
-def _failed(request: Request, error: Exception) -> Response:
-    return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more").response()
 
 
 async def completions(front: Front, request: Request) -> ASGIApp:

@@ -1,12 +1,18 @@
-"""Errors in the form that OpenAI's clients read."""
+"""Errors in the form that OpenAI's clients read, and apps that answer so."""
 
+from collections.abc import Awaitable, Callable, Iterable
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+Shared = TypeVar("Shared")
 
 KINDS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
@@ -58,7 +64,21 @@ def _unknown_path(request: Request, error: HTTPException) -> Response:
     return ApiError(error.status_code, f"{request.method} {request.url.path}: {what}").response()
 
 
-HANDLERS: dict[Any, Any] = {
-    ApiError: _answered,
-    HTTPException: _unknown_path,
-}  # what an app of Starlette answers to errors
+def _failed(request: Request, error: Exception) -> Response:
+    return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more").response()
+
+
+def app_of(
+    shared: Shared, table: Iterable[tuple[str, str, Callable[[Shared, Request], Awaitable[ASGIApp]]]]
+) -> Starlette:
+    """Return an app with a table of methods, paths and handlers, each of which gets what they share."""
+
+    def route(method: str, path: str, handler: Callable[[Shared, Request], Awaitable[ASGIApp]]) -> Route:
+        async def endpoint(request: Request) -> Any:
+            request.scope["symbiosis.path"] = path
+            return await handler(shared, request)
+
+        return Route(path, endpoint, methods=[method])
+
+    handlers: dict[Any, Any] = {ApiError: _answered, HTTPException: _unknown_path, Exception: _failed}
+    return Starlette(routes=[route(*each) for each in table], exception_handlers=handlers)

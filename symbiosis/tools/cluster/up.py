@@ -113,7 +113,7 @@ class Cluster:
             self._look_at(process)
         self._leaving = [each for each in self._leaving if each.is_running]
         self._tell()
-        if not self._is_up and all(each.state is State.READY for each in self.members.values() if each.comes_back):
+        if not self._is_up and self._all_ready():
             self._is_up = True
             print(f"cluster {self.plan.name} at {self.url}/v1", flush=True)
             if not self.plan.is_for_this_machine and self.plan.api_keys is None:
@@ -122,6 +122,14 @@ class Cluster:
             self._scaled = time.monotonic()
             for model in self.plan.models:
                 self._scale(model)
+
+    def _all_ready(self) -> bool:
+        """Whether all are ready that are to run, and front ends have seen all servers among them."""
+        due = [each for each in self.members.values() if each.comes_back]
+        servers = {each.member.number for each in due if each.member.kind == "server"}
+        fronts = [each.health.get("ready") for each in due if each.member.kind == "front"]
+        known = all(isinstance(ready, list) and servers <= set(ready) for ready in fronts)
+        return known and all(each.state is State.READY for each in due)
 
     def _look_at(self, process: Process) -> None:
         """Start one that is to run, end one that is to end, and end one that has frozen."""
