@@ -91,6 +91,9 @@ class Serving:
 
     def __init__(self, shape: Shape, device: str, endpoint: str, options: dict[str, Any]) -> None:
         self._executor = self.executor_class(shape.build(device), listen=[endpoint], **options)
+        if torch.cuda.is_available():  # shared weights are a copy of the model's, which is not needed any more
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def endpoints(self) -> list[str]:
         return self._executor.endpoints

@@ -358,7 +358,11 @@ def many(setting: Setting) -> None:
 
 
 MEETING = 30  # steps after which the executor has recorded the products of those who meet
-MANY = {DECODE: 2.0, SHORT: 1.4, LONG: 1.0}
+MANY = {
+    DECODE: 2.0,
+    SHORT: 1.0,
+    LONG: 1.0,
+}  # of 2 x 64 the products are a fourth of a step: joined or not, no more than 1.1 can come
 
 
 def show_many(
