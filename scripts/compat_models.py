@@ -4,7 +4,8 @@ Each model is built from its own configuration class with all sizes made small, 
 process. Logits, greedy generation (tokens and their logits) and the adapter gradients of one LoRA training step of the
 split model are compared with those of the unsplit one: float32, unbatched, reads of weights denied. A model that needs
 them is tried again with reads allowed, and marked. Models that also see images get text alone, unless they cannot do without
-an image. One whose unsplit form cannot be built small or run on such inputs counts as not run, with the reason.
+an image. One whose unsplit form cannot be built small or run on such inputs, or of which nothing but a head could be served, counts as not run, with the
+reason.
 
 Run from the repository root (five to ten minutes on one core):
     python scripts/compat_models.py
@@ -34,6 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import symbiosis
+from symbiosis.choice import head_names, is_in
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import RemoteWeightError
 from symbiosis.tools.reporting import Report, print_table
@@ -348,18 +350,23 @@ def experts(model: nn.Module) -> set[str]:
     }
 
 
+def possible(model: nn.Module) -> set[str]:
+    """The parameters of linear layers, but those of heads, and of experts."""
+    heads = head_names(model)
+    linear = {f"{name}.weight" for name, m in model.named_modules() if is_linear(m) and not is_in(name, heads)}
+    return dict(model.named_parameters()).keys() & (linear | experts(model))
+
+
 def shares(model: nn.Module, split: nn.Module) -> tuple[float, float]:
-    """Served parameters as a share of all, and of those in linear layers (but the head) and experts."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    linear = {f"{name}.weight" for name, m in model.named_modules() if is_linear(m) and m is not head}
+    """Served parameters as a share of all, and of those that are possible."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    possible = sizes.keys() & (linear | experts(model))
+    wanted = possible(model)
     served = {name for name, p in split.named_parameters() if isinstance(p, RemoteWeight)}
 
     def total(names: Iterable[str]) -> int:
         return sum(sizes[name] for name in names)
 
-    return total(served) / total(sizes), total(possible & served) / total(possible) if possible else 1.0
+    return total(served) / total(sizes), total(wanted & served) / total(wanted)
 
 
 # ---------------------------------------------------------------- one model after another
@@ -399,6 +406,9 @@ def examine(name: str, group: str, allow_read: bool = False) -> Outcome:
                 model, inputs = build(group, name)
             except Exception as error:  # whatever a model raises is a reason not to run
                 outcome.notes.append(f"not run: {brief(error)}")
+                return outcome
+            if not possible(model):
+                outcome.notes.append("not run: there is nothing to serve but a head")
                 return outcome
             for stage in STAGES:
                 compare(outcome, stage, model, inputs, allow_read)
