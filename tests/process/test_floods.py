@@ -299,11 +299,13 @@ def test_the_waiting_room_is_bounded(house: Any, monkeypatch: pytest.MonkeyPatch
     (listener,) = house.server.listeners
     listener._waiting._allowance = Allowance(1, 1e-3)
     streams = [Stream(house.endpoint).say(Hello()) for _ in range(20)]
-    until(
-        lambda: sum(stream.was_hung_up_on for stream in streams) == 20 - 5 - 1,
-        "the end of those for whom there is no room",
-    )
-    assert len(listener._waiting) == 5
+
+    def there() -> tuple[int, int, int]:
+        """How many have joined, wait, and were hung up on."""
+        return len(house.server.sessions), len(listener._waiting), sum(one.was_hung_up_on for one in streams)
+
+    # the first is let in before or after the others come
+    until(lambda: there() in ((1, 5, 14), (1, 4, 15)), "the end of those for whom there is no room")
     for stream in streams:
         stream.close()
 
