@@ -6,6 +6,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from symbiosis.client.layers.groups import Member
 from symbiosis.errors import CallError, Code, RemoteWeightError
@@ -89,6 +91,14 @@ def pieces_of(x_TK: Tensor) -> Sequence[Tensor]:
 def is_watched() -> bool:
     """Whether a compiler, a tracer or a dispatch mode records or replaces torch's operations."""
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+
+
+def is_shown() -> bool:
+    """Whether a function mode of the user's sees the tensors of each operation, and could write to them. (A default device is such a mode,
+    too, and writes to nothing.)"""
+    return torch._C._len_torch_function_stack() > 0 and any(
+        not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    )
 
 
 def unshared(y: Tensor, shape: tuple[int, ...]) -> Tensor:

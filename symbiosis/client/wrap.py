@@ -23,6 +23,7 @@ from symbiosis.client.session import Session
 from symbiosis.client.state_dict import complete, put_in_remote, say_what_is_left_out
 from symbiosis.client.stats import Stats
 from symbiosis.client.warn import warn_of_differences, warn_of_heads, warn_when_trained
+from symbiosis.client.weights.assigned import guard_data
 from symbiosis.client.weights.peft_methods import support_peft_methods
 from symbiosis.client.weights.remote_weight import RemoteWeight, remote_weights
 from symbiosis.client.weights.view import Handle
@@ -133,6 +134,7 @@ def attach(
     if any(session.manifest[index].kind == "tensor" for _, index in plan):
         _gather_no_experts(model)
     support_peft_methods()
+    guard_data()
     trainable = any(parameter_of(places[0]).requires_grad for places, _ in plan)
     _hand_over(plan, session, private, device)
     root = base_model(model)

@@ -8,18 +8,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from prometheus_client import CollectorRegistry
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import reduce_storage
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import symbiosis
 from symbiosis.client.direct import rule
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import RemoteWeight
-from symbiosis.errors import CallError
+from symbiosis.errors import CallError, WeightRead
 from symbiosis.executor.account import MOST_COUNTED
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.scheduling import advice
@@ -623,23 +626,93 @@ def test_sums_over_views_with_gaps(view: str, share_weights: bool, serve: Callab
         assert torch.equal(GAPS[view](split[0].weight), GAPS[view](layer[0].weight))
 
 
-SAME_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
-    "other numbers": lambda weight: weight.view(torch.int32),
-    "complex": lambda weight: torch.view_as_complex(weight.view(-1, 2)),
-    "set_": lambda weight: torch.empty(0).set_(weight),
-    "sparse": lambda weight: torch.sparse_coo_tensor(torch.arange(len(weight))[None], weight)._values(),
+SAME_MEMORY: dict[str, Callable[[Tensor], Any]] = {  # what lies in the same memory, and is written to
+    "other numbers": lambda weight: weight.view(torch.int32).zero_(),
+    "complex": lambda weight: torch.view_as_complex(weight.view(-1, 2)).zero_(),
+    "real": lambda weight: torch.view_as_real(torch.view_as_complex(weight.view(-1, 2))).zero_(),
+    "negative": lambda weight: torch._neg_view(weight).zero_(),
+    "set_": lambda weight: torch.empty(0).set_(weight).zero_(),
+    "sparse": lambda weight: torch.sparse_coo_tensor(torch.arange(len(weight))[None], weight)._values().zero_(),
+    "lift": lambda weight: torch.ops.aten.lift(weight).zero_(),
+    "a column": lambda weight: weight[:, 3].view(torch.int32).zero_(),
+    "dlpack": lambda weight: torch.from_dlpack(weight).zero_(),
+    "dlpack to numpy": lambda weight: torch.from_numpy(np.from_dlpack(weight)).zero_(),
+    "copy.copy": lambda weight: copy.copy(weight).zero_(),
+    "a parameter": lambda weight: nn.Parameter(weight.detach()).data.zero_(),
+    "a frozen parameter": lambda weight: nn.Parameter(weight.detach(), requires_grad=False).zero_(),
+    "data= of a parameter": lambda weight: _assigned(nn.Parameter(torch.zeros(weight.shape)), weight).data.zero_(),
+    "data= of a tensor": lambda weight: _assigned(torch.zeros(weight.shape), weight).zero_(),
 }
 
 
-@pytest.mark.parametrize("made", SAME_MEMORY)
-def test_what_is_made_of_mapped_values_may_be_written_to(made: str, share: Share) -> None:
-    """They are not copied to be read, and a write to them would end the process."""
+def _assigned(tensor: Tensor, weight: Tensor) -> Tensor:
+    tensor.data = weight.data
+    assert torch.equal(tensor.detach(), weight + 0)
+    return tensor
+
+
+@pytest.mark.parametrize("way", SAME_MEMORY)
+def test_what_lies_in_the_memory_of_a_weight_is_written_with_it(way: str, share: Share, ids: Tensor) -> None:
+    """As in the unsplit model, and for no other client: such writes were lost, or ended the process."""
+    model = tiny_llama().requires_grad_(False)
+    plain, endpoint = copy.deepcopy(model), share(model).endpoint
+    split, other = (symbiosis.wrap(copy.deepcopy(plain), endpoint) for _ in range(2))
+    for one in (plain, split):
+        with torch.no_grad():
+            SAME_MEMORY[way](one.model.layers[0].mlp.up_proj.weight)
+    with torch.no_grad():
+        assert torch.equal(split(ids).logits, plain(ids).logits)
+        assert torch.equal(other(ids).logits, model(ids).logits)
+
+
+READ_ONLY: dict[str, Callable[[Tensor], Any]] = {
+    "numpy": lambda weight: weight.numpy().fill(0),
+    "asarray": lambda weight: np.asarray(weight).fill(0),
+    "storage.fill_": lambda weight: weight.untyped_storage().fill_(0),
+    "storage.copy_": lambda weight: weight.untyped_storage().copy_(torch.zeros(weight.shape).untyped_storage()),
+    "storage.share_memory_": lambda weight: weight.untyped_storage().share_memory_(),
+    "set_ of the storage": lambda weight: torch.empty(0).set_(weight.untyped_storage(), 0, weight.shape).zero_(),
+    "to_dlpack": lambda weight: torch.utils.dlpack.to_dlpack(weight),
+    "another process": lambda weight: reduce_storage(weight.untyped_storage()),
+}
+
+
+@pytest.mark.parametrize("way", READ_ONLY)
+def test_what_cannot_be_written_with_a_weight_is_refused(way: str, share: Share) -> None:
+    """It was lost, or ended the process."""
     model = tiny_llama()
     split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
     weight = split.model.layers[0].mlp.up_proj.weight
-    before = weight.value()
+    with torch.no_grad(), pytest.raises((ValueError, RuntimeError, WeightRead)):
+        READ_ONLY[way](weight)
+    assert torch.equal(weight.value(), model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_tensor_takes_no_weight_that_may_not_be_read(serve: Callable[..., Any]) -> None:
+    model = tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), serve(model).endpoint)
+    tensor = torch.zeros(3)
+    with pytest.raises(WeightRead, match="data="):
+        tensor.data = split.model.layers[0].mlp.up_proj.weight.data
+    assert torch.equal(tensor, torch.zeros(3))
+
+
+def test_a_function_mode_sees_no_mapped_weight(share: Share, ids: Tensor) -> None:
+    """One that writes to what it sees would end the process."""
+
+    class Zeroes(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            for weight in args:
+                if type(weight) is Tensor and weight.shape == (128, 64):
+                    weight.zero_()
+            return func(*args, **(kwargs or {}))
+
+    model = tiny_llama()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
     with torch.no_grad():
-        got, expected = SAME_MEMORY[made](weight), SAME_MEMORY[made](before.clone())
-        assert torch.equal(got, expected)
-        got.zero_()
-    assert torch.equal(weight.value(), before)
+        expected = model(ids).logits
+        with Zeroes():
+            assert torch.equal(split(ids).logits, expected)
+        with torch.device("cpu"):  # a mode that writes to nothing
+            before = symbiosis.stats(split).direct
+            assert torch.equal(split(ids).logits, expected) and symbiosis.stats(split).direct > before

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.direct.rule import should_send
-from symbiosis.client.requests import DECODE_ROWS, is_watched, unshared
+from symbiosis.client.requests import DECODE_ROWS, is_shown, is_watched, unshared
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
 from symbiosis.kernels.product import product
@@ -93,7 +93,7 @@ class Mapped:
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
         weight = self.weights.get(number)
-        if weight is None or weight.dtype is not dtype or not self._has(x) or is_watched():
+        if weight is None or weight.dtype is not dtype or not self._has(x) or is_watched() or is_shown():
             return None
         rows, recorded = x.numel() // max(1, x.size(-1)), torch.is_grad_enabled()
         if self._should_send(rows, training and recorded):

@@ -14,10 +14,12 @@ from symbiosis.client.weights.sum import SUMS, RemoteSum
 from symbiosis.client.weights.view import (
     LIKE,
     Handle,
+    NoMemory,
     RemoteView,
     call_site,
     is_composite,
     is_view,
+    memory_of,
     stand_in,
     written_by,
 )
@@ -87,7 +89,9 @@ class RemoteWeight(RemoteView):
     def _is_param(self, flag: bool) -> None:
         self._is_a_parameter = flag
         if flag and self._is_to_be_trained:
-            own = nn.Parameter(self.value().clone(memory_format=torch.contiguous_format))
+            if self.handle.private is None:  # which this parameter shares with whatever else is the same tensor
+                self.privatise("requires_grad_")
+            own = nn.Parameter(self.value())
             try:
                 swap_tensors(self, own)
             except RuntimeError as error:  # something refers to the tensor below: a graph, or compiled code
@@ -106,13 +110,17 @@ class RemoteWeight(RemoteView):
             )
 
     def numpy(self, **how: Any) -> Any:
-        return self._read("numpy").numpy(**how)
+        """Return the values. What is not the client's own cannot be written to: the weight would not change with it."""
+        array = self._read("numpy").numpy(**how)
+        if self.handle.private is None:
+            array.flags.writeable = False
+        return array
 
     def tolist(self) -> Any:
         return self._read("tolist").tolist()
 
     def __dlpack__(self, **how: Any) -> Any:
-        return self._read("__dlpack__").__dlpack__(**how)
+        return self.memory("__dlpack__").__dlpack__(**how)
 
     def data_ptr(self) -> int:
         """Return an address by which tied weights can be found. Nothing lies there."""
@@ -123,7 +131,11 @@ class RemoteWeight(RemoteView):
 
     def untyped_storage(self) -> Any:
         """Return the storage of a private copy, else torch's own, which tells tensors apart and has no memory."""
-        return super().untyped_storage() if self.handle.private is None else self.handle.private.untyped_storage()
+        if self.handle.private is not None:
+            return self.handle.private.untyped_storage()
+        storage = super().untyped_storage()
+        storage.__class__ = NoMemory
+        return storage
 
     def storage(self) -> Any:
         """Return the storage of a private copy, or refuse. `safetensors` asks for it last, for each tensor that it saves."""
@@ -138,6 +150,13 @@ class RemoteWeight(RemoteView):
         """Return the values, for code that takes them past torch's operations."""
         if self.handle.private is None:
             _check_may_read(what, self)
+        return self.value()
+
+    def memory(self, what: str) -> Tensor:
+        """Return the values in memory that this weight lies in from now on, because `what` shares memory: a private copy."""
+        if self.handle.private is None:
+            _check_may_read(what, self)
+            self.privatise(what)
         return self.value()
 
     def share_memory_(self) -> "RemoteWeight":
@@ -173,6 +192,10 @@ class RemoteWeight(RemoteView):
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"RemoteWeight({self.handle.layer.name}, {tuple(self.shape)}, {self.dtype})"
+
+    def __copy__(self) -> "RemoteWeight":
+        """Return another tensor in the same memory, as torch does."""
+        return _remade(self.handle, self.view_of(), self.dtype, self.device, self._is_param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RemoteWeight":
         if id(self) not in memo:
@@ -278,27 +301,27 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation on values. Mapped ones are not copied for torch's own operations that make a tensor of their own of them."""
+    """Run an operation on values. Mapped ones are not copied for torch's own operations. If what is made lies in the same memory, the
+    weight becomes a private copy: a write to either must show in both."""
     lends = func.namespace == "aten" and torch.Tag.inplace_view not in func.tags
-    lent: set[int] = set()
+    lent: dict[int, RemoteWeight] = {}
 
     def value(given: Any) -> Any:
         if not isinstance(given, RemoteWeight):
             return given
-        if not lends or given.handle.private is not None:
+        if given.handle.private is not None:
             return given.value()
-        values = given.values_to_read()
-        lent.add(values.untyped_storage().data_ptr())
+        values = given.values_to_read() if lends else given.value()
+        lent.update((at, given) for at in memory_of(values))
         return values
 
-    def kept(made: Any) -> Any:
-        if not lent or type(made) is not Tensor:
-            return made
-        is_own = made.layout is torch.strided and made.untyped_storage().data_ptr() not in lent
-        return made if is_own else made.clone()
-
-    args, kwargs = tree_map(value, (args, kwargs))
-    return tree_map(kept, func(*args, **kwargs))
+    made = func(*tree_map(value, args), **tree_map(value, kwargs))
+    shared = [lent[at] for one in tree_leaves(made) for at in memory_of(one) if at in lent] if lent else []
+    if not shared:
+        return made
+    for weight in shared:
+        weight.memory(str(func))
+    return _on_values(func, args, kwargs)
 
 
 def _write(func: Any, written: list[Any], args: Any, kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from symbiosis.client.weights.view import (
     call_site,
     is_composite,
     is_view,
+    memory_of,
     stand_in,
     without_memory,
     written_by,
@@ -50,6 +51,12 @@ class RemoteSum(Tensor):
         raise WeightWrite(
             f"{func} would change a sum with the remote weight {self.weight.handle.layer.name!r} in place, which only adding "
             f"can (at {call_site()}): write it without the in-place operation"
+        )
+
+    def refuse_view(self, func: Any) -> NoReturn:
+        raise WeightRead(
+            f"{func} would make a view of a sum with the remote weight {self.weight.handle.layer.name!r}, which lies nowhere (at "
+            f"{call_site()}): add the two as ordinary tensors, `W * 1 + delta`, or use a copy"
         )
 
     def value(self) -> Tensor:
@@ -88,8 +95,25 @@ class RemoteSum(Tensor):
             if isinstance(one, RemoteSum):
                 one.refuse_write(func)
         _readable(sums[0], func)
-        args, kwargs = tree_map(lambda a: a.value() if isinstance(a, RemoteSum) else a, (args, kwargs))
-        return func(*args, **kwargs)
+        return _on_values(func, args, kwargs)
+
+
+def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operation on the values of sums, which lie nowhere: what would be another view of them is refused."""
+    lent: dict[int, RemoteSum] = {}
+
+    def value(given: Any) -> Any:
+        if not isinstance(given, RemoteSum):
+            return given
+        values = given.value()
+        lent.update((at, given) for at in memory_of(values))
+        return values
+
+    made = func(*tree_map(value, args), **tree_map(value, kwargs))
+    for one in tree_leaves(made):
+        if any(at in lent for at in memory_of(one)):
+            next(iter(lent.values())).refuse_view(func)
+    return made
 
 
 def _readable(one: RemoteSum, func: Any) -> RemoteSum:

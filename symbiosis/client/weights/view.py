@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from symbiosis.client.session import Session
-from symbiosis.errors import RemoteWeightError
+from symbiosis.errors import RemoteWeightError, WeightRead
 from symbiosis.protocol import MAX_DIM, Layer, Op, View, contiguous_stride
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
@@ -34,6 +34,7 @@ OTHER_NUMBERS = frozenset(  # views in which the memory means something else
         aten._neg_view.default,
     )
 )
+COMPRESSED = frozenset((torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc))
 LIKE = frozenset(
     (
         aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default,
@@ -192,9 +193,43 @@ def without_memory(
     """Return a tensor of this class. (Under inference_mode, too, a view of an ordinary tensor is an ordinary tensor.)"""
     words: dict[str, Any] = {"strides": stride, "storage_offset": offset, "dtype": dtype, "device": device}
     if not torch.is_inference_mode_enabled():
-        return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
-    with torch.inference_mode(False):
-        return torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
+        made = torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
+    else:
+        with torch.inference_mode(False):
+            made = torch.Tensor._make_wrapper_subclass(cls, size, requires_grad=False, **words)
+    torch._C._set_throw_on_mutable_data_ptr(made)  # else whatever gets hold of its storage writes to address 0
+    return made
+
+
+class NoMemory(torch.UntypedStorage):
+    """The storage of what lies in the executor. It tells tensors apart; torch refuses to read and write it, and does not look before it
+    shares one."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise WeightRead(
+            f"the storage of a remote weight has no memory here that could be shared or copied (at {call_site()}): share the tensor itself, or "
+            "call symbiosis.unwrap(model) first"
+        )
+
+    share_memory_ = _share_memory_lock_protected = _share_fd_cpu_ = _share_filename_cpu_ = _share_cuda_ = copy_ = (
+        _refuse
+    )
+
+
+def memory_of(made: Any) -> list[int]:
+    """Return where the memory of a tensor begins, if it has some.
+
+    >>> memory_of(torch.zeros(3).t()) == [], memory_of(torch.zeros(0)), memory_of(7)
+    (False, [], [])
+    """
+    if type(made) is not Tensor or made.is_meta:
+        return []
+    if made.layout is torch.sparse_coo:
+        made = made._values()
+    elif made.layout is not torch.strided:
+        made = made.values() if made.layout in COMPRESSED else made.new_empty(0)
+    at = made.untyped_storage().data_ptr()
+    return [at] if at else []
 
 
 @cache
