@@ -181,7 +181,8 @@ class Server:
         return max(0.0, min(self.dispatch.wake_at(), self._next_tick) - monotonic())
 
     def _tick(self) -> None:
-        """Do what is due every half second, and when somebody begins to make tokens: look after listeners, and drop sessions that have been silent for too long."""
+        """Do what is due every half second, and when somebody begins to make tokens: look after listeners, and drop sessions that have been
+        silent for too long."""
         now = monotonic()
         late, self._next_tick = now - self._next_tick, now + TICK_S
         self.dispatch.has_news = False
