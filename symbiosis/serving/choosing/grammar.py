@@ -13,11 +13,8 @@ from symbiosis.serving.engine.limits import check_length
 
 COMPACT = {"whitespace_flexible": False}  # else a model may go on with spaces for ever
 KEPT = 16  # schemas: those that were asked for last are not prepared again
-SLOW_S, MOST_MASKS, LONGEST = (
-    0.0005,
-    64,
-    32,
-)  # masks of a schema that are kept for texts with the same tokens: slow ones, so many, behind so few
+# masks of a schema that are kept for texts with the same tokens: slow ones, so many, behind so few tokens
+SLOW_S, MOST_MASKS, LONGEST = 0.0005, 64, 32
 
 
 class Grammars:

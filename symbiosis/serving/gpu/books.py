@@ -161,7 +161,7 @@ class Fetcher:
             shapes = {name: part.to("meta") for name, part in parts.items()}
             layout = self._layouts[key] = Layout(shapes, count, runs, table, self._ends(parts, runs), *records)
             if len(self._layouts) > MOST_LAYOUTS:
-                self._layouts.pop(next(iter(self._layouts)), None)
+                self._layouts.pop(list(self._layouts)[0], None)  # noqa: RUF015  other threads may add to it meanwhile
         return layout
 
     def _ends(self, parts: dict[str, Part], runs: list[RowRun]) -> list[int]:
@@ -181,9 +181,9 @@ class Fetcher:
         arena, pages = self._arena, sorted(pages)  # so that many are neighbours
         layout, of = packed.layout, packed.pages
         assert of is not None, "its numbers were let go"
-        table, begin = arena.flat.view(-1, arena.page_elements), arena.flat.data_ptr()
+        table, address = arena.flat.view(-1, arena.page_elements), arena.flat.data_ptr()
         numbers = np.array([*pages, 0], dtype=np.int64)[layout.page_of]  # -1, of words that are numbers, finds the last
-        words = np.where(layout.page_of >= 0, layout.words + begin + numbers * arena.page_bytes, layout.words)
+        words = np.where(layout.page_of >= 0, layout.words + address + numbers * arena.page_bytes, layout.words)
         host = torch.from_numpy(words)
         if self._stream is None:
             _copy_pages(table, of, pages)
