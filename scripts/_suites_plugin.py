@@ -44,14 +44,10 @@ from symbiosis.errors import SymbiosisError, WrapError
 WAYS = ("wrapped", "reads", "mapped")
 NOISE = 1e-6  # of the largest of all values: a gradient that is zero but for roundings, some of float32's
 CLOSE = 1e-4  # float32 sums in another order, after some steps of training, of the largest value; for methods computed in another way
-HALF, ROUNDINGS = (
-    1e-4,
-    4,
-)  # the least eps of a type of half the width; what a sum of such numbers may be off by, in theirs
-TOLD = (
-    "remote weight",
-    "shared base weight",
-)  # how refusals name a weight, also where torch puts them into an error of its own
+# the least eps of a type of half the width; what a sum of such numbers may be off by, in theirs
+HALF, ROUNDINGS = 1e-4, 4
+# how refusals name a weight, also where torch puts them into an error of its own
+TOLD = ("remote weight", "shared base weight")
 OUR_NAMES = "Virt[A-Z]"  # of classes, where a test expects torch's in a message
 Seen = Tensor | str
 
@@ -68,9 +64,8 @@ class Attempt:
     error: BaseException | None = None
     skipped: bool = False
     reformulated: bool = False
-    sampled: set[int] = field(
-        default_factory=set
-    )  # of what was seen, what follows from the first token that was generated
+    # of what was seen, what follows from the first token that was generated
+    sampled: set[int] = field(default_factory=set)
     generating: int = 0  # the number of its next step
     partial: bool = False  # a state dict was made that has only what the client owns
 

@@ -56,11 +56,8 @@ from _processes import TOGETHER_S, Pace, Worker, idle_workers, prepare, progress
 from symbiosis import mps
 from symbiosis.tools.reporting import Report, print_table
 
-IMPORTED = (
-    "torch",
-    "transformers",
-    "peft",
-)  # by all workers, and no more of it: CUDA must not have begun where processes are forked
+# by all workers, and no more of it: CUDA must not have begun where processes are forked
+IMPORTED = ("torch", "transformers", "peft")
 LONGEST_S = 120.0  # that a measurement may take
 GROUPED = "split, grads grouped"
 CORES = 2  # of programs that are compared: one for the steps, one for autograd's thread
@@ -341,9 +338,8 @@ def many(setting: Setting) -> None:
                 for count in counts:
                     progress(f"{count} {side} programs, {name_of(job)}")
                     some = crowd[:count]
-                    together(
-                        some, "run", min(1.0, setting.seconds), job, setting.captured
-                    )  # they meet, and are recorded
+                    # they meet, and are recorded
+                    together(some, "run", min(1.0, setting.seconds), job, setting.captured)
                     paces = together(some, "run", setting.seconds, job, setting.captured)
                     rates[job, count, side] = tokens_per_s(paces, [job] * count)
                     progress(f"... {rates[job, count, side]:.1f} tokens/s")

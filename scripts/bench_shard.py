@@ -87,9 +87,8 @@ def main() -> int:
         for number in range(options.rounds + 1):
             progress(f"round {number} of {options.rounds}")
             for side, worker in zip(found, pool, strict=True):
-                measure(
-                    side, worker, seconds, counts=number > 0
-                )  # in the first, memory is allocated, and executors learn
+                # in the first, memory is allocated, and executors learn
+                measure(side, worker, seconds, counts=number > 0)
     return report(found, options.ranks, nbytes).finish()
 
 

@@ -26,9 +26,8 @@ logger = logging.getLogger("symbiosis")
 OUR_OWN = frozenset(
     ("_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "model_type", "transformers_version")
 )
-ALTERS = frozenset(
-    ("quantization_config", "use_pretrained_backbone", "backbone", "backbone_kwargs")
-)  # what is computed
+# what is computed
+ALTERS = frozenset(("quantization_config", "use_pretrained_backbone", "backbone", "backbone_kwargs"))
 # Of what a class does not declare: names of code, files and loaders, and what the client decides.
 NEVER = ("_*", "auto_map", "trust_*", "use_kernels", "kernel_*", "custom_*", "*attn_impl*", "*experts_impl*", "*_class", "*_module", "*_repo*", "*path*", "*file*", "*url*", "*pretrained*", "*backbone*", "*quant*", "*dtype*", "*device*", "*revision*", "*remote*")  # fmt: skip
 LABELS = frozenset(("id2label", "label2id"))  # texts that people read

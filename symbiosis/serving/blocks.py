@@ -32,9 +32,8 @@ class Blocks:
         self.pool, self.layers, self.shares = pool, layers, shares
         self._named: dict[bytes, Block] = {}
         self._versions: dict[bytes, int] = {}  # of the adapter that a named block was computed with
-        self._unused: OrderedDict[bytes, Block] = (
-            OrderedDict()
-        )  # named, and of no sequence; the one unused for longest is first
+        # named, and of no sequence; the one unused for longest is first
+        self._unused: OrderedDict[bytes, Block] = OrderedDict()
 
     def needed(self, tokens: int) -> int:
         """Return how many pages so many tokens need."""

@@ -19,9 +19,8 @@ class Block:
     pages: tuple[int, ...]
     users: int = 1  # sequences
     key: bytes = b""  # by which it may be found, once it is full
-    gone: frozenset[int] = (
-        frozenset()
-    )  # layers whose page was given back, since it lies behind their window: 0 stands in its place
+    # layers whose page was given back, since it lies behind their window: 0 stands in its place
+    gone: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -34,9 +33,8 @@ class Sequence:
     adapter: Adapter | None  # the version that was there when the request came; kept to the end
     arrived: float
     blocks: list[Block] = field(default_factory=list)
-    behind: dict[int, int] = field(
-        default_factory=dict
-    )  # by window: how many of the blocks were looked at for pages to give back
+    # by window: how many of the blocks were looked at for pages to give back
+    behind: dict[int, int] = field(default_factory=dict)
     computed: int = 0  # of its tokens, those whose keys and values lie in the blocks
     cached: int = 0  # of its prompt, those whose keys and values were there when it began
     began: float = 0.0  # when it joined the batch

@@ -109,9 +109,8 @@ def test_poison_reaches_nobody_else(
     serve: Callable, non_finite: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the provider lets NaN and infinity in, so that they stand in the same product as the innocents' rows."""
-    monkeypatch.setattr(
-        "symbiosis.transport.tcp.listener.REFUSALS", 10**6
-    )  # after which the poisoner would be hung up on
+    # else the poisoner is hung up on
+    monkeypatch.setattr("symbiosis.transport.tcp.listener.REFUSALS", 10**6)
     model = exact(tiny_llama())
     weight: Tensor = model.get_submodule(LAYER).weight.detach()  # type: ignore[assignment]
     executor: symbiosis.Executor = serve(model, listen=["tcp://127.0.0.1:0"], policy="lockstep", non_finite=non_finite)

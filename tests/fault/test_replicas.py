@@ -133,9 +133,8 @@ def test_pauses_come_when_all_were_asked(
     first.kill()
     second.kill()
     with monkeypatch.context() as patched:
-        patched.setattr(
-            "symbiosis.client.connection.reconnect.FIRST_PAUSE_S", 10 * WAIT_S
-        )  # which the test would not survive
+        # the test would not survive a pause
+        patched.setattr("symbiosis.client.connection.reconnect.FIRST_PAUSE_S", 10 * WAIT_S)
         assert client.ask() == 2
     third.kill()
     asking = threading.Thread(target=client.ask)

@@ -240,9 +240,8 @@ def weight(request: pytest.FixtureRequest) -> Iterator[tuple[RemoteWeight, Tenso
     """A remote weight, and what it is."""
     model = build("llama")
     with symbiosis.Executor(copy.deepcopy(model), allow_read=request.param) as executor:
-        split = symbiosis.wrap(
-            copy.deepcopy(model), executor.endpoint, exact=False
-        )  # exact: one term, if it may be read
+        # exact: one term, if it may be read
+        split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint, exact=False)
         yield split.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight.detach()
 
 

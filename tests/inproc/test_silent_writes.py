@@ -187,9 +187,8 @@ def test_trained_biases_are_evaluated(serve: Callable, tmp_path: Path) -> None:
         losses.append((untrained, trainer.evaluate()["eval_loss"]))
     (before, unsplit), (split_before, split) = losses
     assert split_before == before and unsplit < before - 0.03
-    assert split == pytest.approx(
-        unsplit, abs=2e-5
-    )  # once it is trained, a bias is added here, and the sum rounds twice
+    # once it is trained, a bias is added here, and the sum rounds twice
+    assert split == pytest.approx(unsplit, abs=2e-5)
 
 
 def test_what_an_executor_adds_is_its_own_copy(serve: Callable) -> None:

@@ -70,9 +70,8 @@ def test_a_message_of_very_many_frames_leaves_the_loop_to_others(
             some(self)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                lookout, "FIRST_BYTES", 4 * FRAMES
-            )  # else its look may end it before ZeroMQ has taken all of it in
+            # else its look may end it before ZeroMQ has taken all of it in
+            patch.setattr(lookout, "FIRST_BYTES", 4 * FRAMES)
             patch.setattr(discard.Discard, "some", counted)
             stream.send_empty_frames(FRAMES)
             until(lambda: seen and not listener._intake.blocked, "the end of the message")

@@ -138,9 +138,8 @@ def test_memory_is_bounded_by_sessions_and_keys(policy: Policy) -> None:
                 answered(batcher, turn + number / 100 + MAX_WAIT)
         batcher.leave(turn)
         sizes.append(sizes_of_memory(batcher))
-    assert (
-        max(sizes) <= 10 + 1
-    )  # what a product of each key costs; of the sessions that left only their tenant's habits
+    # what a product of each key costs; of the sessions that left only their tenant's habits
+    assert max(sizes) <= 10 + 1
     habits = batcher.callers._habits[None]
     assert len(habits.follows) <= 10 and len(habits.gap) <= 10
 

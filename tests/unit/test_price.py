@@ -359,9 +359,8 @@ def test_views_of_which_elements_come_more_than_once_are_no_larger_than_the_tens
         assert refused.value.code is Code.BAD_VIEW
     assert make_plan(Call(Op.PRODUCT, EXPERTS, "float32", (G, 2, K), view=STACK), STORE, OPTIONS).shape == (G, 2, N)
     expanded = Call(Op.PRODUCT, LINEAR, "float32", (1, 8), view=View((8, N), (1, 0), 0))
-    assert (
-        make_plan(expanded, STORE, OPTIONS).multiplications >= 2 * 8 * N
-    )  # the product, and a copy of what it is with
+    # the product, and a copy of what it is with
+    assert make_plan(expanded, STORE, OPTIONS).multiplications >= 2 * 8 * N
 
 
 def test_a_call_has_as_many_multiplications_as_it_may() -> None:

@@ -143,9 +143,8 @@ def test_slices_and_company_get_their_own_rows() -> None:
             Batch(None, [Slice(items[0], 8, 10), Slice(items[1], 0, 3)], 0.0)
         )
     expected = torch.cat([x[8:], other]) @ STORE.weights[PLAIN].t()
-    torch.testing.assert_close(
-        torch.cat([works[0].out[8:], works[1].out]), expected
-    )  # joined ones may round in another way
+    # joined ones may round in another way
+    torch.testing.assert_close(torch.cat([works[0].out[8:], works[1].out]), expected)
     assert (works[0].out[:8] == 7.0).all()
     for work in works:
         assert work.peer.replies.get_nowait()[0].code is Code.OK  # type: ignore[attr-defined, index]

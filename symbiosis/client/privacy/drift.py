@@ -12,9 +12,8 @@ FALSE_ALARM = 1e-20  # for each window of a layer and direction
 BLOCK = 64  # rows that are judged together, and at most as many of a call
 WINDOW = 4096  # rows after which all begins anew
 STEADY = 1 / 64  # of a rounding, that may point in one direction
-CUT_OFF = (
-    1 / 8
-)  # of a rounding in float32, for each term of a sum, that may do so: tensor cores cut off what they cannot hold
+# of a rounding in float32, for each term of a sum, that may do so: tensor cores cut off what they cannot hold
+CUT_OFF = 1 / 8
 ALIKE, KEYED = 16.0, 8  # roundings between rows that count as two; of so many of their projections
 ENOUGH, TOO_LARGE = 256, 2.0  # rows, and how much larger their errors' mean square may be than what rounding makes
 

@@ -80,9 +80,8 @@ class Proofs:
         self.checked = 0
         self._known: dict[tuple[int, Op], Proof] = {}
         self._drifts: dict[tuple[int, Op, torch.dtype], Drift] = defaultdict(Drift)
-        self._chance = torch.Generator().manual_seed(
-            int.from_bytes(new_key()[:8])
-        )  # which rows are looked at is foretold by nobody
+        # nobody can foretell which rows are looked at
+        self._chance = torch.Generator().manual_seed(int.from_bytes(new_key()[:8]))
 
     def learn_integers(self, number: int, q_DKN: Tensor) -> None:
         """Learn a quantised layer. `q_DKN` are its digits."""

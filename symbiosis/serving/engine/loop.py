@@ -35,9 +35,8 @@ class Loop:
         self._served, self._scheduler = served, scheduler
         self.jobs: dict[int, Job] = {}
         self.figures, self.finished = Figures(), Counter[str]()
-        self.on_pause: Callable[[], None] = lambda: (
-            None
-        )  # called between two steps: what a step tells is all told by then
+        # called between two steps, when what a step tells is all told by then
+        self.on_pause: Callable[[], None] = lambda: None
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
         self._launched: Launched | None = None
         self._messages: deque[Callable[[], None]] = deque()

@@ -90,9 +90,8 @@ def _completion(
     prompts = [front.prompts.tokens(each) for each in given]
     most = front.room(prompts, body.max_tokens, 16, "max_tokens")
     sampling = schemas.sampling_of(body, most, body.logprobs, front.remote.welcome.vocabulary)
-    scored = bool(body.echo) and (
-        body.logprobs is not None or most == 0
-    )  # which makes it of tokens of the prompt alone
+    # without a token to make, only the prompt is computed
+    scored = bool(body.echo) and (body.logprobs is not None or most == 0)
     generation = front.generation(admission, body, prompts, sampling, scored)
     echoes = [front.tokenizer.decode(prompt) for prompt in prompts] if body.echo else []
     words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.completions)

@@ -81,9 +81,8 @@ class Link:
         self._url = f"local://{self._address}"
         self.reconnects, self.closed = 0, False
         self.failed: SymbiosisError | None = None
-        self.longest = (
-            self._patience + JOIN_S
-        )  # seconds until this process, if it lives, gives up waiting for an answer
+        # seconds until this process, if it lives, gives up waiting for an answer
+        self.longest = self._patience + JOIN_S
         self.segments: dict[int, DeviceMemory] = {0: self.first}
         self.places: dict[int, Register] = {}  # by the calls' numbers
         self.rounds: dict[int, Compose] = {}

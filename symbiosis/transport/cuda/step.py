@@ -38,9 +38,8 @@ from symbiosis.transport.cuda.words import (
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
 logger = logging.getLogger("symbiosis")
-MOST_APART = (
-    64 << 20
-)  # bytes: up to so many, each call of a small step has a place of its own, and its results are not copied
+# bytes: up to so many, each call of a small step has a place of its own, and its results are not copied
+MOST_APART = 64 << 20
 OTHER = -1  # in place of the number of calls made: another call came than was expected
 
 

@@ -29,10 +29,8 @@ MAX_CALLS = 1 << 16  # how many calls a client may have registered
 MOST_KEPT = 1 << 14  # how many a client keeps before it forgets those that no captured step uses
 FIRST_SEGMENT = 64 << 20  # bytes of device memory that a client begins with
 MAX_SEGMENTS = 1 << 12  # how many segments a client may share
-ALIGNED, ROW_ALIGNED = (
-    256,
-    16,
-)  # bytes: the alignment of tensors in a segment, and of those that stay where the model has them
+# bytes: the alignment of tensors in a segment, and of those that stay where the model has them
+ALIGNED, ROW_ALIGNED = 256, 16
 
 
 def aligned(nbytes: int) -> int:

@@ -79,9 +79,8 @@ class Link:
         self._open: dict[int, int] = {}  # requests under way: completions that have not finished
         self._submissions: dict[int, Future[None]] = {}
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")
-        self._loading = ThreadPoolExecutor(
-            4, thread_name_prefix="serve-load"
-        )  # what has to be read first: others do not wait for it
+        # for what has to be read first: others do not wait for it
+        self._loading = ThreadPoolExecutor(4, thread_name_prefix="serve-load")
         self._lanes = Lanes(4, "serve-schema")
         self._unsent.put(welcome)
         engine.on_pause(self._on_pause)
