@@ -24,7 +24,8 @@ import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
 from symbiosis.serving.adapters import files
 from symbiosis.serving.adapters.files import check_finite
-from symbiosis.serving.adapters.library import FIXED_BYTES, REFUSED_S, Library
+from symbiosis.serving.adapters.library import FIXED_BYTES, Library
+from symbiosis.serving.adapters.refusals import MANY, REFUSED_S
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
@@ -201,7 +202,7 @@ def test_a_name_that_leads_out_of_the_folder(served: Served, good: Path, folder:
     (folder.parent / "out").symlink_to(good)
     library = Library(served, folder.parent)
     assert library.names() == ["mine"]
-    with pytest.raises(UnknownAdapter, match="there are mine"):
+    with pytest.raises(AdapterError, match="adapter 'out': it is a link to a folder outside of that of --adapters"):
         library.get("out")
 
 
@@ -374,7 +375,7 @@ def test_a_refused_adapter_is_not_read_again_at_each_request(
     served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, reads = [100.0], []
-    monkeypatch.setattr("symbiosis.serving.adapters.library.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("symbiosis.serving.adapters.refusals.time.monotonic", lambda: now[0])
     monkeypatch.setattr(files, "_read", lambda file, read=files._read: reads.append(file) or read(file))
     whole, file = (folder / "adapter_model.safetensors").read_bytes(), folder / "adapter_model.safetensors"
     file.write_bytes(whole[:100])
@@ -391,6 +392,50 @@ def test_a_refused_adapter_is_not_read_again_at_each_request(
     assert ask(), "what was wrong may have passed"
     file.write_bytes(whole)
     assert library.get("mine").name == "mine", "a change is seen at once"
+
+
+def test_what_was_refused_is_not_offered_until_it_changes(served: Served, good: Path, folder: Path) -> None:
+    library, cut = Library(served, folder.parent), Path(shutil.copytree(good, folder.parent / "cut"))
+    cut_off(cut)
+    assert library.names() == ["cut", "mine"], "nobody has looked at it yet"
+    library.check("cut")
+    with pytest.raises(AdapterError, match="cut off"):
+        library.get("cut")
+    assert library.names() == ["mine"] and library.loaded() == []
+    with pytest.raises(AdapterError, match="adapter 'cut': .* cut off") as refusal:
+        library.check("cut")
+    assert not isinstance(refusal.value, UnknownAdapter)
+    assert "cut" in library.look(lambda: False).problems, "it is named among what is wrong all the same"
+    shutil.copy(good / "adapter_model.safetensors", cut)
+    assert library.get("cut").name == "cut" and library.names() == ["cut", "mine"]
+    library.check("cut")
+
+
+def test_a_folder_that_is_no_adapter_says_so_when_it_is_asked_for(served: Served, good: Path, folder: Path) -> None:
+    library = Library(served, folder.parent)
+    (folder.parent / "empty").mkdir()
+    (folder.parent / "out").symlink_to(good)
+    (folder.parent / "file").write_text("")
+    assert library.names() == ["mine"]
+    for name, why in (("empty", "'empty' has no adapter_config.json"), ("out", "a link to a folder outside")):
+        for ask in (library.get, library.check):
+            with pytest.raises(AdapterError, match=f"adapter '{name}': .*{why}") as refusal:
+                ask(name)
+            assert not isinstance(refusal.value, UnknownAdapter)
+    for name in ("nobody", "out/of", "../empty", "file"):
+        with pytest.raises(UnknownAdapter):
+            library.get(name)
+
+
+def test_refusals_of_what_has_gone_are_forgotten(served: Served, folder: Path) -> None:
+    cut_off(folder)
+    library = Library(served, folder.parent)
+    for number in range(3 * MANY):
+        moved = folder.rename(folder.parent / f"a{number}")
+        with pytest.raises(AdapterError, match="cut off"):
+            library.get(moved.name)
+        folder = moved
+    assert len(library._refusals) <= MANY + 1
 
 
 def test_all_are_looked_at_before_they_are_asked_for(served: Served, good: Path, folder: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,14 +34,20 @@ def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def engine(endpoint: str) -> Iterator[Engine]:
-    with Engine(endpoint, DEMO_MODEL, adapters=ADAPTERS, memory=1 << 25) as engine:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of --adapters."""
+    return Path(shutil.copytree(ADAPTERS, tmp_path_factory.mktemp("served") / "adapters"))
+
+
+@pytest.fixture(scope="module")
+def engine(endpoint: str, folder: Path) -> Iterator[Engine]:
+    with Engine(endpoint, DEMO_MODEL, adapters=folder, memory=1 << 25) as engine:
         yield engine
 
 
 @pytest.fixture(scope="module")
-def api(engine: Engine) -> Iterator[Api]:
-    with http_process(engine, adapters=str(ADAPTERS), max_body_bytes=1 << 20) as api:
+def api(engine: Engine, folder: Path) -> Iterator[Api]:
+    with http_process(engine, adapters=str(folder), max_body_bytes=1 << 20) as api:
         yield api
 
 
@@ -77,6 +84,28 @@ def test_the_models_are_the_base_and_its_adapters(api: Api) -> None:
     with pytest.raises(openai.NotFoundError, match=told) as completed:
         complete(api, model="nobody")
     assert retrieved.value.code == completed.value.code == "model_not_found"
+
+
+def test_what_cannot_be_served_is_no_model_and_asking_for_it_tells_why(api: Api, folder: Path) -> None:
+    cut, empty = folder / "cut", folder / "empty"
+    shutil.copytree(ADAPTERS / "shout", cut)
+    (cut / "adapter_model.safetensors").write_bytes(b"{}")
+    empty.mkdir()
+    try:
+        for name, why in (("cut", "cut off"), ("empty", "has no adapter_config.json")):
+            with pytest.raises(openai.InternalServerError, match=why):
+                complete(api, model=name)
+            with pytest.raises(openai.NotFoundError, match=why) as error:
+                api.client.models.retrieve(name)
+            assert error.value.code == "model_not_found" and str(folder) not in str(error.value)
+        assert {model.id for model in api.client.models.list()} == {"demo", "python", "shout", "whisper"}
+        shutil.copy(ADAPTERS / "shout/adapter_model.safetensors", cut)
+        eventually(lambda: "cut" in {model.id for model in api.client.models.list()})
+        assert api.client.models.retrieve("cut").parent == "demo"
+        assert complete(api, model="cut").choices[0].text == complete(api, model="shout").choices[0].text
+    finally:
+        shutil.rmtree(cut)
+        empty.rmdir()
 
 
 def test_a_stream_has_the_same_text_and_the_usage_last(api: Api) -> None:

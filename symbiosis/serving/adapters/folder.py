@@ -4,10 +4,12 @@ import os
 import re
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.adapters.files import state_of
+from symbiosis.serving.adapters.files import read_folder, state_of
+from symbiosis.text import shown
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127})?")
 LISTED_S = 1.0  # a list is as good as new for so long, if the folder itself is as it was
@@ -20,7 +22,7 @@ class Folder:
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self._lock = threading.Lock()  # one lists, and the others wait for that list
-        self._listed, self._at, self._like = frozenset[str](), float("-inf"), 0
+        self._listed, self._at, self._like = dict[str, State](), float("-inf"), 0
 
     def state(self, name: str) -> State | None:
         """Return a tuple that differs whenever the adapter of this name has changed, or None if there is none."""
@@ -30,10 +32,10 @@ class Folder:
         state = state_of(folder)
         return state if state is None or folder.resolve().is_relative_to(self.path.resolve()) else None
 
-    def names(self) -> frozenset[str]:
-        """Return the names of all adapters in the folder."""
+    def states(self) -> Mapping[str, State]:
+        """Return the states of all adapters in the folder, by name, as they were at most a moment ago."""
         if self.path is None:
-            return frozenset()
+            return {}
         with self._lock:
             try:
                 like, now = self.path.stat().st_mtime_ns, time.monotonic()
@@ -44,17 +46,46 @@ class Folder:
                 raise AdapterError(f"the folder of adapters cannot be read: {error.strerror}") from None
             return self._listed
 
+    def holds(self, name: str) -> bool:
+        """Whether something of this name lies in the folder, be it an adapter or not."""
+        if self.path is None or not NAME.fullmatch(name):
+            return False
+        found = self.path / name
+        is_inside = found.resolve().is_relative_to(self.path.resolve())
+        return found.is_dir() if is_inside else found.is_symlink() and "/" not in name
+
     def others(self) -> list[str]:
         """The folders in it that are no adapters which can be asked for, hidden ones left out."""
         if self.path is None:
             return []
         with os.scandir(self.path) as entries:
             folders = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
-        return sorted(folders - self.names())
+        return sorted(folders - self.states().keys())
 
-    def _list(self, path: Path) -> frozenset[str]:
+    def why_not(self, name: str) -> str:
+        """Return what is wrong with something in the folder that is no adapter."""
+        assert self.path is not None
+        try:
+            check_name(name)
+            if not (self.path / name).resolve().is_relative_to(self.path.resolve()):
+                raise AdapterError("it is a link to a folder outside of that of --adapters")
+            read_folder(self.path / name)
+        except AdapterError as error:
+            return f"adapter {shown(name)!r}: {error}"
+        except OSError as error:
+            return f"adapter {shown(name)!r}: its files cannot be read: {error.strerror}"
+        return f"adapter {shown(name)!r} has only just come: ask again"
+
+    def _list(self, path: Path) -> dict[str, State]:
         with os.scandir(path) as entries:
             links = {entry.name: entry.is_symlink() for entry in entries if NAME.fullmatch(entry.name)}
-        return frozenset(
-            name for name, is_link in links.items() if (self.state(name) if is_link else state_of(path / name))
+        states = {name: self.state(name) if is_link else state_of(path / name) for name, is_link in links.items()}
+        return {name: state for name, state in states.items() if state is not None}
+
+
+def check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise AdapterError(
+            f"an adapter cannot be named {shown(name, 200)!r}: names have letters, digits and . _ - @ + = (and one / inside), and begin with a "
+            "letter or a digit"
         )

@@ -5,7 +5,6 @@ wanted. They keep their version as long as their files are the same.
 """
 
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +15,14 @@ import torch
 from symbiosis.errors import AdapterError, UnknownAdapter
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.adapters.files import AdapterWeights, read_folder
-from symbiosis.serving.adapters.folder import NAME, Folder, State
+from symbiosis.serving.adapters.folder import Folder, State, check_name
 from symbiosis.serving.adapters.kinds import LoadedAdapter, without_numbers
 from symbiosis.serving.adapters.loader import Loader
+from symbiosis.serving.adapters.refusals import Refusals
 from symbiosis.serving.model import Served
 from symbiosis.text import shown
 
 SHOWN = 10  # names in a message
-REFUSED_S = 10.0  # for so long an adapter that was refused, and has not changed, is refused unread
 MOST_KEPT = 1024  # adapters whose numbers only must be read again
 FIXED_BYTES = 1 << 16  # what an adapter takes besides its numbers: so the limit is one on how many there are, too
 
@@ -37,14 +36,6 @@ class Found(NamedTuple):
     @property
     def bytes(self) -> int:
         return self.adapter.bytes + FIXED_BYTES
-
-
-class Refused(NamedTuple):
-    """Why an adapter of the folder was refused, and when."""
-
-    state: State
-    at: float
-    why: str
 
 
 @dataclass(slots=True)
@@ -72,7 +63,7 @@ class Library:
         self._folder, self._memory = Folder(folder), memory
         self._found: dict[str, Found] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
-        self._refused: dict[str, Refused] = {}  # in the folder
+        self._refusals = Refusals(self._folder)
         self._kept: dict[int, LoadedAdapter] = {}  # by version: those let go last, without numbers
         self._removed: dict[str, State] = {}  # by name, as they were in the folder
         self._lock = threading.Lock()  # held for moments only
@@ -119,8 +110,8 @@ class Library:
 
     def look(self, is_enough: Callable[[], bool]) -> Looked:
         """Load what lies in the folder and was not asked for yet, as long as nothing has to be let go for it."""
-        looked, largest = Looked({name: self._why_not(name) for name in self._folder.others()}), 0
-        for name in self.names():
+        looked, largest = Looked({name: self._folder.why_not(name) for name in self._folder.others()}), 0
+        for name in self._all_names():
             if is_enough() or (self._memory is not None and self.bytes + largest > self._memory):
                 looked.left += 1
                 continue
@@ -130,23 +121,22 @@ class Library:
                 looked.problems[name] = str(error)
         return looked
 
-    def _why_not(self, name: str) -> str:
-        """Return what is wrong with a folder that is no adapter."""
-        assert self._folder.path is not None
-        try:
-            check_name(name)
-            read_folder(self._folder.path / name)
-        except AdapterError as error:
-            return f"adapter {shown(name)!r}: {error}"
-        return f"adapter {shown(name)!r}: it is a link to a folder outside of that of --adapters"
-
     def has(self, name: str) -> bool:
         """Whether an adapter is loaded, in whatever version."""
         return name in self._found
 
+    def check(self, name: str) -> None:
+        """Raise `AdapterError` if there is no such adapter, or if it was refused and is as it was then. Nothing is loaded."""
+        if self._loaded(name) is None and (why := self._refusals.reason(name)) is not None:
+            raise AdapterError(why)
+
     def names(self) -> list[str]:
-        """Return the names of all adapters, loaded or not."""
-        in_folder = self._folder.names()
+        """Return the names of all adapters, loaded or not, except those that were refused and have not changed."""
+        refused = self._refusals.names()
+        return [name for name in self._all_names() if name not in refused]
+
+    def _all_names(self) -> list[str]:
+        in_folder = self._folder.states().keys()
         with self._lock:
             given = {name for name, found in self._found.items() if found.state is None}
             removed = dict(self._removed)
@@ -183,13 +173,12 @@ class Library:
 
     def _load_new(self, name: str, folder: Path, state: State) -> LoadedAdapter:
         """Load an adapter, unless the very same was refused just now: then nothing is read."""
-        refused = self._refused.get(name)
-        if refused is not None and refused.state == state and time.monotonic() - refused.at < REFUSED_S:
-            raise AdapterError(refused.why)
+        self._refusals.check(name, state)
         try:
             return self._load(name, folder, Adapter.next_version())
         except AdapterError as error:
-            self._refused[name] = Refused(state, time.monotonic(), str(error))
+            if not isinstance(error.__cause__, OSError):  # which may pass, though the files stay as they are
+                self._refusals.add(name, state, str(error))
             raise
 
     def _earlier_version(self, name: str, state: State) -> int | None:
@@ -222,7 +211,7 @@ class Library:
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
         except OSError as error:
-            raise AdapterError(f"adapter {name!r}: its files cannot be read: {error.strerror}") from None
+            raise AdapterError(f"adapter {name!r}: its files cannot be read: {error.strerror}") from error
 
     def _keep(self, new: Found) -> LoadedAdapter:
         name = new.adapter.name
@@ -232,6 +221,7 @@ class Library:
             self._found[name] = new
             self._removed.pop(name, None)
             self._let_go.pop(name, None)
+        self._refusals.forget(name)
         if old is not None:
             self.on_replaced(old.adapter)
         return new.adapter
@@ -263,7 +253,9 @@ class Library:
         if len(self._kept) > MOST_KEPT:
             del self._kept[next(iter(self._kept))]
 
-    def _unknown(self, name: str) -> UnknownAdapter:
+    def _unknown(self, name: str) -> AdapterError:
+        if name not in self._removed and self._folder.state(name) is None and self._folder.holds(name):
+            return AdapterError(self._folder.why_not(name))
         return UnknownAdapter(f"there is no adapter {shown(name, 200)!r}: there {self._there_are()}")
 
     def _there_are(self) -> str:
@@ -272,11 +264,3 @@ class Library:
             return "are none; add one, or start the server with --adapters FOLDER"
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         return f"are {', '.join(names[:SHOWN])}{more}"
-
-
-def check_name(name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise AdapterError(
-            f"an adapter cannot be named {shown(name, 200)!r}: names have letters, digits and . _ - @ + = (and one / inside), and begin with a "
-            "letter or a digit"
-        )

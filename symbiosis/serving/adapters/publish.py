@@ -13,7 +13,7 @@ from torch import nn
 
 from symbiosis.errors import AdapterError, ConfigError
 from symbiosis.serving.adapters.files import AdapterWeights
-from symbiosis.serving.adapters.library import check_name
+from symbiosis.serving.adapters.folder import check_name
 from symbiosis.text import shown
 
 METADATA = "adapter_config"  # of the safetensors file that is sent: the configuration, as JSON

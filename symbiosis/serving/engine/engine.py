@@ -177,8 +177,12 @@ class Engine:
         """Whether an adapter is loaded, and need not be read first."""
         return self._library.has(name)
 
+    def check_adapter(self, name: str) -> None:
+        """Raise `AdapterError` if there is no adapter of this name, or if it is known that it cannot be served. Nothing is loaded."""
+        self._library.check(name)
+
     def adapter_names(self) -> list[str]:
-        """Return the names of all adapters that can be asked for, also of those in the folder that were never asked for."""
+        """Return the names of all adapters that can be served, also of those in the folder that were never asked for."""
         return self._library.names()
 
     @property

@@ -1,6 +1,7 @@
 """The routes: OpenAI's, vLLM's for adapters, and those for operators."""
 
 import tempfile
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from symbiosis import __version__
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http import metrics, page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
-from symbiosis.serving.http.failures import app_of, unknown_model, wrong
+from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.uploads import received
@@ -140,19 +141,33 @@ async def models(front: Front, request: Request) -> ASGIApp:
 async def model(front: Front, request: Request) -> ASGIApp:
     front.tenant(request)
     name = request.path_params["name"]
-    for each in await _models(front):
-        if each["id"] == name:
-            return _json(each)
-    raise unknown_model(name, front.options.model)
+    if name == front.options.model:
+        return _json(_base(front))
+    try:
+        await front.remote.ask(type(None), "check", name)
+    except ApiError as error:
+        if error.status == HTTPStatus.NOT_FOUND:
+            raise unknown_model(name, front.options.model) from None
+        is_refused = error.status == HTTPStatus.BAD_REQUEST
+        raise ApiError(HTTPStatus.NOT_FOUND, str(error), "model", "model_not_found") if is_refused else error from None
+    return _json(_adapter(front, name))
 
 
 async def _models(front: Front) -> list[dict[str, Any]]:
-    base = front.options.model
-    common = {"object": "model", "created": front.started, "owned_by": "symbiosis"}
     adapters = await front.remote.ask(list[AdapterInfo], "adapters")
-    longest = front.remote.welcome.longest
-    of_base = {"id": base, **common, "root": base, "parent": None, "max_model_len": longest}
-    return [of_base, *({"id": a.name, **common, "root": a.name, "parent": base} for a in adapters)]
+    return [_base(front), *(_adapter(front, adapter.name) for adapter in adapters)]
+
+
+def _base(front: Front) -> dict[str, Any]:
+    return {**_told(front, front.options.model), "parent": None, "max_model_len": front.remote.welcome.longest}
+
+
+def _adapter(front: Front, name: str) -> dict[str, Any]:
+    return {**_told(front, name), "parent": front.options.model}
+
+
+def _told(front: Front, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": front.started, "owned_by": "symbiosis", "root": name}
 
 
 async def load_adapter(front: Front, request: Request) -> ASGIApp:
