@@ -128,7 +128,8 @@ class Ledger:
             else:
                 line.calls += 1
                 line.rows += call.rows
-                self.bytes[work.peer.transport] += call.nbytes + reply.nbytes
+                moved = work.plan.moved if reply.code is Code.OK else call.nbytes + reply.nbytes
+                self.bytes[work.peer.transport] += moved
             if reply.code is not Code.OK:
                 self.refused(reply.code)
         if session is not None and reply.code is not Code.OK:

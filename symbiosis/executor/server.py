@@ -135,7 +135,7 @@ class Server:
         now = monotonic()
         if self.dispatch.run_due(now):
             return
-        if self.contention and len(self.sessions) > 1 and not self.batcher.idle:
+        if self.contention and len(self.batcher.callers.live) > 1 and not self.batcher.idle:  # else nothing waits
             self.contention.look()
             self.batcher.rules.contention = self.contention.now
         batch = self.batcher.next_batch(now)

@@ -144,10 +144,10 @@ _ALL_FLAGS = _FLAG_BIAS | _FLAG_VIEW | _FLAG_GRADIENT | _FLAG_SEEDED | _FLAG_COL
 _HEAD = struct.Struct("<4sHHQ")
 # op, flags, dtype, priority, dims, view dims, other layers | layer, groups, other layers | shape | view size, stride, offset
 _CALL = struct.Struct(f"<7Bx II {MAX_GROUP - 1}I {MAX_DIM}Q {MAX_DIM}Q{MAX_DIM}QQ")
-# code, dims, dtype | batch | wait, compute | shape
-_REPLY = struct.Struct(f"<3BxI II {MAX_DIM}Q")
+# magic, version, nothing, seq | code, dims, dtype | batch | wait, compute | shape
+_REPLY = struct.Struct(f"<4sHHQ 3BxI II {MAX_DIM}Q")
 HEAD_SIZE, BODY_SIZE = _HEAD.size, _CALL.size
-CALL_SIZE, REPLY_SIZE = _HEAD.size + _CALL.size, _HEAD.size + _REPLY.size
+CALL_SIZE, REPLY_SIZE = _HEAD.size + _CALL.size, _REPLY.size
 _MAX = 2**63 - 1
 _EMPTY = (0,) * MAX_DIM
 
@@ -212,8 +212,8 @@ def parse_call_body(body: bytes) -> Call:
 
 
 def encode_reply(reply: Reply) -> bytes:
-    return _HEAD.pack(MAGIC_REPLY, VERSION, 0, reply.seq) + _REPLY.pack(
-        reply.code, len(reply.shape), _DTYPE_CODE[reply.dtype], min(reply.batch, 2**32 - 1),
+    return _REPLY.pack(
+        MAGIC_REPLY, VERSION, 0, reply.seq, reply.code, len(reply.shape), _DTYPE_CODE[reply.dtype], min(reply.batch, 2**32 - 1),
         min(reply.wait_us, 2**32 - 1), min(reply.compute_us, 2**32 - 1), *reply.shape, *_EMPTY[len(reply.shape) :],
     )  # fmt: skip
 
@@ -223,7 +223,7 @@ def decode_reply(raw: bytes) -> Reply:
     if len(raw) != REPLY_SIZE:
         raise ProtocolError(Code.BAD_FRAME, f"a reply header has {REPLY_SIZE} bytes, not {len(raw)}")
     seq = _number(raw, MAGIC_REPLY)
-    code, dims, dtype, batch, wait, compute, *shape = _REPLY.unpack_from(raw, HEAD_SIZE)
+    _, _, _, _, code, dims, dtype, batch, wait, compute, *shape = _REPLY.unpack(raw)
     if code not in _CODES or dtype >= len(DTYPES) or dims > MAX_DIM or max(shape) > _MAX:
         raise ProtocolError(Code.BAD_FRAME, "a reply header holds an unknown code, dtype or shape")
     return Reply(seq, _CODES[code], DTYPES[dtype], tuple(shape[:dims]), batch, wait, compute)

@@ -13,7 +13,7 @@ import os
 import platform
 import select
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Lock
 from time import perf_counter
@@ -157,16 +157,21 @@ class Reactor:
         self._handle(self._epoll.poll(timeout))
 
     def _sleep(self, timeout: float) -> None:
-        for bell in self._bells:
-            self.attempt(bell, bell.sleeping, True)
+        self._tell_bells(True)
         timeout = min((timeout, *self._asked("nap")))
         fence()
         found = self._scan()
         events = self._epoll.poll(0.0 if found else timeout)
-        for bell in self._bells:
-            self.attempt(bell, bell.sleeping, False)
+        self._tell_bells(False)
         self._quiet = not found and not events
         self._handle(events)
+
+    def _tell_bells(self, sleeps: bool) -> None:
+        for bell in self._bells:
+            try:
+                bell.sleeping(sleeps)
+            except Exception as error:
+                self.failed(bell, error)
 
     def _glance(self) -> bool:
         events = self._epoll.poll(0.0)
@@ -182,13 +187,15 @@ class Reactor:
                 self.failed(bell, error)
         return found
 
-    def _asked(self, what: str) -> Iterator[Any]:
-        """Yield this attribute of each bell."""
+    def _asked(self, what: str) -> list[Any]:
+        """Return this attribute of each bell."""
+        told = []
         for bell in self._bells:
             try:
-                yield getattr(bell, what)
+                told.append(getattr(bell, what))
             except Exception as error:
                 self.failed(bell, error)
+        return told
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
         for fd, _ in events:

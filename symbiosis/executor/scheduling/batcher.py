@@ -127,8 +127,9 @@ class Batcher:
 
     def done(self, batch: Batch, seconds: float, now: float) -> None:
         """Note that a turn of a batch has run and its replies, if any, are sent."""
+        ends = batch.ends
         batch.seconds += seconds
-        if batch.ends:
+        if ends:
             self.costs.learn(batch)
         elif batch.slices[0].item.session in self.callers.sessions:
             self._begun.append(batch)
@@ -138,7 +139,7 @@ class Batcher:
             if rhythm is None:
                 continue
             rhythm.uses(each * (stop - start))
-            if batch.ends and item.finished:
+            if ends and item.finished:
                 rhythm.pending.remove(item)
                 if item.joinable:  # other calls are rare: they have no rhythm and keep no session active
                     coming = rhythm.pending[0].key if rhythm.pending else item.key

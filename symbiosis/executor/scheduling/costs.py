@@ -87,6 +87,9 @@ class Costs:
         self._learn(self._product, key, seconds)
 
     def _learn(self, table: dict[Hashable, float], key: Hashable, seconds: float) -> float:
-        cost = smooth(table.get(key), seconds)
-        note(table, key, cost)
+        old = table.get(key)
+        if old is None:
+            note(table, key, seconds)
+            return seconds
+        cost = table[key] = smooth(old, seconds)
         return cost

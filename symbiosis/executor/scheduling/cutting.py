@@ -66,8 +66,10 @@ class Cutting:
         pieces = self._beside(head, queue, most, most_rows)
         for item, _, stop in pieces:
             queue.cut(item, stop)
-            if not item.left:
-                self._queues.remove(item)
+            if stop == item.rows:
+                queue.drop(item)
+        if not queue:
+            del self._queues[head.key]
         return pieces
 
     def _beside(self, head: Item, queue: Queue, most: int, most_rows: int) -> list[Slice]:

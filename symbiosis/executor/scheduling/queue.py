@@ -44,12 +44,15 @@ class Queue(deque[Item]):
 
     def put(self, item: Item) -> None:
         self.append(item)
-        self.rows += item.left
+        self.rows += item.rows - item.start
         self.apart += not item.whole
 
     def drop(self, item: Item) -> None:
-        self.remove(item)
-        self.rows -= item.left
+        if self[0] is item:
+            self.popleft()
+        else:
+            self.remove(item)
+        self.rows -= item.rows - item.start
         self.apart -= not item.whole
 
     def cut(self, item: Item, stop: int) -> None:

@@ -35,7 +35,10 @@ class Ranking:
         urgent."""
         if len(queues) == 1 and not begun and (len(queues[0]) == 1 or self.runs_whole(queues[0])):
             return queues[0][0]
-        items = [*begun, *(item for queue in queues for item in self._heads(queue))]
+        if len(queues) == 1 and not begun:
+            items, behind = self._heads(queues[0]), {}  # all are at one place in the ring
+        else:
+            items = [*begun, *(item for queue in queues for item in self._heads(queue))]
         if not self._callers.are_tenants:
             return min(items, key=lambda item: self._rank(item, self._callers[item], behind, now))
         best = self._best_of_each(items, behind, now)
@@ -71,11 +74,14 @@ class Ranking:
     ) -> tuple[int, int, int, float, float]:
         """Return the rank of a call among sessions or among tenants. A tenant's use counts first, because its priorities are only what
         it claims."""
-        waited = int((now - max(item.arrived, caller.served)) / AGING_S)
-        last = behind.get(item.key, 0) * len(self._queues.get(item.key, ()))
-        urgency, used = max(0, item.priority - waited), int(caller.used / SLACK_S)
-        first, second = (used, urgency) if isinstance(caller, TenantUse) else (urgency, used)
-        return first, second, -last, caller.used, item.arrived
+        since = item.arrived if item.arrived > caller.served else caller.served
+        urgency, used = item.priority - int((now - since) / AGING_S), int(caller.used / SLACK_S)
+        if urgency < 0:
+            urgency = 0
+        last = behind.get(item.key, 0) * len(self._queues.get(item.key, ())) if behind else 0
+        if isinstance(caller, TenantUse):
+            return used, urgency, -last, caller.used, item.arrived
+        return urgency, used, -last, caller.used, item.arrived
 
 
 def _urgency(item: Item) -> tuple[int, float]:
