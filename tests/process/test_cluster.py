@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,14 +180,108 @@ def test_a_stream_outlives_its_server(api: openai.OpenAI, running: Running, how:
     wait_for_servers(running, 2)
 
 
+PLAIN = [
+    ("completions", {"prompt": PROMPT, "seed": 5, "temperature": 1.2, "n": 3, "logprobs": 2, "echo": True}),
+    ("completions", {"prompt": [list(b"class"), list(b"def f(")], "temperature": 0, "stop": "\n", "best_of": 1}),
+    ("completions", {"prompt": ["a \\\"text\\\", [1", "é\\"], "max_tokens": 0, "echo": True, "logprobs": 1}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "def f("}], "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 2}),
+]  # fmt: skip
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Log probabilities may round otherwise: what is computed together rounds as it is joined."""
+    if isinstance(wanted, float):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for name, value in wanted.items():
+            assert_same(found[name], value)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same(one, other)
+    else:
+        assert found == wanted
+
+
+@pytest.mark.parametrize(("path", "body"), PLAIN, ids=["many", "tokens", "echo", "chat"])
+def test_an_answer_that_is_no_stream_is_what_a_server_would_say(
+    api: openai.OpenAI, running: Running, path: str, body: dict[str, Any]
+) -> None:
+    keyed, told = {"Authorization": "Bearer alice-key-1"}, []
+    for url in (running.servers()[0].url, running.url):
+        answer = web.post(
+            f"{url}/v1/{path}", json={"model": "python", "max_tokens": 30, **body}, headers=keyed, timeout=30
+        )
+        assert answer.status_code == 200 and answer.headers["content-type"] == "application/json"
+        told.append(answer.json())
+    kept = [{**each, "id": "", "created": 0, "usage": {**each["usage"], "prompt_tokens_details": 0}} for each in told]
+    assert_same(kept[1], kept[0])
+    assert told[1]["id"][:5] == told[0]["id"][:5]
+
+
+def generated(server: Any) -> float:
+    """How many tokens a server has made."""
+    found = re.search(
+        r"^symbiosis_serve_generation_tokens_total (\S+)$", web.get(f"{server.url}/metrics").text, re.MULTILINE
+    )
+    assert found
+    return float(found[1])
+
+
 @pytest.mark.fault
-def test_an_answer_that_is_no_stream_outlives_its_server(api: openai.OpenAI, running: Running) -> None:
-    wanted, found = ask(api, max_tokens=450).choices[0].text, []
-    asking = threading.Thread(target=lambda: found.append(ask(api, max_tokens=450).choices[0].text))
+@pytest.mark.parametrize("how", ["kill", "drain"])
+def test_an_answer_that_is_no_stream_goes_on_at_another_server(api: openai.OpenAI, running: Running, how: str) -> None:
+    """It is not made again: the other server makes what is left, with the same draws."""
+    draws = {"seed": 3, "max_tokens": 450, "temperature": 1.5, "n": 4, "logprobs": 1, "ignore_eos": True}
+    fields = {"extra_body": {"ignore_eos": draws.pop("ignore_eos")}, **draws}
+    wanted, found = [choice.to_dict() for choice in ask(api, **fields).choices], []
+    asking = threading.Thread(target=lambda: found.append(ask(api, **fields)))
+    before = {each.number: generated(each) for each in running.servers()}
+    moved = web.get(f"{running.url}/health").json()["moved"]
     asking.start()
-    os.kill(member(running, serving(running)).pid, signal.SIGKILL)
+    server = member(running, serving(running))
+    eventually(lambda: generated(server) > before[server.number] + 300)
+    if how == "drain":
+        threading.Thread(target=send_order, args=["test", "roll", server.name], daemon=True).start()
+    else:
+        os.kill(server.pid, signal.SIGKILL)
     asking.join(60)
-    assert found == [wanted]
+    assert_same([choice.to_dict() for choice in found[0].choices], wanted)
+    assert found[0].usage.completion_tokens == 1800
+    assert web.get(f"{running.url}/health").json()["moved"] == moved + 1
+    (other,) = [each for each in running.servers() if each.number != server.number]
+    assert generated(other) - before[other.number] < 1550
+    eventually(lambda: server.pid not in {each.pid for each in running.told.members}, 60)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        b"[" + b"[]," * (5 << 20) + b"[]]",
+        b"[" + b'"",' * (5 << 20) + b'""]',
+        b"[" + b"0," * (7 << 20) + b"0]",
+        b"[" + b"{}," * (5 << 20) + b"{}]",
+        b"[" * (15 << 20),
+    ],
+    ids=["lists", "texts", "tokens", "objects", "deep"],
+)
+def test_what_is_costly_to_read_leaves_others_their_pace(api: openai.OpenAI, running: Running, prompt: bytes) -> None:
+    keyed = {"Authorization": "Bearer alice-key-1"}
+    body = b'{"model": "demo", "max_tokens": 1, "prompt": ' + prompt + b"}"
+    statuses: list[int] = []
+
+    def harm() -> None:
+        for _ in range(3):
+            statuses.append(web.post(f"{running.url}/v1/completions", content=body, headers=keyed, timeout=60).status_code)  # fmt: skip
+
+    attack, slowest = threading.Thread(target=harm), 0.0
+    attack.start()
+    while attack.is_alive():
+        begun = time.monotonic()
+        assert web.get(f"{running.url}/version", timeout=30).status_code == 200
+        slowest = max(slowest, time.monotonic() - begun)
+    assert set(statuses) == {400} and slowest < 0.5
 
 
 def test_requests_for_a_name_go_to_the_models_that_share_it(api: openai.OpenAI, running: Running) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from symbiosis.cluster.front.asked import Asked
 from symbiosis.cluster.front.progress import Progress
 from symbiosis.cluster.plan import load
 from symbiosis.errors import ConfigError
@@ -61,8 +62,8 @@ def test_a_plan_that_is_right_is_taken(tmp_path: Path) -> None:
 
 
 def test_events_are_handed_on_without_their_comments() -> None:
-    progress = Progress.of({}, is_chat=True, choices=2)
+    progress = Progress.of(Asked(b'{"messages": [], "n": 2}', is_chat=True))
     assert progress.take(b'data: {"first": 1}') == b'data: {"first": 1}'
     assert progress.take(b": 1 7 8\ndata: {}") == b"data: {}" and progress.take(b": 0 .\ndata: {}") == b"data: {}"
-    assert (progress.told["tokens"], progress.told["ended"], progress.told["opened"]) == ([[], [7, 8]], [0], 1)
-    assert progress.count == 2 and progress.told["id"].startswith("chatcmpl-")
+    assert (progress.told.tokens, progress.told.ended, progress.told.opened) == ([[], [7, 8]], [0], 1)
+    assert progress.count == 2 and progress.told.id.startswith("chatcmpl-")

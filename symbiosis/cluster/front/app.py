@@ -1,5 +1,6 @@
 """The routes of a front end: those of `symbiosis serve`, and what is told of the cluster."""
 
+import asyncio
 import os
 import random
 import shutil
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp
 
 from symbiosis import __version__
 from symbiosis.cluster.front import adapters
+from symbiosis.cluster.front.asked import Asked
 from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
@@ -24,11 +26,13 @@ from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wro
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.incoming.uploads import received
 from symbiosis.serving.http.keys import Keys, Tenant
+from symbiosis.serving.http.link.lanes import Lanes
 
 MOST_BYTES = 16 << 20  # of a body
 MOST_WAITING = 4096
-BYTES_PER_TOKEN = 4  # of a text, about; the server counts itself
-LONG_ANSWER = 256  # tokens of a chat that says nothing of its length
+MOST_HELD = 1 << 30  # bytes of bodies whose answers are not over; a tenant may have half of it
+LARGE = 20_000  # bytes of a body: what is larger is read in a thread
+LONGEST_NAME = 256
 PREFIX = "symbiosis_cluster_"
 
 
@@ -38,7 +42,9 @@ class Front:
     def __init__(self, view: View, api_keys: str | None) -> None:
         self.view, self.keys, self.bodies = view, Keys(Path(api_keys) if api_keys else None), Bodies()
         self.completions = Counter[tuple[str, str]]()  # by model and tenant
-        self.tokens = Counter[tuple[str, str]]()  # of streams
+        self.tokens = Counter[tuple[str, str]]()
+        self._lanes = Lanes(2, "front-read")
+        self._held = Counter[str]()  # bytes of bodies, by tenant
 
     def models(self) -> list[str]:
         return list(dict.fromkeys(member.model for member in self.view.told.of_kind("server")))
@@ -48,6 +54,8 @@ class Front:
         models = self.models()
         if name in models:
             return name, None
+        if len(name) > LONGEST_NAME:
+            raise unknown_model(name, ", ".join(models))
         for model in models:
             folder = self.view.told.adapters.get(model)
             if folder and "/" not in name and os.path.isfile(f"{folder}/{name}/adapter_config.json"):  # noqa: PTH113
@@ -57,44 +65,44 @@ class Front:
         raise unknown_model(name, ", ".join(models) or "none yet")
 
     def tenant(self, request: Request) -> Tenant:
-        """Return who asks for a completion. Raises `ApiError` if nobody may, or too many wait: before anything is read."""
+        """Return who asks for a completion. Raises `ApiError` if nobody may, if this tenant may have no more, or if too many wait: before
+        anything is read."""
         tenant = self.keys.tenant(request.headers.get("authorization"))
+        tenant.admit(1, self.keys.clock()).end()
         if self.view.waiting.total() > MOST_WAITING:
             raise ApiError(503, "too many requests wait for a server: try again later", retry_s=1.0)
         return tenant
 
-    def relay(self, request: Request, tenant: Tenant, body: dict[str, Any]) -> Relay:
+    async def asked(self, request: Request, tenant: Tenant) -> Asked:
+        """Read a body. What takes long to count is counted in a thread, in which each tenant has its turn."""
+        data, is_chat = await self.bodies.read(request, MOST_BYTES), request.url.path.endswith("/chat/completions")
+        if len(data) <= LARGE:
+            return Asked(data, is_chat)
+        return await asyncio.wrap_future(self._lanes.submit(tenant.name, lambda: Asked(data, is_chat)))
+
+    def relay(self, request: Request, tenant: Tenant, asked: Asked) -> Relay:
         """Return the answer to a completion, if the tenant may have so many."""
-        if shares := self.view.told.aliases.get(str(body.get("model", ""))):
-            body["model"] = version_of(shares, random.random())
-        model, adapter = self.model_of(str(body.get("model", "")))
-        prompts, size = _prompts(body)
-        sequences = prompts * (n if isinstance(n := body.get("n"), int) and 0 < n <= 128 else 1)
-        most = body.get("max_tokens") or body.get("max_completion_tokens") or LONG_ANSWER
-        pages = size + (most if isinstance(most, int) else LONG_ANSWER) * sequences
-        wish = Wish(model=model, adapter=adapter, sequences=sequences, pages=pages, tenant=tenant.name)
-        tenant.admit(sequences, self.keys.clock())
-        self.completions[model, tenant.name] += sequences
+        shares = self.view.told.aliases.get(asked.model)
+        model, adapter = self.model_of(version_of(shares, random.random()) if shares else asked.model)
+        wish = Wish(
+            model=model, adapter=adapter, sequences=asked.sequences, pages=asked.tokens + asked.most_tokens, tenant=tenant.name,
+        )  # fmt: skip
+        held = self._held
+        if held.total() + asked.size > MOST_HELD or held[tenant.name] + asked.size > MOST_HELD // 2:
+            raise ApiError(
+                503, "the bodies of what waits and runs are too large together: try again later", retry_s=1.0
+            )
+        admission = tenant.admit(asked.sequences, self.keys.clock(), tokens=wish.pages)
+        self.completions[model, tenant.name] += asked.sequences
+        held[tenant.name] += asked.size
 
-        def done(tokens: int) -> None:
-            tenant.leave(sequences)
-            tenant.spend(size + tokens)
-            self.tokens[model, tenant.name] += tokens
+        def done(count: int) -> None:
+            admission.spend(asked.tokens + count)
+            admission.end()
+            held[tenant.name] -= asked.size
+            self.tokens[model, tenant.name] += count
 
-        return Relay(self.view, request.url.path, _authorized(request), body, wish, sequences, done)
-
-
-def _prompts(body: dict[str, Any]) -> tuple[int, int]:
-    """Return how many prompts a request has, and about how many tokens they are together."""
-    if "messages" in body:
-        return 1, len(msgspec.json.encode(body["messages"])) // BYTES_PER_TOKEN
-    prompt = body.get("prompt")
-    several = prompt if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else [prompt]
-    return len(several), sum(
-        len(each) // (BYTES_PER_TOKEN if isinstance(each, str) else 1)
-        for each in several
-        if isinstance(each, str | list)
-    )
+        return Relay(self.view, request.url.path, _authorized(request), asked, wish, done)
 
 
 def make_app(front: Front) -> ASGIApp:
@@ -115,13 +123,7 @@ def make_app(front: Front) -> ASGIApp:
 
 async def completion(front: Front, request: Request) -> ASGIApp:
     tenant = front.tenant(request)
-    try:
-        body = msgspec.json.decode(await front.bodies.read(request, MOST_BYTES))
-    except msgspec.MsgspecError as error:
-        raise wrong(f"the body is not JSON: {error}") from None
-    if not isinstance(body, dict):
-        raise wrong("the body is no JSON object")
-    return front.relay(request, tenant, body)
+    return front.relay(request, tenant, await front.asked(request, tenant))
 
 
 async def models(front: Front, request: Request) -> ASGIApp:
@@ -247,7 +249,7 @@ class _Collected:
         moved = CounterMetricFamily(PREFIX + "moved", "Requests that left a server, by why.", labels=["why"])
         for why, count in view.moved.items():
             moved.add_metric([why], count)
-        of = {"completions": self._front.completions, "stream_tokens": self._front.tokens}
+        of = {"completions": self._front.completions, "tokens": self._front.tokens}
         return [load, ready, waiting, moved, *(_by_tenant(name, counts) for name, counts in of.items())]
 
 

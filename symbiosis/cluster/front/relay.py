@@ -11,9 +11,12 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from symbiosis.cluster.front.asked import Asked
+from symbiosis.cluster.front.outlet import Events, Joined, Outlet
 from symbiosis.cluster.front.progress import DONE, FAILED, Progress
 from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.front.view import Flight, View
+from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
 from symbiosis.serving.http.failures import ApiError
 
@@ -21,31 +24,34 @@ logger = logging.getLogger("symbiosis")
 
 PATIENCE_S = 60.0  # without a new token, before a request fails
 FAILURES = 3  # of servers that say that they failed: the request itself may be what they fail at
-EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # fmt: skip
-KEPT = (b"content-type", b"retry-after", b"www-authenticate")  # of a server's headers
-STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
+KEPT = (b"content-type", b"retry-after", b"www-authenticate", b"x-should-retry")  # of a server's headers
+FAILED_HEADERS = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
 
 
 class Relay:
-    """One completion, as an answer.
+    """One completion, as an answer. A server always gives it as a stream, which can go on elsewhere.
 
     Args:
         done: Called at the end with how many tokens came, whatever the end is.
     """
 
     def __init__(
-        self, view: View, path: str, headers: dict[str, str], body: dict[str, Any], wish: Wish, choices: int,
-        done: Callable[[int], None],
-    ) -> None:  # fmt: skip
-        self._view, self._path, self._headers, self._body = view, path, headers, body
+        self, view: View, path: str, headers: dict[str, str], asked: Asked, wish: Wish, done: Callable[[int], None]
+    ) -> None:
+        self._view, self._path, self._headers, self._asked = view, path, headers, asked
         self._flight, self._done = Flight(wish, self._move), done
-        self._is_stream = body.get("stream") is True
-        self._shows_comments = "continuation" in body
-        if body.get("seed") is None:
-            body["seed"] = secrets.randbits(53)  # so that another server draws the same
-        self._progress = Progress.of(body, "messages" in body, choices)
+        self._progress = Progress.of(asked)
+        # The seed is given here, so that another server draws the same, and the model, because it may have been asked for by another name.
+        self._more: dict[str, Any] = {"seed": secrets.randbits(53) if asked.seed is None else asked.seed}
+        self._more |= {"model": wish.model} if wish.adapter is None else {}
+        self._out: Outlet = Events(asked.continuation is not None)
+        if asked.may_be_streamed:
+            self._more |= {"stream": True, "stream_options": {"include_usage": True}}
+            told = self._progress.told
+            self._out = Joined(Whole(asked.is_chat, asked.sequences, told.id, told.created))
+        self._goes_on = asked.is_stream or asked.may_be_streamed  # else a server says what is wrong with it
         self._answer: Upstream | None = None
-        self._has_begun = self._is_over = False
+        self._is_over = False
         self._failures = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -99,21 +105,21 @@ class Relay:
             raise Lost(why)
 
     def _move(self, why: str) -> None:
-        """The view takes the request off its server. One that is not a stream stays where it drains, because nothing of it is known."""
-        if self._answer is not None and (self._is_stream or why == "lost"):
+        """The view takes the request off its server."""
+        if self._answer is not None:
             self._flight.why = why
             self._answer.lose(why)
 
     async def _at(self, number: int, send: Send) -> None:
         """Have one server answer, or what is left to answer."""
         self._flight.why = "lost"  # if nobody says otherwise
-        body = {**self._body, "continuation": self._progress.told} if self._is_stream else self._body
+        body = self._asked.body(**self._more, **({"continuation": self._progress.told} if self._goes_on else {}))
         try:
             headers = {"Content-Type": "application/json", **self._headers}
             url = self._view.url(number)
-            self._answer = await Upstream.ask(url, "POST", self._path, headers, msgspec.json.encode(body))
+            self._answer = await Upstream.ask(url, "POST", self._path, headers, body)
             await self._answer.head()
-            if self._answer.status == HTTPStatus.OK and self._is_stream:
+            if self._answer.status == HTTPStatus.OK and self._goes_on:
                 return await self._stream(self._answer, send)
             await self._whole(self._answer, send)
         finally:
@@ -126,49 +132,35 @@ class Relay:
         body = await answer.whole()
         if answer.status >= 500:
             self._refuse(f"status {answer.status}")
-        if self._has_begun:
-            await self._send(send, b"data: " + body + b"\n\n" + DONE + b"\n\n", more=False)
-            return
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        await self._send(send, body, more=False)
+        await self._out.refused(send, answer.status, headers, body)
 
     async def _stream(self, answer: Upstream, send: Send) -> None:
         """Hand over events as they come."""
         left = b""
         while piece := await answer.piece():
             *events, left = (left + piece).split(b"\n\n")
-            out: list[bytes] = []
+            out: list[tuple[bytes, bytes]] = []
             is_over = False
             for event in events:
                 told = self._progress.take(event)
                 if told.startswith(FAILED):
-                    await self._hand_over(out, send)
+                    await self._out.give(send, out)
                     out = []
                     self._refuse("the server failed")
+                    return await self._out.refused(send, 500, FAILED_HEADERS, told.removeprefix(b"data: "))
                 is_over = is_over or told.startswith(DONE)
-                out.append(event if self._shows_comments else told)
-            await self._hand_over(out, send, more=not is_over)
+                out.append((event, told))
+            await self._out.give(send, out, more=not is_over)
             if is_over:
-                return
+                return None
         self._flight.why = "refused"
         raise Lost("the stream ended too early")
 
-    async def _hand_over(self, events: list[bytes], send: Send, more: bool = True) -> None:
-        if events or not more:
-            if not self._has_begun:
-                self._has_begun = True
-                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
-            await self._send(send, b"\n\n".join(events) + b"\n\n", more)
-
     async def _fail(self, error: ApiError, send: Send) -> None:
-        if not self._has_begun:
+        if not self._out.has_begun:
             raise error
-        await self._send(send, b"data: " + msgspec.json.encode(error.body) + b"\n\n" + DONE + b"\n\n", more=False)
-
-    async def _send(self, send: Send, body: bytes, more: bool = True) -> None:
-        async with asyncio.timeout(STALL_S):
-            await send({"type": "http.response.body", "body": body, "more_body": more})
+        await self._out.refused(send, error.status, [], msgspec.json.encode(error.body))
 
 
 async def _until_hung_up(receive: Receive) -> None:

@@ -20,6 +20,7 @@ logger = logging.getLogger("symbiosis")
 
 LOOK_EVERY_S = 0.1  # at what the cluster tells
 ASK_EVERY_S, ANSWER_S = 0.5, 2.0  # a server, and for how long
+MOST_ADAPTERS = 256  # that a server is known to have
 LOST_S = 3.0  # a server that says nothing for so long is taken for lost
 
 
@@ -223,7 +224,9 @@ class View:
             seen.flights.add(flight)
             seen.promised += flight.wish.pages
             if flight.wish.adapter is not None:
-                seen.adapters |= {flight.wish.adapter}
+                seen.adapters = (seen.adapters if len(seen.adapters) < MOST_ADAPTERS else frozenset()) | {
+                    flight.wish.adapter
+                }
             turn.set_result(None)
             if self._log is not None:
                 self._say(flight, server)

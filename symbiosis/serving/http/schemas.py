@@ -134,14 +134,14 @@ def read(kind: type[BodyType], data: bytes) -> BodyType:
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _named(error) from None
+        raise named(error) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise wrong(f"the body is not JSON: {error}") from None
     _check(body)
     return body
 
 
-def _named(error: msgspec.ValidationError) -> ApiError:
+def named(error: msgspec.ValidationError) -> ApiError:
     """Return an error that names the field."""
     text = str(error)
     if found := re.search(r"unknown field `(.*?)`", text):

@@ -1,0 +1,111 @@
+"""What a front end reads of a completion: what placement needs, and nothing that takes long, however the body is made.
+
+A body is not decoded. What is long in it is skipped and counted by its characters, at memory's speed, and it is sent on as it came, with what the
+front end adds at its end: of a field that a JSON object has twice, the last one holds.
+"""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from symbiosis.serving.http.failures import wrong
+from symbiosis.serving.http.schemas import Continuation, named
+
+MOST_PROMPTS = 4096  # of a request
+MOST_CONTINUATION = 1 << 20  # bytes
+MOST_COMPLETIONS = 128  # of a prompt; more are refused by the server
+BYTES_PER_TOKEN = 4  # of a text, about; the server counts itself
+LONG_ANSWER = 256  # tokens of a chat that says nothing of its length
+STRING = re.compile(rb'"[^"]*"')
+Kind = TypeVar("Kind")
+
+
+class _Fields(msgspec.Struct):
+    """Of a body, what is read here. All else is skipped."""
+
+    model: str = ""
+    prompt: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: msgspec.Raw = msgspec.Raw()
+    seed: int | None = None
+    continuation: msgspec.Raw = msgspec.Raw()
+
+
+class Asked:
+    """One body.
+
+    >>> asked = Asked(b'{"model": "m", "prompt": ["one", "two, \\\\"three\\\\""], "n": 2}')
+    >>> asked.model, asked.sequences
+    ('m', 4)
+    >>> asked.body(seed=7)
+    b'{"model": "m", "prompt": ["one", "two, \\\\"three\\\\""], "n": 2,"seed":7}'
+    """
+
+    def __init__(self, data: bytes, is_chat: bool = False) -> None:
+        fields = _decoded(data, _Fields)
+        self.model, self.seed, self.is_stream = fields.model, fields.seed, bool(fields.stream)
+        self.is_chat = is_chat
+        chat = 1, len(bytes(fields.messages)) // BYTES_PER_TOKEN
+        prompts, self.tokens = chat if is_chat else _counts(bytes(fields.prompt))
+        self.sequences = prompts * (fields.n if fields.n and 0 < fields.n <= MOST_COMPLETIONS else 1)
+        most = fields.max_tokens or fields.max_completion_tokens or LONG_ANSWER
+        self.most_tokens = self.sequences * max(0, most)
+        self.continuation = _continuation(bytes(fields.continuation))
+        self.may_be_streamed = not self.is_stream and not bytes(fields.stream_options) and self.continuation is None
+        self._begin = data.rstrip()[:-1].rstrip()
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self._begin)
+
+    def body(self, **more: Any) -> bytes:
+        """Return it with these fields, whether it has them or not."""
+        added = msgspec.json.encode(more)[1:]
+        return self._begin + (b"," if more and not self._begin.endswith(b"{") else b"") + added
+
+
+def _decoded(data: bytes, kind: type[Kind]) -> Kind:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise named(error) if " - at `$" in str(error) else wrong("the body is no JSON object") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise wrong(f"the body is not JSON: {error}") from None
+
+
+def _counts(prompt: bytes) -> tuple[int, int]:
+    """Return how many prompts there are, and about how many tokens they are together.
+
+    >>> _counts(b'"a text, of course"'), _counts(b"[1, 2, 3]"), _counts(b'["a", [1, 2]]'), _counts(b"[]")
+    ((1, 4), (1, 3), (2, 3), (1, 1))
+    """
+    if prompt[:1] != b"[":
+        return 1, len(prompt) // BYTES_PER_TOKEN
+    if b"\\" in prompt:
+        prompt = prompt.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quotation mark begins or ends a text
+    if prompt.count(b'"') > 2 * MOST_PROMPTS:
+        raise _too_many()
+    outside = STRING.sub(b'"', prompt)
+    tokens = outside.count(b",") + 1 + (len(prompt) - len(outside)) // BYTES_PER_TOKEN
+    if outside[1:].lstrip()[:1] not in (b'"', b"["):
+        return 1, tokens
+    if outside.count(b"[") > MOST_PROMPTS:
+        raise _too_many()
+    return outside.count(b'"') + outside.count(b"[") - 1, tokens
+
+
+def _too_many() -> Exception:
+    return wrong(f"at most {MOST_PROMPTS} prompts", "prompt")
+
+
+def _continuation(given: bytes) -> Continuation | None:
+    """Return how far another front end has come with it."""
+    if len(given) > MOST_CONTINUATION:
+        raise wrong(f"a continuation has at most {MOST_CONTINUATION} bytes", "continuation")
+    return _decoded(given, Continuation | None) if given else None  # type: ignore[arg-type]

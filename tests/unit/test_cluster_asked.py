@@ -1,0 +1,88 @@
+"""What a front end reads of a body, and what it makes of a server's events, without a server."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from symbiosis.cluster.front.asked import MOST_PROMPTS, Asked
+from symbiosis.cluster.front.outlet import Events, Joined, Outlet
+from symbiosis.cluster.front.whole import Whole
+from symbiosis.serving.http.failures import ApiError
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [
+        ("one", 1),
+        ([1, 2, 3], 1),
+        ([], 1),
+        (["a", 'b", "c', "\\", '\\"[[', "é\\\\"], 5),
+        ([[1], [2, 3], []], 3),
+        (["a", [1], "b"], 3),
+        ([" [1,2] ", "[[["], 2),
+    ],
+)
+def test_prompts_are_counted_as_a_server_would(prompt: Any, count: int) -> None:
+    for indent, ascii in ((None, True), (2, False)):
+        asked = Asked(json.dumps({"prompt": prompt, "n": 3}, indent=indent, ensure_ascii=ascii).encode())
+        assert asked.sequences == 3 * count
+
+
+@pytest.mark.parametrize("prompt", [["a"] * (MOST_PROMPTS + 1), [[1]] * (MOST_PROMPTS + 1)])
+def test_too_many_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(ApiError, match="prompts"):
+        Asked(json.dumps({"prompt": prompt}).encode())
+
+
+def test_what_is_added_replaces_what_was_there() -> None:
+    body = Asked(b' {"model": "a", "seed": null, "prompt": "x"} \n').body(model="b", seed=1)
+    assert json.loads(body) == {"model": "b", "seed": 1, "prompt": "x"}
+    assert json.loads(Asked(b"{ }").body(seed=1)) == {"seed": 1} and json.loads(Asked(b"{}").body()) == {}
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "not JSON"),
+        (b"[]", "no JSON object"),
+        (b"[" * 10_000, "not JSON"),
+        (b'{"model": "\xff"}', "not JSON"),
+        (b'{"n": "2"}', "n`"),
+        (b'{"continuation": {"nothing": 1}}', "nothing"),
+        (b'{"continuation": {"id": "' + b"x" * (1 << 20) + b'"}}', "at most"),
+    ],
+)
+def test_what_is_wrong_is_said(data: bytes, told: str) -> None:
+    with pytest.raises(ApiError, match=told) as raised:
+        Asked(data)
+    assert raised.value.status == 400
+
+
+EVENT = b'data: {"model":"m","choices":[{"index":0,"text":"a","logprobs":null,"finish_reason":null}]}'
+ERROR = b'{"error":{"message":"no"}}'
+
+
+@pytest.mark.parametrize(
+    ("outlet", "status", "body"),
+    [
+        (Events(False), 200, EVENT + b"\n\ndata: " + ERROR + b"\n\ndata: [DONE]\n\n"),
+        (Joined(Whole(False, 1, "cmpl-1", 1)), 500, ERROR),
+    ],
+    ids=["stream", "whole"],
+)
+def test_an_error_in_the_middle_ends_the_answer(outlet: Outlet, status: int, body: bytes) -> None:
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def answer() -> None:
+        await outlet.give(send, [(EVENT, EVENT)])
+        await outlet.refused(send, 500, [], ERROR)
+
+    asyncio.run(answer())
+    assert sent[0]["status"] == status and b"".join(each["body"] for each in sent[1:]) == body
+    assert not sent[-1]["more_body"]
