@@ -2,9 +2,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
-CPU = not gpu and not multi_gpu and not soak
+CPU = not gpu and not multi_gpu and not ray and not soak
 WORKERS ?= 2
-.PHONY: setup demo test test-fast test-soak test-gpu test-browser check docs wheel
+.PHONY: setup demo test test-fast test-soak test-gpu test-cluster test-browser check docs wheel
 
 setup: $(VENV)/.ready
 
@@ -31,6 +31,11 @@ test-soak: setup
 
 test-gpu: setup
 	$(PYTEST) -m "gpu or multi_gpu"
+
+# A cluster on Ray, with two nodes of this host.
+test-cluster: setup
+	$(VENV)/bin/python -m pip install -q $$($(VENV)/bin/python scripts/torch_index.py) -e '.[dev,ray]'
+	$(PYTEST) -m ray
 
 # The page of `symbiosis serve` in Debian's Chromium, which `make test` opens, too, where it is installed.
 test-browser: setup

@@ -174,11 +174,14 @@ ClusterName = Annotated[
 
 
 @cluster_app.command("up", cls=InLines)
-def cluster_up(file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Models, and how many executors and servers of each.")]) -> None:  # fmt: skip
+def cluster_up(
+    file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="Models, and how many executors and servers of each.")],
+    backend: Annotated[str | None, typer.Option(help="Where executors and servers run: local, on this host, or ray, on the nodes of the Ray cluster that this host belongs to. Default: as the file says, else local.")] = None,
+) -> None:  # fmt: skip
     """Start a cluster and watch over it until it is told to end."""
     from symbiosis.tools.cluster.commands import up
 
-    up(file)
+    up(file, backend)
 
 
 @cluster_app.command("status", cls=InLines)

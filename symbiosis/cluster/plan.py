@@ -13,6 +13,7 @@ from symbiosis.endpoints import is_loopback
 from symbiosis.errors import ConfigError
 
 NAME = re.compile(r"[\w][\w.-]{0,63}")
+BACKENDS = ("local", "ray")  # this host; the nodes of a Ray cluster
 OURS = {  # options that the cluster gives itself
     "executor": {"listen", "model", "config", "metrics-port"},
     "server": {"executor", "model", "config", "served-model-name", "adapters", "host", "port", "api-keys", "drain-s"},
@@ -27,6 +28,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     servers: int | tuple[int, int] = 1  # so many, or from so many to so many
     adapters: str | None = None  # a folder
     threads: int = 1  # of each process
+    gpus: float = 0  # of each process: its share of the GPU on which it is with the others of its executor, on Ray
     executor: dict[str, Any] = {}  # options of symbiosis-executor
     server: dict[str, Any] = {}  # options of symbiosis serve
 
@@ -37,6 +39,23 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     @property
     def most(self) -> int:
         return self.servers if isinstance(self.servers, int) else self.servers[1]
+
+    @property
+    def reserved(self) -> int:
+        """For how many servers there is room from the start. On a GPU it is for all: they must be on that of their executor."""
+        return self.most if self.gpus else self.least
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What each executor needs, on one node, together with its servers.
+
+        >>> ModelPlan(executors=2, servers=(3, 5), threads=2).bundles
+        [{'CPU': 4.0}, {'CPU': 6.0}]
+        """
+        served = [n % self.executors for n in range(1, self.reserved + 1)]
+        counts = [1 + served.count(place) for place in range(self.executors)]
+        gpus = [{"GPU": round(self.gpus * count, 4)} if self.gpus else {} for count in counts]
+        return [{"CPU": float(self.threads * count), **gpu} for count, gpu in zip(counts, gpus, strict=True)]
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -66,8 +85,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return is_loopback(f"{self.host}:{self.port}")
 
     def __post_init__(self) -> None:
-        if self.backend != "local":
-            raise ConfigError(f"backend: only local is there so far, not {self.backend!r:.50}")
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"backend: write {' or '.join(BACKENDS)}, not {self.backend!r:.50}")
         for name in (self.name or "cluster", *self.models):
             if not NAME.fullmatch(name):
                 raise ConfigError(
@@ -79,6 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError("front_ends must be at least 1, and port from 0 to 65535")
         for name, plan in self.models.items():
             _check(name, plan)
+            _check_gpus(name, plan, self.backend)
         for name, shares in self.aliases.items():
             check_shares(name, shares, self.models)
 
@@ -89,6 +109,19 @@ def _check(name: str, plan: ModelPlan) -> None:
     for kind, given in (("executor", plan.executor), ("server", plan.server)):
         if mine := OURS[kind] & {each.replace("_", "-") for each in given}:
             raise ConfigError(f"models.{name}.{kind}: {sorted(mine)[0]} is given by the cluster itself")
+
+
+def _check_gpus(name: str, plan: ModelPlan, backend: str) -> None:
+    if plan.gpus and backend != "ray":
+        raise ConfigError(
+            f"models.{name}: gpus is for backend: ray. Here `executor: {{device: cuda:1}}` says which GPU"
+        )
+    if not 0 <= plan.gpus <= 1 or round(plan.gpus, 4) != plan.gpus:
+        raise ConfigError(
+            f"models.{name}: gpus is a share of one GPU for each process: from 0 to 1, with four decimals"
+        )
+    if (most := max(each.get("GPU", 0.0) for each in plan.bundles)) > 1:
+        raise ConfigError(f"models.{name}: an executor and its servers share one GPU, and gpus gives them {most:g}")
 
 
 def check_shares(name: str, shares: Mapping[str, float], models: Collection[str]) -> None:

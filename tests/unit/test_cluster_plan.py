@@ -6,7 +6,7 @@ import pytest
 
 from symbiosis.cluster.front.asked import Asked
 from symbiosis.cluster.front.progress import Progress
-from symbiosis.cluster.plan import load
+from symbiosis.cluster.plan import ModelPlan, load
 from symbiosis.errors import ConfigError
 from symbiosis.tools.cluster.preflight import check
 
@@ -34,7 +34,10 @@ def test_the_example_is_a_plan() -> None:
         ("models: {demo: {servers: 0.5}}", r"models\[...\].servers"),
         ("models: {demo: {servers: [3, 1]}}", "models.demo: at least one executor"),
         ("models: {a/b: {}}", "'a/b' is no name"),
-        ("models: {demo: {}}\nbackend: cloud", "only local"),
+        ("models: {demo: {}}\nbackend: cloud", "write local or ray"),
+        ("models: {demo: {gpus: 0.5}}", "gpus is for backend: ray"),
+        ("models: {demo: {gpus: 0.33333}}\nbackend: ray", "with four decimals"),
+        ("models: {demo: {gpus: 0.4, servers: [0, 2]}}\nbackend: ray", "gpus gives them 1.2"),
         ("models: {no-such-model: {}}", "models.no-such-model: "),
         ("models: {demo: {server: {max-batch: 0}}}", "models.demo: max-batch must be positive"),
         ("models: {demo: {server: {port: 80}}}", "models.demo.server: port is given by the cluster"),
@@ -59,6 +62,12 @@ def test_what_is_wrong_is_said_at_once(tmp_path: Path, text: str, told: str) -> 
 
 def test_a_plan_that_is_right_is_taken(tmp_path: Path) -> None:
     plan_of(tmp_path, "models: {demo: {servers: [1, 2], threads: 2}, other: {model: demo}}")
+
+
+def test_what_is_together_on_a_node_of_ray() -> None:
+    """Each executor with its servers: on a GPU with all that it may have, else with those that are always there."""
+    assert ModelPlan(executors=2, servers=(1, 4)).bundles == [{"CPU": 1}, {"CPU": 2}]
+    assert ModelPlan(executors=2, servers=(1, 4), gpus=0.3).bundles == [{"CPU": 3, "GPU": 0.9}, {"CPU": 3, "GPU": 0.9}]
 
 
 def test_events_are_handed_on_without_their_comments() -> None:

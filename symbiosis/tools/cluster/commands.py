@@ -1,9 +1,11 @@
 """The commands of `symbiosis cluster`."""
 
 import time
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from symbiosis.cluster.plan import load
 from symbiosis.clusters import Told, running, told_by
@@ -13,18 +15,20 @@ from symbiosis.tools.cluster.preflight import check
 DOWN_S = 120.0
 
 
-def up(file: Path) -> None:
-    """Run a cluster until it is told to end."""
+def up(file: Path, backend: str | None = None) -> None:
+    """Run a cluster until it is told to end. `backend` goes before what the file says."""
     plan = load(file)
+    plan = replace(plan, backend=backend) if backend else plan
     listener = check(plan)
     from symbiosis.logs import name_process, set_up_logging
+    from symbiosis.tools.cluster.backend import open_backend
     from symbiosis.tools.cluster.control import Control
     from symbiosis.tools.cluster.up import Cluster, locked
 
     name_process("cluster")
     set_up_logging("text")
-    with locked(plan) as folder, listener:
-        cluster = Cluster(plan, listener)
+    with locked(plan) as folder, listener, closing(open_backend(plan, folder)) as opened:
+        cluster = Cluster(plan, listener, opened)
         Control(cluster, folder)
         cluster.run()
 

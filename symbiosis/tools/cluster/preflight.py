@@ -1,7 +1,7 @@
 """Finds out what is wrong with a cluster's file before anything is started, and says all of it at once."""
 
+import importlib.util
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
 from symbiosis.tools.serve import preflight as of_server
 
+NO_RAY = "backend: ray needs the package of an extra: pip install 'symbiosis-llm[ray]'"
+
 
 def check(plan: Plan) -> socket.socket:
     """Return the bound port of the front end, or raise a `ConfigError` with a line for each thing that is wrong."""
-    problems = [line for name, model in plan.models.items() for line in _of_model(plan, name, model)]
-    problems += [] if problems else _memory(plan)
+    is_here = plan.backend == "local"
+    problems = [line for name in plan.models for line in of_model(plan, name, is_here)]
+    problems += _memory(plan) if is_here and not problems else []
+    problems += [] if is_here or importlib.util.find_spec("ray") else [NO_RAY]
     listener = None
     try:
         listener = of_server.bound(ServeOptions(host=plan.host, port=plan.port))
@@ -45,15 +49,17 @@ def server_options(plan: Plan, name: str, **ours: Any) -> ServeOptions:
     return load_as(ServeOptions, {**given, **mine, **ours}, None, "symbiosis serve")
 
 
-def _of_model(plan: Plan, name: str, model: ModelPlan) -> Iterator[str]:
+def of_model(plan: Plan, name: str, is_here: bool) -> list[str]:
+    """Return what is wrong with a model's options and, if its processes run on this host, with what they need of it."""
+    model = plan.models[name]
     try:
-        of_executor.check(executor_options(model, name))
+        of_this = executor_options(model, name)
+        if is_here:
+            of_executor.check(of_this)
         options = server_options(plan, name, executor="local:///executor")
     except ConfigError as error:
-        yield from (f"models.{name}: {line}" for line in str(error).splitlines())
-        return
-    for test in of_server.TESTS:
-        yield from (f"models.{name}: {line}" for line in of_server.said(test, options))
+        return [f"models.{name}: {line}" for line in str(error).splitlines()]
+    return [f"models.{name}: {line}" for test in of_server.TESTS if is_here for line in of_server.said(test, options)]
 
 
 def _memory(plan: Plan) -> list[str]:

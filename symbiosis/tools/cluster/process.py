@@ -16,19 +16,18 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from symbiosis.cluster.placement import State
 from symbiosis.clusters import Member
+from symbiosis.tools.cluster.watched import Watched
 
 logger = logging.getLogger("symbiosis")
 
 LOOK_EVERY_S, ANSWER_S = 0.5, 2.0  # between two looks at its health, and for one
-LOST_S = 3.0  # one that says nothing for so long is taken for lost: its requests go elsewhere
 WORKS = ("serving", "ready", "draining", "ending")  # what a page of health says of one that works
 MOST_STARTS = 5  # without becoming ready
 
 
-class Process:
-    """One member of a cluster.
+class Process(Watched):
+    """One member of a cluster, on this host.
 
     Args:
         code: What Python is to run.
@@ -40,31 +39,11 @@ class Process:
         self, member: Member, code: list[str], threads: int = 1, health: str | None = None,
         descriptors: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
-        self.member, self._code, self._health, self._descriptors = member, code, health, descriptors
+        super().__init__(member)
+        self._code, self._health, self._descriptors = code, health, descriptors
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self._process: subprocess.Popen[str] | None = None
-        self.ready = threading.Event()
-        self.silent_s = 0.0
         self._family: dict[int, str] = {}  # the processes that it has started, and when they began
-        self.starts = 0  # since it was ready last
-        self.health: dict[str, object] = {}  # what its page told last
-        self.draining_since: float | None = None
-        self.comes_back, self._is_told = True, False  # when it ends; that it is to end
-
-    @property
-    def name(self) -> str:
-        return self.member.name
-
-    @property
-    def state(self) -> State | None:
-        """None: it does not run."""
-        if not self.is_running:
-            return None
-        if self.draining_since is not None:
-            return State.DRAINING
-        if not self.ready.is_set():
-            return State.STARTING
-        return State.LOST if self.silent_s > LOST_S else State.READY
 
     @property
     def is_running(self) -> bool:
@@ -78,29 +57,18 @@ class Process:
     def status(self) -> int:
         return (self._process.poll() or 0) if self._process else 0
 
-    @property
-    def requests(self) -> int:
-        """Under way when it was last asked."""
-        return int(str(self.health.get("requests", 0)))
-
-    def start(self) -> None:
-        self.ready, self.silent_s, self.health = threading.Event(), 0.0, {}
-        self.draining_since, self.comes_back, self._is_told = None, True, False
-        self.starts += 1
+    def _start(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, *self._code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
             env=self._environment, pass_fds=self._descriptors, start_new_session=True,
         )  # fmt: skip
         threading.Thread(target=self._watch, args=[self._process, self.ready], daemon=True).start()
 
-    def stop(self) -> None:
-        """Tell it to end, once: a second signal would not let it finish what it does."""
-        if self._process is not None and not self._is_told:
-            self._is_told = True
-            self._process.terminate()
+    def _stop(self) -> None:
+        assert self._process is not None
+        self._process.terminate()
 
     def kill(self) -> None:
-        """End it at once, with all that it has started, which may be frozen as well."""
         if self._process is None:
             return
         self._note_family()
@@ -116,7 +84,6 @@ class Process:
         self._family |= {pid: began_at(pid) for pid in descendants(self.pid)}
 
     def wait(self, seconds: float) -> bool:
-        """Whether it has ended by then."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             if self._process is not None:
                 self._process.wait(max(0.0, seconds))

@@ -1,7 +1,8 @@
-"""The processes of a cluster on this host, as a plan has them: the existing commands, and front ends."""
+"""The processes of a cluster, as a plan has them, on the host where they are started: the existing commands, and front ends."""
 
 import socket
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,23 +21,49 @@ SERVER = "import sys; sys.argv = ['symbiosis', 'serve', '--config', {file!r}]; f
 FRONT = "from symbiosis.cluster.front.process import main; main({started!r})"
 
 
-def executor(plan: Plan, model: str, number: int, folder: Path) -> Process:
-    name = f"{model}-executor-{number}"
-    port = free_port()
-    endpoint = f"local://{folder}/{name}.sock"
-    options = executor_options(plan.models[model], model, listen=(endpoint,), metrics_port=port)
+class Beyond(NamedTuple):
+    """How other hosts reach an executor: its second endpoint, and its keys."""
+
+    url: str
+    key: Path
+    tenants: Path
+
+
+def executor(plan: Plan, model: str, number: int, folder: Path, beyond: Beyond | None = None) -> Process:
+    name = executor_name(model, number)
+    port, endpoint = free_port(), endpoint_of(folder, name)
+    ours: dict[str, Any] = {"listen": (endpoint,)}
+    if beyond is not None:
+        ours = {"listen": (endpoint, beyond.url), "key": str(beyond.key), "tenants": str(beyond.tenants)}
+    options = executor_options(plan.models[model], model, metrics_port=port, **ours)
     code = COMMAND.format(name=name) + EXECUTOR.format(file=str(config_file(folder, name, options)))
     member = Member(name=name, kind="executor", model=model, url=endpoint)
     return Process(member, ["-c", code], plan.models[model].threads, f"http://127.0.0.1:{port}/health")
 
 
-def server(plan: Plan, model: str, number: int, of_model: int, folder: Path, executor: str) -> Process:
+def server(
+    plan: Plan, model: str, number: int, of_model: int, folder: Path, executor: str, host: str = "127.0.0.1"
+) -> Process:
     """Return a server. Its number is unique in the cluster; `of_model` counts those of the model."""
-    name = f"{model}-server-{of_model}"
-    options = server_options(plan, model, executor=executor)
-    code = COMMAND.format(name=name) + SERVER.format(file=str(config_file(folder, name, options)))
-    member = Member(name=name, kind="server", model=model, number=number, batch=options.max_batch)
+    member = server_member(plan, model, number, of_model)
+    options = server_options(plan, model, executor=executor, host=host)
+    file = config_file(folder, member.name, options)
+    code = COMMAND.format(name=member.name) + SERVER.format(file=str(file))
     return Process(member, ["-c", code], plan.models[model].threads)
+
+
+def executor_name(model: str, number: int) -> str:
+    return f"{model}-executor-{number}"
+
+
+def endpoint_of(folder: Path, name: str) -> str:
+    """Return where processes of the same host find an executor."""
+    return f"local://{folder}/{name}.sock"
+
+
+def server_member(plan: Plan, model: str, number: int, of_model: int) -> Member:
+    batch = server_options(plan, model).max_batch
+    return Member(name=f"{model}-server-{of_model}", kind="server", model=model, number=number, batch=batch)
 
 
 def front(plan: Plan, number: int, listener: socket.socket) -> Process:
@@ -49,6 +76,7 @@ def front(plan: Plan, number: int, listener: socket.socket) -> Process:
     return Process(Member(name=name, kind="front"), ["-c", code], descriptors=(listener.fileno(),))
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
+def free_port(host: str = "127.0.0.1") -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as found:
         return int(found.getsockname()[1])

@@ -20,8 +20,10 @@ from symbiosis.clusters import Told, clusters_dir, folder_of, tell
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.security.ownership import make_folder
 from symbiosis.tools.cluster import start
+from symbiosis.tools.cluster.backend import Backend
 from symbiosis.tools.cluster.preflight import server_options
-from symbiosis.tools.cluster.process import MOST_STARTS, Process
+from symbiosis.tools.cluster.process import MOST_STARTS
+from symbiosis.tools.cluster.watched import Watched
 from symbiosis.tools.serve.preflight import folder_of as adapters_folder
 
 logger = logging.getLogger("symbiosis")
@@ -36,12 +38,11 @@ OPEN = "anybody who can connect to %s may use this cluster, and send adapters: n
 class Cluster:
     """The processes of a cluster, by name. Only the thread that runs it starts and ends any."""
 
-    def __init__(self, plan: Plan, listener: socket.socket) -> None:
-        self.plan, self._listener = plan, listener
-        self.folder = folder_of(plan.name)
-        self.members: dict[str, Process] = {}
+    def __init__(self, plan: Plan, listener: socket.socket, backend: Backend) -> None:
+        self.plan, self._listener, self._backend = plan, listener, backend
+        self.members: dict[str, Watched] = {}
         self.aliases = dict(plan.aliases)
-        self._leaving: list[Process] = []  # front ends that finish what they have, and have successors
+        self._leaving: list[Watched] = []  # front ends that finish what they have, and have successors
         self._again: dict[str, float] = {}  # when to start one that could not
         self._worked: dict[str, float] = {}  # when a server was last seen at work
         self._ending = threading.Event()
@@ -94,12 +95,11 @@ class Cluster:
     def _plan_members(self) -> None:
         plan, number = self.plan, 0
         for model, of_model in plan.models.items():
-            executors = [start.executor(plan, model, n, self.folder) for n in range(1, of_model.executors + 1)]
+            executors = [self._backend.executor(model, n) for n in range(1, of_model.executors + 1)]
             self.members |= {each.name: each for each in executors}
             for n in range(1, of_model.most + 1):
                 number += 1
-                endpoint = executors[n % len(executors)].member.url
-                server = start.server(plan, model, number, n, self.folder, endpoint)
+                server = self._backend.server(model, number, n, executors[n % len(executors)])
                 server.comes_back = n <= of_model.least
                 self.members[server.name] = server
         for n in range(1, plan.front_ends + 1):
@@ -107,6 +107,7 @@ class Cluster:
             self.members[front.name] = front
 
     def _look(self) -> None:
+        self._backend.check()
         while self._orders:
             self._orders.pop(0)()
         for process in self.members.values():
@@ -131,7 +132,7 @@ class Cluster:
         known = all(isinstance(ready, list) and servers <= set(ready) for ready in fronts)
         return known and all(each.state is State.READY for each in due)
 
-    def _look_at(self, process: Process) -> None:
+    def _look_at(self, process: Watched) -> None:
         """Start one that is to run, end one that is to end, and end one that has frozen."""
         now = time.monotonic()
         if not process.is_running:
@@ -147,9 +148,9 @@ class Cluster:
             logger.error("%s has said nothing for %.0f s and is killed", process.name, process.silent_s)
             process.kill()
 
-    def _may_start(self, process: Process, now: float) -> bool:
+    def _may_start(self, process: Watched, now: float) -> bool:
         """Whether all that it needs is there, and it has not just failed."""
-        if process.pid and process.draining_since is None and process.name not in self._again:
+        if process.was_started and process.draining_since is None and process.name not in self._again:
             logger.error("%s ended (status %d)", process.name, process.status)
             process.kill()  # what it has started, if anything is left
             failed = not process.ready.is_set()
@@ -162,7 +163,7 @@ class Cluster:
                 return False
         return now >= self._again.get(process.name, 0.0)
 
-    def _start(self, process: Process) -> None:
+    def _start(self, process: Watched) -> None:
         self._again.pop(process.name, None)
         self._worked[process.name] = time.monotonic()
         process.start()
@@ -206,7 +207,7 @@ class Cluster:
         if not change.start and not change.release:
             self._consolidate(found, plan.least, snapshot)
 
-    def _consolidate(self, found: list[Server], least: int, snapshot: dict[int, Process]) -> None:
+    def _consolidate(self, found: list[Server], least: int, snapshot: dict[int, Watched]) -> None:
         """Let the least busy server drain, if the others have room for what it does, and an idle one stays for what comes next."""
         live = [each for each in found if each.state is State.READY]
         requests = {each.number: dict.fromkeys(range(each.running), Wish(model=each.model)) for each in live}

@@ -1,0 +1,50 @@
+"""Where the executors and servers of a cluster run: on this host, or on the nodes of a Ray cluster. Front ends run on the host of `cluster up`."""
+
+from pathlib import Path
+from typing import Protocol
+
+from symbiosis.cluster.plan import Plan
+from symbiosis.tools.cluster import start
+from symbiosis.tools.cluster.watched import Watched
+
+
+class Backend(Protocol):
+    """Makes the processes of a cluster; `Cluster` says when they start and end."""
+
+    def executor(self, model: str, number: int) -> Watched: ...
+
+    def server(self, model: str, number: int, of_model: int, executor: Watched) -> Watched:
+        """Return a server that uses this executor. Its number is unique in the cluster; `of_model` counts those of the model."""
+        ...
+
+    def check(self) -> None:
+        """Raise `SymbiosisError` if what it stands on is gone."""
+
+    def close(self) -> None:
+        """Give back what it has taken. All processes have ended, or were killed."""
+
+
+class Local:
+    """Processes of this host."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+
+    def executor(self, model: str, number: int) -> Watched:
+        return start.executor(self._plan, model, number, self._folder)
+
+    def server(self, model: str, number: int, of_model: int, executor: Watched) -> Watched:
+        return start.server(self._plan, model, number, of_model, self._folder, executor.member.url)
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def open_backend(plan: Plan, folder: Path) -> Backend:
+    """Return the backend that a cluster's file names. Raises `ConfigError` if it is not there, or has no room for the cluster."""
+    if plan.backend == "ray":
+        from symbiosis.tools.cluster.on_ray import OnRay
+
+        return OnRay(plan, folder)
+    return Local(plan, folder)

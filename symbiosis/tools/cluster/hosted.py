@@ -1,0 +1,142 @@
+"""One process of a cluster on a node of Ray: an actor there makes its files, starts it and watches it, as `cluster up` does on its own host."""
+
+import shutil
+import socket
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from symbiosis.cluster.plan import Plan
+from symbiosis.clusters import clusters_dir
+from symbiosis.security.ownership import make_folder
+from symbiosis.tools.cluster import start
+from symbiosis.tools.cluster.process import Process
+
+EXECUTOR_KEY, TENANT = "executor", "cluster"  # the names of the keys of a cluster
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor has to know of its process."""
+
+    plan: Plan
+    model: str
+    number: int  # of an executor: among those of the model; of a server: in the cluster
+    of_model: int = 0  # of a server: among those of the model
+    executor: int = 0  # of a server: the number of the executor on its node; 0: this is an executor
+    home: str = ""  # the node of `cluster up`, which reaches what runs there without the network
+    keys: dict[str, str] = {}  # texts of files, for executors on other nodes: their pair, and who may come in
+
+    @property
+    def name(self) -> str:
+        if not self.executor:
+            return start.executor_name(self.model, self.number)
+        return start.server_member(self.plan, self.model, self.number, self.of_model).name
+
+
+class Seen(msgspec.Struct, frozen=True, kw_only=True):
+    """What an actor tells of its process."""
+
+    node: str = ""
+    pid: int = 0
+    status: int | None = None  # None: it runs
+    is_ready: bool = False
+    url: str = ""
+    silent_s: float = 0.0
+    health: dict[str, object] = {}
+
+
+class Hosted:
+    """What the actor does. Whatever it is asked, it answers at once."""
+
+    def __init__(self, task: Task) -> None:
+        self._task, self._node, self._url = task, "", ""
+        self._process: Process | None = None
+
+    def begin(self, node: str, address: str, port: int) -> Seen:
+        """Start the process.
+
+        Args:
+            node, address: Where this is, and how other nodes reach it.
+            port: At which an executor was reached before.
+        """
+        self._node = node
+        self._remove_files()
+        make_folder(clusters_dir().parent)
+        make_folder(clusters_dir())
+        make_folder(self._folder)
+        host = "127.0.0.1" if node == self._task.home else address
+        self._process = self._server(host) if self._task.executor else self._executor(host, port)
+        self._process.start()
+        return self.look()
+
+    def _server(self, host: str) -> Process:
+        task = self._task
+        endpoint = start.endpoint_of(self._folder, start.executor_name(task.model, task.executor))
+        return start.server(task.plan, task.model, task.number, task.of_model, self._folder, endpoint, host)
+
+    def _executor(self, host: str, port: int) -> Process:
+        task, beyond = self._task, None
+        if self._node != task.home:
+            beyond = self._beyond(host, port)
+            self._url = beyond.url
+        return start.executor(task.plan, task.model, task.number, self._folder, beyond)
+
+    def _beyond(self, host: str, port: int) -> start.Beyond:
+        """Write the keys, and return where trainers of other hosts come in."""
+        tenants = self._keys / "tenants"
+        make_folder(self._keys)
+        make_folder(tenants)
+        for name, text in self._task.keys.items():
+            file = (tenants if name.endswith(".pub") else self._keys) / name
+            file.touch(mode=0o600)
+            file.write_text(text)
+        url = f"tcp://{host}:{port if port and is_free(host, port) else start.free_port(host)}"
+        return start.Beyond(url, self._keys / f"{EXECUTOR_KEY}.key", tenants)
+
+    def look(self) -> Seen:
+        process = self._process
+        assert process is not None
+        return Seen(
+            node=self._node, pid=process.pid, status=None if process.is_running else process.status,
+            is_ready=process.ready.is_set(), url=self._url or process.member.url, silent_s=process.silent_s,
+            health=process.health,
+        )  # fmt: skip
+
+    def stop(self) -> Seen:
+        if self._process is not None:
+            self._process.stop()
+        return self.look()
+
+    def kill(self) -> None:
+        """End the process, if it runs, with all that it has started, and leave no file."""
+        if self._process is not None:
+            self._process.kill()
+        self._remove_files()
+        with suppress(OSError):
+            self._folder.rmdir()  # if it was the last one
+
+    @property
+    def _folder(self) -> Path:
+        """What processes of the cluster have on this node. No cluster of this host has such a name."""
+        return clusters_dir() / f"{self._task.plan.name}@ray"
+
+    @property
+    def _keys(self) -> Path:
+        return self._folder / f"{self._task.name}.keys"
+
+    def _remove_files(self) -> None:
+        """Remove what this process has, or one of its name has left that was killed."""
+        shutil.rmtree(self._keys, ignore_errors=True)
+        for ending in ("yaml", "sock"):
+            with suppress(OSError):
+                (self._folder / f"{self._task.name}.{ending}").unlink()
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a port can be taken."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True

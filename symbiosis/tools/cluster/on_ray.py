@@ -1,0 +1,339 @@
+"""The backend `ray`: an actor of Ray for each executor and server, and a placement group for each model. No tensor goes through Ray.
+
+Each bundle of a model's group has an executor and the servers that use it, so they are on one node, and find each other as on one host.
+The actors belong to the job of `cluster up`: Ray ends them, and with them what they have started, however that process ends.
+"""
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import ray
+from msgspec.structs import replace
+from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from symbiosis.cluster.plan import ModelPlan, Plan
+from symbiosis.clusters import Member
+from symbiosis.endpoints import reaches_other_hosts
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.executor.model.checkpoint import is_path
+from symbiosis.security.keys import generate
+from symbiosis.tools.cluster import preflight, start
+from symbiosis.tools.cluster.hosted import EXECUTOR_KEY, TENANT, Hosted, Seen, Task
+from symbiosis.tools.cluster.watched import Watched
+
+logger = logging.getLogger("symbiosis")
+
+LOOK_EVERY_S, ANSWER_S, KILL_S = 0.25, 2.0, 3.0
+PLACE_S = 30.0  # for Ray to find room for a model
+HEAD_S = 30.0  # the head of Ray may be away; it ends this process itself after a minute
+END_S = 20.0
+GENERATIONS = count(1)  # an actor's name is free some time after its end only
+
+
+class Actor(Hosted):
+    """A process of a cluster, where Ray has put it."""
+
+    def start(self, port: int) -> Seen:
+        return self.begin(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port)
+
+
+@dataclass(eq=False)
+class Life:
+    """An actor from its start to its end."""
+
+    seen: Seen = field(default_factory=Seen)
+    changed: threading.Event = field(default_factory=threading.Event)
+    over: threading.Event = field(default_factory=threading.Event)
+    is_told = is_killed = False  # to end; at once
+
+
+class Placed(Watched):
+    """A process on a node of Ray. A thread asks its actor how it is.
+
+    Args:
+        where: Options of Ray that say where it runs, and what it takes there.
+    """
+
+    def __init__(self, member: Member, task: Task, where: Callable[[], dict[str, Any]], keys: str = "") -> None:
+        super().__init__(member)
+        self._task, self._where, self._keys = task, where, keys
+        self._life: Life | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._life is not None and not self._life.is_killed and not self._life.over.is_set()
+
+    @property
+    def pid(self) -> int:
+        return self._life.seen.pid if self._life else 0
+
+    @property
+    def node(self) -> str:
+        """Where it runs or ran, as Ray calls it."""
+        return self._life.seen.node if self._life else ""
+
+    @property
+    def status(self) -> int:
+        return (self._life.seen.status or 0) if self._life else 0
+
+    def kill(self) -> None:
+        if self._life is not None:
+            self._life.is_killed = True
+            self._life.changed.set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._life is None or self._life.over.wait(max(0.0, seconds))
+
+    def _start(self) -> None:
+        self._life = Life()
+        threading.Thread(target=self._run, args=[self._life, self.ready], daemon=True).start()
+
+    def _stop(self) -> None:
+        assert self._life is not None
+        self._life.is_told = True
+        self._life.changed.set()
+
+    def _run(self, life: Life, ready: threading.Event) -> None:
+        try:
+            name = f"{self.name}.{next(GENERATIONS)}"
+            actor = ray.remote(Actor).options(name=name, max_restarts=0, **self._where()).remote(self._task)
+            try:
+                self._follow(life, ready, actor)
+            finally:
+                _end(actor)
+        except (RayError, ValueError) as error:
+            life.seen = replace(life.seen, status=1)
+            if not life.is_killed:
+                logger.error("%s: Ray says: %s", self.name, str(error).strip())
+        finally:
+            life.over.set()
+
+    def _follow(self, life: Life, ready: threading.Event, actor: Any) -> None:
+        """Ask an actor how it is until its process has ended, or is to be killed."""
+        asked, is_told, answered = actor.start.remote(self._port), False, time.monotonic()
+        while not life.is_killed and life.seen.status is None:
+            if (seen := _answer(asked)) is not None:
+                answered = time.monotonic()
+                self._take(seen, life, ready)
+            elif life.seen.pid:
+                self.silent_s = time.monotonic() - answered
+            elif life.is_told:
+                return  # it has no node yet
+            life.changed.wait(LOOK_EVERY_S)
+            life.changed.clear()
+            if life.is_told and not is_told and life.seen.pid:
+                asked, is_told = actor.stop.remote(), True
+            elif seen is not None or _has_failed(asked):
+                asked = actor.look.remote()
+
+    def _take(self, seen: Seen, life: Life, ready: threading.Event) -> None:
+        life.seen = seen
+        if life is not self._life:
+            return
+        self.silent_s, self.health = seen.silent_s, seen.health
+        if seen.is_ready and not ready.is_set():
+            self.member = replace(self.member, url=seen.url + (self._keys if reaches_other_hosts(seen.url) else ""))
+            self.starts = 0
+            ready.set()
+            logger.info("%s is ready (pid %d of node %s)", self.name, seen.pid, seen.node[:8])
+
+    @property
+    def _port(self) -> int:
+        """Where trainers look for an executor that was there before; 0: nowhere."""
+        url = self.member.url.partition("?")[0]
+        return int(url.rpartition(":")[2]) if reaches_other_hosts(url) else 0
+
+
+def _answer(asked: Any) -> Seen | None:
+    """Return what an actor tells, None if it says nothing now. Raises a `RayError` when it is dead."""
+    try:
+        return ray.get(asked, timeout=ANSWER_S)
+    except (GetTimeoutError, ActorUnavailableError):
+        return None
+
+
+def _has_failed(asked: Any) -> bool:
+    """Whether nothing will come any more of a question that had no answer."""
+    return bool(ray.wait([asked], timeout=0)[0])
+
+
+def _end(actor: Any) -> None:
+    """End an actor with all that it has started."""
+    with suppress(RayError):
+        ray.get(actor.kill.remote(), timeout=KILL_S)
+    with suppress(RayError, ValueError):
+        ray.kill(actor)
+
+
+class OnRay:
+    """The nodes of the Ray cluster that this host belongs to. Raises `ConfigError` if there is none, or it has no room."""
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        connect(plan.name)
+        context = ray.get_runtime_context()
+        self._home, self._head = context.get_node_id(), Head(context.gcs_address)
+        models = {name: replace(each, model=_whole(each.model or name)) for name, each in plan.models.items()}
+        self._plan = replace(plan, models=models)
+        self._keys, self._query = _make_keys(folder)
+        self._placed: list[Placed] = []
+        self._groups: dict[str, PlacementGroup] = {}
+        try:
+            self._place()
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self) -> None:
+        """Have Ray reserve what all models need at least, and have one node of each look at what is wrong there."""
+        for name, model in self._plan.models.items():
+            self._groups[name] = placement_group(model.bundles, "SPREAD", f"{self._plan.name}/{name}")
+        deadline = time.monotonic() + PLACE_S
+        for name, group in self._groups.items():
+            if not group.wait(max(0.0, deadline - time.monotonic())):
+                raise ConfigError(_no_room(name, self._plan.models[name]))
+        of_model = ray.remote(preflight.of_model)
+        asked = [
+            of_model.options(**self._in_bundle(name, 0)).remote(self._plan, name, is_here=True) for name in self._groups
+        ]
+        try:
+            problems = [line for lines in ray.get(asked) for line in lines]
+        except RayError as error:
+            raise ConfigError(f"backend: ray: a node cannot check the models: {str(error).strip()}") from None
+        if problems:
+            raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+    def executor(self, model: str, number: int) -> Watched:
+        task = Task(plan=self._plan, model=model, number=number, home=self._home, keys=self._keys)
+        member = Member(name=task.name, kind="executor", model=model)
+        return self._add(Placed(member, task, lambda: self._in_bundle(model, number - 1), self._query))
+
+    def server(self, model: str, number: int, of_model: int, executor: Watched) -> Watched:
+        plan = self._plan.models[model]
+        place = int(executor.name.rpartition("-")[2])
+        task = Task(
+            plan=self._plan, model=model, number=number, of_model=of_model, executor=place, home=self._home
+        )  # fmt: skip
+        member = start.server_member(self._plan, model, number, of_model)
+        if of_model <= plan.reserved:
+            return self._add(Placed(member, task, lambda: self._in_bundle(model, place - 1)))
+        assert isinstance(executor, Placed)
+        return self._add(Placed(member, task, lambda: {**_share(plan), **_beside(executor)}))
+
+    def _add(self, placed: Placed) -> Placed:
+        self._placed.append(placed)
+        return placed
+
+    def _in_bundle(self, model: str, index: int) -> dict[str, Any]:
+        where = PlacementGroupSchedulingStrategy(self._groups[model], placement_group_bundle_index=index)
+        return {**_share(self._plan.models[model]), "scheduling_strategy": where}
+
+    def check(self) -> None:
+        if (away := self._head.away_s) > HEAD_S:
+            raise SymbiosisError(
+                f"the head of Ray at {self._head.address} has been gone for {away:.0f} s: start Ray again, then this cluster"
+            )
+
+    def close(self) -> None:
+        deadline = time.monotonic() + END_S
+        for placed in self._placed:
+            placed.kill()
+        for placed in self._placed:
+            placed.wait(deadline - time.monotonic())
+        self._head.close()
+        if self._head.away_s:
+            return  # Ray would wait for it
+        for group in self._groups.values():
+            with suppress(RayError):
+                remove_placement_group(group)
+        ray.shutdown()
+
+
+class Head:
+    """Notices that the head of Ray does not listen any more."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self._gone_since = address, 0.0
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def away_s(self) -> float:
+        return time.monotonic() - self._gone_since if self._gone_since else 0.0
+
+    def close(self) -> None:
+        self._ended.set()
+
+    def _run(self) -> None:
+        host, _, port = self.address.rpartition(":")
+        while not self._ended.wait(1.0):
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+            except OSError:
+                if not self._gone_since:
+                    logger.error(
+                        "the head of Ray at %s does not answer: nothing that dies is started again", self.address
+                    )
+                    self._gone_since = time.monotonic()
+            else:
+                self._gone_since = 0.0
+
+
+def connect(name: str) -> None:
+    """Join the Ray cluster of this host."""
+    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+        raise ConfigError(
+            "backend: ray: run `symbiosis cluster up` on a node of Ray: $RAY_ADDRESS is that of Ray's client"
+        )
+    try:
+        ray.init("auto", namespace=name, configure_logging=False)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        told = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"backend: ray: {told}\nStart it with: ray start --head (others join by: ray start --address HEAD:6379)"
+        ) from None
+
+
+def _share(model: ModelPlan) -> dict[str, Any]:
+    return {"num_cpus": model.threads, "num_gpus": model.gpus}
+
+
+def _beside(executor: Placed) -> dict[str, Any]:
+    """Where its executor is."""
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(executor.node, soft=False)}
+
+
+def _no_room(name: str, model: ModelPlan) -> str:
+    needed = "; ".join(", ".join(f"{amount:g} {what}" for what, amount in each.items()) for each in model.bundles)
+    free = ray.available_resources()
+    has = [
+        f"{free.get(what, 0):g} of {amount:g} {what} free"
+        for what, amount in ray.cluster_resources().items()
+        if what in ("CPU", "GPU")
+    ]
+    return (
+        f"models.{name}: Ray found no room within {PLACE_S:g} s. Each executor needs, on one node and with its servers: {needed}. "
+        f"All {sum(node['Alive'] for node in ray.nodes())} nodes together have {', '.join(has) or 'none of it'}"
+    )
+
+
+def _whole(model: str) -> str:
+    """Return a model as nodes find it, which have another working directory."""
+    return str(Path(model).expanduser().resolve()) if is_path(model) else model
+
+
+def _make_keys(folder: Path) -> tuple[dict[str, str], str]:
+    """Make the keys of this cluster's executors and of its trainers. Return the files for nodes, and how an endpoint names those of trainers."""
+    secret, public = generate(EXECUTOR_KEY, folder)
+    mine, others = generate(TENANT, folder)
+    return {secret.name: secret.read_text(), others.name: others.read_text()}, f"?server={public}&key={mine}"
