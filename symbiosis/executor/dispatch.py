@@ -60,6 +60,8 @@ class Dispatch:
         self.keyring, self.nccl = keyring, keyring is None if options.nccl is None else options.nccl
         self._sessions, self._register, self._ledger, self._figures = sessions, register, ledger, figures
         self._attempt, self._batcher = attempt, batcher
+        self.kept_out, self.came_in_vain = register.kept_out, ledger.came_in_vain
+        self.commons = store.commons_files
         outcomes = Outcomes(ledger, attempt)
         self.engine = Engine(
             store,
@@ -108,9 +110,6 @@ class Dispatch:
             hosts=options.host_of_each, begins=dict(store.on_gpus.begins) if store.on_gpus and options.spread_rows else {},
         )  # fmt: skip
 
-    def kept_out(self, why: str, address: str, tenant: str = "") -> None:
-        self._register.kept_out(why, address, tenant)
-
     def heard(self, peer: Peer) -> None:
         if peer.session is not None:
             peer.session.heard = monotonic()
@@ -156,16 +155,17 @@ class Dispatch:
         held, scratch = (plan.held, plan.scratch) if plan else (self._figures.nbytes, 0)
         session.account.check(session.peer, held, session.held, session.heard, scratch)
 
-    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> bool:
         session: ServedSession = peer.session
         try:
             item = self._item(session, seq, call, payload)
         except Exception as error:  # whatever it is: the executor has other clients
             self._refuse(session, seq, call, call_error(error))
-            return
+            return False
         session.begin(item.work.plan.held)
         self._ledger.came(session, item.work.plan)
         self._batcher.add(item)
+        return True
 
     def _item(self, session: ServedSession, seq: int, call: Call, payload: tuple[Tensor, ...]) -> Item:
         peer = session.peer
@@ -197,6 +197,8 @@ class Dispatch:
         if error.code is not Code.GROW:
             self._ledger.refused(error.code)
             self._ledger.refused_call(session, call, error.code)
+            if error.code is not Code.BUSY:  # those who are told to wait send it again
+                session.account.sent(0, 0, call.nbytes)
         refuse(session.peer, seq, error)
 
     def shape(self, call: Call) -> tuple[int, ...]:
@@ -209,9 +211,6 @@ class Dispatch:
     def results(self, call: Call) -> Shapes:
         plan = self._plan(call)
         return plan.parts if plan.parts and call.op is Op.FORWARD else (plan.shape,)
-
-    def commons(self) -> Sequence[BinaryIO]:
-        return self._store.commons_files()
 
     def served_weights(self) -> Sequence[BinaryIO]:
         return self._store.files

@@ -14,6 +14,7 @@ from symbiosis.executor.observe.log import log, worth_logging
 from symbiosis.executor.scheduling.queue import Batch
 from symbiosis.executor.work import DeviceWork, Repeated, Work
 from symbiosis.protocol import Call, Op, Reply
+from symbiosis.transport.base import Peer
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class Ledger:
         self.errors: Counter[str] = Counter()
         self.refused_joins: Counter[tuple[str, str]] = Counter()  # by tenant and code
         self.kept_out: Counter[str] = Counter()  # handshakes that were refused, by reason
+        self.in_vain: Counter[tuple[str, str]] = Counter()  # bytes of what was refused, by tenant and transport
         self.dropped = 0  # sessions that were dropped for silence
 
     # ------------------------------------------------------------------ what came
@@ -71,6 +73,10 @@ class Ledger:
                 logging.WARNING, "call refused", session=session.number, code=code.name, op=call.op.name, layer=layer,
                 shape=call.shape, dtype=call.dtype, refused=session.refused,
             )  # fmt: skip
+
+    def came_in_vain(self, peer: Peer, nbytes: int) -> None:
+        """Count bytes that came with what was refused."""
+        self.in_vain[peer.tenant or "", peer.transport] += nbytes
 
     # ------------------------------------------------------------------ what was answered
 

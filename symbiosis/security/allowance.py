@@ -28,6 +28,13 @@ class Allowance:
         self._used[who] = max(now, self._used.get(who, now)) + times * self._each_s
         return True
 
+    def spends(self, who: Hashable, now: float, times: int) -> bool:
+        """Count what `who` has done, so many times. Return whether that was allowed: once, however often at a time, unless its share was
+        used up before."""
+        allowed = self._used.get(who, now) <= now + self._saved_s
+        self._used[who] = max(now, self._used.get(who, now)) + times * self._each_s
+        return allowed
+
     def forget(self, now: float) -> None:
         """Forget callers that are as good as new. Call it now and then."""
         self._used = {who: used for who, used in self._used.items() if used > now}

@@ -221,8 +221,12 @@ class ServerPort(Protocol):
         """Refuse a call because too many wait to be read, and tell the client to send it again later."""
         ...
 
-    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
-        """Take a call that was admitted."""
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> bool:
+        """Take a call that was admitted. Return whether it was taken; if not, it has been refused."""
+        ...
+
+    def came_in_vain(self, peer: Peer, nbytes: int) -> None:
+        """Count bytes that came with what was refused."""
         ...
 
     def shape(self, call: Call) -> tuple[int, ...]:

@@ -12,12 +12,24 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from prometheus_client import CollectorRegistry
 from torch import nn
 
 from symbiosis.client.session import Session
-from symbiosis.errors import ProtocolError
+from symbiosis.errors import CallError, ProtocolError
 from symbiosis.executor.observe import join_log
-from symbiosis.protocol import LONGEST_BEAT_S, MAX_WELCOME, Bye, Hello, Limits, Op, encode_control
+from symbiosis.executor.observe.prometheus import PrometheusCollector
+from symbiosis.protocol import (
+    LONGEST_BEAT_S,
+    MAX_WELCOME,
+    Bye,
+    Call,
+    Hello,
+    Limits,
+    Op,
+    encode_call,
+    encode_control,
+)
 from symbiosis.security.allowance import Allowance
 from symbiosis.transport.tcp import discard, gate, lookout, waiting_room
 from symbiosis.transport.tcp import listener as tcp_listener
@@ -152,6 +164,68 @@ def test_a_client_holds_little_of_a_message_that_never_ends(when: str) -> None:
                 session.call(Op.ECHO, 0, torch.ones(2, 8))
     in_kernel = 16 << 20  # what both sides' buffers take
     assert sum(sent) < in_kernel + 2 * MAX_WELCOME
+
+
+# ---------------------------------------------------------------- bytes that come in vain
+
+LARGE = Call(Op.ECHO, 0, "float32", (1 << 20, 1))  # 4 MiB
+OF_NO_LAYER = Call(Op.FORWARD, 9_999, "float32", (1 << 20, 1))
+
+
+def in_vain(raw: Raw, frames: list[bytes], most: int) -> int:
+    """Send a message again and again, at most so many bytes. Return how many were sent before the connection was ended."""
+    sent, raw.socket.sndtimeo = 0, 1000
+    while sent < most and not raw.was_hung_up_on:
+        with suppress(zmq.Again):
+            raw.socket.send_multipart(frames, copy=False)
+            sent += sum(map(len, frames))
+        while raw.socket.poll(5):
+            raw.socket.recv_multipart()
+    return sent
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [encode_call(OF_NO_LAYER, 1), bytes(4 << 20)],
+        [encode_call(LARGE, 1), bytes(4 << 20), bytes(1)],
+        [bytes(4 << 20)],
+    ],
+    ids=["a refused call", "wrong frames", "no message"],
+)
+def test_who_sends_much_that_is_refused_is_hung_up_on(house: Any, frames: list[bytes], llama: nn.Module) -> None:
+    """Long before there are very many refusals."""
+    raw, ledger = Raw.joined(house.endpoint), house.server.ledger
+    with Bystander(house.endpoint, llama) as innocent:
+        most = 2 * tcp_listener.IN_VAIN_PER_S
+        assert in_vain(raw, frames, 3 * most) < most * 1.2
+        assert raw.was_hung_up_on
+        innocent.goes_on()
+    assert tcp_listener.IN_VAIN_PER_S < ledger.in_vain["", "tcp"] < most * 1.2
+    told = CollectorRegistry()
+    told.register(PrometheusCollector(house.server.snapshot))
+    labels = {"tenant": "", "transport": "tcp"}
+    assert told.get_sample_value("symbiosis_in_vain_bytes_total", labels) == ledger.in_vain["", "tcp"]
+    raw.close()
+
+
+def test_a_tenant_may_send_as_much_in_vain_as_its_rate_of_bytes(serve: Callable) -> None:
+    house = serve(tiny_llama(), listen="tcp://127.0.0.1:0", policy="immediate", max_tenant_bytes_per_s=1 << 20)
+    raw = Raw.joined(house.endpoint)
+    assert in_vain(raw, [encode_call(LARGE, 1), bytes(1 << 20)], 16 << 20) < 8 << 20
+    assert raw.was_hung_up_on
+    raw.close()
+
+
+def test_one_large_call_that_is_refused_ends_nothing(house: Any) -> None:
+    """It may be larger than all that may come in vain in a second."""
+    session = Session(house.endpoint)
+    many = torch.ones(1, tcp_listener.IN_VAIN_PER_S // 4 + 1)  # of no width that a layer has
+    with pytest.raises(CallError):
+        session.call(Op.FORWARD, 1, many)
+    assert echoes(session) and session.stats.reconnects == 0
+    assert house.server.ledger.in_vain["", "tcp"] > many.nbytes
+    session.close()
 
 
 # ---------------------------------------------------------------- very many connections

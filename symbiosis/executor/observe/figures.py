@@ -52,6 +52,7 @@ def snapshot_of(
         tenants=usage,
         refused_joins=[(tenant, code, times) for (tenant, code), times in list(ledger.refused_joins.items())],
         kept_out=dict(ledger.kept_out),
+        in_vain=[(tenant, transport, nbytes) for (tenant, transport), nbytes in list(ledger.in_vain.items())],
     )  # fmt: skip
 
 

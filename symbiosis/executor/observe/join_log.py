@@ -62,7 +62,7 @@ class JoinLog:
             log(logging.WARNING, "join refused", **who)
             self._write("refused", **who, address=peer.address)
 
-    def kept_out(self, why: str, address: str, tenant: str) -> None:
+    def kept_out(self, why: str, address: str, tenant: str = "") -> None:
         """Record a connection that was closed before it could ask to join."""
         self._ledger.kept_out[why] += 1
         if times := self._times_to_tell(why, address):

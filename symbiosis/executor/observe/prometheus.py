@@ -81,10 +81,14 @@ def _by_label(now: Snapshot) -> Iterator[Metric]:
         for key, value in values.items():
             family.add_metric([key], value)
         yield family
-    family = CounterMetricFamily("symbiosis_refused_joins", "Joins refused", labels=["tenant", "code"])
-    for tenant, code, value in now.refused_joins:
-        family.add_metric([tenant, code], value)
-    yield family
+    for name, second, text, counts in (
+        ("refused_joins", "code", "Joins refused", now.refused_joins),
+        ("in_vain_bytes", "transport", "Bytes that came with what was refused", now.in_vain),
+    ):
+        family = CounterMetricFamily(f"symbiosis_{name}", text, labels=["tenant", second])
+        for tenant, label, value in counts:
+            family.add_metric([tenant, label], value)
+        yield family
 
 
 def _batch_sizes(now: Snapshot) -> HistogramMetricFamily:

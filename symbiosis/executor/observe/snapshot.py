@@ -70,6 +70,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     tenants: dict[str, Usage] = {}  # by name; without keys, all clients under ""
     refused_joins: list[tuple[str, str, int]] = []  # tenant, code and count
     kept_out: dict[str, int] = {}  # refused handshakes, by reason
+    in_vain: list[tuple[str, str, int]] = []  # tenant, transport, and bytes that came with what was refused
     gather_bytes: int = 0  # of buffers for weights that are gathered from other GPUs
 
     @property
@@ -105,17 +106,14 @@ def of_service(ranks: Sequence[tuple[int, Snapshot]]) -> Snapshot:
         for name, used in told.tenants.items():
             before = astuple(tenants.get(name, Usage()))
             tenants[name] = Usage(*(a + b for a, b in zip(before, astuple(used), strict=True)))
-    refused = Counter[tuple[str, str]]()
-    for tenant, code, count in (one for told in each for one in told.refused_joins):
-        refused[tenant, code] += count
     return Snapshot(
         min(told.uptime_s for told in each), each[0].policy, each[0].endpoints,
         sum(told.rss_bytes for told in each), sum(told.weights_bytes for told in each),
         _sum([told.batch_sizes for told in each]), sum(told.queue_depth for told in each),
         _sum([told.bytes for told in each]), _sum([told.errors for told in each]), sum(told.dropped for told in each),
         [replace(session, rank=rank) for rank, told in ranks for session in told.sessions],
-        list(lines.values()), tenants, [(*key, count) for key, count in refused.items()], _sum([told.kept_out for told in each]),
-        sum(told.gather_bytes for told in each),
+        list(lines.values()), tenants, _sum_of_pairs([told.refused_joins for told in each]), _sum([told.kept_out for told in each]),
+        _sum_of_pairs([told.in_vain for told in each]), sum(told.gather_bytes for told in each),
     )  # fmt: skip
 
 
@@ -125,6 +123,12 @@ def _sum(each: Sequence[dict[Key, int]]) -> dict[Key, int]:
     for counts in each:
         total.update(counts)
     return dict(total)
+
+
+def _sum_of_pairs(each: Sequence[list[tuple[str, str, int]]]) -> list[tuple[str, str, int]]:
+    """Add counts by their pairs of labels."""
+    total = _sum([{(first, second): count for first, second, count in counts} for counts in each])
+    return [(*pair, count) for pair, count in total.items()]
 
 
 def mean_size(batch_sizes: dict[int, int]) -> float:

@@ -63,7 +63,7 @@ class RecordingDispatch(Dispatch):
         self.only: frozenset[str] | None = None  # calls forward of these layers are written down; None: all calls
         self.lose = 0  # so many of the next calls
 
-    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> None:
+    def arrived(self, peer: Peer, seq: int, call: Call, payload: tuple[Tensor, ...]) -> bool:
         if call.op not in ROWS:
             return super().arrived(peer, seq, call, payload)
         lost, self.lose = self.lose > 0, max(0, self.lose - 1)
@@ -72,7 +72,8 @@ class RecordingDispatch(Dispatch):
         if self.phase is not None and self._wanted(call):
             self.log.append(Sent(call, payload[0].clone(), self.phase, peer.session.number, lost))
         if lost:
-            return peer.close()
+            peer.close()
+            return True
         return super().arrived(peer, seq, call, payload)
 
     def _wanted(self, call: Call) -> bool:

@@ -179,12 +179,13 @@ class LocalPeer:
             self._call = Call(Op.STATS, 0, "uint8")  # has no payload, so that the text goes to the front
             refuse(self, seq, error)
             return
-        self._call = call
-        if not self._listener.inbox.admits(self, seq, call):
+        self._call, inbox = call, self._listener.inbox
+        if not inbox.admits(self, seq, call):
+            inbox.came_in_vain(self, call.nbytes)
             return
         if call.groups:  # copy their ends, so that the client cannot change them after the check
             payload = (*payload[:-1], payload[-1].clone())
-        self._listener.inbox.arrived(self, seq, call, payload)
+        inbox.arrived(self, seq, call, payload)
 
     def _parse(self, slab: Slab, body: bytes) -> tuple[Call, tuple[Tensor, ...]]:
         """Return the call, and its payload in the segment. Both are looked up when the same call comes again."""

@@ -241,6 +241,8 @@ class NcclPeer(TcpPeer):
         admitted = self._inbox.admits(self, BY_NCCL, call)
         if not admitted and call.nbytes > MOST_IN_VAIN:
             raise CallError(Code.BUSY, "there is no room for a call of this size: send it again later")
+        if not admitted:
+            self._inbox.came_in_vain(self, call.nbytes)
         try:
             place = self._place = known or self._new_place(call, body, admitted)
         except torch.OutOfMemoryError:
@@ -385,11 +387,10 @@ class NcclPeer(TcpPeer):
         """End the session."""
         self._left.set()
         self._reactor.forget_bell(self)
-        self._arriving = None
         if self._inbox.stream:  # what was launched waits for nobody: let it end
             self._inbox.drain_gpu(self)
         self._places.clear()
-        self._place = None
+        self._arriving = self._place = None
         if not self._known:  # else the guard is done with it later
             _free_streams.append(self._stream)
         self._close_door()

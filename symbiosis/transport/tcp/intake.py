@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from enum import Enum
 from typing import Any
 
 import torch
@@ -10,10 +11,11 @@ import zmq
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ProtocolError
-from symbiosis.protocol import Call, Limits
+from symbiosis.protocol import Call, Limits, parse_call_body, split_call
+from symbiosis.transport.base import ServerPort, refuse
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.discard import Discard
-from symbiosis.transport.tcp.peer import NO_MEMORY
+from symbiosis.transport.tcp.peer import NO_MEMORY, TcpPeer
 from symbiosis.transport.tcp.sockets import cut, most_frames, sizes
 from symbiosis.transport.tcp.unread import Unread
 from symbiosis.transport.tensors import empty, tensor_at, tensor_of_frame
@@ -52,11 +54,20 @@ class Joining:
 class Frames(list[zmq.Frame]):
     """One message. The first frame names the connection."""
 
-    __slots__ = ("joining",)
+    __slots__ = ("joining", "nbytes")
 
     def __init__(self) -> None:
         super().__init__()
         self.joining: Joining | None = None  # what is made of its rows' frames, once that has begun
+        self.nbytes = 0  # of all its frames, when it had come
+
+
+class Outcome(Enum):
+    """What became of a message that was read."""
+
+    TAKEN = 0
+    BEGUN = 1  # there is more to do for it
+    REFUSED = 2  # it came in vain
 
 
 class Intake:
@@ -120,9 +131,30 @@ class Intake:
         return None
 
     def _keep(self, frames: Frames) -> None:
-        whose, nbytes = self._whose(frames), sum(map(len, frames))
-        if self._discard.going or not self.unread.put(whose, frames[0].bytes, frames, nbytes):
+        frames.nbytes = sum(map(len, frames))
+        if self._discard.going or not self.unread.put(self._whose(frames), frames[0].bytes, frames, frames.nbytes):
             self._is_too_much(frames)
+
+
+def take_call(inbox: ServerPort, peer: TcpPeer, message: Frames, encrypted: bool, room: bool) -> Outcome:
+    """Hand a call over to the executor, or refuse it: also if there is no `room`, because too many wait to be read."""
+    seq, body = split_call(message[1].bytes)
+    try:
+        call = parse_call_body(body)
+        if not room:
+            inbox.turns_away(peer, seq, call)
+            return Outcome.REFUSED
+        if message.joining is None:
+            check_sizes(call, message[2:], encrypted)
+        if not inbox.admits(peer, seq, call):
+            return Outcome.REFUSED
+        payload = payload_of(call, message, inbox.device.type == "cuda")
+        if payload is None:
+            return Outcome.BEGUN
+        return Outcome.TAKEN if inbox.arrived(peer, seq, call, payload) else Outcome.REFUSED
+    except CallError as error:
+        refuse(peer, seq, error)
+        return Outcome.REFUSED
 
 
 def check_sizes(call: Call, frames: list[zmq.Frame], encrypted: bool) -> None:

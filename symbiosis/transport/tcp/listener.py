@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -15,19 +16,19 @@ from symbiosis.protocol import (
     Beat,
     Bye,
     Hello,
+    Limits,
     Refusal,
     decode_from_client,
     encode_control,
-    parse_call_body,
-    split_call,
 )
-from symbiosis.transport.base import ServerPort, refuse
+from symbiosis.security.allowance import Allowance
+from symbiosis.transport.base import ServerPort
 from symbiosis.transport.nccl.peer import NcclPeer
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.curve import Door
 from symbiosis.transport.tcp.gate import Gate
 from symbiosis.transport.tcp.handshakes import Handshakes
-from symbiosis.transport.tcp.intake import Frames, Intake, check_sizes, payload_of
+from symbiosis.transport.tcp.intake import Frames, Intake, Outcome, take_call
 from symbiosis.transport.tcp.lookout import Lookout
 from symbiosis.transport.tcp.peer import TcpPeer
 from symbiosis.transport.tcp.sockets import PIECE, Wire, harden
@@ -36,6 +37,7 @@ from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
 AT_ONCE = 64  # most messages taken in, or read, between two products
 OF_ONE = 8  # most messages read of one tenant between two products, while others call
 REFUSALS = 100  # a tenant (without keys: connection) with more than this between two ticks is hung up on
+IN_VAIN_PER_S = 64 << 20  # bytes that it may send with what is refused, unless --max-tenant-bytes-per-s is less
 LET_IN_S = 2e-3  # of the loop's time for joins without keys, between two products
 FORGET_S = 10.0  # messages of a closed connection may still be queued for so long
 STRANGERS = b""  # stands for all connections that have not joined, without keys to tell them apart
@@ -49,6 +51,7 @@ class TcpListener:
         self._peers: dict[bytes, TcpPeer] = {}
         self._by_nccl: tuple[NcclPeer, ...] = ()
         self._refusals: Counter[str | bytes] = Counter()  # since the last tick, by tenant or identity
+        self._in_vain = _most_in_vain(inbox.limits)
         self._gone: dict[bytes, float] = {}  # closed connections, and when to forget them
         self._waiting = WaitingRoom()
         # the tenants whose messages were read since the last tick, and in the interval before it
@@ -58,7 +61,7 @@ class TcpListener:
         self._door = Door.at(address, reactor, inbox)
         self.encrypted = self._door is not None
         self._socket = self._bound(address)
-        too_much = lambda frames: self._handle(frames, room=False)  # noqa: E731
+        too_much = partial(self._handle, room=False)
         self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, too_much, self.encrypted)
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = int(self.url.rpartition(":")[2])
@@ -117,10 +120,12 @@ class TcpListener:
     def _whose(self, frames: Frames) -> str | bytes:
         """Return the tenant that a message counts for; without keys its connection, or `STRANGERS` if that has not joined."""
         identity = frames[0].bytes
-        peer = self._peers.get(identity)
-        if peer is not None:
+        if (peer := self._peers.get(identity)) is not None:
             return peer.tenant or identity
-        return (self._door.tenant_of(frames[-1]) or identity) if self._door else STRANGERS
+        return (self._tenant_of(frames[-1]) or identity) if self._door else STRANGERS
+
+    def _tenant_of(self, frame: zmq.Frame) -> str | None:
+        return self._door.tenant_of(frame) if self._door else None
 
     def _drain_soon(self) -> None:
         if not self._due:
@@ -147,6 +152,7 @@ class TcpListener:
         identity = name.bytes
         chosen = identity[:1] != b"\0"  # an identity that a client chose could be another's
         if not frames or chosen or identity in self._gone:
+            self.inbox.came_in_vain(TcpPeer(self, identity, self._tenant_of(message[-1])), message.nbytes)
             return False
         peer, tenant = self._peers.get(identity), None
         if peer is not None:
@@ -160,22 +166,28 @@ class TcpListener:
             if len(frames) >= most:
                 raise ProtocolError(Code.BAD_FRAME, f"a message of {most} frames or more is not a Symbiosis message")
             if frames[0].buffer[:4] == MAGIC_CALL:
-                return self._call(peer, message, room)
+                return self._call(peer, message, room) is Outcome.BEGUN
             self._control(peer, identity, frames, tenant)
         except CallError as error:
             stranger = peer or TcpPeer(self, identity, tenant)
-            stranger.wire = stranger.wire or self._wire_below(frames[0])
-            self._refuse(stranger, error, 1 if len(frames) < most else REFUSALS + 1)
+            stranger.wire, stranger.heeds = stranger.wire or self._wire_below(frames[0]), False
+            too_much = self._is_too_much(stranger, message) or len(frames) >= most
+            self._refuse(stranger, error, REFUSALS + 1 if too_much else 1)
         return False
+
+    def _is_too_much(self, peer: TcpPeer, message: Frames) -> bool:
+        """Count the bytes of a message that is refused. Return whether its tenant has sent too many so. Those of a client that was told
+        to wait, and did, do not count."""
+        self.inbox.came_in_vain(peer, message.nbytes)
+        return not (peer.heeds or self._in_vain.spends(peer.tenant or peer.identity, monotonic(), message.nbytes))
 
     def _refuse(self, stranger: TcpPeer, error: CallError, weight: int = 1) -> None:
         self.send(stranger, [encode_control(Refusal.of(error))])  # first, because sending finds out whether it is gone
-        if self.too_many(stranger, weight) and weight > 1:
-            self._gate.fine(stranger.wire)
+        self.too_many(stranger, weight)
 
     def _admitted(self, peer: TcpPeer | None, frame: zmq.Frame) -> str | None:
         """Return the tenant that sent this frame, None without keys. Raise `CallError` if it may not come in any more."""
-        tenant = self._door.tenant_of(frame) if self._door else None
+        tenant = self._tenant_of(frame)
         if (self._door and tenant is None) or (peer is not None and peer.tenant != tenant):
             if peer is not None:
                 self.drop(peer, "struck off")
@@ -249,26 +261,13 @@ class TcpListener:
         self._socket.getsockopt(zmq.EVENTS)
         return wire
 
-    def _call(self, peer: TcpPeer | None, message: Frames, room: bool) -> bool:
+    def _call(self, peer: TcpPeer | None, message: Frames, room: bool) -> Outcome:
         if peer is None:
             raise CallError(Code.NOT_JOINED, "this executor does not know the session: join again")
-        seq, body = split_call(message[1].bytes)
-        try:
-            call = parse_call_body(body)
-            if not room:
-                self.inbox.turns_away(peer, seq, call)
-                return False
-            if message.joining is None:
-                check_sizes(call, message[2:], self.encrypted)
-            if not self.inbox.admits(peer, seq, call):
-                return False
-            payload = payload_of(call, message, self.inbox.device.type == "cuda")
-            if payload is not None:
-                self.inbox.arrived(peer, seq, call, payload)
-            return payload is None
-        except CallError as error:
-            refuse(peer, seq, error)
-            return False
+        outcome = take_call(self.inbox, peer, message, self.encrypted, room)
+        if outcome is Outcome.REFUSED and self._is_too_much(peer, message):
+            self.too_many(peer, REFUSALS + 1)
+        return outcome
 
     def send(self, peer: TcpPeer, frames: Sequence[bytes | memoryview], copy: bool = True) -> zmq.MessageTracker | None:
         if self._socket.closed:
@@ -287,10 +286,13 @@ class TcpListener:
         return tracker
 
     def too_many(self, peer: TcpPeer, weight: int = 1) -> bool:
-        """Count refusals. After too many, hang up and bar the tenant for a while. Return whether that was done."""
+        """Count refusals, or one that weighs as much as many. After too many, hang up and bar the tenant for a while. Return whether
+        that was done."""
         self._refusals[peer.tenant or peer.identity] += weight
         if self._refusals[peer.tenant or peer.identity] <= REFUSALS:
             return False
+        if weight > 1:
+            self._gate.fine(peer.wire)
         self.hang_up(peer)
         if self._door and peer.tenant:
             self._door.bar(peer.tenant)
@@ -317,6 +319,7 @@ class TcpListener:
     def tick(self) -> None:
         now = monotonic()
         self._refusals.clear()
+        self._in_vain.forget(now)
         self._active = set(), self._active[0]
         self._gone = {identity: end for identity, end in self._gone.items() if end > now}
         if self._door:
@@ -341,6 +344,12 @@ class TcpListener:
         self._socket.close(linger=2000)  # the last replies still go out
         if self._door:
             self._door.close()
+
+
+def _most_in_vain(limits: Limits) -> Allowance:
+    """Return how many bytes each tenant may send with what is refused. A second's worth may be saved up."""
+    most = min(IN_VAIN_PER_S, limits.max_tenant_bytes_per_s or IN_VAIN_PER_S)
+    return Allowance(most, most)
 
 
 def _router(door: Door | None, most_bytes: int) -> Any:

@@ -57,6 +57,7 @@ class TcpPeer:
         self.session = None
         self.identity, self.tenant, self.wire = identity, tenant, wire
         self._home, self._not_before = home, 0.0
+        self.heeds = False  # whether it was told last to wait, and had waited as it was told before
         self.heard = True  # whether a whole message came since the last tick
         self.before: int | None = None  # bytes received at the first tick after the last whole message
         self.received = 0  # bytes received at the last tick
@@ -80,9 +81,10 @@ class TcpPeer:
         """Count a refusal. Return whether the connection was hung up on for it. A client that is told to wait, and does, has done
         nothing wrong."""
         early = monotonic() < self._not_before
+        self.heeds = reply.code is Code.BUSY and not early
         if reply.code is Code.BUSY:
             self._not_before = monotonic() + reply.wait_us / 1e6
-        return (early or reply.code is not Code.BUSY) and self._home.too_many(self)
+        return not self.heeds and self._home.too_many(self)
 
     @property
     def address(self) -> str:
