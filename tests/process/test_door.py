@@ -44,14 +44,16 @@ def is_let_in(realm: Realm, name: str) -> bool:
         session.close()
 
 
-def knocks(endpoint: str, count: int) -> list[zmq.Socket]:
-    """So many connections that each begin a handshake."""
+def knocks(endpoint: str, count: int, monitors: list[zmq.Socket] | None = None) -> list[zmq.Socket]:
+    """So many connections that each begin a handshake. `monitors` are told of those that are refused."""
     place = Address.parse(endpoint.removeprefix("tcp://"))
     sockets = []
     for _ in range(count):
         socket = zmq.Context.instance().socket(zmq.DEALER)
         socket.linger, socket.reconnect_ivl = 0, -1
         place.unlock(socket)
+        if monitors is not None:  # before it can be refused
+            monitors.append(socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH))
         socket.connect(f"tcp://{place.where}")
         sockets.append(socket)
     return sockets
@@ -229,8 +231,8 @@ def test_strangers_of_one_address_are_told_so_a_few_times_only(realm: Realm) -> 
     realm.let_in("bob")
     door, begun = realm.executor.server.listeners[0]._door, time.monotonic()
     door._strangers = Allowance(5, 1.0)
-    sockets = knocks(realm.endpoint("eve"), 40)
-    monitors = [socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH) for socket in sockets]
+    monitors = list[zmq.Socket]()
+    sockets = knocks(realm.endpoint("eve"), 40, monitors)
     figures = realm.executor.server.ledger
     until(lambda: figures.kept_out["UNKNOWN_KEY"] >= 40, "forty handshakes")
     assert is_let_in(realm, "bob")

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -61,7 +60,7 @@ class TcpListener:
         self._door = Door.at(address, reactor, inbox)
         self.encrypted = self._door is not None
         self._socket = self._bound(address)
-        too_much = partial(self._handle, room=False)
+        too_much = lambda frames: self._handle(frames, room=False)  # noqa: E731
         self._intake = Intake(self._socket, reactor, inbox.limits, self._whose, too_much, self.encrypted)
         self.url: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = int(self.url.rpartition(":")[2])
