@@ -48,7 +48,8 @@ def test_what_is_added_replaces_what_was_there() -> None:
     [
         (b"", "not JSON"),
         (b"[]", "no JSON object"),
-        (b"[" * 10_000, "not JSON"),
+        (b"[" * 10_000, "no JSON object"),
+        (b'{"a":' + b"[" * 10_000, "not JSON"),
         (b'{"model": "\xff"}', "not JSON"),
         (b'{"n": "2"}', "n`"),
         (b'{"continuation": {"nothing": 1}}', "nothing"),

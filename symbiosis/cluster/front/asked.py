@@ -74,7 +74,8 @@ def _decoded(data: bytes, kind: type[Kind]) -> Kind:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise named(error) if " - at `$" in str(error) else wrong("the body is no JSON object") from None
+        is_object = not re.fullmatch("Expected `object.*`, got `[a-z]+`", str(error))
+        raise named(error) if is_object else wrong("the body is no JSON object") from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise wrong(f"the body is not JSON: {error}") from None
 
