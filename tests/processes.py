@@ -11,6 +11,7 @@ import os
 import runpy
 import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -165,6 +166,11 @@ class Executor(Process):
         listen = [f"--listen={endpoint}" for endpoint in self.endpoints]
         return Executor(self.model, *kept, *listen, *more, log=self.log)
 
+    def retire(self) -> None:
+        """SIGTERM. Returns as soon as somebody else may listen at its endpoint; it may still answer what has come."""
+        self.signal(signal.SIGTERM)
+        until(lambda: not _listens(self.endpoint), "the end of listening")
+
     def stop(self) -> int:
         """SIGTERM, and the exit code."""
         self.signal(signal.SIGTERM)
@@ -176,6 +182,14 @@ class Executor(Process):
             tally.done[tally.CRASHES] += 1
         self._ended = True
         super().end()
+
+
+def _listens(endpoint: str) -> bool:
+    scheme, _, address = endpoint.partition("://")
+    host, _, port = address.rpartition(":")
+    family, where = (socket.AF_UNIX, address) if scheme == "local" else (socket.AF_INET, (host, int(port)))
+    with socket.socket(family) as one:
+        return one.connect_ex(where) == 0
 
 
 def _run_executor(stdout: Connection, log: str, arguments: list[str]) -> None:

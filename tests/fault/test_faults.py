@@ -146,7 +146,7 @@ def test_a_rolling_restart_loses_no_call(start: Callable, processes: list, calm:
         for step in range(STEPS):
             assert trainer.heard() == step
             if step % 10 == 5:
-                executor.signal(signal.SIGTERM)
+                executor.retire()
                 successor = executor.again()
                 assert executor.wait() == 0
                 assert successor.line, successor.log.read_text()
