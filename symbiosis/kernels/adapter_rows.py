@@ -9,7 +9,6 @@ On a CPU, one call of a C function computes all groups of few rows (`adapter_row
 
 import ctypes
 import os
-import subprocess
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from symbiosis.kernels import compile_c
-from symbiosis.kernels.few_rows import FLAGS
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEFINED: dict[torch.dtype, list[str]] = {torch.float32: [], torch.bfloat16: ["-DBFLOAT16"]}
@@ -141,15 +139,10 @@ def compiled(dtype: torch.dtype) -> Callable[..., None] | None:
     """Return the function of `adapter_rows.c`, compiled for this processor, or None if that cannot be or for other dtypes."""
     if dtype not in DEFINED:
         return None
-    try:
-        with compile_c.compiled(SOURCE, *FLAGS, *DEFINED[dtype]) as library:
-            function = ctypes.CDLL(library).adapter_rows
-    except (OSError, subprocess.SubprocessError):
-        return None
-    longs, pointer = ctypes.c_long, ctypes.c_void_p
-    function.argtypes = [longs, pointer, pointer, pointer, pointer, longs, pointer, longs, longs]
-    function.restype = None
-    return function  # type: ignore[no-any-return]
+    number, pointer = ctypes.c_long, ctypes.c_void_p
+    arguments = [number, pointer, pointer, pointer, pointer, number, pointer, number, number]
+    library = compile_c.load(SOURCE, *compile_c.FAST, *DEFINED[dtype], adapter_rows=(arguments, None))
+    return None if library is None else library.adapter_rows
 
 
 def before_rows(x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]]) -> Tensor:

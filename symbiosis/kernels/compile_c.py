@@ -1,20 +1,38 @@
 """Compiles the package's C sources when they are needed, and keeps what was compiled for the next process."""
 
+import ctypes
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 from symbiosis.errors import ConfigError
 from symbiosis.security.ownership import make_folder, why_not_ours
 
 COMPILE_S = 60.0
+# These flags allow other orders of summing, but do not change how the rest of the process computes, as -ffast-math does.
+FAST = ("-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fopenmp")
 ABOUT_CPU = ("model name", "flags", "Features")  # of /proc/cpuinfo: what code for this very processor depends on
+
+
+def load(source: Path, *flags: str, **functions: tuple[Sequence[Any], Any]) -> ctypes.CDLL | None:
+    """Compile and load `source`, and declare its functions: the types of each one's arguments, and of its result. Return None without a C
+    compiler that can do that."""
+    try:
+        with compiled(source, *flags) as path:
+            library = ctypes.CDLL(path)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    for name, (arguments, result) in functions.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, result
+    return library
 
 
 @contextmanager

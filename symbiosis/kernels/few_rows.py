@@ -10,7 +10,6 @@ compiler, the others remain.
 import ctypes
 import math
 import os
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
@@ -26,8 +25,6 @@ ROWS_TRIED = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 BYTES_TRIED = 1 << 26  # so many bytes of matrices are tried in turn, so that they come from memory and not from a cache
 TIMES_TRIED = 3
 SOURCE = Path(__file__).with_suffix(".c")
-# These flags allow other orders of summing, but do not change how the rest of the process computes, as -ffast-math does.
-FLAGS = ["-O3", "-march=native", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math", "-fopenmp"]
 MOST_ROWS, MULTIPLE = 8, 16  # the C formula takes at most so many rows, of a width that is such a multiple
 WORTH = 0.9  # another formula must take less than this part of the usual one's time
 Formula = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -64,14 +61,9 @@ def by_stripes(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, threads: 
 @lru_cache(maxsize=1)
 def compiled_kernel() -> Callable[..., None] | None:
     """Return the function of `few_rows.c`, compiled for this processor, or None if that cannot be."""
-    try:
-        with compile_c.compiled(SOURCE, *FLAGS) as library:
-            function = ctypes.CDLL(library).few_rows
-    except (OSError, subprocess.SubprocessError):
-        return None
-    function.argtypes = [ctypes.c_long, *[ctypes.c_void_p] * 3, *[ctypes.c_long] * 3]
-    function.restype = None
-    return function  # type: ignore[no-any-return]
+    arguments = [ctypes.c_long, *[ctypes.c_void_p] * 3, *[ctypes.c_long] * 3]
+    library = compile_c.load(SOURCE, *compile_c.FAST, few_rows=(arguments, None))
+    return None if library is None else library.few_rows
 
 
 class FewRows:

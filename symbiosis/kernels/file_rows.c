@@ -9,6 +9,10 @@
 typedef struct { int64_t offset, bytes, is_wide, is_transposed, columns, rows, first_run, runs, scale; } Matrix; /* `scale`: the bits of a double */
 typedef struct { int64_t row, rows, column, width, at; } Run; /* `at`: elements from the beginning of the pages */
 
+/* In a file, elements may begin anywhere. */
+typedef uint16_t half_there __attribute__((aligned(1), may_alias));
+typedef float wide_there __attribute__((aligned(1), may_alias));
+
 static inline double scale_of(const Matrix *m) {
     double scale;
     memcpy(&scale, &m->scale, sizeof scale);
@@ -47,12 +51,12 @@ static inline float to_wide(float f) { return f; }
 
 #ifdef BFLOAT16
 typedef uint16_t element;
-PUT(put_half, uint16_t, element, of_half, to_half)
-PUT(put_wide, float, element, of_wide, to_half)
+PUT(put_half, half_there, element, of_half, to_half)
+PUT(put_wide, wide_there, element, of_wide, to_half)
 #else
 typedef float element;
-PUT(put_half, uint16_t, element, of_half, to_wide)
-PUT(put_wide, float, element, of_wide, to_wide)
+PUT(put_half, half_there, element, of_half, to_wide)
+PUT(put_wide, wide_there, element, of_wide, to_wide)
 #endif
 
 static int read_all(int fd, char *to, int64_t bytes, int64_t offset) {
@@ -85,9 +89,9 @@ int put_matrices(int fd, const char *contents, const Matrix *matrices, int64_t f
         if (!contents) error = read_all(fd, buffer, m->bytes, m->offset);
         for (int64_t k = 0; k < m->runs && !error; k++)
             if (m->is_wide)
-                put_wide(m, run + k, (const float *)from, pages);
+                put_wide(m, run + k, (const wide_there *)from, pages);
             else
-                put_half(m, run + k, (const uint16_t *)from, pages);
+                put_half(m, run + k, (const half_there *)from, pages);
     }
     free(buffer);
     return error;

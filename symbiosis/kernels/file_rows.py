@@ -5,7 +5,6 @@ The same by torch takes a copy for each step and milliseconds of Python. It is C
 
 import ctypes
 import os
-import subprocess
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
@@ -66,18 +65,8 @@ def put(file: int | Tensor, table: Tensor, runs: Tensor, pages: Tensor, first: i
 
 @cache
 def _compiled(dtype: torch.dtype) -> "Callable[..., int] | None":
-    try:
-        with compile_c.compiled(SOURCE, "-O3", "-march=native", *DEFINED[dtype]) as library:
-            function = ctypes.CDLL(library).put_matrices
-    except (OSError, subprocess.SubprocessError):
-        return None
-    function.argtypes = (
-        ctypes.c_int,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-        *[ctypes.c_int64] * 3,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    )
-    function.restype = ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    pointer = ctypes.c_void_p
+    arguments = [ctypes.c_int, pointer, pointer, *[ctypes.c_int64] * 3, pointer, pointer]
+    flags = "-O3", "-march=native", *DEFINED[dtype]
+    library = compile_c.load(SOURCE, *flags, put_matrices=(arguments, ctypes.c_int))
+    return None if library is None else library.put_matrices

@@ -3,7 +3,6 @@ it is compared with."""
 
 import ctypes
 import math
-import subprocess
 import threading
 from dataclasses import dataclass
 from functools import lru_cache
@@ -15,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from symbiosis.kernels import compile_c
-from symbiosis.kernels.few_rows import FLAGS
 
 SOURCE = Path(__file__).with_suffix(".c")
 DEFINED: dict[torch.dtype, list[str]] = {
@@ -121,14 +119,15 @@ class Tensors(ctypes.Structure):
     _fields_ = [(name, ctypes.c_void_p) for name in POINTERS]
 
 
+ATTEND = [ctypes.POINTER(Shape), ctypes.POINTER(Tensors)]
+STORE = [ctypes.c_void_p, *[ctypes.c_long] * 5, *[ctypes.c_void_p] * 2]
+
+
 class PagedAttention:
     """The functions of the compiled library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend, self._store = library.attend, library.store
-        self._attend.argtypes = [ctypes.POINTER(Shape), ctypes.POINTER(Tensors)]
-        self._store.argtypes = [ctypes.c_void_p, *[ctypes.c_long] * 5, *[ctypes.c_void_p] * 2]
-        self._attend.restype = self._store.restype = None
         self._room = threading.local()
 
     def store(self, rows: Tensor, to: Tensor, memory: Tensor) -> None:
@@ -180,8 +179,6 @@ def compiled(dtype: torch.dtype) -> PagedAttention | None:
     """Return the functions for this processor, or None without such a kernel or a C compiler."""
     if dtype not in DEFINED:
         return None
-    try:
-        with compile_c.compiled(SOURCE, *FLAGS, *DEFINED[dtype]) as library:
-            return PagedAttention(ctypes.CDLL(library))
-    except (OSError, subprocess.SubprocessError):
-        return None
+    flags = *compile_c.FAST, *DEFINED[dtype]
+    library = compile_c.load(SOURCE, *flags, attend=(ATTEND, None), store=(STORE, None))
+    return None if library is None else PagedAttention(library)

@@ -78,3 +78,20 @@ def test_what_cannot_be_loaded_is_removed(source: Path, compilations: list[Any])
     with pytest.raises(OSError):
         answer(source)
     assert answer(source)[0] == 42 and len(compilations) == 2
+
+
+def test_functions_are_declared_as_they_are(source: Path) -> None:
+    source.write_text("double half(double of) { return of / 2; }\nlong far(long at) { return at + 1; }\n")
+    double, long = ctypes.c_double, ctypes.c_long
+    library = compile_c.load(source, "-O2", half=([double], double), far=([long], long))
+    assert library is not None
+    assert library.half(3.0) == 1.5 and library.far(2**40) == 2**40 + 1  # undeclared, both would be ints of 32 bits
+    with pytest.raises(ctypes.ArgumentError):
+        library.far(0.5)
+
+
+def test_without_a_compiler_nothing_is_loaded(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "/no/such/compiler")
+    assert compile_c.load(source) is None
+    monkeypatch.setenv("CC", "/bin/false")
+    assert compile_c.load(source) is None

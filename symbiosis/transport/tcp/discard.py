@@ -6,7 +6,6 @@ first time: the first such message would be over before the compiler is. Without
 
 import ctypes
 import os
-import subprocess
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -60,7 +59,7 @@ class Discard:
 
 
 def _in_c(library: ctypes.CDLL, socket: Any) -> Frames:
-    return lambda most: bool(library.discard(ctypes.c_void_p(socket.underlying), most, *_zeromq()))
+    return lambda most: bool(library.discard(socket.underlying, most, *_zeromq()))
 
 
 _libraries: list[ctypes.CDLL] = []  # holds the library once it is compiled
@@ -79,10 +78,11 @@ def _compile_gently() -> None:
 def _compile() -> None:
     try:
         _zeromq()
-        with compile_c.compiled(SOURCE, "-O2") as library:
-            _libraries.append(ctypes.CDLL(library))
-    except (OSError, AttributeError, ImportError, subprocess.SubprocessError):
-        pass  # no compiler, or not pyzmq's usual backend: Python does it
+    except (OSError, AttributeError, ImportError):  # not pyzmq's usual backend: Python does it
+        return
+    arguments = [ctypes.c_void_p, ctypes.c_int, *[ctypes.c_void_p] * 4]
+    if library := compile_c.load(SOURCE, "-O2", discard=(arguments, ctypes.c_int)):
+        _libraries.append(library)
 
 
 @lru_cache
