@@ -220,6 +220,14 @@ def cluster_roll(cluster: ClusterName = None, only: Annotated[str, typer.Option(
     order(cluster, "roll", only)
 
 
+@cluster_app.command("apply", cls=InLines)
+def cluster_apply(file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help="The file of a running cluster, with other models or aliases.")]) -> None:  # fmt: skip
+    """Let a running cluster serve the models that its file has now: new ones start, others end when nobody uses them any more."""
+    from symbiosis.tools.cluster.commands import apply
+
+    apply(file)
+
+
 @cluster_app.command("shift", cls=InLines)
 def cluster_shift(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What clients ask for.")],

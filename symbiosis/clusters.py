@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     state: str = "starting"  # or ready, draining, lost
     pid: int = 0
     batch: int = 0  # of a server: most sequences
+    clients: int = 0  # of an executor: that are joined
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +37,13 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[Member, ...] = ()
     aliases: dict[str, dict[str, float]] = {}  # names for several models, with the share of each
     adapters: dict[str, str] = {}  # by model: the folder of its adapters
+    retiring: tuple[str, ...] = ()  # models that take nothing new, and end when nobody uses them any more
+
+    @property
+    def models(self) -> list[str]:
+        """Return the models that are served."""
+        names = dict.fromkeys(each.model for each in self.of_kind("server"))
+        return [name for name in names if name not in self.retiring]
 
     def of_kind(self, kind: str, model: str | None = None) -> list[Member]:
         return [each for each in self.members if each.kind == kind and model in (None, each.model)]
@@ -94,15 +103,24 @@ def is_running(folder: Path) -> bool:
 
 
 def executors_at(url: str) -> tuple[str, ...]:
-    """Return the endpoints of the executors that `symbiosis://MODEL` or `symbiosis://CLUSTER/MODEL` names."""
+    """Return the endpoints of the executors that `symbiosis://MODEL` or `symbiosis://CLUSTER/MODEL` names, the one with the fewest clients
+    first."""
     cluster, _, model = url.removeprefix(SCHEME).rpartition("/")
-    found = {each.name: each.of_kind("executor", model) for each in ([told_by(cluster)] if cluster else running())}
+    clusters = [told_by(cluster)] if cluster else list(running())
+    found = {each.name: each.of_kind("executor", model) for each in clusters if model not in each.retiring}
     having = {name: members for name, members in found.items() if members}
     if len(having) > 1:
         raise ConfigError(f"{url}: several clusters serve it: write {SCHEME}{next(iter(having))}/{model}, for example")
     for members in having.values():
-        return tuple(each.url for each in members)
+        return tuple(each.url for each in sorted(members, key=_last))
+    if any(model in each.retiring for each in clusters):
+        raise ConfigError(f"{url}: this model retires, and takes no new programs: wrap the one that comes after it")
     known = sorted({f"{SCHEME}{each.model}" for told in running() for each in told.of_kind("executor")})
     raise ConfigError(
         f"{url}: no running cluster of yours on this host has executors of it (there are: {', '.join(known) or 'none'})"
     )
+
+
+def _last(executor: Member) -> tuple[bool, int, float]:
+    """Return by what executors are sorted. Programs that start at once are spread over those that are alike."""
+    return executor.state != "ready", executor.clients, random.random()

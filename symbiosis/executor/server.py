@@ -239,6 +239,11 @@ class Server:
         """Seconds since the loop was last due to look at its clock, which it does every half second. Callable from any thread."""
         return max(0.0, monotonic() - self._next_tick + TICK_S)
 
+    @property
+    def clients(self) -> int:
+        """How many are joined, those aside that only look. Callable from any thread."""
+        return sum(not session.observer for session in list(self.sessions.values()))
+
     def stop(self) -> None:
         """End `run` at once."""
         self._stopped = True

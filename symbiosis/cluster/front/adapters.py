@@ -24,7 +24,7 @@ def folder_for(view: View, model: str | None, name: str) -> Path:
     """Return the folder for a new adapter. Raises `ApiError` if there is none."""
     if not NAME.fullmatch(name):
         raise wrong(f"an adapter cannot be named {name[:200]!r}", "lora_name")
-    models = list(dict.fromkeys(each.model for each in view.told.of_kind("server")))
+    models = view.told.models
     if model is None and len(models) != 1:
         raise wrong(f"say of which model it is, by ?model=: {', '.join(models)}", "model")
     folder = view.told.adapters.get(model or models[0])

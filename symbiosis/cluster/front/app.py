@@ -47,7 +47,7 @@ class Front:
         self._held = Counter[str]()  # bytes of bodies, by tenant
 
     def models(self) -> list[str]:
-        return list(dict.fromkeys(member.model for member in self.view.told.of_kind("server")))
+        return self.view.told.models
 
     def model_of(self, name: str) -> tuple[str, str | None]:
         """Return the model that serves this name, and the adapter, None for the model itself."""

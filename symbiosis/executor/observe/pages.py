@@ -42,6 +42,9 @@ class Shown(Protocol):
     @property
     def turned_s(self) -> float: ...
 
+    @property
+    def clients(self) -> int: ...
+
 
 class Request(NamedTuple):
     """A request: its path, its query, and its headers by their names in small letters."""
@@ -136,12 +139,12 @@ class Pages:
     # ------------------------------------------------------------------ what is told
 
     def health(self) -> Answer:
-        """Answer 200 if calls are answered, else 503, with the status (`starting`, `ready`, `draining` or `stalled`) and the seconds
-        since the loop last ran."""
+        """Answer 200 if calls are answered, else 503, with the status (`starting`, `ready`, `draining` or `stalled`), the seconds since the
+        loop last ran, and how many clients are joined."""
         status = "starting" if self.server is None else self.server.health(STALLED_S)
         told: dict[str, object] = {"status": status}
         if self.server is not None and status != "starting":
-            told["turned_s"] = round(self.server.turned_s, 1)
+            told |= {"turned_s": round(self.server.turned_s, 1), "clients": self.server.clients}
         body = json.dumps(told).encode() + b"\n"
         return Answer(200 if status == "ready" else 503, body, (("Content-Type", "application/json"),))
 

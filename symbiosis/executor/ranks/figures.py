@@ -37,12 +37,12 @@ class RankFigures(Collector):
         yield from found.values()
 
 
-def health_of(ports: Mapping[int, int], ranks: int) -> tuple[str, float]:
-    """Return the worst status of all ranks, and the longest time since a loop ran."""
+def health_of(ports: Mapping[int, int], ranks: int) -> tuple[str, float, int]:
+    """Return the worst status of all ranks, the longest time since a loop ran, and the most clients that one has."""
     told = [json.loads(page(port, "/health") or '{"status": "stalled"}') for port in list(ports.values())]
     told += [{"status": "starting"}] * (ranks - len(told))
     worst = max((str(one["status"]) for one in told), key=WORST_LAST.index)
-    return worst, max(float(one.get("turned_s", 0.0)) for one in told)
+    return worst, max(float(one.get("turned_s", 0.0)) for one in told), max(int(one.get("clients", 0)) for one in told)
 
 
 def page(port: int, path: str) -> str | None:

@@ -70,7 +70,7 @@ class Rank:
 class Service:
     """The ranks of one model. `run` may be called once; the pages ask for `health` from their own thread."""
 
-    turned_s = 0.0
+    turned_s, clients = 0.0, 0
 
     def __init__(self, model: str, options: Options, file: str) -> None:
         self._model, self._options = model, options
@@ -111,7 +111,7 @@ class Service:
         """Return the worst status of the ranks (`Server.health`). Each of them knows by itself when it is stalled."""
         if self._ending:
             return "draining"
-        status, self.turned_s = health_of(self.ports, len(self._orders))
+        status, self.turned_s, self.clients = health_of(self.ports, len(self._orders))
         return status
 
     def _start(self, order: Order) -> None:

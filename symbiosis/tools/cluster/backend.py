@@ -17,6 +17,10 @@ class Backend(Protocol):
         """Return a server that uses this executor. Its number is unique in the cluster; `of_model` counts those of the model."""
         ...
 
+    def take(self, plan: Plan) -> None:
+        """Go on with a plan of other models: have room for those that are new, and give back what those had that are gone. Raises
+        `ConfigError` if there is no room."""
+
     def check(self) -> None:
         """Raise `SymbiosisError` if what it stands on is gone."""
 
@@ -35,6 +39,9 @@ class Local:
 
     def server(self, model: str, number: int, of_model: int, executor: Watched) -> Watched:
         return start.server(self._plan, model, number, of_model, self._folder, executor.member.url)
+
+    def take(self, plan: Plan) -> None:
+        self._plan = plan
 
     def check(self) -> None: ...
 

@@ -71,6 +71,14 @@ def order(cluster: str | None, verb: str, name: str = "") -> None:
     print(send_order(named(cluster).name, verb, name))
 
 
+def apply(file: Path) -> None:
+    """Let the running cluster of a file take over its models and aliases."""
+    from symbiosis.tools.cluster.control import send_order
+
+    plan = load(file)
+    print(send_order(plan.name, "apply", str(file.resolve())))
+
+
 def shift(cluster: str | None, name: str, given: list[str]) -> None:
     """Divide the requests for a name by words such as `demo-2=0.1`."""
     from symbiosis.tools.cluster.control import send_order

@@ -5,13 +5,15 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.plan import check_shares
 from symbiosis.clusters import folder_of, told_by
 from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.tools.cluster.exchange import apply
 from symbiosis.tools.cluster.up import Cluster
 
 logger = logging.getLogger("symbiosis")
@@ -55,6 +57,8 @@ class Control:
         verbs: dict[str, Callable[[str], str]] = {"drain": self._drain, "roll": self._roll, "down": self._down}
         if verb == "shift":
             return self._shift(name, shares)
+        if verb == "apply":
+            return self._apply(Path(name))
         if verb not in verbs:
             raise ConfigError(f"there is no order {verb!r}")
         return verbs[verb](name)
@@ -70,9 +74,7 @@ class Control:
 
     def _roll(self, name: str) -> str:
         """Replace all processes, or those of one model, or one, one after the other."""
-        if not self._rolls.acquire(blocking=False):
-            raise ConfigError("the cluster is being rolled already")
-        try:
+        with self._alone():
             names = [
                 process.name
                 for kind in KINDS
@@ -86,8 +88,6 @@ class Control:
                 self._cluster.order(lambda each=each: self._cluster.drain(each, comes_back=True))  # type: ignore[misc]
                 self._await(each, lambda each=each, before=before: self._is_new(each, before))  # type: ignore[misc]
             return f"{len(names)} processes were replaced"
-        finally:
-            self._rolls.release()
 
     def _is_new(self, name: str, before: int) -> bool:
         process = self._cluster.members[name]
@@ -99,6 +99,21 @@ class Control:
         self._cluster.order(lambda: self._cluster.shift(name, shares))
         total = sum(shares.values())
         return f"{name}: {', '.join(f'{100 * share / total:g} % {model}' for model, share in shares.items())}"
+
+    def _apply(self, file: Path) -> str:
+        """Take over the models and aliases of a changed file."""
+        with self._alone():
+            return apply(self._cluster, file)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Replace, add or remove processes while no other order does."""
+        if not self._rolls.acquire(blocking=False):
+            raise ConfigError("the cluster is being rolled or changed already: wait until that is done")
+        try:
+            yield
+        finally:
+            self._rolls.release()
 
     def _down(self, name: str) -> str:
         self._cluster.down()

@@ -238,6 +238,10 @@ class OnRay:
         where = PlacementGroupSchedulingStrategy(self._groups[model], placement_group_bundle_index=index)
         return {**_share(self._plan.models[model]), "scheduling_strategy": where}
 
+    def take(self, plan: Plan) -> None:
+        if plan.models.keys() - self._plan.models.keys():
+            raise ConfigError("backend: ray: models are added by `down` and `up`")
+
     def check(self) -> None:
         if (away := self._head.away_s) > HEAD_S:
             raise SymbiosisError(

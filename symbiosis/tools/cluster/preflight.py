@@ -2,6 +2,7 @@
 
 import importlib.util
 import socket
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,18 @@ def check(plan: Plan) -> socket.socket:
     if problems or listener is None:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return listener
+
+
+def check_models(plan: Plan, names: Collection[str]) -> None:
+    """Raise a `ConfigError` with a line for each thing that is wrong with these models of a plan, beside all that runs already."""
+    if not names:
+        return
+    is_here = plan.backend == "local"
+    problems = [line for name in names for line in of_model(plan, name, is_here)]
+    these = msgspec.structs.replace(plan, models={name: plan.models[name] for name in names}, aliases={})
+    problems += _memory(these) if is_here and not problems else []
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
 
 
 def executor_options(plan: ModelPlan, name: str, **ours: Any) -> Options:

@@ -7,8 +7,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -32,6 +34,7 @@ LOOK_EVERY_S, SCALE_EVERY_S = 0.1, 1.0
 LEAVE_S = 0.5  # between telling that a server drains, and telling the server: its streams go elsewhere meanwhile
 AGAIN_S = 5.0  # before one that could not start is started once more
 STOP_S = 15.0
+QUIET_S = 2.0  # a process that retires is idle for so long at least: its last page may be from before
 OPEN = "anybody who can connect to %s may use this cluster, and send adapters: name a file of api_keys, and encrypt what others can read (a proxy with TLS)"
 
 
@@ -42,6 +45,8 @@ class Cluster:
         self.plan, self._listener, self._backend = plan, listener, backend
         self.members: dict[str, Watched] = {}
         self.aliases = dict(plan.aliases)
+        self.retiring: tuple[str, ...] = ()  # models that take nothing new, and end when nobody uses them any more
+        self._numbers = count(1)  # of servers
         self._leaving: list[Watched] = []  # front ends that finish what they have, and have successors
         self._again: dict[str, float] = {}  # when to start one that could not
         self._worked: dict[str, float] = {}  # when a server was last seen at work
@@ -50,8 +55,7 @@ class Cluster:
         self._told: Told | None = None
         self._scaled = 0.0
         self._is_up = False
-        folders = {model: adapters_folder(server_options(plan, model)) for model in plan.models}
-        self._adapters = {model: str(folder) for model, folder in folders.items() if folder is not None}
+        self._adapters: dict[str, str] = {}
 
     @property
     def url(self) -> str:
@@ -75,12 +79,67 @@ class Cluster:
         """Have this done by the thread that runs the cluster."""
         self._orders.append(do)
 
+    def do(self, what: Callable[[], None]) -> None:
+        """Have this done by the thread that runs the cluster, and wait until it is. Raises what it raises."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                what()
+                done.set_result(None)
+            except Exception as error:
+                done.set_exception(error)
+
+        self.order(run)
+        done.result()
+
     def down(self) -> None:
         self._ending.set()
 
     def shift(self, name: str, shares: dict[str, float]) -> None:
         self.aliases = {**self.aliases, name: shares}
         logger.info("requests for %s are divided by %s", name, shares)
+
+    def add(self, model: str) -> None:
+        """Have the processes of a model of the plan, which `_look` starts."""
+        of_model = self.plan.models[model]
+        executors = [self._backend.executor(model, n) for n in range(1, of_model.executors + 1)]
+        made = list(executors)
+        for n in range(1, of_model.most + 1):
+            server = self._backend.server(model, next(self._numbers), n, executors[n % len(executors)])
+            server.comes_back = n <= of_model.least
+            made.append(server)
+        self.members = {**self.members, **{each.name: each for each in made}}
+        if (folder := adapters_folder(server_options(self.plan, model))) is not None:
+            self._adapters[model] = str(folder)
+
+    def enlarge(self, plan: Plan, models: Iterable[str]) -> None:
+        """Start these models of a plan beside what runs. Raises `ConfigError` if there is no room. Any thread may call it."""
+        self._backend.take(plan)
+
+        def start_them() -> None:
+            self.plan = plan
+            for model in models:
+                self.add(model)
+
+        self.do(start_them)
+
+    def take(self, plan: Plan) -> None:
+        """Go on with another plan. Models that it has no more retire, those that it has besides are to be added, or are there."""
+        self.retiring += tuple(model for model in self.plan.models if model not in plan.models)
+        self.plan, self.aliases = plan, dict(plan.aliases)
+
+    def give_up(self, models: Collection[str]) -> None:
+        """End the processes of models that were added in vain."""
+        self.plan = replace(
+            self.plan, models={name: each for name, each in self.plan.models.items() if name not in models}
+        )
+        self.retiring += tuple(models)
+        for process in (process for model in models for process in self.of_model(model)):
+            self.drain(process.name)
+
+    def of_model(self, model: str, kind: str = "") -> list[Watched]:
+        return [each for each in self.members.values() if each.member.model == model and kind in ("", each.member.kind)]
 
     def drain(self, name: str, comes_back: bool = False) -> None:
         """Let a process finish or hand over what it does, and end."""
@@ -93,17 +152,10 @@ class Cluster:
             process.stop()
 
     def _plan_members(self) -> None:
-        plan, number = self.plan, 0
-        for model, of_model in plan.models.items():
-            executors = [self._backend.executor(model, n) for n in range(1, of_model.executors + 1)]
-            self.members |= {each.name: each for each in executors}
-            for n in range(1, of_model.most + 1):
-                number += 1
-                server = self._backend.server(model, number, n, executors[n % len(executors)])
-                server.comes_back = n <= of_model.least
-                self.members[server.name] = server
-        for n in range(1, plan.front_ends + 1):
-            front = start.front(plan, n, self._listener)
+        for model in self.plan.models:
+            self.add(model)
+        for n in range(1, self.plan.front_ends + 1):
+            front = start.front(self.plan, n, self._listener)
             self.members[front.name] = front
 
     def _look(self) -> None:
@@ -114,7 +166,7 @@ class Cluster:
             self._look_at(process)
         self._leaving = [each for each in self._leaving if each.is_running]
         self._tell()
-        if not self._is_up and self._all_ready():
+        if not self._is_up and self.are_ready(self.plan.models):
             self._is_up = True
             print(f"cluster {self.plan.name} at {self.url}/v1", flush=True)
             if not self.plan.is_for_this_machine and self.plan.api_keys is None:
@@ -123,10 +175,13 @@ class Cluster:
             self._scaled = time.monotonic()
             for model in self.plan.models:
                 self._scale(model)
+            for model in self.retiring:
+                self._retire(model)
 
-    def _all_ready(self) -> bool:
-        """Whether all are ready that are to run, and front ends have seen all servers among them."""
-        due = [each for each in self.members.values() if each.comes_back]
+    def are_ready(self, models: Collection[str]) -> bool:
+        """Whether all are ready that are to run of these models, and front ends have seen all servers among them."""
+        due = [each for each in list(self.members.values()) if each.comes_back]
+        due = [each for each in due if each.member.kind == "front" or each.member.model in models]
         servers = {each.member.number for each in due if each.member.kind == "server"}
         fronts = [each.health.get("ready") for each in due if each.member.kind == "front"]
         known = all(isinstance(ready, list) and servers <= set(ready) for ready in fronts)
@@ -158,8 +213,8 @@ class Cluster:
             if failed and process.starts >= MOST_STARTS and not self._is_up:
                 raise SymbiosisError(f"{process.name} could not start, as it says above")
         if process.member.kind == "server":
-            of_model = [each for each in self.members.values() if each.member.model == process.member.model]
-            if not any(each.state is State.READY for each in of_model if each.member.kind == "executor"):
+            executors = self.of_model(process.member.model, "executor")
+            if not any(each.state is State.READY for each in executors):
                 return False
         return now >= self._again.get(process.name, 0.0)
 
@@ -172,10 +227,12 @@ class Cluster:
         members = []
         for process in (*self.members.values(), *self._leaving):
             if (state := process.state) is not None:
-                members.append(replace(process.member, state=state.value, pid=process.pid))
+                clients = int(str(process.health.get("clients", 0)))
+                members.append(replace(process.member, state=state.value, pid=process.pid, clients=clients))
         told = Told(
-            name=self.plan.name, url=self.url, members=tuple(members), adapters=self._adapters, aliases=self.aliases
-        )
+            name=self.plan.name, url=self.url, members=tuple(members), adapters=dict(self._adapters), aliases=self.aliases,
+            retiring=self.retiring,
+        )  # fmt: skip
         if told != self._told:
             self._told = told
             tell(told)
@@ -183,7 +240,7 @@ class Cluster:
     def _scale(self, model: str) -> None:
         """Add servers of a model, or take one away: it drains, and its streams go on elsewhere."""
         plan = self.plan.models[model]
-        servers = [p for p in self.members.values() if p.member.kind == "server" and p.member.model == model]
+        servers = self.of_model(model, "server")
         snapshot = {p.member.number: p for p in servers}
         now = time.monotonic()
         found = [
@@ -214,6 +271,25 @@ class Cluster:
         may = len(live) > least and any(not each.running for each in live)
         if may and (moves := consolidate(live, requests)) is not None:
             self.drain(snapshot[moves.server].name)
+
+    def _retire(self, model: str) -> None:
+        """End what nobody has used for `idle_s`: servers, and executors after all servers."""
+        now, processes = time.monotonic(), self.of_model(model)
+        has_servers = any(each.is_running for each in processes if each.member.kind == "server")
+        for process in processes:
+            clients = int(str(process.health.get("clients", 0)))
+            if process.state is not State.READY or process.requests or clients or self._waiting(model):
+                self._worked[process.name] = now
+            is_idle = now - self._worked.get(process.name, now) >= max(QUIET_S, self.plan.idle_s)
+            is_last = process.member.kind == "server" or not has_servers
+            if is_idle and is_last and process.draining_since is None:
+                self.drain(process.name)
+        if not any(each.is_running or each.comes_back for each in processes):
+            logger.info("%s has ended: nobody used it any more", model)
+            self.members = {name: each for name, each in self.members.items() if each.member.model != model}
+            self.retiring = tuple(each for each in self.retiring if each != model)
+            self._adapters.pop(model, None)
+            self._backend.take(self.plan)
 
     def _waiting(self, model: str) -> int:
         """How many sequences wait at the front ends for a server of this model."""
