@@ -69,7 +69,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.chosen[completion] if self.chosen else ()
 
 
-class Token(msgspec.Struct, frozen=True, array_like=True):
+class Token(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One token that was chosen, with its log probability and those of the most likely tokens if they were asked for."""
 
     id: int
@@ -77,7 +77,7 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step added to one completion of a request."""
 
     request: int

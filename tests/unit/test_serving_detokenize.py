@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import symbiosis
 from symbiosis.errors import ConfigError
-from symbiosis.serving.engine.detokenize import Stop, Text, chat_tokens, prompt_tokens
+from symbiosis.serving.engine.detokenize import Stop, Text, chat_tokens, decoder, prompt_tokens
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
 
@@ -162,3 +162,25 @@ def test_a_stop_string_that_nearly_comes_takes_no_longer_for_its_length() -> Non
     for _ in range(5000):
         _, matched = stop.after("a", matched)
     assert matched == 1000 and compared <= 4 * 5000
+
+
+class Shouting(PreTrainedTokenizerFast):  # type: ignore[misc]
+    """A tokenizer that decodes in its own way."""
+
+    def _decode(self, *args: Any, **options: Any) -> str:
+        return str(super()._decode(*args, **options)).upper()
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("make", [bytes_tokenizer, sentence_pieces])
+def test_the_short_way_to_text_is_that_of_transformers(make: Any, special: bool) -> None:
+    tokenizer = make()
+    for tokens in ([], [tokenizer.eos_token_id], [5, tokenizer.eos_token_id, 100, 101], [104, 0, 1, 2]):
+        wanted = tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False)
+        assert decoder(tokenizer)(tokens, not special) == wanted, tokens
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself() -> None:
+    tokenizer = Shouting(tokenizer_object=sentence_pieces().backend_tokenizer, eos_token="</s>", unk_token="<unk>")
+    text = Text(tokenizer)
+    assert text.add([259, 260]) + text.end() == "THE END"

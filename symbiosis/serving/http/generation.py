@@ -18,7 +18,7 @@ FAILURES = {
 }
 
 
-class Delta(msgspec.Struct):
+class Delta(msgspec.Struct, gc=False):
     """What one completion has gained since it was last read."""
 
     choice: int

@@ -1,6 +1,7 @@
 """The process that speaks HTTP. It is started with two sockets: one that listens, and the link to the engine's process."""
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -63,6 +64,8 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
         server_header=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
     )  # fmt: skip
     server = uvicorn.Server(config)
+    gc.collect()
+    gc.freeze()  # to look at all that was loaded, again and again, would hold up everybody's tokens
     tasks = [asyncio.create_task(_end(server, remote)), asyncio.create_task(_watch(remote, options.engine))]
     await server.serve(sockets=[listener])
     for task in tasks:

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
+from contextlib import closing
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from symbiosis.serving.http.answers import Words, usage
 from symbiosis.serving.http.failures import ApiError
@@ -13,9 +14,54 @@ from symbiosis.serving.http.incoming.bodies import until_hung_up
 from symbiosis.serving.http.schemas import Continuation
 
 STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
+LOOKS = 8  # in that time
 PIECE = 1 << 16  # bytes that are sent at once
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # fmt: skip
 JSON = [(b"content-type", b"application/json")]
+
+
+class Outlet:
+    """Where an answer goes: to one client, which is hung up on when it takes nothing for `STALL_S`: `limit`, within which all is sent, ends then.
+
+    A timer for each piece that is sent would cost more than to make it. So one looks now and then at when the piece under way was begun.
+    """
+
+    def __init__(self, send: Send, limit: asyncio.Timeout) -> None:
+        self._send, self._limit = send, limit
+        self._loop = asyncio.get_running_loop()
+        self._began: float | None = None  # to send what has not been taken yet
+        self._look()
+
+    async def start(self, headers: list[tuple[bytes, bytes]]) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def take(self, body: bytes, more: bool = True) -> None:
+        self._began = self._loop.time()
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+        self._began = None
+
+    async def take_all(self, pieces: Iterable[bytes], more: bool = True) -> None:
+        """Send pieces, many small ones at once. Large ones are made when those before are sent, and others run between them."""
+        held, size = list[bytes](), 0
+        for piece in pieces:
+            held.append(piece)
+            size += len(piece)
+            if size > PIECE:
+                await self.take(b"".join(held))
+                await asyncio.sleep(0)
+                held, size = [], 0
+        if held or not more:
+            await self.take(b"".join(held), more)
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._began is not None and now - self._began >= STALL_S:
+            self._limit.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(STALL_S / LOOKS, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()
 
 
 class Reply:
@@ -32,7 +78,9 @@ class Reply:
         watch = asyncio.create_task(until_hung_up(receive))
         watch.add_done_callback(lambda _: self._generation.end())
         try:
-            await self._answer(send)
+            async with asyncio.timeout(None) as limit:
+                with closing(Outlet(send, limit)) as outlet:
+                    await self._answer(outlet)
         except TimeoutError:
             return  # without the end of the answer: the connection is closed
         finally:
@@ -40,14 +88,14 @@ class Reply:
             self._generation.end()
             self._done()
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, outlet: Outlet) -> None:
         """Return all choices, each by its number."""
         whole = [Delta(number) for number in range(self._generation.choices)]
         async for deltas in self._generation.deltas():
             for delta in deltas:
                 _join(whole[delta.choice], delta)
-        await send(_start(JSON))
-        await _send_all(send, self._words.whole(self._generation, whole), more=False)
+        await outlet.start(JSON)
+        await outlet.take_all(self._words.whole(self._generation, whole), more=False)
 
 
 class Stream(Reply):
@@ -65,28 +113,28 @@ class Stream(Reply):
         self._wants_usage, self._begun = wants_usage, False
         self._tells_tokens, self._opened = before is not None, before.opened if before else 0
 
-    async def _answer(self, send: Send) -> None:
+    async def _answer(self, outlet: Outlet) -> None:
         """Answer. An error before the first event is an answer of its own; a later one is an event."""
         try:
             async for deltas in self._generation.deltas():
-                await self._begin(send)
-                await _send_all(send, map(self._told, deltas))
+                await self._begin(outlet)
+                await outlet.take_all(map(self._told, deltas))
         except ApiError as error:
             if not self._begun:
                 raise
-            await _send(send, _event(error.body) + b"data: [DONE]\n\n", more=False)
+            await outlet.take(_event(error.body) + b"data: [DONE]\n\n", more=False)
             return
-        await self._begin(send)
+        await self._begin(outlet)
         last = self._words.chunk([], usage(self._generation), is_asked=True)
         ending = _event(last) if self._wants_usage else b""
-        await _send(send, ending + b"data: [DONE]\n\n", more=False)
+        await outlet.take(ending + b"data: [DONE]\n\n", more=False)
 
-    async def _begin(self, send: Send) -> None:
+    async def _begin(self, outlet: Outlet) -> None:
         if not self._begun:
             self._begun = True
-            await send(_start(EVENTS))
+            await outlet.start(EVENTS)
             if first := list(self._words.first(self._generation.choices))[self._opened :]:
-                await _send_all(send, map(self._event, first))
+                await outlet.take_all(map(self._event, first))
 
     def _told(self, delta: Delta) -> bytes:
         """Return the event of what a choice has gained."""
@@ -122,26 +170,3 @@ def told_tokens(delta: Delta) -> bytes:
     """
     words = [str(delta.choice), *(str(token.id) for token in delta.tokens), *(["."] if delta.finish else [])]
     return f": {' '.join(words)}\n".encode()
-
-
-def _start(headers: list[tuple[bytes, bytes]]) -> Message:
-    return {"type": "http.response.start", "status": 200, "headers": headers}
-
-
-async def _send_all(send: Send, pieces: Iterable[bytes], more: bool = True) -> None:
-    """Send pieces, many small ones at once. Large ones are made when those before are sent, and others run between them."""
-    held, size = list[bytes](), 0
-    for piece in pieces:
-        held.append(piece)
-        size += len(piece)
-        if size > PIECE:
-            await _send(send, b"".join(held))
-            await asyncio.sleep(0)
-            held, size = [], 0
-    if held or not more:
-        await _send(send, b"".join(held), more)
-
-
-async def _send(send: Send, body: bytes, more: bool = True) -> None:
-    async with asyncio.timeout(STALL_S):
-        await send({"type": "http.response.body", "body": body, "more_body": more})

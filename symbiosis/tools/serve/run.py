@@ -1,5 +1,6 @@
 """The engine's process: it starts the other two, starts them again when they die, and drains when it is told to end."""
 
+import gc
 import logging
 import os
 import shutil
@@ -67,6 +68,8 @@ class Server:
                 endpoint = self._options.executor or self._start_executor()
                 self._start_http()  # while the engine is made ready
                 engine = stack.enter_context(self._engine(endpoint))
+                gc.collect()
+                gc.freeze()  # the model stays: searching it for garbage takes a tenth of a second
                 self._welcome(engine)
                 self._say(endpoint)
                 threading.Thread(target=self._look_at_adapters, args=[engine], name="serve-look", daemon=True).start()

@@ -1,0 +1,86 @@
+"""Readers of answers: those that take nothing are hung up on, those that are slow are not, and nobody's timer runs for each piece."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from symbiosis.serving.engine.detokenize import Text
+from symbiosis.serving.http import replies
+from symbiosis.serving.http.answers import CompletionWords
+from symbiosis.serving.http.generation import Generation
+from symbiosis.serving.http.replies import Stream
+from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
+from tests.unit.test_serving_detokenize import bytes_tokenizer
+
+TOKENS = 5
+STALL_S = 0.4
+
+
+class Remote:
+    """An engine's link that gives nothing by itself."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[int] = []
+        self.take: Callable[[Output], None]
+
+    def submit(self, request: Request, take: Any) -> None:
+        self.take = take
+
+    def cancel(self, id: int, has_stopped: bool = False) -> None:
+        self.cancelled.append(id)
+
+
+async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]:
+    """Stream some tokens to a reader that takes so long for each piece."""
+    remote, taken, tokenizer = Remote(), list[bytes](), bytes_tokenizer()
+    requests = [Request(id=1, prompt=(65,), sampling=Sampling(max_tokens=TOKENS))]
+    generation = Generation(remote, requests, lambda: Text(tokenizer), lambda count: None)  # type: ignore[arg-type]
+    generation.begin()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.sleep(take_s(len(taken)))
+            taken.append(message["body"])
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(3600)
+        return {"type": "http.disconnect"}
+
+    words = CompletionWords("demo", tokenizer, False, [], [(65,)], 1)
+    answer = asyncio.create_task(Stream(generation, words, lambda: None, False)({"type": "http"}, receive, send))
+    for number in range(TOKENS):
+        finish = Finish.LENGTH if number == TOKENS - 1 else None
+        remote.take(Output(request=1, tokens=(Token(66 + number),), finish=finish))
+        await asyncio.sleep(0)
+        while len(taken) <= number and not answer.done():
+            await asyncio.sleep(0.01)
+    await asyncio.wait_for(answer, 30)
+    return remote, taken
+
+
+def test_a_reader_that_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "STALL_S", STALL_S)
+    remote, taken = asyncio.run(streamed(lambda piece: 3600.0 if piece == 2 else 0.0))
+    assert len(taken) == 2 and b"[DONE]" not in taken[-1]
+    assert 1 in remote.cancelled
+
+
+def test_a_slow_reader_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replies, "STALL_S", STALL_S)
+    _, taken = asyncio.run(streamed(lambda piece: STALL_S / 2))
+    assert len(taken) == TOKENS + 1 and taken[-1] == b"data: [DONE]\n\n"
+
+
+def test_no_timer_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    timers: list[float] = []
+    later = asyncio.BaseEventLoop.call_at
+
+    def counted(self: Any, when: float, *args: Any, **more: Any) -> Any:
+        timers.append(when - self.time())
+        return later(self, when, *args, **more)
+
+    monkeypatch.setattr(asyncio.BaseEventLoop, "call_at", counted)
+    asyncio.run(streamed(lambda piece: 0.0))
+    assert len([after for after in timers if 1 < after < 3000]) == 2, "the one that looks, and the one of this test"
