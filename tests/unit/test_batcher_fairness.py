@@ -176,3 +176,24 @@ def test_slices_are_short_while_another_tenant_calls() -> None:
             sizes.append(batch.rows)
     assert sizes[:6] == [4096] * 6, "nobody else is there"
     assert set(sizes[6:]) == {200}, "2 ms at 10 us a row"
+
+
+def test_calls_that_do_not_go_by_rows_are_joined_as_far_as_others_can_wait() -> None:
+    """What is joined is not cut: so a tenant's many grouped products, none of them long, must not become one that is."""
+    batcher = Batcher(OPPORTUNISTIC, max_rows=4096)
+    for session in range(8):
+        batcher.join(session, "trainer")
+    batcher.join(99, "other")
+    for session in range(8):
+        batcher.add(
+            Item(session, "grouped", 200, 2, 0.0, divisible=False, price=200 << 14, cells=64)
+        )  # 1.3 ms each as guessed
+    batcher.add(Item(99, "other", 1, 0, 0.0))
+    longest, now = 0.0, 0.0
+    while (batch := batcher.next_batch(now)) is not None:
+        seconds = 4e-10 * batch.price * (batch.last - batch.first) / batch.cells if batch.key == "grouped" else 1e-4
+        longest, now = max(longest, seconds), now + seconds
+        if batch.ends:
+            batch.ran()
+        batcher.done(batch, seconds, now)
+    assert 0.0 < longest <= 2.1e-3

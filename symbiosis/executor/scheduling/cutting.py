@@ -103,14 +103,14 @@ class Cutting:
     def _most_rows(self, head: Item, queue: Queue) -> int:
         """Return how many rows a slice or a product may have: fewer while tenants call that have no part in it."""
         most = self._rules.max_rows
-        if self._rules.invariant or not head.divisible or queue.rows <= SMALLEST_SLICE:
+        if self._rules.invariant or (queue.rows <= SMALLEST_SLICE if head.divisible else len(queue) == 1):
             return most
-        row_s = self._costs.row_at_most(head)
+        row_s = self._costs.row_at_most(head) if head.divisible else self._costs.at_most(head, head.rows) / head.rows
         if queue.rows * row_s <= SLICE_S:
             return most
         own = {self._callers[item].tenant for item in queue if item.whole or item is head}
         turn_s = self._turn_s(own, head.arrived)
-        return int(min(most, max(SMALLEST_SLICE, turn_s / max(row_s, 1e-12))))
+        return int(min(most, max(SMALLEST_SLICE if head.divisible else 1, turn_s / max(row_s, 1e-12))))
 
     def _set_turn(self, batch: Batch, now: float) -> None:
         item, start, stop = batch.slices[0]
