@@ -26,6 +26,7 @@ from symbiosis.clusters import executors_at
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.tools.cluster.control import send_order
+from tests.browser import browser, is_installed
 from tests.cluster import Running, cluster, wait_for_servers
 from tests.serving_api import client, eventually, web
 
@@ -365,7 +366,31 @@ def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) 
     keyed = {"Authorization": "Bearer alice-key-1"}
     shown = web.get(f"{running.url}/cluster", headers=keyed).json()
     assert [server["batch"] for server in shown["servers"]] == [16, 16]
+    assert shown["decisions"][-1]["tenant"] == "alice" and shown["decisions"][-1]["why"] == "new"
+    figures = web.get(f"{running.url}/figures", headers=keyed).json()
+    assert figures["figures"]["generated_tokens"] >= 1 and {"demo", "shout"} <= set(figures["names"])
+    assert "servers" not in web.get(f"{running.url}/figures", headers={"Authorization": "Bearer bob-key-22"}).json()["cluster"]  # fmt: skip
     assert web.get(f"{running.url}/cluster", headers={"Authorization": "Bearer bob-key-22"}).status_code == 403
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not is_installed(), reason="needs Debian's chromium and chromium-driver: make test-browser")
+def test_its_page_shows_servers_and_decisions_and_writes(api: openai.OpenAI, running: Running) -> None:
+    def text(id: str) -> str:
+        return str(page.run(f"document.getElementById('{id}').innerText"))
+
+    with browser() as page:
+        page.open(running.url)
+        page.run("(document.getElementById('key').value = 'bob-key-22', document.getElementById('key').onchange())")
+        eventually(lambda: text("state") == "serving")
+        assert page.run("document.getElementById('cluster').hidden"), "what is about all tenants is for administrators"
+        page.run("(document.getElementById('key').value = 'alice-key-1', document.getElementById('key').onchange())")
+        eventually(lambda: "demo-server-2" in text("servers") and "0 of 16" in text("servers"))
+        page.run("(document.getElementById('complete').click(), document.getElementById('most').value = '8')")
+        page.run("document.getElementById('go').click()")
+        eventually(lambda: re.search(r"8 tokens in .*, the first after", text("speed")))
+        eventually(lambda: "demo of alice" in text("decisions") and "new" in text("decisions"))
+        assert text("model") == "test" and all("401" in each for each in page.errors())
 
 
 def test_nothing_is_left_when_it_has_ended(running: Running) -> None:

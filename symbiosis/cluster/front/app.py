@@ -19,9 +19,11 @@ from symbiosis import __version__
 from symbiosis.cluster.front import adapters
 from symbiosis.cluster.front.asked import Asked
 from symbiosis.cluster.front.relay import Relay
+from symbiosis.cluster.front.shown import Shown
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
 from symbiosis.cluster.placement import State, Wish, version_of
+from symbiosis.serving.http import page
 from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.incoming.uploads import received
@@ -43,6 +45,7 @@ class Front:
         self.view, self.keys, self.bodies = view, Keys(Path(api_keys) if api_keys else None), Bodies()
         self.completions = Counter[tuple[str, str]]()  # by model and tenant
         self.tokens = Counter[tuple[str, str]]()
+        self.shown = Shown(view)
         self._lanes = Lanes(2, "front-read")
         self._held = Counter[str]()  # bytes of bodies, by tenant
 
@@ -117,6 +120,8 @@ def make_app(front: Front) -> ASGIApp:
         ("GET", "/cluster", cluster),
         ("GET", "/version", version),
         ("GET", "/metrics", metrics),
+        ("GET", "/figures", figures),
+        ("GET", "/", shown_page),
     ]
     return app_of(front, table)
 
@@ -203,20 +208,17 @@ async def health(front: Front, request: Request) -> ASGIApp:
 async def cluster(front: Front, request: Request) -> ASGIApp:
     """Tell of all processes and their load, to whoever may change adapters: it is about all tenants."""
     front.keys.administrator(request.headers.get("authorization"))
-    servers = [
-        {"name": seen.member.name, "state": seen.state, **_load(seen.told())} for seen in front.view.seen.values()
-    ]
-    told = {
-        "cluster": front.view.told.name,
-        "servers": servers,
-        "waiting": front.view.waiting,
-        "moved": front.view.moved,
-    }
-    return _json({**told, "members": front.view.told.members})
+    return _json(front.shown.cluster())
 
 
-def _load(server: Any) -> dict[str, Any]:
-    return {"model": server.model, "running": server.running, "batch": server.batch, "free_tokens": server.free}
+async def figures(front: Front, request: Request) -> ASGIApp:
+    """Return what the page shows."""
+    tenant = front.keys.tenant(request.headers.get("authorization"))
+    return _json(await front.shown.figures(_authorized(request), tenant.may_change_adapters))
+
+
+async def shown_page(front: Front, request: Request) -> ASGIApp:
+    return page.response()
 
 
 async def version(front: Front, request: Request) -> ASGIApp:

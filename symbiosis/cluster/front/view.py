@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +20,7 @@ logger = logging.getLogger("symbiosis")
 
 LOOK_EVERY_S = 0.1  # at what the cluster tells
 ASK_EVERY_S, ANSWER_S = 0.5, 2.0  # a server, and for how long
+DECISIONS = 100  # that are remembered
 MOST_ADAPTERS = 256  # that a server is known to have
 LOST_S = 3.0  # a server that says nothing for so long is taken for lost
 
@@ -80,6 +81,7 @@ class View:
         self.told = Told(name=cluster, url="")
         self.seen: dict[int, Seen] = {}
         self.moved = Counter[str]()  # by why
+        self.decisions = deque[dict[str, Any]](maxlen=DECISIONS)
         self._fleet = Fleet()
         self._waiting: list[tuple[Flight, asyncio.Future[None]]] = []
         self._running = Counter[str]()  # sequences by tenant
@@ -228,17 +230,18 @@ class View:
                     flight.wish.adapter
                 }
             turn.set_result(None)
-            if self._log is not None:
-                self._say(flight, server)
+            self._say(flight, server)
 
     def _say(self, flight: Flight, server: Server) -> None:
-        assert self._log is not None
+        """Note a decision, and why it was made."""
         wish = msgspec.structs.asdict(flight.wish)
         waited = round(time.monotonic() - flight.since, 4)
         load = f"{server.running} of {server.batch} with it"
         line = {"time": time.time(), "why": flight.why, "server": self.seen[server.number].member.name, "load": load}
-        self._log.write(json.dumps({**line, "waited_s": waited, **wish}) + "\n")
-        self._log.flush()
+        self.decisions.append({**line, "waited_s": waited, **wish})
+        if self._log is not None:
+            self._log.write(json.dumps(self.decisions[-1]) + "\n")
+            self._log.flush()
 
 
 async def answer_of(url: str, path: str, headers: dict[str, str] | None = None) -> Any:
