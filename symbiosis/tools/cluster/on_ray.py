@@ -181,6 +181,7 @@ class OnRay:
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         connect(plan.name)
+        _check_name(plan.name)
         context = ray.get_runtime_context()
         self._home, self._head = context.get_node_id(), Head(context.gcs_address)
         models = {name: replace(each, model=_whole(each.model or name)) for name, each in plan.models.items()}
@@ -199,9 +200,9 @@ class OnRay:
         for name, model in self._plan.models.items():
             self._groups[name] = placement_group(model.bundles, "SPREAD", f"{self._plan.name}/{name}")
         deadline = time.monotonic() + PLACE_S
-        for name, group in self._groups.items():
-            if not group.wait(max(0.0, deadline - time.monotonic())):
-                raise ConfigError(_no_room(name, self._plan.models[name]))
+        waited = {name: group.wait(max(0.0, deadline - time.monotonic())) for name, group in self._groups.items()}
+        if without := [name for name, has_room in waited.items() if not has_room]:
+            raise ConfigError("\n".join(_no_room(name, self._plan.models[name]) for name in without))
         of_model = ray.remote(preflight.of_model)
         asked = [
             of_model.options(**self._in_bundle(name, 0)).remote(self._plan, name, is_here=True) for name in self._groups
@@ -306,6 +307,17 @@ def connect(name: str) -> None:
         raise ConfigError(
             f"backend: ray: {told}\nStart it with: ray start --head (others join by: ray start --address HEAD:6379)"
         ) from None
+
+
+def _check_name(name: str) -> None:
+    """Raise `ConfigError` if another `cluster up` has actors under this name; those of one that was killed end by themselves."""
+    deadline = time.monotonic() + END_S
+    while ray.util.list_named_actors():
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"a cluster {name!r} runs already on this Ray, from another host: give this one another name"
+            )
+        time.sleep(0.2)
 
 
 def _share(model: ModelPlan) -> dict[str, Any]:
