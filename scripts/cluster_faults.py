@@ -1,12 +1,14 @@
 """A cluster whose processes are killed and frozen at random, under 50 streams and two trainers. On this host, with the demo model.
 
-    python scripts/cluster_faults.py --quick      # 5 faults
-    python scripts/cluster_faults.py              # 30 faults; a quarter of an hour on two cores
+    python scripts/cluster_faults.py --quick                  # 5 faults
+    python scripts/cluster_faults.py --quick --backend ray    # the same on two nodes of Ray, which are processes of this host
+    python scripts/cluster_faults.py                          # 30 faults; a quarter of an hour on two cores
 
 Three servers, two executors and a front end. Each of 50 clients reads greedy streams, one after the other, until the faults are over; each text must
 be the one that PEFT's `generate()` makes alone, and its count of tokens, too. Two trainers find their executor by the model's name; one maps
-its weights, the other calls for every product. Both end with the adapters of training without a cluster, bit for bit. A fault is SIGKILL or SIGSTOP to a server, its process that speaks HTTP, or an executor. Before the next one
-there is a server that is ready, and an executor.
+its weights, the other calls for every product. Both end with the adapters of training without a cluster, bit for bit. A fault is SIGKILL or SIGSTOP to a server, its process that speaks HTTP, or an executor; on Ray also
+to an actor that has started one. Before the next one there is a server that is ready, and an executor. On Ray the trainers go to one executor of their own
+node, and to another by `tcp://`.
 """
 
 import argparse
@@ -41,15 +43,18 @@ from symbiosis.tools.reporting import Report, print_table
 NAME = "faults"
 FILE = """
 name: faults
+backend: {backend}
 port: 0
 frozen_s: 5
 models:
   demo:
     executors: 2
     servers: 3
-    executor: {batch-invariant: true}
-    server: {memory: 128MiB, max-batch: 32}
+    executor: {{batch-invariant: true}}
+    server: {{memory: 128MiB, max-batch: 32}}
 """
+KINDS = ("server", "server", "HTTP of a server", "executor")
+ON_RAY = (*KINDS, "actor of a server", "actor of an executor")
 ADAPTERS = (None, "python", "shout", "whisper")
 PROMPTS = (
     "def average(numbers):",
@@ -195,12 +200,15 @@ def wait_until_ready(servers: int) -> None:
         time.sleep(0.1)
 
 
-def do_harm(chance: random.Random) -> str:
+def do_harm(chance: random.Random, backend: str) -> str:
     """Kill or freeze one process that works; say which."""
-    kind = chance.choice(("server", "server", "HTTP of a server", "executor"))
-    found = ready("executor" if kind == "executor" else "server")
-    one = chance.choice(found)
-    pids = [one.pid] if kind != "HTTP of a server" else list(descendants(one.pid))[-1:]
+    kind = chance.choice(ON_RAY if backend == "ray" else KINDS)
+    one = chance.choice(ready("executor" if "executor" in kind else "server"))
+    pids = [one.pid]
+    if kind == "HTTP of a server":
+        pids = list(descendants(one.pid))[-1:]
+    elif kind.startswith("actor"):
+        pids = [int(Path(f"/proc/{one.pid}/stat").read_text().rpartition(")")[2].split()[1])]
     number = chance.choice((signal.SIGKILL, signal.SIGSTOP))
     for pid in pids:
         os.kill(pid, number)
@@ -208,10 +216,25 @@ def do_harm(chance: random.Random) -> str:
 
 
 @contextlib.contextmanager
-def cluster(folder: Path) -> Iterator[str]:
+def nodes() -> Iterator[None]:
+    """Two nodes of Ray, which are processes of this host. The cluster, and the trainers, are at home on the first one."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    try:
+        started.add_node(num_cpus=4)
+        os.environ["RAY_ADDRESS"] = started.address
+        yield
+    finally:
+        started.shutdown()
+
+
+@contextlib.contextmanager
+def cluster(folder: Path, backend: str) -> Iterator[str]:
     """Run the cluster; its address."""
     file = folder / "faults.yaml"
-    file.write_text(FILE)
+    file.write_text(FILE.format(backend=backend))
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "symbiosis", "cluster", "up", str(file)],
@@ -230,12 +253,16 @@ def cluster(folder: Path) -> Iterator[str]:
             process.wait(120)
 
 
-def run(faults: int, streams: int, folder: Path, report: Report) -> None:
+def run(faults: int, streams: int, backend: str, folder: Path, report: Report) -> None:
     progress("texts, alone")
     wanted = texts()
     over, chance, done = threading.Event(), random.Random(1), Counter[str]()
     steps, pause = 40 + 20 * faults, 0.25
-    with cluster(folder) as url, trainers(steps, pause, folder) as training:
+    with (
+        nodes() if backend == "ray" else contextlib.nullcontext(),
+        cluster(folder, backend) as url,
+        trainers(steps, pause, folder) as training,
+    ):
         readers = [Reader(url, seed, wanted) for seed in range(streams)]
 
         async def read() -> None:
@@ -247,7 +274,7 @@ def run(faults: int, streams: int, folder: Path, report: Report) -> None:
             for number in range(faults):
                 wait_until_ready(2)
                 time.sleep(chance.uniform(1.0, 4.0))
-                what = do_harm(chance)
+                what = do_harm(chance, backend)
                 done[what] += 1
                 progress(f"fault {number + 1} of {faults}: {what}")
                 time.sleep(1.0)
@@ -285,13 +312,14 @@ def equal(one: Path, other: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="5 faults and 10 streams")
+    parser.add_argument("--backend", choices=("local", "ray"), default="local", help="where executors and servers run")
     arguments = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     torch.set_num_threads(1)
     report = Report("cluster_faults")
     with tempfile.TemporaryDirectory() as folder:
         try:
-            run(*((5, 10) if arguments.quick else (30, 50)), Path(folder), report)
+            run(*((5, 10) if arguments.quick else (30, 50)), arguments.backend, Path(folder), report)
         except BaseException:
             if (log := Path(folder) / "log").is_file():
                 print(log.read_text()[-5000:], file=sys.stderr)

@@ -274,7 +274,7 @@ def test_without_the_head_of_ray_it_ends_and_says_so(nodes: Any, tmp_path: Path)
     with cluster(tmp_path, FILE) as found:
         left = pids(found)
         nodes.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
-        assert found.process.wait(100) == 1
+        assert found.process.wait(100) == 2
         told = (tmp_path / "stderr").read_text()
         assert "has been gone for 30 s: start Ray again, then this cluster" in told and "Traceback" not in told
         eventually(lambda: are_gone(left), 30)

@@ -6,6 +6,7 @@ The actors belong to the job of `cluster up`: Ray ends them, and with them what 
 
 import logging
 import os
+import re
 import socket
 import threading
 import time
@@ -37,7 +38,8 @@ logger = logging.getLogger("symbiosis")
 LOOK_EVERY_S, ANSWER_S, KILL_S = 0.25, 2.0, 3.0
 PLACE_S = 30.0  # for Ray to find room for a model
 HEAD_S = 30.0  # the head of Ray may be away; it ends this process itself after a minute
-END_S = 20.0
+END_S, AWAY_END_S = 20.0, 5.0  # for actors to end: while the head is there, and without it
+HOW_TO_START = "Start it with: ray start --head (other nodes join by: ray start --address HEAD:6379)"
 GENERATIONS = count(1)  # an actor's name is free some time after its end only
 
 
@@ -93,7 +95,12 @@ class Placed(Watched):
             self._life.changed.set()
 
     def wait(self, seconds: float) -> bool:
-        return self._life is None or self._life.over.wait(max(0.0, seconds))
+        return not self.is_running or (self._life is not None and self._life.over.wait(max(0.0, seconds)))
+
+    def wait_for_actor(self, seconds: float) -> None:
+        """Wait until nothing of it is left."""
+        if self._life is not None:
+            self._life.over.wait(max(0.0, seconds))
 
     def _start(self) -> None:
         self._life = Life()
@@ -102,6 +109,7 @@ class Placed(Watched):
     def _stop(self) -> None:
         assert self._life is not None
         self._life.is_told = True
+        self._life.is_killed |= not self._life.seen.pid  # Ray has not found a place, or does not answer
         self._life.changed.set()
 
     def _run(self, life: Life, ready: threading.Event) -> None:
@@ -128,11 +136,9 @@ class Placed(Watched):
                 self._take(seen, life, ready)
             elif life.seen.pid:
                 self.silent_s = time.monotonic() - answered
-            elif life.is_told:
-                return  # it has no node yet
             life.changed.wait(LOOK_EVERY_S)
             life.changed.clear()
-            if life.is_told and not is_told and life.seen.pid:
+            if life.is_told and not is_told:
                 asked, is_told = actor.stop.remote(), True
             elif seen is not None or _has_failed(asked):
                 asked = actor.look.remote()
@@ -250,14 +256,14 @@ class OnRay:
             )
 
     def close(self) -> None:
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + (AWAY_END_S if self._head.away_s else END_S)
         for placed in self._placed:
             placed.kill()
         for placed in self._placed:
-            placed.wait(deadline - time.monotonic())
+            placed.wait_for_actor(deadline - time.monotonic())
         self._head.close()
         if self._head.away_s:
-            return  # Ray would wait for it
+            return  # Ray would wait for it, and has lost its groups anyhow
         for group in self._groups.values():
             with suppress(RayError):
                 remove_placement_group(group)
@@ -280,33 +286,38 @@ class Head:
         self._ended.set()
 
     def _run(self) -> None:
-        host, _, port = self.address.rpartition(":")
         while not self._ended.wait(1.0):
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
-            except OSError:
-                if not self._gone_since:
-                    logger.error(
-                        "the head of Ray at %s does not answer: nothing that dies is started again", self.address
-                    )
-                    self._gone_since = time.monotonic()
-            else:
+            if listens(self.address):
                 self._gone_since = 0.0
+            elif not self._gone_since:
+                logger.error("the head of Ray at %s does not answer: nothing that dies is started again", self.address)
+                self._gone_since = time.monotonic()
 
 
 def connect(name: str) -> None:
     """Join the Ray cluster of this host."""
-    if os.environ.get("RAY_ADDRESS", "").startswith("ray://"):
+    address = os.environ.get("RAY_ADDRESS", "")
+    if address.startswith("ray://"):
         raise ConfigError(
             "backend: ray: run `symbiosis cluster up` on a node of Ray: $RAY_ADDRESS is that of Ray's client"
         )
+    if re.fullmatch(r"\S+:\d+", address) and not listens(address):  # Ray would try for minutes
+        raise ConfigError(f"backend: ray: nothing listens at {address}, which $RAY_ADDRESS names\n{HOW_TO_START}")
     try:
         ray.init("auto", namespace=name, configure_logging=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         told = str(error).strip().partition("\n")[0]
-        raise ConfigError(
-            f"backend: ray: {told}\nStart it with: ray start --head (others join by: ray start --address HEAD:6379)"
-        ) from None
+        raise ConfigError(f"backend: ray: {told}\n{HOW_TO_START}") from None
+
+
+def listens(address: str) -> bool:
+    """Whether somebody accepts connections at HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _check_name(name: str) -> None:
