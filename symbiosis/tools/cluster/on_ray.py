@@ -37,6 +37,7 @@ logger = logging.getLogger("symbiosis")
 
 LOOK_EVERY_S, ANSWER_S, KILL_S = 0.25, 2.0, 3.0
 PLACE_S = 30.0  # for Ray to find room for a model
+KNOWN_EVERY_S = 10
 HEAD_S = 30.0  # the head of Ray may be away; it ends this process itself after a minute
 END_S, AWAY_END_S = 20.0, 5.0  # for actors to end: while the head is there, and without it
 HOW_TO_START = "Start it with: ray start --head (other nodes join by: ray start --address HEAD:6379)"
@@ -250,19 +251,19 @@ class OnRay:
             raise ConfigError("backend: ray: models are added by `down` and `up`")
 
     def check(self) -> None:
-        if (away := self._head.away_s) > HEAD_S:
+        if reason := self._head.why_lost:
             raise SymbiosisError(
-                f"the head of Ray at {self._head.address} has been gone for {away:.0f} s: start Ray again, then this cluster"
+                f"the head of Ray at {self._head.address} {reason}: start this cluster again once Ray runs"
             )
 
     def close(self) -> None:
-        deadline = time.monotonic() + (AWAY_END_S if self._head.away_s else END_S)
+        deadline = time.monotonic() + (AWAY_END_S if self._head.is_away else END_S)
         for placed in self._placed:
             placed.kill()
         for placed in self._placed:
             placed.wait_for_actor(deadline - time.monotonic())
         self._head.close()
-        if self._head.away_s:
+        if self._head.is_away:
             return  # Ray would wait for it, and has lost its groups anyhow
         for group in self._groups.values():
             with suppress(RayError):
@@ -271,27 +272,50 @@ class OnRay:
 
 
 class Head:
-    """Notices that the head of Ray does not listen any more."""
+    """Notices that the head of Ray does not answer any more, or is another one that knows nothing of this cluster."""
 
     def __init__(self, address: str) -> None:
-        self.address, self._gone_since = address, 0.0
+        self.address, self._gone_since, self._is_new = address, 0.0, False
         self._ended = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
     @property
-    def away_s(self) -> float:
-        return time.monotonic() - self._gone_since if self._gone_since else 0.0
+    def is_away(self) -> bool:
+        return bool(self._gone_since) or self._is_new
+
+    @property
+    def why_lost(self) -> str | None:
+        """None: it is there, or may come back."""
+        if self._is_new:
+            return "was started again, and has lost what it knew"
+        away = time.monotonic() - self._gone_since if self._gone_since else 0.0
+        return f"has been gone for {away:.0f} s" if away > HEAD_S else None
 
     def close(self) -> None:
         self._ended.set()
 
     def _run(self) -> None:
-        while not self._ended.wait(1.0):
-            if listens(self.address):
+        for seconds in count(1):
+            if self._ended.wait(1.0):
+                return
+            if not listens(self.address):
+                if not self._gone_since:
+                    logger.error(
+                        "the head of Ray at %s does not answer: nothing is started until it does", self.address
+                    )
+                    self._gone_since = time.monotonic()
+            elif self._gone_since or not seconds % KNOWN_EVERY_S:
                 self._gone_since = 0.0
-            elif not self._gone_since:
-                logger.error("the head of Ray at %s does not answer: nothing that dies is started again", self.address)
-                self._gone_since = time.monotonic()
+                self._is_new |= not _knows_us()
+
+
+def _knows_us() -> bool:
+    """Whether the head takes what this process asks for its own: one without memory that was started again does not."""
+    try:
+        ray.util.list_named_actors()  # `ray.nodes()` would end this process
+    except RayError:
+        return False
+    return True
 
 
 def connect(name: str) -> None:
