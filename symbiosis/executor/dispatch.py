@@ -181,10 +181,8 @@ class Dispatch:
         if out is None:
             out = empty(plan.shape, TORCH_DTYPE[call.dtype], self.device.type == "cuda")
         priority = _priority(session, call)
-        if priority == Priority.DECODE:
-            self.background.decoded = session.heard
-            if call.op.traits.activations and not session.observer:
-                self.has_news |= self._advisor.decoded(session.number, session.heard, called=True)
+        if priority == Priority.DECODE and call.op.traits.activations and not session.observer:
+            self._makes_tokens(session, session.heard)
         finite = plan.finite and not payload[0].is_cuda  # checking would wait for the GPU
         work = HostCall(peer, seq, call, payload, out, plan, finite)
         key = ("observer", plan.key) if session.observer else plan.key
@@ -219,9 +217,13 @@ class Dispatch:
         session, now = peer.session, monotonic()
         session.count_direct(direct)
         if direct.tokens:
-            self._advisor.decoded(session.number, now, called=False, few=direct.tokens is Tokens.FEW)
-            self.background.decoded = now + TOLD_S
+            self._makes_tokens(session, now, direct.tokens)
         return Advice(*self._advisor.of(session.number, now))
+
+    def _makes_tokens(self, session: ServedSession, now: float, direct: Tokens = Tokens.NONE) -> None:
+        """Note that a session makes tokens, by calls or directly. Training gives way, and others are advised."""
+        self.background.decoded = max(self.background.decoded, now + TOLD_S if direct else now)
+        self.has_news |= self._advisor.decoded(session.number, now, not direct, few=direct is not Tokens.MANY)
 
     # ------------------------------------------------------------------ calls that a GPU makes again and again
 
@@ -280,8 +282,7 @@ class Dispatch:
         session: ServedSession = work.peer.session
         session.heard = now = monotonic()
         if work.priority == Priority.DECODE:
-            self.background.decoded = now
-            self.has_news |= self._advisor.decoded(session.number, now, called=True)
+            self._makes_tokens(session, now)
         if self.cohort.takes(work, now):
             return True
         if work.large and not self._batcher.rules.policy.waits_for_all:
@@ -335,11 +336,9 @@ class Dispatch:
         self._ledger.came(session, plan)
         session.begin()
         divisible = not isinstance(work, Round) and work.call.by_rows
-        self._batcher.add(
-            Item(
-                session.number, plan.key, plan.rows, work.priority, arrived, work, divisible, plan.joinable, plan.calls
-            )
-        )
+        self._batcher.add(Item(
+            session.number, plan.key, plan.rows, work.priority, arrived, work, divisible, plan.joinable, plan.calls,
+        ))  # fmt: skip
 
 
 def _check_allowed(session: ServedSession, call: Call) -> None:

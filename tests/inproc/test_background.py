@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from symbiosis.config import Options
 from symbiosis.executor import dispatch, server
 from symbiosis.executor.account import Account, ServedSession
+from symbiosis.executor.dispatch import TOLD_S
 from symbiosis.executor.gpu.train_share import DECODES_S, Background
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.scheduling.queue import Batch
 from symbiosis.executor.server import Server
 from symbiosis.executor.work import DeviceCall, DeviceWork, Round, RoundKey
 from symbiosis.protocol import Call, Op, Priority, Reply
-from symbiosis.transport.base import RoundWords
+from symbiosis.transport.base import Direct, RoundWords, Tokens
 
 PRODUCT_S, SHARE = 1e-3, 0.1
 CALLS = 5  # of a large round
@@ -192,6 +193,30 @@ def test_training_waits_while_somebody_decodes(executor: Executor) -> None:
     executor.server._step()
     assert executor.engine.launched[Priority.TRAIN] == 4 and not session.in_flight
     assert session.calls == 4
+
+
+def test_who_makes_tokens_directly_is_given_way_until_more_is_heard(executor: Executor) -> None:
+    told = executor.server.dispatch
+    direct = executor.works[Priority.PREFILL].peer
+    executor.rings(Priority.TRAIN)
+    told.multiplied(direct, Direct(1, 1, 64, Tokens.FEW))
+    executor.now += 0.01
+    executor.rings(Priority.DECODE)  # by another client, once
+    executor.now += TOLD_S / 2
+    executor.rings(Priority.TRAIN)
+    assert executor.rings(Priority.TRAIN), "the last report says that tokens are still made"
+
+
+@pytest.mark.parametrize("tokens", [Tokens.FEW, Tokens.MANY])
+def test_others_are_advised_at_once_when_the_first_tokens_are_made_directly(tokens: Tokens, executor: Executor) -> None:
+    told, direct = executor.server.dispatch, executor.works[Priority.PREFILL].peer
+    told.multiplied(direct, Direct(1, 1, 64, Tokens.NONE))
+    assert not told.has_news
+    told.multiplied(direct, Direct(2, 2, 128, tokens))
+    assert told.has_news
+    told.has_news = False
+    told.multiplied(direct, Direct(3, 3, 192, tokens))
+    assert not told.has_news, "they know"
 
 
 def test_a_large_round_goes_whole_or_call_by_call(executor: Executor) -> None:

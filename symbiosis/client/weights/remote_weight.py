@@ -14,12 +14,12 @@ from symbiosis.client.weights.sum import SUMS, RemoteSum
 from symbiosis.client.weights.view import (
     LIKE,
     Handle,
+    Lent,
     NoMemory,
     RemoteView,
     call_site,
     is_composite,
     is_view,
-    memory_of,
     stand_in,
     written_by,
 )
@@ -304,20 +304,17 @@ def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on values. Mapped ones are not copied for torch's own operations. If what is made lies in the same memory, the
     weight becomes a private copy: a write to either must show in both."""
     lends = func.namespace == "aten" and torch.Tag.inplace_view not in func.tags
-    lent: dict[int, RemoteWeight] = {}
+    lent = Lent[RemoteWeight]()
 
     def value(given: Any) -> Any:
         if not isinstance(given, RemoteWeight):
             return given
         if given.handle.private is not None:
             return given.value()
-        values = given.values_to_read() if lends else given.value()
-        lent.update((at, given) for at in memory_of(values))
-        return values
+        return lent.add(given, given.values_to_read() if lends else given.value())
 
     made = func(*tree_map(value, args), **tree_map(value, kwargs))
-    shared = [lent[at] for one in tree_leaves(made) for at in memory_of(one) if at in lent] if lent else []
-    if not shared:
+    if not (shared := list(lent.shared_by(made))):
         return made
     for weight in shared:
         weight.memory(str(func))

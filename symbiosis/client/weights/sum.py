@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from symbiosis.client.weights.products import PRODUCTS
 from symbiosis.client.weights.view import (
     LIKE,
+    Lent,
     RemoteView,
     call_site,
     is_composite,
     is_view,
-    memory_of,
     stand_in,
     without_memory,
     written_by,
@@ -100,19 +100,14 @@ class RemoteSum(Tensor):
 
 def _on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operation on the values of sums, which lie nowhere: what would be another view of them is refused."""
-    lent: dict[int, RemoteSum] = {}
+    lent = Lent[RemoteSum]()
 
     def value(given: Any) -> Any:
-        if not isinstance(given, RemoteSum):
-            return given
-        values = given.value()
-        lent.update((at, given) for at in memory_of(values))
-        return values
+        return lent.add(given, given.value()) if isinstance(given, RemoteSum) else given
 
     made = func(*tree_map(value, args), **tree_map(value, kwargs))
-    for one in tree_leaves(made):
-        if any(at in lent for at in memory_of(one)):
-            next(iter(lent.values())).refuse_view(func)
+    for one in lent.shared_by(made):
+        one.refuse_view(func)
     return made
 
 

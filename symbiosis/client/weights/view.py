@@ -4,11 +4,12 @@ So every view of a remote tensor is another one, and the strides that a matrix p
 """
 
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import typing_extensions
@@ -21,6 +22,7 @@ from symbiosis.protocol import MAX_DIM, Layer, Op, View, contiguous_stride
 from symbiosis.transport.tensors import DTYPE_NAME, TORCH_DTYPE
 
 aten = torch.ops.aten
+Owner = TypeVar("Owner")
 
 UNSAFE_VIEWS = frozenset(  # views that torch does not call so
     (aten._unsafe_view.default, aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
@@ -230,6 +232,21 @@ def memory_of(made: Any) -> list[int]:
         made = made.values() if made.layout in COMPRESSED else made.new_empty(0)
     at = made.untyped_storage().data_ptr()
     return [at] if at else []
+
+
+class Lent(dict[int, Owner]):
+    """The memory of the values that an operation runs on, and whose values they are."""
+
+    def add(self, owner: Owner, values: Tensor) -> Tensor:
+        """Lend these values. Returns them."""
+        self.update((at, owner) for at in memory_of(values))
+        return values
+
+    def shared_by(self, made: Any) -> Iterator[Owner]:
+        """Yield each owner with whose values lies what the operation has made."""
+        if self:
+            for one in tree_leaves(made):
+                yield from (self[at] for at in memory_of(one) if at in self)
 
 
 @cache
