@@ -321,10 +321,9 @@ class Client(Process):
         return what
 
     def result(self, seconds: float = WAIT_S) -> Any:
-        """What the program returns."""
-        deadline = time.monotonic() + seconds
+        """What the program returns. It may take as long as it needs, but must not be silent for so long."""
         while True:
-            kind, what = self._next(deadline - time.monotonic())
+            kind, what = self._next(seconds)
             if kind != "said":
                 assert kind == "returned", what
                 return what

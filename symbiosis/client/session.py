@@ -286,7 +286,7 @@ class Session(Reconnecting):
         return results
 
     def _contended(self) -> Lane | None:
-        """Open a connection for this thread alone if others keep it waiting. None means that it shares the session's."""
+        """Open a connection for this thread alone if others' calls keep it waiting. None means that it shares the session's."""
         if self._lock.acquire(timeout=LANE_AFTER_S):
             self._lock.release()
             return None
@@ -339,7 +339,7 @@ class Session(Reconnecting):
             self._welcome = None  # nobody waits for what will never come
         self._lock, self._counting, self._joining = threading.Lock(), threading.Lock(), threading.Lock()
         self._connection = self.mapped = None
-        self._device = CPU
+        self._device, self._is_beating = CPU, False
         self._lines, self._lanes = {}, Lanes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
@@ -360,8 +360,15 @@ class RankSession(Session):
 
 
 def may_have_more(session: Session) -> bool:
-    """Whether a session may have more connections. Private sessions are pinned to one, and a connection over NCCL belongs to a GPU."""
-    if session.keeps_secrets or session.observer or session._device is not CPU or session._connection is None:
+    """Whether a session may have more connections. Private sessions are pinned to one, and a connection over NCCL belongs to a GPU. Not if
+    it is the heartbeat that keeps a thread waiting: it makes no calls, and may itself be waiting for a core."""
+    if (
+        session._is_beating
+        or session.keeps_secrets
+        or session.observer
+        or session._device is not CPU
+        or session._connection is None
+    ):
         return False
     most = min(MOST_LANES, session.welcome.limits.max_tenant_sessions // OF_A_TENANT)
     return sum(len(one._lanes) for one in lifetime.sessions()) < most

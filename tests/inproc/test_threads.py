@@ -116,6 +116,22 @@ def test_a_connection_that_its_thread_does_not_use_is_closed(
     session.close()
 
 
+def test_a_slow_heartbeat_costs_no_connection(executor: symbiosis.Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine it may hold the session for long, and nobody else calls."""
+    session = Session(executor.endpoint)
+    echo(session)
+    beats, go_on, beat = threading.Event(), threading.Event(), session._connection.beat
+    monkeypatch.setattr(session._connection, "beat", lambda: (beats.set(), go_on.wait(), beat()))
+    with callers(1, lambda: echo(session)) as (one,):
+        assert beats.wait(60 * HEARTBEAT_S)
+        one.go()
+        time.sleep(0.1)  # LANE_AFTER_S many times over
+        go_on.set()
+        one.must_answer()
+    assert not len(session._lanes) and len(executor.server.sessions) == 1
+    session.close()
+
+
 def test_connections_of_threads_that_ended_are_taken_over(serve: Callable) -> None:
     session = Session(serve(tiny_llama(), heartbeat_s=60).endpoint)
     echo(session)

@@ -12,7 +12,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeGuard
 
 import torch
@@ -66,6 +67,7 @@ class Reconnecting:
         self._is_away = False  # the executor, from which weights are mapped
         self.stats = Stats()
         self._lock = threading.Lock()
+        self._is_beating = False  # whether it is the heartbeat that holds the lock
         self._seq = itertools.count(1)
         self._connection: transport.Connection | None = None
         self._device = CPU  # where rows may be when they need not go through the host
@@ -196,9 +198,10 @@ class Reconnecting:
 
     def look_for_executor(self) -> bool:
         """Whether an executor is back, for a session that went on alone when its executor went away."""
-        if self._lock.acquire(blocking=False):
+        with held_by_heartbeat(self) as held:
             try:
-                self._connected()
+                if held:
+                    self._connected()
             except ConnectionLost:
                 self._turn_to_next()
             except CallError as error:
@@ -210,8 +213,6 @@ class Reconnecting:
                     )
                 self._refusing[self.endpoint] = error
                 self._turn_to_next()
-            finally:
-                self._lock.release()
         return self._connection is not None
 
     def _is_reconnect(self) -> bool:
@@ -331,16 +332,27 @@ class Reconnecting:
 
     def beat(self) -> None:
         """Tell the executor that this client lives; during a call it knows anyway."""
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._connection is not None:
-                    self._connection.beat()
-                    if (mapped := self._mapped_here) is not None:
-                        mapped.report()
-                        if self._connection.is_lost:
-                            self._disconnect()
-            finally:
-                self._lock.release()
+        with held_by_heartbeat(self) as held:
+            if held and self._connection is not None:
+                self._connection.beat()
+                if (mapped := self._mapped_here) is not None:
+                    mapped.report()
+                    if self._connection.is_lost:
+                        self._disconnect()
+
+
+@contextmanager
+def held_by_heartbeat(session: Reconnecting) -> Iterator[bool]:
+    """Hold a session's connection for its heartbeat, and yield True; or False, if a call is under way."""
+    if not session._lock.acquire(blocking=False):
+        yield False
+        return
+    session._is_beating = True
+    try:
+        yield True
+    finally:
+        session._is_beating = False
+        session._lock.release()
 
 
 def exchange(
