@@ -37,6 +37,17 @@ class Pool:
             self._is_taken[page] = True
         return pages
 
+    def take_run(self, count: int) -> list[int] | None:
+        """Take so many pages that follow one another, or none if there are no such pages."""
+        first = self._is_taken.find(bytes(count))
+        if first < 0:
+            return None
+        pages = list(range(first, first + count))
+        self._free = [page for page in self._free if not first <= page < first + count]
+        for page in pages:
+            self._is_taken[page] = True
+        return pages
+
     def give_back(self, pages: Iterable[int]) -> None:
         for page in pages:
             assert self._is_taken[page], f"page {page} is free"

@@ -24,6 +24,7 @@ import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
 from symbiosis.serving.adapters import files
 from symbiosis.serving.adapters.files import check_finite
+from symbiosis.serving.adapters.kinds import LoadedAdapter
 from symbiosis.serving.adapters.library import FIXED_BYTES, Library
 from symbiosis.serving.adapters.refusals import MANY, REFUSED_S
 from symbiosis.serving.adapters.residency import Residency
@@ -519,6 +520,94 @@ def test_a_base_that_an_executor_holds(tmp_path: Path) -> None:
     with torch.no_grad():
         for mine, (name, (_, model)) in zip(logits, made.items(), strict=True):
             assert off(mine, model(input_ids=torch.tensor([PROMPT])).logits[0, -1]) < 1e-5, name
+
+
+# ---------------------------------------------------------------- adapters that PEFT computes, in pages of the one memory
+
+PAGE = 4096  # bytes, of this model
+BY_PEFT = [
+    lambda: peft.LoHaConfig(task_type=TaskType.CAUSAL_LM, r=4, target_modules=["q_proj", "down_proj"]),
+    KINDS["OFT"],
+    KINDS["saved module"],
+]
+
+
+@pytest.fixture(scope="module")
+def by_peft(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Tensor]]:
+    """Adapters, and what PEFT makes of the prompt by each."""
+    folder, made = tmp_path_factory.mktemp("by-peft"), []
+    for number in range(6):
+        path, model = saved(llama(), BY_PEFT[number % 3](), folder / f"a{number}", seed=number)
+        with torch.no_grad():
+            made.append((path, model(input_ids=torch.tensor([PROMPT])).logits[0, -1]))
+    return made
+
+
+def lie_within(adapter: LoadedAdapter, memory: Tensor) -> list[bool]:
+    begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+    held = [place[name] for own in adapter.own for place, name in own.places]
+    return [begin <= tensor.data_ptr() < end for tensor in held]
+
+
+def test_more_adapters_of_peft_than_there_are_pages_come_and_go(by_peft: list[tuple[Path, Tensor]]) -> None:
+    served = make_ready(llama(), 20 * PAGE)
+    library, residency, pool = Library(served), Residency(served.arena, served.blocks.make_room), served.arena.pool
+    Sites(served, residency)
+    adapters = [library.add(f"a{number}", path) for number, (path, _) in enumerate(by_peft)]
+    assert sum(residency.pages_of(adapter) for adapter in adapters) > pool.total
+    for _ in range(2):
+        for adapter, (_, wanted) in zip(adapters, by_peft, strict=True):
+            assert residency.fetch(adapter) and all(lie_within(adapter, served.arena.flat))
+            residency.pin(adapter)
+            sequence = sequence_of(PROMPT, adapter)
+            assert off(run(served, [(sequence, 5)])[0], wanted) < 1e-5
+            served.release(sequence)
+            residency.unpin(adapter)
+    assert residency.evictions >= 6 and residency.count < len(adapters)
+    gone = [adapter for adapter in adapters if not residency.is_here(adapter)]
+    assert gone and not any(within for adapter in gone for within in lie_within(adapter, served.arena.flat))
+    for adapter in adapters:
+        residency.forget(adapter.version)
+    assert served.blocks.make_room(pool.total) and pool.free == pool.total
+
+
+def test_a_tensor_that_finds_no_pages_in_a_row_counts_all_the_same(by_peft: list[tuple[Path, Tensor]]) -> None:
+    served = make_ready(llama(), 64 * PAGE)
+    library, residency, pool = Library(served), Residency(served.arena), served.arena.pool
+    Sites(served, residency)
+    pages = pool.take(pool.total)
+    pool.give_back(page for page in pages if page % 2)
+    path, wanted = by_peft[2]
+    adapter, free = library.add("head", path), pool.free
+    assert residency.fetch(adapter) and free - pool.free == residency.pages_of(adapter) >= 6
+    pool.give_back(page for page in pages if not page % 2)
+    assert off(run(served, [(sequence_of(PROMPT, adapter), 5)])[0], wanted) < 1e-5
+
+
+def test_what_is_larger_than_half_of_the_memory_is_refused(by_peft: list[tuple[Path, Tensor]]) -> None:
+    with pytest.raises(AdapterError, match=r"it takes \d+ pages .* more than half of the server's memory"):
+        Library(make_ready(llama(), 10 * PAGE)).add("head", by_peft[2][0])
+
+
+def test_one_that_is_let_go_while_it_is_used_comes_again_as_itself(
+    served: Served, by_peft: list[tuple[Path, Tensor]]
+) -> None:
+    parent = by_peft[0][0].parent
+    memory = max(Library(served).add("a", path).bytes for path, _ in by_peft) + FIXED_BYTES
+    library, residency = Library(served, parent, memory=memory), Residency(served.arena)
+    library.on_let_go = lambda old: residency.forget(old.version)
+    first = library.get("a0")
+    assert residency.fetch(first)
+    residency.pin(first)
+    library.get("a1")
+    assert first not in library.loaded() and all(lie_within(first, served.arena.flat))
+    assert library.get("a0") is first, "a request that comes now runs beside those that have it"
+    library.get("a1")
+    residency.unpin(first)
+    assert not residency.is_here(first), "it does not stay for its own sake"
+    version = first.version
+    del first
+    assert library.get("a0").version == version
 
 
 # ---------------------------------------------------------------- published by a program that trains

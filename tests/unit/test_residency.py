@@ -7,7 +7,7 @@ import torch
 
 from symbiosis.kernels.adapter_rows import Placed
 from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
-from symbiosis.serving.adapters.residency import Residency, Resident, RowRun, place, to_evict
+from symbiosis.serving.adapters.residency import Residency, Resident, RowRun, place, put_whole, to_evict
 from symbiosis.serving.arena import Arena, KvShape
 
 
@@ -45,6 +45,22 @@ def test_only_rows_that_are_longer_than_a_page_are_cut(seed: int) -> None:
     for run in place(shapes, page)[1]:
         width = shapes[run.matrix][1]
         assert run.width == width if width <= page else run.width in (page, width % page)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_whole_tensor_lies_in_one_page_or_in_pages_of_its_own(seed: int) -> None:
+    chance = random.Random(seed)
+    page = 64 * chance.randint(1, 20)
+    sizes = [chance.randint(1, 3 * page) for _ in range(chance.randint(0, 20))]
+    count, places = put_whole(sizes, page)
+    taken: set[int] = set()
+    for size, put in zip(sizes, places, strict=True):
+        assert put.offset % 64 == 0 and put.offset + size <= put.pages * page, "no tensor leaves its pages"
+        assert put.pages == 1 or size > page
+        where = set(range(put.first * page + put.offset, put.first * page + put.offset + size))
+        assert not where & taken
+        taken |= where
+    assert {at // page for at in taken} == set(range(count)), "no page is empty, and none is missing"
 
 
 def test_nothing_takes_no_page() -> None:

@@ -27,6 +27,19 @@ def computed(blocks: Blocks, one: Sequence) -> Sequence:
     return one
 
 
+def test_pages_that_follow_one_another() -> None:
+    pool = Pool(8)
+    pages = pool.take(8)
+    pool.give_back([pages[0], pages[2], pages[3], pages[6]])
+    assert pool.take_run(3) is None and pool.free == 4
+    assert pool.take_run(2) == [2, 3] and pool.free == 2
+    assert sorted(pool.take(2)) == [0, 6]
+    with pytest.raises(NoRoom):
+        pool.take(1)
+    pool.give_back([2, 3])
+    assert pool.take_run(2) == [2, 3], "given back, they are found again"
+
+
 def test_a_pool_gives_what_it_has() -> None:
     pool = Pool(4)
     pages = pool.take(3)

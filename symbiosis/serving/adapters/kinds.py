@@ -58,12 +58,27 @@ class Part:
         return Part(*(None if t is None else t.to(device) for t in each))
 
 
-@dataclass(slots=True, frozen=True, eq=False, kw_only=True)
+@dataclass(slots=True, frozen=True, eq=False)
+class OwnTensor:
+    """A tensor of PEFT's layers that belongs to the adapter. Its values lie in the host's memory, and in pages while it is resident."""
+
+    places: list[tuple[dict[str, Any], str]]  # of modules: where they keep it, and under which name
+    values: Tensor
+
+    def put(self, values: Tensor) -> None:
+        """Have the layers use these values."""
+        for held, name in self.places:
+            is_parameter = isinstance(held[name], nn.Parameter)
+            held[name] = nn.Parameter(values, requires_grad=False) if is_parameter else values
+
+
+@dataclass(slots=True, frozen=True, eq=False, kw_only=True, weakref_slot=True)
 class LoadedAdapter(Adapter):
     """An adapter with its weights in host memory. Its parts are computed together with those of other adapters, its layers by PEFT."""
 
     parts: dict[str, Part] = field(default_factory=dict)
     layers: dict[str, nn.Module] = field(default_factory=dict)
+    own: list[OwnTensor] = field(default_factory=list)  # what the layers hold that is not the base's
     packed: Any = None  # the numbers of its parts, as a GPU's kernels take them; the parts then only tell shapes
     prompt: Tensor | None = None  # [virtual, width]: embeddings in front of every prompt
     prefix: tuple[tuple[Tensor, Tensor], ...] = ()  # by layer: keys and values [virtual, heads * size]

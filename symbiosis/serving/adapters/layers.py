@@ -19,7 +19,7 @@ from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import AdapterError, SymbiosisError
 from symbiosis.kernels.adapter_rows import Rows
 from symbiosis.serving.adapters.files import AdapterWeights
-from symbiosis.serving.adapters.kinds import Base, is_named, refuse_rewritten
+from symbiosis.serving.adapters.kinds import Base, OwnTensor, is_named, refuse_rewritten
 from symbiosis.text import shown
 
 CANNOT = {
@@ -207,15 +207,20 @@ def _width(module: nn.Module) -> int | None:
     return len(weight) if isinstance(weight, Tensor) and weight.dim() == 1 else None
 
 
-def own_bytes(layers: Iterable[nn.Module], base: Base) -> int:
-    """Return how many bytes these layers hold that are not the base's."""
-    shared = {t.data_ptr() for t in base.model.parameters() if not isinstance(t, RemoteWeight)}
-    found = {}
-    for layer in layers:
-        for tensor in (*layer.parameters(), *layer.buffers()):
-            if not isinstance(tensor, RemoteWeight) and tensor.data_ptr() not in shared:
-                found[tensor.data_ptr()] = tensor.nbytes
-    return sum(found.values())
+def own_tensors(layers: Iterable[nn.Module], base: Base) -> list[OwnTensor]:
+    """Return what these layers hold that is not the base's, and leave it in the host's memory."""
+    base_tensors = (*base.model.parameters(), *base.model.buffers())
+    addresses = {t.data_ptr() for t in base_tensors if not isinstance(t, RemoteWeight)}
+    found: dict[tuple[Any, ...], OwnTensor] = {}
+    for held in (held for layer in layers for m in layer.modules() for held in (m._parameters, m._buffers)):
+        for name, t in held.items():
+            if t is None or isinstance(t, RemoteWeight) or not t.numel() or t.data_ptr() in addresses:
+                continue
+            key = t.data_ptr(), t.shape, t.stride(), t.dtype, isinstance(t, nn.Parameter)
+            found.setdefault(key, OwnTensor([], t.detach().cpu())).places.append((held, name))
+    for own in found.values():
+        own.put(own.values)
+    return list(found.values())
 
 
 def _made(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, nn.Module]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -64,11 +65,15 @@ class Library:
         self._found: dict[str, Found] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
         self._refusals = Refusals(self._folder)
+        self._alive: WeakValueDictionary[int, LoadedAdapter] = (
+            WeakValueDictionary()
+        )  # by version: let go, and in use by somebody
         self._kept: dict[int, LoadedAdapter] = {}  # by version: those let go last, without numbers
         self._removed: dict[str, State] = {}  # by name, as they were in the folder
         self._lock = threading.Lock()  # held for moments only
         self._loading = threading.Lock()  # held while one is read; taken before the other
         self.on_replaced: Callable[[LoadedAdapter], None] = lambda old: None
+        self.on_let_go: Callable[[LoadedAdapter], None] = lambda old: None  # it may come again in the same version
 
     def add(self, name: str, source: Path | str | AdapterWeights) -> LoadedAdapter:
         """Add a new version of the adapter `name`. Requests that run with an older version keep it."""
@@ -189,6 +194,8 @@ class Library:
 
     def _load_again(self, name: str, folder: Path, version: int) -> LoadedAdapter | None:
         """Read an adapter that was let go. Return None if its file cannot be read as it was."""
+        if (alive := self._alive.get(version)) is not None:
+            return alive
         with self._lock:
             kept = self._kept.pop(version, None)
         if kept is None:
@@ -216,7 +223,7 @@ class Library:
     def _keep(self, new: Found) -> LoadedAdapter:
         name = new.adapter.name
         with self._lock:
-            self._make_room(new)
+            let_go = self._make_room(new)
             old = self._found.pop(name, None)
             self._found[name] = new
             self._removed.pop(name, None)
@@ -224,12 +231,15 @@ class Library:
         self._refusals.forget(name)
         if old is not None:
             self.on_replaced(old.adapter)
+        for adapter in let_go:
+            self.on_let_go(adapter)
         return new.adapter
 
-    def _make_room(self, new: Found) -> None:
-        """Let other adapters of the folder go. Raises `AdapterError` if that would not be enough, and then lets none go."""
+    def _make_room(self, new: Found) -> list[LoadedAdapter]:
+        """Let other adapters of the folder go, and return them. Raises `AdapterError` if that would not be enough, and then lets none go."""
+        let_go: list[LoadedAdapter] = []
         if self._memory is None:
-            return
+            return let_go
         others = [(name, found) for name, found in self._found.items() if name != new.adapter.name]
         excess = new.bytes + sum(found.bytes for _, found in others) - self._memory
         from_folder = [(name, found, found.state) for name, found in others if found.state is not None]
@@ -246,8 +256,12 @@ class Library:
             del self._found[name]
             self._let_go[name] = state, found.adapter.version
             self._keep_what_is_small(found.adapter)
+            let_go.append(found.adapter)
+        return let_go
 
     def _keep_what_is_small(self, adapter: LoadedAdapter) -> None:
+        if adapter.own:
+            self._alive[adapter.version] = adapter
         if (kept := without_numbers(adapter)) is not None:
             self._kept[adapter.version] = kept
         if len(self._kept) > MOST_KEPT:

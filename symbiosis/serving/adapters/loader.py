@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
 from symbiosis.serving.adapters.files import TENSORS, AdapterWeights, check_finite
-from symbiosis.serving.adapters.kinds import Base, LoadedAdapter, LoraFile, NotFused, Part, fused_parts
-from symbiosis.serving.adapters.layers import Skeleton, own_bytes, peft_layers
+from symbiosis.serving.adapters.kinds import Base, LoadedAdapter, LoraFile, NotFused, OwnTensor, Part, fused_parts
+from symbiosis.serving.adapters.layers import Skeleton, own_tensors, peft_layers
 from symbiosis.serving.adapters.patterns import check_numbers, check_patterns
 from symbiosis.serving.adapters.probe import misplaced
-from symbiosis.serving.adapters.residency import place
+from symbiosis.serving.adapters.residency import pages_for
 from symbiosis.serving.model import Served
 
 PROMPTS = ("PROMPT_TUNING", "P_TUNING")
@@ -56,17 +56,18 @@ class Loader:
         scaled += [] if prompt is None else [("prompt_embeddings", prompt)]
         if not is_known:
             check_finite(scaled, f"scaled, they are beyond what {self.base.dtype} holds")
-        self._check_room(parts)
+        own = own_tensors(layers.values(), self.base)
+        self._check_room(parts, own)
         virtual = len(prompt) if prompt is not None else len(prefix[0][0]) if prefix else 0
         ranks = [len(part.down) for part in parts.values() if part.down is not None]
         held = [t for part in parts.values() for t in part.tensors] or list(weights.tensors.values())
-        nbytes = max(sum(t.nbytes for t in held), own_bytes(layers.values(), self.base))
+        nbytes = max(sum(t.nbytes for t in held), sum(each.values.nbytes for each in own))
         packed = None if self.served.fetcher is None else self.served.fetcher.pack(parts, LoraFile(weights))
         if packed is not None:
             parts = packed.layout.parts
         return LoadedAdapter(
             name=name, kind=kind, version=version, rank=max(ranks, default=0), bytes=nbytes,
-            virtual=virtual, parts=parts, layers=layers, packed=packed, prompt=prompt, prefix=prefix,
+            virtual=virtual, parts=parts, layers=layers, own=own, packed=packed, prompt=prompt, prefix=prefix,
         )  # fmt: skip
 
     def read_again(self, adapter: LoadedAdapter, folder: Path) -> LoadedAdapter:
@@ -81,10 +82,9 @@ class Loader:
                     f"it adapts {name}, which {reason}: the server could not tell which rows are this adapter's. Train one without it"
                 )
 
-    def _check_room(self, parts: dict[str, Part]) -> None:
-        shapes = [(len(t), t.shape[1]) for part in parts.values() for t in part.tensors]
+    def _check_room(self, parts: dict[str, Part], own: list[OwnTensor]) -> None:
         arena = self.served.arena
-        needed, _ = place(shapes, arena.page_elements)
+        needed = pages_for(parts, own, arena)
         if needed > arena.pool.total // 2:
             raise AdapterError(
                 f"it takes {needed} pages of {arena.page_bytes} bytes, more than half of the server's memory for adapters, keys and values: "

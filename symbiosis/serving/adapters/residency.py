@@ -1,21 +1,23 @@
 """Decides which adapters lie on the device. Their rows share one memory with keys and values, page by page.
 
 Rows are found one by one, so the pages of an adapter may lie anywhere. A row lies within one page; a row longer than a page is cut into
-pieces.
+pieces. PEFT's layers need each tensor at once: small ones share pages, and a large one has pages that follow one another.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from symbiosis.kernels.adapter_rows import MatrixPiece, Placed
-from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
+from symbiosis.serving.adapters.kinds import LoadedAdapter, OwnTensor, Part
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.pool import NoRoom
 
 FIXED_BYTES = 1 << 16  # what a copy costs besides its bytes
+ALIGNED = 64  # bytes
 NAMES = ("down", "up", "before", "gain", "shift")
 
 
@@ -51,6 +53,35 @@ def place(shapes: Iterable[tuple[int, int]], page: int) -> tuple[int, list[RowRu
     return number + (used > 0), runs
 
 
+class Put(NamedTuple):
+    """Where a tensor of PEFT's layers lies."""
+
+    first: int  # page of the adapter's
+    pages: int
+    offset: int  # in bytes
+
+
+def put_whole(sizes: Sequence[int], page: int) -> tuple[int, list[Put]]:
+    """Return how many pages of so many bytes tensors of these sizes take, and where each lies, one by one.
+
+    >>> put_whole([64, 300, 100], page=256)
+    (3, [Put(first=0, pages=1, offset=0), Put(first=1, pages=2, offset=0), Put(first=0, pages=1, offset=64)])
+    """
+    places: list[Put | None] = [None] * len(sizes)
+    count = used = 0
+    for number, size in enumerate(sizes):
+        if size <= page:
+            if used + size > page * count:
+                count, used = count + 1, page * count
+            places[number] = Put(count - 1, 1, used - page * (count - 1))
+            used += -(-size // ALIGNED) * ALIGNED
+    for number, size in enumerate(sizes):
+        if size > page:
+            places[number] = Put(count, -(-size // page), 0)
+            count += -(-size // page)
+    return count, [each for each in places if each is not None]
+
+
 @dataclass(slots=True, eq=False)
 class Resident:
     """An adapter that lies on the device."""
@@ -60,7 +91,9 @@ class Resident:
     placed: dict[str, Placed]
     used: int  # the turn in which it was wanted last
     pins: int = 0
+    is_unwanted: bool = False
     book: Any = None  # of one that a GPU's kernels compute
+    adapter: LoadedAdapter | None = None  # of one that PEFT's layers compute
 
 
 def to_evict(residents: Iterable[tuple[int, Resident]], pages: int, turn: int) -> list[int]:
@@ -145,7 +178,7 @@ class Residency:
         if count > self.arena.pool.free + evictable and not self.others_make_room(count - evictable):
             return False
         self.make_room(count)
-        self._put(adapter, self.arena.pool.take(count))
+        self._put(adapter, count)
         return True
 
     def prefetch(self, adapters: Iterable[LoadedAdapter]) -> int:
@@ -154,7 +187,7 @@ class Residency:
         for adapter in adapters:
             if adapter.version not in self._here:
                 try:
-                    self._put(adapter, self.arena.pool.take(self._needed(adapter)))
+                    self._put(adapter, self._needed(adapter))
                 except NoRoom:
                     break
             here += 1
@@ -170,6 +203,8 @@ class Residency:
         resident = self._here[adapter.version]
         assert resident.pins, f"{adapter.name} is not pinned"
         resident.pins -= 1
+        if resident.is_unwanted:
+            self.forget(adapter.version)
 
     def make_room(self, pages: int) -> bool:
         """Evict unpinned adapters until so many pages are free. If that cannot be, evict none."""
@@ -183,18 +218,29 @@ class Residency:
         return bool(versions)
 
     def forget(self, version: int) -> None:
-        """Note that this version is not wanted any more."""
-        resident = self._here.get(version)
-        if resident is not None and not resident.pins:
+        """Note that this version is not wanted any more, once nothing has it pinned."""
+        if (resident := self._here.get(version)) is None:
+            return
+        resident.is_unwanted = True
+        if not resident.pins:
+            for own in resident.adapter.own if resident.adapter is not None else ():
+                own.put(own.values)
             self.arena.pool.give_back(self._here.pop(version).pages)
 
     def _needed(self, adapter: LoadedAdapter) -> int:
         """How many pages an adapter takes."""
         if adapter.packed is not None and self.fetcher is not None:
             return self.fetcher.pages_of(adapter.packed)
-        return place(shapes_of(adapter.parts), self.arena.page_elements)[0]
+        return pages_for(adapter.parts, adapter.own, self.arena)
 
-    def _put(self, adapter: LoadedAdapter, pages: list[int]) -> None:
+    def _put(self, adapter: LoadedAdapter, count: int) -> None:
+        """Put an adapter into so many pages. Raises `NoRoom` if there are not so many."""
+        if adapter.own:
+            pages = self._put_whole(adapter)
+            self._here[adapter.version] = Resident(pages, adapter.bytes, {}, self._turn, adapter=adapter)
+            self.fetches += 1
+            return
+        pages = self.arena.pool.take(count)
         self.fetches += 1
         placed: dict[str, Placed] = {}
         book = None
@@ -208,6 +254,42 @@ class Residency:
             self.arena.pool.give_back(pages)
             raise
         self._here[adapter.version] = Resident(pages, adapter.bytes, placed, self._turn, book=book)
+
+    def _put_whole(self, adapter: LoadedAdapter) -> list[int]:
+        """Put the tensors of PEFT's layers into pages, and return these. If no pages that follow one another are free for a large one, it
+        lies elsewhere on the device, and as many pages stay empty: so all of it counts."""
+        pool, arena = self.arena.pool, self.arena
+        count, places = put_whole([own.values.nbytes for own in adapter.own], arena.page_bytes)
+        if count > pool.free:
+            raise NoRoom
+        large = {put.first: run for put in places if put.pages > 1 and (run := pool.take_run(put.pages))}
+        taken = {first + number: page for first, run in large.items() for number, page in enumerate(run)}
+        taken |= zip([page for page in range(count) if page not in taken], pool.take(count - len(taken)), strict=True)
+        memory = arena.flat.view(torch.uint8)
+        try:
+            for own, put in zip(adapter.own, places, strict=True):
+                at, size = taken[put.first] * arena.page_bytes + put.offset, own.values.nbytes
+                is_there = (put.pages == 1 or put.first in large) and at % own.values.itemsize == 0
+                own.put(_copied(own.values, memory[at : at + size]) if is_there else own.values.to(memory.device))
+        except BaseException:
+            pool.give_back(taken.values())
+            raise
+        return list(taken.values())
+
+
+def _copied(values: Tensor, memory: Tensor) -> Tensor:
+    """Copy a tensor to memory of as many bytes, with the strides that it has if they leave no gaps."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True))
+    there = memory.view(values.dtype)
+    there = there.as_strided(values.shape, values.stride()) if span == values.numel() else there.view(values.shape)
+    return there.copy_(values)
+
+
+def pages_for(parts: dict[str, Part], own: Sequence[OwnTensor], arena: Arena) -> int:
+    """Return how many pages an adapter takes: what is computed together, and what PEFT's layers hold."""
+    if own:
+        return put_whole([each.values.nbytes for each in own], arena.page_bytes)[0]
+    return place(shapes_of(parts), arena.page_elements)[0]
 
 
 def matrices_of(parts: dict[str, Part]) -> list[Tensor]:

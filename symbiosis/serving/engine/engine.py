@@ -16,6 +16,7 @@ from symbiosis.client.from_executor import from_executor
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import ConfigError
 from symbiosis.serving.adapter import Adapter
+from symbiosis.serving.adapters.kinds import LoadedAdapter
 from symbiosis.serving.adapters.library import Library, Looked
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
@@ -97,7 +98,7 @@ class Engine:
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
         self._served.serve(max_batch, max_batch + prefill_tokens, compiles)
         self._loop = Loop(self._served, self._scheduler)
-        self._library.on_replaced = self._forget
+        self._library.on_replaced, self._library.on_let_go = self._forget, self._leave
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         """Begin a request with the adapter that has this name now. Raises `ConfigError` if it cannot be served.
@@ -160,6 +161,11 @@ class Engine:
             self._residency.forget(old.version)
 
         self._loop.ask(forget)
+
+    def _leave(self, old: LoadedAdapter) -> None:
+        """Free what the device has of an adapter that the library has let go, if that would keep the rest of it in memory, too."""
+        if old.own:
+            self._loop.ask(lambda: self._residency.forget(old.version))
 
     def adapters(self) -> list[Adapter]:
         """Return the adapters that are loaded."""
