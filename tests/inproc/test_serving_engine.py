@@ -31,6 +31,8 @@ from symbiosis.client.direct.mapped import Mapped
 from symbiosis.errors import ConfigError, ExecutorUnavailable, UnknownAdapter
 from symbiosis.protocol import Priority
 from symbiosis.serving import Engine
+from symbiosis.serving.adapters import files
+from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.engine.reader import GenerationFailed
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import LENGTH, Outputs, Submit, Welcome, framed, from_engine
@@ -496,6 +498,36 @@ def test_each_request_is_answered_by_its_adapter(options: dict[str, Any], ahead:
         assert {each.name: each.kind for each in engine.adapters()} == ADAPTERS
         figures = engine.figures()
         assert figures.adapters == 3 and figures.adapter_fetches >= 3
+
+
+def test_an_adapter_is_read_and_brought_while_its_request_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first token of an adapter on disk comes as soon as that of one that is there, if others are before it in any case."""
+    happened: list[str] = []
+    is_brought, read, put = threading.Event(), files._read, Residency._put
+
+    def noted_read(file: Path) -> memoryview:
+        happened.append(f"read {file.parent.name}")
+        return read(file)
+
+    def noted_put(self: Residency, adapter: Any, count: int) -> None:
+        put(self, adapter, count)
+        happened.append(f"brought {adapter.name}")
+        is_brought.set()
+
+    monkeypatch.setattr(files, "_read", noted_read)
+    monkeypatch.setattr(Residency, "_put", noted_put)
+    with Engine(demo(), tokenizer(), adapters=DEMO / "adapters", memory=1 << 24, max_batch=1) as engine:
+        before = Ask(engine, 0, PROMPTS[0], max_tokens=400, temperature=0.0, ignore_eos=True)
+        before.outputs.get(timeout=60)
+        engine.submit(
+            Request(id=1, prompt=tuple(PROMPTS[1]), adapter="shout", sampling=Sampling(max_tokens=2)),
+            lambda output: happened.append("told"),
+        )
+        assert happened[-1] == "read shout" or "brought shout" in happened, "it is read when the request comes"
+        assert is_brought.wait(60)
+        assert engine.figures().running == 1 and "told" not in happened, "the other one still runs"
+        assert len(before.tokens()) == 399
+    assert [each for each in happened if each != "told"] == ["read shout", "read shout", "brought shout"]
 
 
 def test_an_engine_may_be_made_in_inference_mode() -> None:

@@ -7,6 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -370,6 +371,30 @@ def test_numbers_are_looked_at_again_only_if_the_files_changed(
     library.get("b")
     (folder / "adapter_model.safetensors").touch()
     assert library.get("mine").version != version and looked
+
+
+def test_an_adapter_that_takes_long_to_read_holds_up_no_other(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies(folder, "other")
+    is_reading, may_go_on, read = threading.Event(), threading.Event(), files._read
+
+    def slow(file: Path) -> memoryview:
+        if file.parent.name == "mine":
+            is_reading.set()
+            assert may_go_on.wait(20)
+        return read(file)
+
+    monkeypatch.setattr(files, "_read", slow)
+    library = Library(served, folder.parent)
+    with ThreadPoolExecutor(2) as pool:
+        mine = [pool.submit(library.get, "mine") for _ in range(2)]
+        assert is_reading.wait(20)
+        try:
+            assert library.get("other").name == "other" and not any(each.done() for each in mine)
+        finally:
+            may_go_on.set()
+        assert mine[0].result(20) is mine[1].result(20), "and it is read once"
 
 
 def test_a_refused_adapter_is_not_read_again_at_each_request(

@@ -5,7 +5,9 @@ wanted. They keep their version as long as their files are the same.
 """
 
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -47,6 +49,29 @@ class Looked:
     left: int = 0  # so many were not looked at
 
 
+class Turns:
+    """Of each name one at a time, and different names side by side: a large adapter holds up nobody who wants another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+        self._users = Counter[str]()
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        with self._lock:
+            mine = self._locks.setdefault(name, threading.Lock())
+            self._users[name] += 1
+        try:
+            with mine:
+                yield
+        finally:
+            with self._lock:
+                self._users[name] -= 1
+                if not self._users[name]:
+                    del self._users[name], self._locks[name]
+
+
 class Library:
     """Adapters for one served model. Its methods may be called by any thread.
 
@@ -71,14 +96,14 @@ class Library:
         self._kept: dict[int, LoadedAdapter] = {}  # by version: those let go last, without numbers
         self._removed: dict[str, State] = {}  # by name, as they were in the folder
         self._lock = threading.Lock()  # held for moments only
-        self._loading = threading.Lock()  # held while one is read; taken before the other
+        self._turns = Turns()  # of each name, one is read at a time; taken before the lock
         self.on_replaced: Callable[[LoadedAdapter], None] = lambda old: None
         self.on_let_go: Callable[[LoadedAdapter], None] = lambda old: None  # it may come again in the same version
 
     def add(self, name: str, source: Path | str | AdapterWeights) -> LoadedAdapter:
         """Add a new version of the adapter `name`. Requests that run with an older version keep it."""
         check_name(name)
-        with self._loading:
+        with self._turns.of(name):
             return self._keep(Found(self._load(name, source, Adapter.next_version()), None))
 
     def remove(self, name: str) -> None:
@@ -101,7 +126,7 @@ class Library:
         """Return the present version. An adapter in the folder is loaded when it is first asked for, and again when it has changed."""
         if (adapter := self._loaded(name)) is not None:
             return adapter
-        with self._loading:
+        with self._turns.of(name):
             if (adapter := self._loaded(name)) is not None:  # somebody else has asked for it, too
                 return adapter
             state = self._folder.state(name)

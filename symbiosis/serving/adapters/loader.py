@@ -1,6 +1,7 @@
 """Prepares an adapter's files for computing, or says why it cannot be computed."""
 
-from dataclasses import dataclass, replace
+import threading
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class Loader:
     skeleton: Skeleton
     misplaced: dict[str, str]
     max_rank: int
+    one_by_one: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def of(cls, served: Served, max_rank: int) -> "Loader":
@@ -49,7 +51,8 @@ class Loader:
             try:
                 parts = fused_parts(weights, self.base, self.max_rank, lies_at_once=self.served.fetcher is None)
             except NotFused:
-                layers = peft_layers(weights, self.base, self.skeleton)
+                with self.one_by_one:  # each is watched for what it does to the base's weights
+                    layers = peft_layers(weights, self.base, self.skeleton)
         self._check_places([*parts, *layers])
         scaled = [(name, t) for name, part in parts.items() for t in part.tensors]
         scaled += [("prompt_embeddings", t) for pair in prefix for t in pair]
