@@ -237,18 +237,20 @@ def test_repetition_penalty_is_that_of_generate(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("prefill", [512, 7])
-def test_log_probabilities_of_the_prompt(prefill: int) -> None:
+@pytest.mark.parametrize("completions", [1, 3])
+def test_log_probabilities_of_the_prompt(prefill: int, completions: int) -> None:
     with Engine(demo(), memory=1 << 24, prefill_tokens=prefill) as engine:
         other = Ask(engine, 7, PROMPTS[1], max_tokens=30, temperature=0.0)
         got: SimpleQueue[Output] = SimpleQueue()
         prompt = tuple(PROMPTS[3])
         sampling = Sampling(max_tokens=0, logprobs=3)
-        engine.submit(Request(id=1, prompt=prompt, sampling=sampling, prompt_logprobs=True), got.put)
-        output = got.get(timeout=60)
+        request = Request(id=1, prompt=prompt, sampling=sampling, completions=completions, prompt_logprobs=True)
+        engine.submit(request, got.put)
+        output, *more = [got.get(timeout=60) for _ in range(completions)]
         assert other.tokens() == expected(PROMPTS[1], 30)[0]
     with torch.no_grad():
         logprobs = reference()(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    assert output.finish == Finish.LENGTH and not output.tokens
+    assert all(each.finish == Finish.LENGTH and not each.tokens for each in (output, *more))
     assert [token.id for token in output.prompt_logprobs] == list(prompt)
     assert output.prompt_logprobs[0] == Token(prompt[0])
     for place, token in enumerate(output.prompt_logprobs[1:], 1):

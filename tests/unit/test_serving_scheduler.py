@@ -257,9 +257,10 @@ def test_long_prompts_come_in_pieces_beside_all_that_decode() -> None:
     assert step is not None and [(s.rows, s.chooses) for s in step.segments] == [(1, True), (4, True)]
 
 
-def test_completions_share_the_prompts_blocks() -> None:
+@pytest.mark.parametrize("logprobs", [False, True], ids=["", "the prompt is scored"])
+def test_completions_share_the_prompts_blocks(logprobs: bool) -> None:
     server = Server(400, Rules())
-    many = sequences(0, 70, completions=3)
+    many = sequences(0, 70, completions=3, prompt_logprobs=logprobs)
     server.scheduler.add(many)
     first = server.step()
     assert first is not None and [segment.sequence for segment in first.segments] == [many[0]]

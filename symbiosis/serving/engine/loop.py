@@ -181,12 +181,12 @@ class Loop:
 
     def _logits(self, step: Step) -> Tensor:
         """Return the logits of the rows that choose. Those of prompts whose log probabilities were asked for are computed with them."""
-        if not any(segment.sequence.request.prompt_logprobs for segment in step.segments):
+        if not any(segment.sequence.scores_prompt for segment in step.segments):
             return self._served.forward(step)
         rows: list[int] = []
         parts: list[tuple[Segment, int, int]] = []
         for segment in step.segments:
-            whole = segment.sequence.request.prompt_logprobs
+            whole = segment.sequence.scores_prompt
             start = len(rows)
             if whole or segment.chooses:
                 rows.extend(
@@ -195,7 +195,7 @@ class Loop:
             parts.append((segment, start, len(rows)))
         logits = self._served.logits(step, torch.tensor(rows))
         for segment, start, end in parts:
-            if segment.sequence.request.prompt_logprobs:
+            if segment.sequence.scores_prompt:
                 self.jobs[segment.sequence.request.id].read_prompt(segment, logits[start:end])
         return logits[[end - 1 for segment, _, end in parts if segment.chooses]]
 

@@ -208,7 +208,7 @@ class Scheduler:
         to_fetch = not self._is_here(sequence)
         if not to_fetch:
             self._pin(sequence)
-        if not sequence.request.prompt_logprobs:  # whose logits nobody has kept
+        if not sequence.scores_prompt:  # of what is found, nobody has kept the logits
             self._blocks.find(sequence)
         upto, held = len(sequence.tokens), len(sequence.blocks) * self._blocks.layers
         pages = 0 if self._residency is None or sequence.adapter is None else self._residency.pages_of(sequence.adapter)
