@@ -22,6 +22,7 @@ class Change(msgspec.Struct, frozen=True):
 
     start: int = 0
     release: tuple[int, ...] = ()
+    why: str = ""
 
 
 def consolidate(servers: Iterable[Server], requests: Mapping[int, Mapping[int, Wish]]) -> Moves | None:
@@ -52,24 +53,40 @@ def scale(
 ) -> Change:
     """Return what to start and what to release. Some lightly loaded servers are always kept, for what comes while others start.
 
+    One that is lost answers again, or is started again in its place. So another one is started for it only if requests wait meanwhile.
+
     Args:
         waiting: Sequences that have no server.
         least, most: How many servers the model may have.
         idle: The servers that have been idle for so long that they may end; None: all that are idle.
 
     >>> scale([Server(number=1, model="m", batch=8, running=5)], 0, 1, 4)
-    Change(start=1, release=())
-    >>> scale([Server(number=n, model="m", batch=8) for n in (1, 2, 3)], 0, 1, 4)
-    Change(start=0, release=(1, 2))
+    Change(start=1, release=(), why='0 are lightly loaded, and 1 should be')
+    >>> scale([Server(number=n, model="m", batch=8) for n in (1, 2, 3)], 0, 1, 4).release
+    (1, 2)
     """
-    live = [each for each in servers if each.state in (State.READY, State.STARTING)]
-    light = [each for each in live if each.is_light or each.state is State.STARTING]
-    spare = max(1, math.ceil(SPARE * sum(each.running > 0 for each in live)))
-    coming = sum(each.batch for each in live if each.state is State.STARTING)
-    for_waiting = math.ceil(max(0, waiting - coming) / max((each.batch for each in live), default=1))
-    wanted = max(least - len(live), min(most - len(live), max(spare - len(light), for_waiting)))
-    if wanted > 0 or waiting:
-        return Change(start=max(0, wanted))
-    ends = [each for each in light if each.state is State.READY and not each.running]
-    numbers = sorted(each.number for each in ends if idle is None or each.number in idle)
-    return Change(release=tuple(numbers[: max(0, min(len(live) - least, len(light) - spare))]))
+    ready = [each for each in servers if each.state is State.READY]
+    coming = [each for each in servers if each.state in (State.STARTING, State.LOST)]
+    light = [each for each in ready if each.is_light]
+    live = len(ready) + len(coming)
+    spare = max(1, math.ceil(SPARE * sum(each.running > 0 for each in (*ready, *coming))))
+    wanted = {
+        f"{live} are there, and {least} are the least": least - live,
+        f"{waiting} sequences wait": min(most - live, _for_waiting(waiting, ready, coming)),
+        f"{len(light) + len(coming)} are lightly loaded, and {spare} should be": min(
+            most - live, spare - len(light) - len(coming)
+        ),
+    }
+    why, start = max(wanted.items(), key=lambda each: each[1])
+    if start > 0 or waiting:
+        return Change(start, why=why) if start > 0 else Change()
+    ends = sorted(each.number for each in light if not each.running and (idle is None or each.number in idle))
+    release = tuple(ends[: max(0, min(len(ready) - least, len(light) - spare))])
+    told = f"it was idle, and {len(ready)} are ready, of which {len(light)} are lightly loaded"
+    return Change(release=release, why=told) if release else Change()
+
+
+def _for_waiting(waiting: int, ready: Sequence[Server], coming: Sequence[Server]) -> int:
+    """Return how many more servers the sequences need that wait, beyond those that start."""
+    starting = sum(each.batch for each in coming if each.state is State.STARTING)
+    return math.ceil(max(0, waiting - starting) / max((each.batch for each in (*ready, *coming)), default=1))

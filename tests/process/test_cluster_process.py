@@ -4,6 +4,7 @@ import os
 import signal
 from pathlib import Path
 
+from symbiosis.cluster.placement import State
 from symbiosis.clusters import Member
 from symbiosis.tools.cluster.process import Process
 from tests.serving_api import eventually
@@ -29,3 +30,16 @@ def test_a_frozen_child_of_a_process_that_was_killed_ends_too() -> None:
     eventually(
         lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
     )
+
+
+def test_one_that_comes_back_is_not_missed() -> None:
+    """Else another server would be started for one that is replaced, or waits for its executor."""
+    process = Process(Member(name="x", kind="server"), ["-c", CODE])
+    assert (process.state, process.to_come) == (None, State.STARTING)
+    process.start()
+    process.draining_since = 1.0
+    assert (process.state, process.to_come) == (State.DRAINING, State.STARTING)
+    process.comes_back = False
+    assert process.to_come == State.DRAINING
+    process.kill()
+    assert process.to_come is None

@@ -2,11 +2,12 @@
 
 from collections import Counter
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, place
-from symbiosis.cluster.scaling import consolidate, scale
+from symbiosis.cluster.scaling import Change, consolidate, scale
 
 BATCH, PAGES = 8, 40
 
@@ -110,18 +111,46 @@ def test_scaling_keeps_its_bounds_and_something_light(
     servers: list[Server], waiting: int, least: int, most: int
 ) -> None:
     change = scale(servers, waiting, least, most)
-    live = [s for s in servers if s.state in ("ready", "starting")]
+    ready = [s for s in servers if s.state == "ready"]
+    live = [s for s in servers if s.state in ("ready", "starting", "lost")]
     assert not (change.start and change.release) and change.start >= 0
+    assert bool(change.why) == bool(change.start or change.release)
     assert len(live) + change.start <= max(most, len(live))
     if change.release:
-        left = [s for s in live if s.number not in change.release]
-        gone = [s for s in live if s.number in change.release]
-        assert len(left) >= least and any(s.is_light or s.state == "starting" for s in left) and not waiting
-        assert len(gone) == len(change.release) and all(s.state == "ready" and not s.running for s in gone)
-    if not any(s.is_light or s.state == "starting" for s in live) and len(live) < most:
+        left = [s for s in ready if s.number not in change.release]
+        gone = [s for s in ready if s.number in change.release]
+        assert len(left) >= least and any(s.is_light for s in left) and not waiting
+        assert len(gone) == len(change.release) and not any(s.running for s in gone)
+    if not any(s.is_light or s.state != "ready" for s in live) and len(live) < most:
         assert change.start, "no lightly loaded server is left"
     if len(live) < least:
         assert change.start >= least - len(live)
+
+
+@given(snapshots(), st.data(), st.integers(0, 4), st.integers(4, 9))
+def test_one_that_is_silent_for_a_moment_costs_no_server(
+    servers: list[Server], data: st.DataObject, least: int, most: int
+) -> None:
+    """Nothing waits, and enough are there: whichever is lost, none is started for it, and none ends when it answers again."""
+    ready = [s for s in servers if s.state == "ready"]
+    if not ready or scale(servers, 0, least, most) != Change():
+        return
+    lost = data.draw(st.sampled_from(ready))
+    changed = [msgspec.structs.replace(s, state=State.LOST) if s is lost else s for s in servers]
+    assert scale(changed, 0, least, most) == Change()
+
+
+def test_what_is_ready_is_not_released_for_what_only_starts() -> None:
+    states = (State.READY, State.READY, State.STARTING)
+    servers = [Server(number=n, model="m", batch=BATCH, state=state) for n, state in enumerate(states)]
+    assert scale(servers, 0, 2, 3, idle=[0, 1]) == Change()
+    assert scale([servers[0], servers[2]], 0, 1, 2, idle=[0]) == Change()
+
+
+def test_a_lost_server_is_replaced_at_once_only_for_what_waits() -> None:
+    lost = Server(number=1, model="m", batch=BATCH, state=State.LOST)
+    assert scale([lost], 0, 1, 3) == Change()
+    assert scale([lost], 1, 1, 3) == Change(1, why="1 sequences wait")
 
 
 def test_what_has_been_idle_for_a_moment_only_stays() -> None:

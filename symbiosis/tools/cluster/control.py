@@ -68,7 +68,7 @@ class Control:
         if process is None:
             known = ", ".join(self._cluster.members)
             raise ConfigError(f"there is no process {name!r}: drain one of {known}")
-        self._cluster.order(lambda: self._cluster.drain(name))
+        self._cluster.order(lambda: self._cluster.drain(name, "somebody told it to"))
         self._await(name, lambda: self._cluster.members[name].state is None)
         return f"{name} has ended"
 
@@ -85,7 +85,7 @@ class Control:
             ]
             for each in names:
                 before = self._cluster.members[each].pid
-                self._cluster.order(lambda each=each: self._cluster.drain(each, comes_back=True))  # type: ignore[misc]
+                self._cluster.order(lambda each=each: self._cluster.drain(each, "it is replaced", comes_back=True))  # type: ignore[misc]
                 self._await(each, lambda each=each, before=before: self._is_new(each, before))  # type: ignore[misc]
             return f"{len(names)} processes were replaced"
 

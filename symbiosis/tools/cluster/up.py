@@ -136,16 +136,16 @@ class Cluster:
         )
         self.retiring += tuple(models)
         for process in (process for model in models for process in self.of_model(model)):
-            self.drain(process.name)
+            self.drain(process.name, "its model could not start")
 
     def of_model(self, model: str, kind: str = "") -> list[Watched]:
         return [each for each in self.members.values() if each.member.model == model and kind in ("", each.member.kind)]
 
-    def drain(self, name: str, comes_back: bool = False) -> None:
+    def drain(self, name: str, why: str, comes_back: bool = False) -> None:
         """Let a process finish or hand over what it does, and end."""
         process = self.members[name]
         process.draining_since, process.comes_back = time.monotonic(), comes_back
-        logger.info("%s drains", name)
+        logger.info("%s drains: %s", name, why)
         if process.member.kind == "front" and comes_back:
             self._leaving.append(process)
             self.members[name] = start.front(self.plan, int(name.rpartition("-")[2]), self._listener)
@@ -246,7 +246,7 @@ class Cluster:
         found = [
             Server(number=number, model=model, batch=p.member.batch, running=p.requests, state=state)
             for number, p in snapshot.items()
-            if (state := p.state) is not None
+            if (state := p.to_come) is not None
         ]
         for server in found:
             if server.running or server.state is not State.READY:
@@ -258,9 +258,9 @@ class Cluster:
         off = [p for p in servers if not p.is_running and not p.comes_back]
         for process in off[: change.start]:
             process.comes_back = True
-            logger.info("%s is added", process.name)
+            logger.info("%s is added: %s", process.name, change.why)
         for number in change.release:
-            self.drain(snapshot[number].name)
+            self.drain(snapshot[number].name, change.why)
         if not change.start and not change.release:
             self._consolidate(found, plan.least, snapshot)
 
@@ -270,7 +270,7 @@ class Cluster:
         requests = {each.number: dict.fromkeys(range(each.running), Wish(model=each.model)) for each in live}
         may = len(live) > least and any(not each.running for each in live)
         if may and (moves := consolidate(live, requests)) is not None:
-            self.drain(snapshot[moves.server].name)
+            self.drain(snapshot[moves.server].name, "the others have room for all that it runs")
 
     def _retire(self, model: str) -> None:
         """End what nobody has used for `idle_s`: servers, and executors after all servers."""
@@ -283,7 +283,7 @@ class Cluster:
             is_idle = now - self._worked.get(process.name, now) >= max(QUIET_S, self.plan.idle_s)
             is_last = process.member.kind == "server" or not has_servers
             if is_idle and is_last and process.draining_since is None:
-                self.drain(process.name)
+                self.drain(process.name, "nobody uses it any more")
         if not any(each.is_running or each.comes_back for each in processes):
             logger.info("%s has ended: nobody used it any more", model)
             self.members = {name: each for name, each in self.members.items() if each.member.model != model}

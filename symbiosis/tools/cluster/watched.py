@@ -37,6 +37,11 @@ class Watched(ABC):
         return State.LOST if self.silent_s > LOST_S else State.READY
 
     @property
+    def to_come(self) -> State | None:
+        """Its state to those who decide how many there should be: one that ends and comes back, or waits to be started again, is starting."""
+        return State.STARTING if self.comes_back and self.state in (None, State.DRAINING) else self.state
+
+    @property
     def requests(self) -> int:
         """Under way when it was last asked."""
         return int(str(self.health.get("requests", 0)))
