@@ -4,6 +4,7 @@ import asyncio
 import re
 import shutil
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -82,21 +83,34 @@ def _replace(folder: Path, name: str, link: Path) -> None:
 
 def remove(folder: Path, name: str) -> bool:
     """Remove an adapter from the folder. Return whether it was there."""
-    old = _taken_away(folder, name)
-    if old is None:
+    there = folder / name
+    is_link = there.is_symlink()
+    if not is_link and not there.is_dir():
         return False
-    if (folder / name).is_symlink():
-        (folder / name).unlink()
-    shutil.rmtree(old, ignore_errors=True)
+    old = _taken_away(folder, name)
+    if is_link:
+        there.unlink(missing_ok=True)
+    if old is not None:
+        shutil.rmtree(old, ignore_errors=True)
     return True
 
 
 def _taken_away(folder: Path, name: str) -> Path | None:
-    """Return the files that have this name; a folder that somebody has put there is moved aside, a link stays until it is replaced."""
+    """Return the files that go with this name. A folder that somebody has put there is moved aside. A link stays until it is replaced, and only
+    what was sent under this name goes with it: what else it leads to is somebody's own, or another adapter."""
     there = folder / name
     if there.is_symlink():
-        return there.resolve() if there.resolve().is_relative_to(folder.resolve()) else None
+        sent = there.readlink()
+        is_alone = sum(each == folder / sent for each in _linked(folder)) == 1
+        return folder / sent if sent.parent == Path(SENT) and is_alone else None
     if not there.is_dir():
         return None
     aside = new_folder(folder)
     return there.rename(aside / name).parent
+
+
+def _linked(folder: Path) -> Iterator[Path]:
+    """Yield where each link of a folder leads, by one step."""
+    for each in folder.iterdir():
+        with suppress(OSError):  # it is no link, or is gone
+            yield folder / each.readlink()

@@ -179,7 +179,8 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
 async def delete_adapter(front: Front, request: Request) -> ASGIApp:
     front.keys.administrator(request.headers.get("authorization"))
     name = request.path_params["name"]
-    if not adapters.remove(adapters.folder_for(front.view, request.query_params.get("model"), name), name):
+    folder = adapters.folder_for(front.view, request.query_params.get("model"), name)
+    if not await asyncio.to_thread(adapters.remove, folder, name):
         raise unknown_model(name, ", ".join(front.models()))
     return Response(status_code=204)
 
