@@ -2,11 +2,13 @@
 
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 import torch
@@ -20,7 +22,7 @@ from symbiosis.tools.cluster.control import send_order
 from tests.cluster import Running, cluster
 from tests.serving_api import client, eventually, web
 
-COMMON = "port: 0\nidle_s: 2\nmodels:\n"
+COMMON = "port: 0\nidle_s: 2\nfront_ends: 2\nmodels:\n"
 MODEL = "  {name}: {{model: {path}, executor: {{batch-invariant: true}}, server: {{memory: 64MiB, max-batch: 16}}}}\n"
 pytestmark = pytest.mark.timeout(300)
 
@@ -109,6 +111,22 @@ def test_a_model_that_cannot_start_is_given_up(running: Running, versions: dict[
         apply(running, text({**versions, "new": broken}, "old new", "{chat: {old: 1}}"))
     eventually(lambda: running.told.members == before.members)
     assert ask(client(running.url)).model == "old"
+
+
+@pytest.mark.fault
+def test_a_front_end_that_is_killed_breaks_its_own_connections_only(running: Running) -> None:
+    fronts = running.told.of_kind("front")
+    one, other = (client(each.url) for each in fronts)
+    fields = {"max_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True}}
+    lost, kept = ask(one, **fields), ask(other, **fields)
+    next(iter(lost)), next(iter(kept))
+    os.kill(fronts[0].pid, signal.SIGKILL)
+    with pytest.raises((openai.APIError, httpx.TransportError)):
+        list(lost)
+    assert ask(client(running.url)).model == "old"
+    assert list(kept)[-1].choices[0].finish_reason == "length"
+    eventually(lambda: len([each for each in running.told.of_kind("front") if each.state == "ready"]) == 2)
+    assert fronts[0].pid not in {each.pid for each in running.told.members}
 
 
 def test_a_base_is_exchanged_under_training_and_serving(running: Running, versions: dict[str, Path]) -> None:
