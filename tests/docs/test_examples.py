@@ -123,6 +123,7 @@ def test_every_example_is_tested() -> None:
         "finetune_trl.py",
         "generate.py",
         "generate_captured.py",
+        "kuberay.yaml",
         "long_context.py",
         "serve_beside_a_trainer.py",
         "serve_client.py",

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from symbiosis.cluster.front.asked import Asked
 from symbiosis.cluster.front.progress import Progress
@@ -22,6 +23,27 @@ def plan_of(tmp_path: Path, text: str) -> None:
 def test_the_example_is_a_plan() -> None:
     plan = load(EXAMPLE)
     assert plan.name == "cluster" and (plan.models["demo"].least, plan.models["demo"].most) == (1, 3)
+
+
+def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> None:
+    """Its file is a plan, the pods have what that needs, and what is mounted and selected is there."""
+    settings, cluster, service = yaml.safe_load_all((EXAMPLE.parent / "kuberay.yaml").read_text())
+    file = tmp_path / "cluster.yaml"
+    file.write_text(settings["data"]["cluster.yaml"].replace("/etc/symbiosis-keys", str(tmp_path)))
+    plan = load(file)
+    (workers,) = cluster["spec"]["workerGroupSpecs"]
+    (worker,) = workers["template"]["spec"]["containers"]
+    head = cluster["spec"]["headGroupSpec"]["template"]["spec"]
+    limits = worker["resources"]["limits"]
+    (model,) = plan.models.values()
+    assert plan.backend == "ray" and len(model.bundles) == workers["replicas"]
+    assert all(each == {"CPU": float(limits["cpu"]), "GPU": float(limits["nvidia.com/gpu"])} for each in model.bundles)
+    for spec in (head, workers["template"]["spec"]):
+        mounted = {each["name"] for each in spec["containers"][0]["volumeMounts"]}
+        assert mounted == {each["name"] for each in spec["volumes"]}
+    assert head["volumes"][0]["configMap"]["name"] == settings["metadata"]["name"]
+    assert service["spec"]["selector"]["ray.io/cluster"] == cluster["metadata"]["name"]
+    assert service["spec"]["ports"][0]["targetPort"] == plan.port
 
 
 @pytest.mark.parametrize(
