@@ -172,7 +172,7 @@ def trainers(steps: int, pause: float, folder: Path) -> Iterator[list["subproces
     paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", code, "symbiosis://demo", str(seed), str(steps), str(pause), str(folder / f"{seed}.pt")],
+            [sys.executable, "-c", code, f"symbiosis://{NAME}/demo", str(seed), str(steps), str(pause), str(folder / f"{seed}.pt")],
             env={**os.environ, "PYTHONPATH": paths},
         )
         for seed in (1, 2)

@@ -98,7 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             raise ConfigError("front_ends must be at least 1, and port from 0 to 65535")
         for name, plan in self.models.items():
             _check(name, plan)
-            _check_gpus(name, plan, self.backend)
+            _check_gpus(name, plan)
         for name, shares in self.aliases.items():
             check_shares(name, shares, self.models)
 
@@ -111,11 +111,7 @@ def _check(name: str, plan: ModelPlan) -> None:
             raise ConfigError(f"models.{name}.{kind}: {sorted(mine)[0]} is given by the cluster itself")
 
 
-def _check_gpus(name: str, plan: ModelPlan, backend: str) -> None:
-    if plan.gpus and backend != "ray":
-        raise ConfigError(
-            f"models.{name}: gpus is for backend: ray. Here `executor: {{device: cuda:1}}` says which GPU"
-        )
+def _check_gpus(name: str, plan: ModelPlan) -> None:
     if not 0 <= plan.gpus <= 1 or round(plan.gpus, 4) != plan.gpus:
         raise ConfigError(
             f"models.{name}: gpus is a share of one GPU for each process: from 0 to 1, with four decimals"

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 FILE = """
 port: 0
 frozen_s: 4
+idle_s: 5
 backend: ray
 models:
   demo:
@@ -79,9 +80,8 @@ def are_gone(found: list[int]) -> bool:
 
 
 def text_of(running: Running, **fields: Any) -> str:
-    answer = client(running.url).completions.create(
-        model="demo", prompt=PROMPT, temperature=0, **{"max_tokens": 40, **fields}
-    )
+    asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 40}
+    answer = client(running.url).completions.create(**{**asked, **fields})
     return str(answer.choices[0].text)
 
 
@@ -183,6 +183,22 @@ def test_a_server_is_added_beside_its_executor(running: Running) -> None:
     assert are_gone([added.pid])
 
 
+def test_a_model_comes_and_goes_while_it_runs(running: Running, nodes: Any, tmp_path: Path) -> None:
+    """It gets room when it comes, unless there is none, and gives it back when it has gone."""
+    wait_for_servers(running, 2)
+    file, wanted = tmp_path / "test.yaml", text_of(running)
+    more = FILE + "  other: {model: demo, servers: 1, server: {memory: 64MiB}}\n"
+    for text, told in ((more.replace("servers: 1", "servers: 9"), "models.other: Ray found no room"), (more, "")):
+        file.write_text(text)
+        found = command("apply", str(file))
+        assert found.returncode == (2 if told else 0) and told in found.stderr, found.stderr
+    assert text_of(running, model="other") == text_of(running) == wanted
+    file.write_text(FILE)
+    assert command("apply", str(file)).stdout == "ending when nobody uses them any more: other\n"
+    eventually(lambda: not running.told.of_kind("executor", "other"), 60)
+    eventually(lambda: free_cpus(nodes) == 3)
+
+
 def test_nothing_is_left_when_it_has_ended(running: Running, nodes: Any) -> None:
     """The last one that uses this cluster."""
     found = pids(running)
@@ -196,7 +212,6 @@ def test_nothing_is_left_when_it_has_ended(running: Running, nodes: Any) -> None
 def free_cpus(nodes: Any) -> float:
     ray.init(nodes.address, namespace="test", log_to_driver=False)
     try:
-        assert not ray.util.list_named_actors()
         return float(ray.available_resources()["CPU"])
     finally:
         ray.shutdown()

@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -191,29 +191,30 @@ class OnRay:
         _check_name(plan.name)
         context = ray.get_runtime_context()
         self._home, self._head = context.get_node_id(), Head(context.gcs_address)
-        models = {name: replace(each, model=_whole(each.model or name)) for name, each in plan.models.items()}
-        self._plan = replace(plan, models=models)
+        self._plan = _with_whole_paths(plan)
         self._keys, self._query = _make_keys(folder)
         self._placed: list[Placed] = []
         self._groups: dict[str, PlacementGroup] = {}
+        self._coming: set[str] = set()  # models that have room, and no processes yet
         try:
-            self._place()
+            self._place(plan.models)
         except BaseException:
             self.close()
             raise
 
-    def _place(self) -> None:
-        """Have Ray reserve what all models need at least, and have one node of each look at what is wrong there."""
-        for name, model in self._plan.models.items():
-            self._groups[name] = placement_group(model.bundles, "SPREAD", f"{self._plan.name}/{name}")
+    def _place(self, models: Iterable[str]) -> None:
+        """Have Ray reserve what these models need at least, and have one node of each look at what is wrong there."""
+        groups = {
+            name: placement_group(self._plan.models[name].bundles, "SPREAD", f"{self._plan.name}/{name}")
+            for name in models
+        }
+        self._groups |= groups
         deadline = time.monotonic() + PLACE_S
-        waited = {name: group.wait(max(0.0, deadline - time.monotonic())) for name, group in self._groups.items()}
+        waited = {name: group.wait(max(0.0, deadline - time.monotonic())) for name, group in groups.items()}
         if without := [name for name, has_room in waited.items() if not has_room]:
             raise ConfigError("\n".join(_no_room(name, self._plan.models[name]) for name in without))
         of_model = ray.remote(preflight.of_model)
-        asked = [
-            of_model.options(**self._in_bundle(name, 0)).remote(self._plan, name, is_here=True) for name in self._groups
-        ]
+        asked = [of_model.options(**self._in_bundle(name, 0)).remote(self._plan, name, is_here=True) for name in groups]
         try:
             problems = [line for lines in ray.get(asked) for line in lines]
         except RayError as error:
@@ -222,6 +223,7 @@ class OnRay:
             raise ConfigError("\n".join(dict.fromkeys(problems)))
 
     def executor(self, model: str, number: int) -> Watched:
+        self._coming.discard(model)
         task = Task(plan=self._plan, model=model, number=number, home=self._home, keys=self._keys)
         member = Member(name=task.name, kind="executor", model=model)
         return self._add(Placed(member, task, lambda: self._in_bundle(model, number - 1), self._query))
@@ -247,8 +249,26 @@ class OnRay:
         return {**_share(self._plan.models[model]), "scheduling_strategy": where}
 
     def take(self, plan: Plan) -> None:
-        if plan.models.keys() - self._plan.models.keys():
-            raise ConfigError("backend: ray: models are added by `down` and `up`")
+        come = [name for name in plan.models if name not in self._groups]
+        self._coming |= set(come)
+        self._plan = replace(self._plan, models={**self._plan.models, **_with_whole_paths(plan).models}, aliases={})
+        try:
+            self._place(come)
+        except BaseException:
+            self._leave(come)
+            raise
+        self._leave([name for name in self._groups if name not in plan.models and name not in self._coming])
+
+    def _leave(self, models: Iterable[str]) -> None:
+        """Give back what models had that have no processes any more."""
+        groups = [group for name in models if (group := self._groups.pop(name, None)) is not None]
+        self._coming -= set(models)
+        self._plan = replace(
+            self._plan, models={name: each for name, each in self._plan.models.items() if name in self._groups}
+        )
+        self._placed = [each for each in self._placed if each.member.model in self._groups]
+        for group in groups:
+            threading.Thread(target=_remove, args=[group], daemon=True).start()  # without a head this takes long
 
     def check(self) -> None:
         if reason := self._head.why_lost:
@@ -266,9 +286,13 @@ class OnRay:
         if self._head.is_away:
             return  # Ray would wait for it, and has lost its groups anyhow
         for group in self._groups.values():
-            with suppress(RayError):
-                remove_placement_group(group)
+            _remove(group)
         ray.shutdown()
+
+
+def _remove(group: PlacementGroup) -> None:
+    with suppress(RayError):
+        remove_placement_group(group)
 
 
 class Head:
@@ -378,9 +402,11 @@ def _no_room(name: str, model: ModelPlan) -> str:
     )
 
 
-def _whole(model: str) -> str:
-    """Return a model as nodes find it, which have another working directory."""
-    return str(Path(model).expanduser().resolve()) if is_path(model) else model
+def _with_whole_paths(plan: Plan) -> Plan:
+    """Return a plan whose models are named as nodes find them, which have another working directory."""
+    found = {name: each.model or name for name, each in plan.models.items()}
+    whole = {name: str(Path(each).expanduser().resolve()) if is_path(each) else each for name, each in found.items()}
+    return replace(plan, models={name: replace(each, model=whole[name]) for name, each in plan.models.items()})
 
 
 def _make_keys(folder: Path) -> tuple[dict[str, str], str]:

@@ -65,6 +65,8 @@ def server_options(plan: Plan, name: str, **ours: Any) -> ServeOptions:
 def of_model(plan: Plan, name: str, is_here: bool) -> list[str]:
     """Return what is wrong with a model's options and, if its processes run on this host, with what they need of it."""
     model = plan.models[name]
+    if model.gpus and plan.backend != "ray":
+        return [f"models.{name}: gpus is for backend: ray. Here `executor: {{device: cuda:1}}` says which GPU"]
     try:
         of_this = executor_options(model, name)
         if is_here:
