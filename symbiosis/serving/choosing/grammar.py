@@ -11,10 +11,10 @@ from torch import Tensor
 from symbiosis.errors import ConfigError
 from symbiosis.serving.engine.limits import check_length
 
-COMPACT = {"whitespace_flexible": False}  # else a model may go on with spaces for ever
-KEPT = 16  # schemas: those that were asked for last are not prepared again
-# masks of a schema that are kept for texts with the same tokens: slow ones, so many, behind so few tokens
-SLOW_S, MOST_MASKS, LONGEST = 0.0005, 64, 32
+COMPACT = {"whitespace_flexible": False}  # otherwise a model may write spaces for ever
+KEPT = 16  # most schemas that are kept, the last ones that were asked for
+SLOW_S = 0.0005  # a mask that took so long is kept for other texts that have the same tokens so far
+MOST_MASKS, LONGEST = 64, 32  # most masks of a schema that are kept, and most tokens before them
 
 
 class Grammars:
@@ -44,8 +44,8 @@ class Grammars:
         return [grammar.copy() for _ in range(texts)]
 
     def _begun(self, schema: str) -> "Grammar":
-        """Prepare a schema, with what may come first: for a large choice that takes long. It is done here, where nobody waits for this
-        thread, and before copies are made, which then have it."""
+        """Prepare a schema, and find what may come first, which takes long for a large choice. Nobody waits for this thread, and the copies
+        that are made later share what was found."""
         grammar = Grammar(self._matcher(schema), self._vocabulary, {})
         if grammar.why_not is None:
             grammar.allowed()
@@ -81,7 +81,7 @@ class Grammar:
     """What may come next in one text.
 
     Args:
-        masks: Those that took long, by the tokens before; all texts of a schema share them.
+        masks: The masks that took long, by the tokens before. All texts of a schema share them.
     """
 
     def __init__(self, matcher: Any, vocabulary: int, masks: dict[tuple[int, ...], bytes]) -> None:
@@ -89,7 +89,7 @@ class Grammar:
         self._taken: tuple[int, ...] = ()
 
     def copy(self) -> "Grammar":
-        """Return another one that is where this one is at its beginning."""
+        """Return another one, for a text that has not begun, as this one's has not."""
         assert not self._taken
         return Grammar(self._matcher.deep_copy(), self._vocabulary, self._masks)
 

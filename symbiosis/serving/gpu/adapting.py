@@ -136,7 +136,7 @@ class Adapting:
             if tiles:
                 words[: len(tiles)] = [tile[:2] for tile in tiles]
             books = [of[tile[2]][2] for tile in tiles]
-            records.fill([book.kept_addresses if head else book.addresses for book in books])
+            records.fill([book.head_addresses if head else book.addresses for book in books])
         brought = [book.number for runs in self._runs for _, _, book in runs]
         self._rows.host["awaited"][0] = max(brought, default=0)
 

@@ -21,8 +21,9 @@ from symbiosis.serving.arena import Arena
 from symbiosis.serving.gpu.groups import STAGES, Group
 
 SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 64  # words, as in `symbiosis/kernels/gpu/adapter_rows.py`
-MOST_RUNS, STAGED_BYTES = 16, 16 << 20  # copies for one adapter; if they would be more, bytes that are copied together
-MOST_LAYOUTS = 64  # that are remembered
+MOST_RUNS = 16  # most copies for one adapter; if it would take more,
+STAGED_BYTES = 16 << 20  # so many bytes are copied at once, and put in their places on the device
+MOST_LAYOUTS = 64  # most that are remembered
 
 
 class File(Protocol):
@@ -37,7 +38,8 @@ class File(Protocol):
 class Layout:
     """Where an adapter's rows lie in its pages, how many pages have come by the end of each stage, and its records. Where
     `page_of` is not -1, a word of the records stands for an address: so many bytes from the beginning of that page of the adapter's.
-    `begins` says where each record begins, by entry. `parts` tells shapes only, in the order of the groups."""
+    `begins` says where each record begins, by entry, and `head_begins` where those of the head do. `parts` tells shapes only, in the order
+    of the groups."""
 
     parts: dict[str, Part]
     count: int
@@ -47,7 +49,7 @@ class Layout:
     words: Any
     page_of: Any
     begins: dict[int, int]
-    kept_begins: dict[int, int]
+    head_begins: dict[int, int]
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -64,18 +66,17 @@ class Packed:
 
 @dataclass(slots=True, eq=False)
 class Book:
-    """The records of an adapter that is on the device, or on its way there. `addresses` has the address of each, by entry; 0 where the
-    adapter does nothing. `number` counts the adapters that are brought."""
+    """The records of an adapter that is on the device, or on its way there. `addresses` and `head_addresses` have the address of each, by
+    entry; 0 where the adapter does nothing. `number` counts the adapters that are brought."""
 
     words: Tensor
     addresses: Any
-    kept_addresses: Any
+    head_addresses: Any
     number: int = 0
     arrived: "torch.cuda.Event | None" = None
-    is_next: bool = (
-        True  # no other one was on its way before it, so that a step does not wait long for it on the device
-    )
-    _kept: list[Any] = field(default_factory=list)  # what is being copied, until it has arrived
+    # no other one was on its way before it, so that a step does not wait long for it on the device
+    is_next: bool = True
+    _in_use: list[Any] = field(default_factory=list)  # what is being copied, until it has arrived
 
     def is_there(self) -> bool:
         """Whether a step may use the adapter. Layer by layer, it waits on the device for what has not come yet."""
@@ -85,7 +86,7 @@ class Book:
         """Whether all of the adapter has arrived on the device."""
         if self.arrived is not None and self.arrived.query():
             self.arrived = None
-            self._kept.clear()
+            self._in_use.clear()
         return self.arrived is None
 
 
@@ -182,7 +183,7 @@ class Fetcher:
         layout, of = packed.layout, packed.pages
         assert of is not None, "its numbers were let go"
         table, address = arena.flat.view(-1, arena.page_elements), arena.flat.data_ptr()
-        numbers = np.array([*pages, 0], dtype=np.int64)[layout.page_of]  # -1, of words that are numbers, finds the last
+        numbers = np.array([*pages, 0], dtype=np.int64)[layout.page_of]  # -1 finds the 0, which is not used
         words = np.where(layout.page_of >= 0, layout.words + address + numbers * arena.page_bytes, layout.words)
         host = torch.from_numpy(words)
         if self._stream is None:
@@ -204,7 +205,7 @@ class Fetcher:
 
     def _book(self, words: Tensor, layout: Layout, *more: Any) -> Book:
         found = []
-        for count, begins in zip(self._counts, (layout.begins, layout.kept_begins), strict=True):
+        for count, begins in zip(self._counts, (layout.begins, layout.head_begins), strict=True):
             addresses = np.zeros(count, dtype=np.int64)
             for entry, begin in begins.items():
                 addresses[entry] = words.data_ptr() + 8 * begin

@@ -56,7 +56,7 @@ class Counts:
 
     evictions: int = 0
     asked: int = 0  # tokens of prompts
-    found: int = 0  # ... whose keys and values were there
+    found: int = 0  # tokens of prompts whose keys and values were there
 
 
 class Unsettled(Exception):
@@ -82,10 +82,10 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._blocks, self._residency, self._release = blocks, residency, release or blocks.release
         self._followers: dict[Sequence, list[Sequence]] = {}  # wait until the prompt that they share is computed
-        self._counters: dict[str, float] = {}  # of tenants
+        self._counters: dict[str, float] = {}  # the tokens of each tenant, weighted
         self._arrivals = self._begun = policy.Rate(self.rules.first_token_s)
         self._takes = policy.Mean()  # seconds from joining to the first token
-        self._something_changed = False
+        self._something_changed = False  # so that a sequence may be able to join
         self._is_ahead = False
 
     def add(self, sequences: list[Sequence]) -> None:
@@ -203,12 +203,12 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> bool:
         """Let a sequence run if there is room for its adapter, for all its tokens, and for one more block for each sequence that runs
-        already. Its adapter is brought only if there is room for the tokens, too. Of a text that is longer than the memory only as much must
-        fit as its windows show at once."""
+        already. Its adapter is brought only if there is room for the tokens, too. A text that is longer than the memory needs room for what
+        its windows show at once."""
         to_fetch = not self._is_here(sequence)
         if not to_fetch:
             self._pin(sequence)
-        if not sequence.scores_prompt:  # of what is found, nobody has kept the logits
+        if not sequence.scores_prompt:  # nobody has kept the logits of what would be found
             self._blocks.find(sequence)
         upto, held = len(sequence.tokens), len(sequence.blocks) * self._blocks.layers
         pages = 0 if self._residency is None or sequence.adapter is None else self._residency.pages_of(sequence.adapter)
