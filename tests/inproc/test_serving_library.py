@@ -132,6 +132,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "tokens that switch it on": (config(alora_invocation_tokens=[5]), "from certain tokens of a prompt on"),
     "other layers": (config(layer_replication=[[0, 2], [1, 2]]), "changes the model's layers"),
     "a mixture": (config(peft_type="XLORA"), "cannot be served together with others: it weighs several adapters"),
+    "a number that is a text": (config(lora_alpha="x"), "says what PEFT does not write there .*ValueError: could not"),
+    "a list that is a number": (config(target_modules=5), "says what PEFT does not write there .*TypeError"),
+    "a number that is a list": (config(lora_alpha=[1]), "says what PEFT does not write there"),
     "a foreign tensor": (
         tensors(lambda t: t.update({Q + "lora_C.weight": torch.ones(1)})), "nothing of this base's",
     ),
@@ -448,7 +451,8 @@ def test_a_folder_that_is_no_adapter_says_so_when_it_is_asked_for(served: Served
             with pytest.raises(AdapterError, match=f"adapter '{name}': .*{why}") as refusal:
                 ask(name)
             assert not isinstance(refusal.value, UnknownAdapter)
-    for name in ("nobody", "out/of", "../empty", "file"):
+    (folder.parent / "loop").symlink_to(folder.parent / "loop")
+    for name in ("nobody", "out/of", "../empty", "file", "loop", "loop/mine"):
         with pytest.raises(UnknownAdapter):
             library.get(name)
 
@@ -478,6 +482,7 @@ def test_all_are_looked_at_before_they_are_asked_for(served: Served, good: Path,
     (parent / "pickle" / "adapter_model.bin").write_text("")
     (parent / "link").symlink_to(good)
     (parent / ".git").mkdir()
+    (parent / "loop").symlink_to(parent / "loop")
     library = Library(served, parent)
     looked = library.look(lambda: False)
     assert sorted(adapter.name for adapter in library.loaded()) == ["mine", "other"] and not looked.left

@@ -30,7 +30,7 @@ class Folder:
             return None
         folder = self.path / name
         state = state_of(folder)
-        return state if state is None or folder.resolve().is_relative_to(self.path.resolve()) else None
+        return state if state is None or is_within(folder, self.path) else None
 
     def states(self) -> Mapping[str, State]:
         """Return the states of all adapters in the folder, by name, as they were at most a moment ago."""
@@ -51,15 +51,14 @@ class Folder:
         if self.path is None or not NAME.fullmatch(name):
             return False
         found = self.path / name
-        is_inside = found.resolve().is_relative_to(self.path.resolve())
-        return found.is_dir() if is_inside else found.is_symlink() and "/" not in name
+        return found.is_dir() if is_within(found, self.path) else found.is_symlink() and "/" not in name
 
     def others(self) -> list[str]:
         """The folders in it that are no adapters which can be asked for, hidden ones left out."""
         if self.path is None:
             return []
         with os.scandir(self.path) as entries:
-            folders = {entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")}
+            folders = {each.name for each in entries if Path(each).is_dir() and not each.name.startswith(".")}
         return sorted(folders - self.states().keys())
 
     def why_not(self, name: str) -> str:
@@ -67,7 +66,7 @@ class Folder:
         assert self.path is not None
         try:
             check_name(name)
-            if not (self.path / name).resolve().is_relative_to(self.path.resolve()):
+            if not is_within(self.path / name, self.path):
                 raise AdapterError("it is a link to a folder outside of that of --adapters")
             read_folder(self.path / name)
         except AdapterError as error:
@@ -81,6 +80,11 @@ class Folder:
             links = {entry.name: entry.is_symlink() for entry in entries if NAME.fullmatch(entry.name)}
         states = {name: self.state(name) if is_link else state_of(path / name) for name, is_link in links.items()}
         return {name: state for name, state in states.items() if state is not None}
+
+
+def is_within(path: Path, folder: Path) -> bool:
+    """Whether something lies in a folder, wherever links lead to. (`Path.resolve` fails where links go round in circles.)"""
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
 def check_name(name: str) -> None:

@@ -4,6 +4,7 @@ The host's memory that they take is bounded. Adapters of the folder are let go, 
 wanted. They keep their version as long as their files are the same.
 """
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,8 +26,11 @@ from symbiosis.serving.adapters.refusals import Refusals
 from symbiosis.serving.model import Served
 from symbiosis.text import shown
 
+logger = logging.getLogger("symbiosis")
+
 SHOWN = 10  # names in a message
 MOST_KEPT = 1024  # adapters whose numbers only must be read again
+ODD = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # what odd values in files lead to
 FIXED_BYTES = 1 << 16  # what an adapter takes besides its numbers: so the limit is one on how many there are, too
 
 
@@ -244,6 +248,12 @@ class Library:
             raise AdapterError(f"adapter {name!r}: {error}") from None
         except OSError as error:
             raise AdapterError(f"adapter {name!r}: its files cannot be read: {error.strerror}") from error
+        except ODD as error:
+            logger.warning("adapter %r: what its files say cannot be understood", name, exc_info=error)
+            told = f"{type(error).__name__}: {shown(str(error), 200)}"
+            raise AdapterError(
+                f"adapter {name!r}: its adapter_config.json says what PEFT does not write there ({told}): save it again"
+            ) from None
 
     def _keep(self, new: Found) -> LoadedAdapter:
         name = new.adapter.name

@@ -1,5 +1,6 @@
 """The routes: OpenAI's, vLLM's for adapters, and those for operators."""
 
+import os
 import tempfile
 from http import HTTPStatus
 from pathlib import Path
@@ -263,9 +264,9 @@ def _within(front: Front, path: str) -> Path:
     """Return a path that a client names, if it lies in the folder of adapters. Nothing else is read."""
     if front.options.adapters is None:
         raise wrong(f"the server was started without a folder of --adapters to load from: {SEND_IT}", "lora_path")
-    folder = Path(front.options.adapters).resolve()
+    folder = Path(os.path.realpath(front.options.adapters))
     try:
-        found = (folder / path).resolve()
+        found = Path(os.path.realpath(folder / path))
     except (OSError, ValueError):  # such as a zero in its name
         found = folder
     if not found.is_relative_to(folder) or found == folder:
