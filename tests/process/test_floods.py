@@ -1,11 +1,13 @@
 """Many small things over `tcp://` without keys: no message and nobody who joins keeps the executor's loop, or fills its log."""
 
 import json
+import os
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,10 @@ from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.protocol import (
     LONGEST_BEAT_S,
     MAX_WELCOME,
+    Beat,
     Bye,
     Call,
+    FromClient,
     Hello,
     Limits,
     Op,
@@ -164,6 +168,35 @@ def test_a_client_holds_little_of_a_message_that_never_ends(when: str) -> None:
                 session.call(Op.ECHO, 0, torch.ones(2, 8))
     in_kernel = 16 << 20  # what both sides' buffers take
     assert sum(sent) < in_kernel + 2 * MAX_WELCOME
+
+
+@pytest.mark.parametrize("said", [[Hello(client="gone"), Bye()], [Beat()] * 6], ids=["leaves", "says much"])
+def test_who_is_gone_ends_nobody_elses_connection(serve: Callable, said: list[FromClient]) -> None:
+    """What it said is read when its descriptor in the executor is another connection's."""
+    house = serve(tiny_llama(), listen="tcp://127.0.0.1:0", policy="immediate", max_in_flight=2)
+    begun, go_on = threading.Event(), threading.Event()
+    house.server.reactor.call_soon(lambda: begun.set() or go_on.wait(WAIT_S))
+    assert begun.wait(WAIT_S)
+    later, stream = socket.socket(), Stream(house.endpoint)
+    host, port = stream.socket.getpeername()
+    wire = next(wire for wire in Wire.all_at(port) if wire.other_end == stream.socket.getsockname())
+    with ExitStack() as held:
+        while held.enter_context(open(os.devnull)).fileno() < wire.fd:  # noqa: PTH123
+            pass
+        stream.say(*said).socket.shutdown(socket.SHUT_RDWR)
+        until(lambda: Wire.of(wire.fd) is None, "the end of its connection")
+        later.connect((host, port))
+        until(lambda: Wire.of(wire.fd) == (wire.fd, later.getsockname()), "the other connection")
+    go_on.set()
+    session = Session(house.endpoint)
+    assert echoes(session)  # so what was said before is read
+    later.setblocking(False)
+    with pytest.raises(BlockingIOError):  # and not the end of the connection
+        while later.recv(1024):
+            pass
+    session.close()
+    later.close()
+    stream.close()
 
 
 # ---------------------------------------------------------------- bytes that come in vain

@@ -39,6 +39,7 @@ REFUSALS = 100  # a tenant (without keys: connection) with more than this betwee
 IN_VAIN_PER_S = 64 << 20  # bytes that it may send with what is refused, unless --max-tenant-bytes-per-s is less
 LET_IN_S = 2e-3  # of the loop's time for joins without keys, between two products
 FORGET_S = 10.0  # messages of a closed connection may still be queued for so long
+TOO_EARLY = Code.NOT_JOINED, "join before you say more"
 STRANGERS = b""  # stands for all connections that have not joined, without keys to tell them apart
 
 
@@ -157,7 +158,8 @@ class TcpListener:
         if peer is not None:
             peer.heard = True
         elif not room and self._intake.unread.holds(identity):  # it would overtake messages that wait
-            self.hang_up(TcpPeer(self, identity, wire=self._wire_below(frames[0])))
+            self._refuse(early := TcpPeer(self, identity, wire=self._wire_below(frames[0])), CallError(*TOO_EARLY))
+            self.hang_up(early)
             return False
         most = self._intake.most_frames
         try:
@@ -206,8 +208,7 @@ class TcpListener:
         elif peer is not None and isinstance(message, Bye):
             self.hang_up(peer, "left")
         elif isinstance(message, Bye):
-            if knock := self._waiting.leaves(identity):
-                self.hang_up(TcpPeer(self, identity, wire=knock.wire))
+            self._waiting.leaves(identity)  # it ends its connection, and the descriptor may be another one's by now
         elif not (isinstance(message, Beat) and identity in self._waiting):
             raise ProtocolError(Code.NOT_JOINED, f"unexpected {type(message).__name__}: join first, once")
 
