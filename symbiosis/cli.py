@@ -12,7 +12,7 @@ import typer
 import typer.core
 
 from symbiosis import __version__
-from symbiosis.config import default_endpoints, load_options
+from symbiosis.config import default_endpoints, load_as, load_options
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.text import shown
 
@@ -146,12 +146,12 @@ def serve(
     max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent. Default: 1 GiB.")] = None,
     max_requests: Annotated[int | None, typer.Option(help="Most requests under way, those that wait included. Default: 4096.")] = None,
     max_step_s: Annotated[float | None, typer.Option(help="A step that takes longer hangs, and the server ends with status 1. Default: 600.")] = None,
+    wait_s: Annotated[float | None, typer.Option(help="How long the executor at --executor may take to come up. Default: 0.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text (default) or json, of all processes.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
 ) -> None:  # fmt: skip
     """Serve MODEL and any number of adapters of it by OpenAI's API."""
     given = {key: value for key, value in locals().items() if key != "config" and value is not None}
-    from symbiosis.config import load_as
     from symbiosis.serving.options import ServeOptions
 
     options = load_as(ServeOptions, given, config, "symbiosis serve")

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from symbiosis.config import runtime_dir
+from symbiosis.endpoints import CLUSTERS
 from symbiosis.errors import ConfigError
 from symbiosis.security.ownership import check_folder
 
@@ -50,7 +51,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def clusters_dir() -> Path:
-    return runtime_dir() / "clusters"
+    return runtime_dir() / CLUSTERS
 
 
 def folder_of(name: str) -> Path:

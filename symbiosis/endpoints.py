@@ -8,6 +8,7 @@ from pathlib import Path
 from symbiosis.errors import ConfigError
 
 SCHEMES = ("inproc", "local", "tcp")
+CLUSTERS = "clusters"  # the folder of all clusters of a user
 LAST_PORT = 65535
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")
 
@@ -86,7 +87,12 @@ def how_to_start_one(url: str) -> str:
 
     >>> how_to_start_one("local:///a.sock")
     'Start one with: symbiosis-executor MODEL --listen local:///a.sock'
+    >>> how_to_start_one("local:///run/symbiosis/clusters/lab/demo-executor-1.sock")
+    'It is one of a cluster, which starts it again while it runs: symbiosis cluster status lab'
     """
+    if (path := socket_path(url)) is not None and path.parent.parent.name == CLUSTERS:
+        name = path.parent.name.partition("@")[0]
+        return f"It is one of a cluster, which starts it again while it runs: symbiosis cluster status {name}"
     if is_within_process(url):
         return f"Start one with: symbiosis.Executor(model, listen={url!r}), in this program"
     return f"Start one with: symbiosis-executor MODEL --listen {url.partition('?')[0]}"

@@ -1,6 +1,7 @@
 """The options of `symbiosis serve`."""
 
 import ipaddress
+import math
 import re
 from typing import Literal
 
@@ -60,6 +61,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_adapter_bytes: int = 1 << 30
     max_requests: int = 4096
     max_step_s: float = 600.0
+    wait_s: float = 0.0  # for an executor that comes up
     log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
@@ -69,6 +71,8 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             value = getattr(self, name)
             if value is not None and not 0 < value < 2**62:
                 raise ConfigError(f"{name.replace('_', '-')} must be positive, not {value}")
+        if not 0 <= self.wait_s < math.inf:
+            raise ConfigError(f"wait-s must not be negative, and is {self.wait_s}")
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port must be from 0 to 65535, not {self.port}")
         if self.max_tenant_batch is not None and self.api_keys is None:

@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from symbiosis.clusters import SCHEME, executors_at
 from symbiosis.endpoints import how_to_start_one, of_rank, parts_of
 from symbiosis.errors import Code, ExecutorUnavailable, ProtocolError
 from symbiosis.executor.observe.snapshot import LayerFigures, Snapshot, mean_size, of_service
@@ -32,6 +33,7 @@ AWAY_S = 0.5  # how long a rank may be away before it is left out of a view
 
 def run(endpoint: str, once: bool, interval: float) -> None:
     """Show the executor at `endpoint` until interrupted, or one plain view of the next `interval` seconds."""
+    endpoint = executors_at(endpoint)[0] if endpoint.startswith(SCHEME) else endpoint
     parts_of(endpoint)
     if problem := socket_problem(endpoint):
         raise ExecutorUnavailable(f"no executor at {endpoint} ({problem}). {how_to_start_one(endpoint)}")

@@ -82,7 +82,7 @@ ALLOWED = {
     "client": {*ROOT - {"endpoints"}, "client", "kernels", "transport"},
     "executor": {*ROOT, "executor", "kernels", "transport"},
     "serving": {*ROOT, "__version__", "attention", "client", "kernels", "serving", "symbiosis", "transport"},
-    "clusters": {"config", "errors", "security"},
+    "clusters": {"config", "endpoints", "errors", "security"},
     "cluster": {*ROOT, "__version__", "cluster", "serving", "symbiosis"},
     "tools": {
         *ROOT,

@@ -52,6 +52,7 @@ class Engine:
         max_rank: Adapters of a larger rank are refused.
         adapter_memory: The host's memory for adapters, told in the same way. Those of the folder are let go for others, and read again; beyond it
             others are refused. Default: a quarter of what is free.
+        wait: How long an executor may take to come up, in seconds.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo") as executor, Engine(executor.endpoint, memory=1 << 24) as engine:
@@ -77,13 +78,14 @@ class Engine:
         max_rank: int = 256,
         adapter_memory: int | float | None = None,
         compiles: bool = False,
+        wait: float = 0.0,
     ) -> None:
         _check_options(
             policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens,
             first_token_s=first_token_s, max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank,
             adapter_memory=adapter_memory,
         )  # fmt: skip
-        self._own_model = from_executor(model, priority="decode") if isinstance(model, str) else None
+        self._own_model = from_executor(model, priority="decode", wait=wait) if isinstance(model, str) else None
         self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
         self.tokenizer = _tokenizer(tokenizer)
         self._residency = Residency(self._served.arena, self._served.blocks.make_room, self._served.fetcher)

@@ -17,6 +17,7 @@ from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
 from symbiosis.tools.serve import preflight as of_server
 
+WAIT_S = 600.0  # of a server, for its executor
 NO_RAY = "backend: ray needs the package of an extra: pip install 'symbiosis-llm[ray]'"
 
 
@@ -56,7 +57,7 @@ def executor_options(plan: ModelPlan, name: str, **ours: Any) -> Options:
 def server_options(plan: Plan, name: str, **ours: Any) -> ServeOptions:
     model = plan.models[name]
     given = {key.replace("-", "_"): value for key, value in model.server.items()}
-    mine = {"model": model.model or name, "served_model_name": name, "drain_s": plan.drain_s, "port": 0}
+    mine = {"model": model.model or name, "served_model_name": name, "drain_s": plan.drain_s, "port": 0, "wait_s": WAIT_S}
     mine |= {"adapters": (model.adapters,)} if model.adapters else {}
     mine |= {"api_keys": plan.api_keys} if plan.api_keys else {}
     return load_as(ServeOptions, {**given, **mine, **ours}, None, "symbiosis serve")

@@ -107,7 +107,7 @@ class Cluster:
         made = list(executors)
         for n in range(1, of_model.most + 1):
             server = self._backend.server(model, next(self._numbers), n, executors[n % len(executors)])
-            server.comes_back = n <= of_model.least
+            server.comes_back, server.needs = n <= of_model.least, executors[n % len(executors)]
             made.append(server)
         self.members = {**self.members, **{each.name: each for each in made}}
         if (folder := adapters_folder(server_options(self.plan, model))) is not None:
@@ -212,10 +212,8 @@ class Cluster:
             self._again[process.name] = now + AGAIN_S * failed
             if failed and process.starts >= MOST_STARTS and not self._is_up:
                 raise SymbiosisError(f"{process.name} could not start, as it says above")
-        if process.member.kind == "server":
-            executors = self.of_model(process.member.model, "executor")
-            if not any(each.state is State.READY for each in executors):
-                return False
+        if process.needs is not None and process.needs.state is not State.READY:
+            return False
         return now >= self._again.get(process.name, 0.0)
 
     def _start(self, process: Watched) -> None:

@@ -18,6 +18,7 @@ class Watched(ABC):
         self.silent_s = 0.0
         self.starts, self.was_started = 0, False  # since it was ready last; at all
         self.health: dict[str, object] = {}  # what its page told last
+        self.needs: Watched | None = None  # what has to be ready before it starts
         self.draining_since: float | None = None
         self.comes_back, self._is_told = True, False  # when it ends; that it is to end
 
