@@ -16,7 +16,18 @@ NAME = re.compile(r"[\w][\w.-]{0,63}")
 BACKENDS = ("local", "ray")  # this host; the nodes of a Ray cluster
 OURS = {  # options that the cluster gives itself
     "executor": {"listen", "model", "config", "metrics-port"},
-    "server": {"executor", "model", "config", "served-model-name", "adapters", "host", "port", "api-keys", "drain-s", "wait-s"},
+    "server": {
+        "executor",
+        "model",
+        "config",
+        "served-model-name",
+        "adapters",
+        "host",
+        "port",
+        "api-keys",
+        "drain-s",
+        "wait-s",
+    },
 }
 
 

@@ -57,7 +57,13 @@ def executor_options(plan: ModelPlan, name: str, **ours: Any) -> Options:
 def server_options(plan: Plan, name: str, **ours: Any) -> ServeOptions:
     model = plan.models[name]
     given = {key.replace("-", "_"): value for key, value in model.server.items()}
-    mine = {"model": model.model or name, "served_model_name": name, "drain_s": plan.drain_s, "port": 0, "wait_s": WAIT_S}
+    mine = {
+        "model": model.model or name,
+        "served_model_name": name,
+        "drain_s": plan.drain_s,
+        "port": 0,
+        "wait_s": WAIT_S,
+    }
     mine |= {"adapters": (model.adapters,)} if model.adapters else {}
     mine |= {"api_keys": plan.api_keys} if plan.api_keys else {}
     return load_as(ServeOptions, {**given, **mine, **ours}, None, "symbiosis serve")
