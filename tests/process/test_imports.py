@@ -49,6 +49,16 @@ def test_the_check_for_heavy_packages_would_notice_one() -> None:
     assert "numpy" in loaded_by("import numpy")
 
 
+def test_an_executor_that_serves_integers_can_grow_seeds_before_anybody_calls() -> None:
+    """The first seed would make all others wait for an import."""
+    code = (
+        "import sys; from torch import nn; from symbiosis.executor.model.store import Store; "
+        "Store(nn.Sequential(nn.Linear(8, 8)), ('*',), (8,)); print('cryptography.hazmat.primitives.ciphers.modes' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "True", done.stderr
+
+
 def test_nothing_else_is_public() -> None:
     """In a fresh interpreter, where nobody has imported any submodule."""
     code = "import symbiosis, typing; print(*(n for n, v in vars(symbiosis).items() if v is not vars(typing).get(n)))"

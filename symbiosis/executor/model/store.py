@@ -17,6 +17,7 @@ from symbiosis.kernels.operand import cast, matrix_of
 from symbiosis.names import modules_in_base, parameter_in_base
 from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Layer, Op, View
 from symbiosis.security.fingerprint import digest, model_fingerprint
+from symbiosis.security.keystream import KEY_BYTES, keystream
 from symbiosis.transport.local import shared_weights
 from symbiosis.transport.tensors import CPU, DTYPE_NAME, TORCH_DTYPE
 
@@ -100,6 +101,8 @@ class Store:
         self.on_gpu = self.device.type == "cuda"
         self.matrix = lru_cache(maxsize=16384)(self._matrix)
         self._digits = {(layer, bits): self._quantised(layer, bits) for layer in self._matrices() for bits in integers}
+        if integers:  # imports what grows seeds, which takes milliseconds, before anybody waits
+            keystream(bytes(KEY_BYTES), (1, 1), TORCH_DTYPE["int32"])
         for digits_DKN in {digits.shape: digits for digits in self._digits.values() if digits.is_cuda}.values():
             warm(digits_DKN)
 
