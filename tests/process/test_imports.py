@@ -6,6 +6,9 @@ import sys
 import pytest
 
 import symbiosis
+from symbiosis.executor.model.store import Store
+from tests.conftest import tiny_llama
+from tests.processes import Client, Say, killed_at_the_end
 
 HEAVY = ("torch", "transformers", "peft", "numpy", "zmq", "accelerate", "starlette", "uvicorn")
 
@@ -49,14 +52,20 @@ def test_the_check_for_heavy_packages_would_notice_one() -> None:
     assert "numpy" in loaded_by("import numpy")
 
 
+def has_imported_when_it_serves_integers(say: Say) -> tuple[bool, bool]:
+    """Whether what grows seeds is there before and after."""
+    needed = "cryptography.hazmat.primitives.ciphers.modes"
+    before = needed in sys.modules
+    Store(tiny_llama(), ("*",), (8,))
+    return before, needed in sys.modules
+
+
 def test_an_executor_that_serves_integers_can_grow_seeds_before_anybody_calls() -> None:
     """The first seed would make all others wait for an import."""
-    code = (
-        "import sys; from torch import nn; from symbiosis.executor.model.store import Store; "
-        "Store(nn.Sequential(nn.Linear(8, 8)), ('*',), (8,)); print('cryptography.hazmat.primitives.ciphers.modes' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.stdout.strip() == "True", done.stderr
+    with killed_at_the_end() as processes:
+        client = Client(has_imported_when_it_serves_integers)
+        processes.append(client)
+        assert client.result() == (False, True)
 
 
 def test_nothing_else_is_public() -> None:
