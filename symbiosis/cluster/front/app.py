@@ -26,6 +26,7 @@ from symbiosis.cluster.placement import State, Wish, version_of
 from symbiosis.serving.http import page
 from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
+from symbiosis.serving.http.incoming.connections import now_known
 from symbiosis.serving.http.incoming.uploads import received
 from symbiosis.serving.http.keys import Keys, Tenant
 from symbiosis.serving.http.link.lanes import Lanes
@@ -71,6 +72,7 @@ class Front:
         """Return who asks for a completion. Raises `ApiError` if nobody may, if this tenant may have no more, or if too many wait: before
         anything is read."""
         tenant = self.keys.tenant(request.headers.get("authorization"))
+        now_known(request.scope)
         tenant.admit(1, self.keys.clock()).end()
         if self.view.waiting.total() > MOST_WAITING:
             raise ApiError(503, "too many requests wait for a server: try again later", retry_s=1.0)
@@ -162,6 +164,7 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
 async def put_adapter(front: Front, request: Request) -> ASGIApp:
     """Take an adapter for all servers of a model."""
     front.keys.administrator(request.headers.get("authorization"))
+    now_known(request.scope)
     name, model = request.path_params["name"], request.query_params.get("model")
     if name in front.models():
         raise wrong(f"{name!r} is the name of a model: choose another", "lora_name")

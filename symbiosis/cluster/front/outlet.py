@@ -7,10 +7,10 @@ from starlette.types import Send
 
 from symbiosis.cluster.front.progress import DONE
 from symbiosis.cluster.front.whole import Whole
+from symbiosis.serving.http.incoming.connections import STALL_S
 
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # fmt: skip
 JSON = [(b"content-type", b"application/json")]
-STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
 PIECE = 1 << 16  # bytes that are sent at once
 Headers = list[tuple[bytes, bytes]]
 

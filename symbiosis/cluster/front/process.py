@@ -13,7 +13,7 @@ from symbiosis.cluster.front.app import Front, make_app
 from symbiosis.cluster.front.started import Started
 from symbiosis.cluster.front.view import View
 from symbiosis.logs import TextFormatter
-from symbiosis.serving.http.process import Protocol
+from symbiosis.serving.http.incoming.connections import Connection
 
 
 async def serve(started: Started, listener: socket.socket) -> None:
@@ -23,7 +23,7 @@ async def serve(started: Started, listener: socket.socket) -> None:
     following = asyncio.create_task(view.follow())
     own = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(
-        make_app(Front(view, started.api_keys)), http=Protocol, ws="none", lifespan="off", log_config=None,
+        make_app(Front(view, started.api_keys)), http=Connection, ws="none", lifespan="off", log_config=None,
         log_level="warning", access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(started.drain_s),
     )  # fmt: skip
     print(f"{started.name} at http://127.0.0.1:{own.getsockname()[1]}", flush=True)

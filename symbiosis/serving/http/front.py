@@ -14,6 +14,7 @@ from symbiosis.serving.engine.limits import MANY, check_chosen
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.bodies import Bodies, until_hung_up
+from symbiosis.serving.http.incoming.connections import now_known
 from symbiosis.serving.http.incoming.prompts import Prompts, too_long
 from symbiosis.serving.http.keys import Admission, Keys, Tenant
 from symbiosis.serving.http.link.http_side import RemoteEngine
@@ -48,10 +49,13 @@ class Front:
         return "ending" if self.remote.drained.is_set() else "serving"
 
     def tenant(self, request: HttpRequest) -> Tenant:
-        return self.keys.tenant(request.headers.get("authorization"))
+        tenant = self.keys.tenant(request.headers.get("authorization"))
+        now_known(request.scope)
+        return tenant
 
     def administrator(self, request: HttpRequest) -> None:
         self.keys.administrator(request.headers.get("authorization"))
+        now_known(request.scope)
 
     def count(self, path: str, status: int) -> None:
         self.answered[path, status] = self.answered.get((path, status), 0) + 1

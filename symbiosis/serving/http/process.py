@@ -12,37 +12,18 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.serving.http.app import make_app
 from symbiosis.serving.http.front import Front
+from symbiosis.serving.http.incoming.connections import Connection
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.http.link.messages import FrontOptions, Started
 from symbiosis.serving.http.link.pulse import BEAT_S, SILENT_S
 
 logger = logging.getLogger("symbiosis")
 
-HEAD_S = 20.0  # a connection that has not sent the head of a request by then is closed
 LAST_WORDS_S = 5.0  # for answers under way when the engine has ended
-
-
-class Protocol(HttpToolsProtocol):
-    """Closes connections on which nothing is asked."""
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        self.loop.call_later(HEAD_S, self._close_if_silent)
-
-    def _close_if_silent(self, before: Any = None) -> None:
-        """Close the connection unless the head of a request has come since the last look. `before` is the request that had been answered
-        by then."""
-        if self.transport.is_closing():
-            return
-        if self.cycle is None or (self.cycle is before and before.response_complete):
-            self.transport.close()
-        else:
-            self.loop.call_later(HEAD_S, self._close_if_silent, self.cycle)
 
 
 def tokenizer_of(options: FrontOptions) -> Any:
@@ -60,7 +41,7 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
     remote = await RemoteEngine.connect(*await asyncio.open_unix_connection(sock=link))
     front = Front(remote, tokenizer, options)
     config = uvicorn.Config(
-        make_app(front), http=Protocol, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
+        make_app(front), http=Connection, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
         server_header=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
     )  # fmt: skip
     server = uvicorn.Server(config)

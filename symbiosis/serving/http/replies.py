@@ -11,9 +11,9 @@ from symbiosis.serving.http.answers import Words, usage
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.generation import Delta, Generation
 from symbiosis.serving.http.incoming.bodies import until_hung_up
+from symbiosis.serving.http.incoming.connections import STALL_S
 from symbiosis.serving.http.schemas import Continuation
 
-STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
 LOOKS = 8  # in that time
 PIECE = 1 << 16  # bytes that are sent at once
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]  # fmt: skip

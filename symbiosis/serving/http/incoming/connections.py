@@ -1,0 +1,178 @@
+"""Connections: what a client may send, and have a process hold for it, before anybody knows who it is."""
+
+from collections import defaultdict
+from typing import Any
+
+import httptools
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from symbiosis.serving.http.failures import ApiError
+
+HEAD_S = 20.0  # a connection that has not sent the head of a request by then is closed
+STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
+SLOWEST = 16 << 10  # bytes per second at which what is left of an answer is taken
+MOST_HEAD, MOST_LINES = 32 << 10, 128  # bytes of a head, and its lines
+MOST_EARLY = 1 << 20  # bytes that come before they may, and are not looked at
+MOST_STRANGERS, MOST_OF_AN_ADDRESS = 2048, 1024  # connections whose clients are not known
+
+
+class Strangers:
+    """The connections on which nobody has shown a key since their last request began, by address. When there are too many, the one that has
+    been there longest is hung up on, of the address that has most: clients that say at once who they are never wait for others.
+
+    Args:
+        most: In all.
+        of_an_address: Of one.
+    """
+
+    def __init__(self, most: int = MOST_STRANGERS, of_an_address: int = MOST_OF_AN_ADDRESS) -> None:
+        self._most, self._of_an_address = most, of_an_address
+        self._by_address: defaultdict[str, dict[Connection, None]] = defaultdict(dict)  # in the order of their coming
+        self._count = 0
+
+    def come(self, connection: "Connection") -> None:
+        """Count a connection, as the one that came last."""
+        self.leave(connection)
+        there = self._by_address[connection.address]
+        there[connection] = None
+        self._count += 1
+        if len(there) > self._of_an_address:
+            self._hang_up(there)
+        elif self._count > self._most:
+            self._hang_up(max(self._by_address.values(), key=len))
+
+    def leave(self, connection: "Connection") -> None:
+        """The connection has ended, or its client is known."""
+        there = self._by_address.get(connection.address, {})
+        if connection in there:
+            del there[connection]
+            self._count -= 1
+            if not there:
+                del self._by_address[connection.address]
+
+    def _hang_up(self, there: "dict[Connection, None]") -> None:
+        oldest = next(iter(there))
+        self.leave(oldest)
+        oldest.transport.abort()
+
+
+class _Refused(Exception):
+    """The parser is to read no further."""
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's protocol, with bounds.
+
+    One request is under way at a time. uvicorn reads all that have come, and each costs a hundred times its bytes. Here a client that sends the
+    next request before it has taken the answer is not listened to any more, and hung up on after that answer, as RFC 9112 (9.3.2) lets a
+    server do. A head is short, and has few lines. A client that asks nothing, or does not take its answer, is hung up on. Of those that
+    have not shown who they are (`known`) there are only so many.
+    """
+
+    strangers = Strangers()  # of this process
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.address = ""
+        self._is_head = self._is_deaf = False
+        self._head = self._lines = self._early = 0
+        self._taken_by: float | None = None  # what is left of an answer, else it is hung up on
+
+    # ------------------------------------------------------------------ what asyncio calls
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._look_later = self.loop.call_later(HEAD_S, self._look)
+        self.strangers.come(self)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.strangers.leave(self)
+        self._look_later.cancel()
+        super().connection_lost(error)
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        for begin in range(0, len(data), MOST_HEAD):
+            if self._is_deaf:
+                self._ignore(len(data) - begin)
+                return
+            piece = data[begin : begin + MOST_HEAD]
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade:
+                return  # which it does not get: the next request is HTTP, too
+            except httptools.HttpParserError as error:
+                self._refuse(400, "this is no HTTP request", error)
+            if self._is_head and not self._is_deaf:
+                self._head += len(piece)
+                if self._head > MOST_HEAD:
+                    self._refuse(431, f"the head of a request has at most {MOST_HEAD} bytes")
+
+    # ------------------------------------------------------------------ what the parser calls
+
+    def on_message_begin(self) -> None:
+        if self.cycle is not None and (not self.cycle.response_complete or self.transport.get_write_buffer_size()):
+            self._stop_reading()
+            raise _Refused
+        super().on_message_begin()
+        self._is_head, self._head, self._lines, self._taken_by = True, 0, 0, None
+        self.scope["symbiosis.connection"] = self  # type: ignore[typeddict-unknown-key]
+        self.strangers.come(self)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._lines += 1
+        if self._lines > MOST_LINES:
+            self._refuse(431, f"the head of a request has at most {MOST_LINES} lines")
+            raise _Refused
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_head = False
+        super().on_headers_complete()
+
+    # ------------------------------------------------------------------ hanging up
+
+    def _refuse(self, status: int, message: str, error: Exception | None = None) -> None:
+        """Answer a head that nothing can be made of. What is wrong after it ends the connection."""
+        if self._is_deaf:
+            return
+        self._is_deaf = True
+        if self._is_head or self.cycle is None or not self.cycle.response_started:
+            body = ApiError(status, message).response().body
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + bytes(body))
+        self.transport.close()
+
+    def _stop_reading(self) -> None:
+        """Hang up when what is under way is answered."""
+        self._is_deaf = True
+        self.cycle.keep_alive = False
+        if self.cycle.response_complete:
+            self.transport.close()
+
+    def _ignore(self, size: int) -> None:
+        self._early += size
+        if self._early > MOST_EARLY:
+            self.transport.abort()
+
+    def _look(self, before: Any = None) -> None:
+        """Hang up on a client that has asked nothing since the last look, when `before` had been asked, or that does not take what is left of
+        an answer."""
+        is_answered = self.cycle is None or self.cycle.response_complete
+        left = self.transport.get_write_buffer_size()
+        if left and (is_answered or self.transport.is_closing()):
+            self._taken_by = self._taken_by or self.loop.time() + STALL_S - HEAD_S + left / SLOWEST
+            if self.loop.time() >= self._taken_by:
+                self.transport.abort()
+        elif is_answered and self.cycle is before:
+            self.transport.close()
+        self._look_later = self.loop.call_later(HEAD_S, self._look, self.cycle)
+
+
+def now_known(scope: Scope) -> None:
+    """The client that sent this request has shown who it is."""
+    connection: Connection | None = scope.get("symbiosis.connection")
+    if connection is not None:
+        connection.strangers.leave(connection)

@@ -1,0 +1,216 @@
+"""What clients without a key may send, and have a process of HTTP hold for them: sockets that no client library would open so."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, nullcontext
+
+import httpx
+import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from symbiosis.serving.http.incoming import connections
+from symbiosis.serving.http.incoming.connections import Connection, Strangers, now_known
+
+WAIT_S = 20.0
+HELLO = b"GET /hello HTTP/1.1\r\n\r\n"
+LARGE = 8 << 20  # bytes: more than the kernel holds of an answer for both ends
+
+
+class Site:
+    """A site of a few pages, with the connections and their clients in one event loop.
+
+    `/waits` is answered when `go` is set, `/known` by then, too, to a client that has shown who it is; `/large` is large, and all else is "hello".
+    """
+
+    def __init__(self, port: int) -> None:
+        self.port, self.asked, self.go = port, list[str](), asyncio.Event()
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        self.asked.append(path)
+        if path == "/known":
+            now_known(scope)
+        if path in ("/waits", "/known"):
+            await self.go.wait()
+        body = bytes(LARGE) if path == "/large" else b"hello"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection("127.0.0.1", self.port)
+
+    async def until_asked(self, *paths: str) -> None:
+        while sorted(self.asked) != sorted(paths):
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def site() -> AsyncIterator[Site]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    made = Site(listener.getsockname()[1])
+    config = uvicorn.Config(made.app, http=Connection, interface="asgi3", ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]  # they are pytest's
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield made
+    finally:
+        made.go.set()
+        server.should_exit = server.force_exit = True
+        await serving
+
+
+def at_a_site(test: Callable[[Site], Awaitable[None]]) -> None:
+    """Run a test with a site, and end it if it takes too long."""
+
+    async def run() -> None:
+        async with asyncio.timeout(WAIT_S), site() as made:
+            await test(made)
+
+    asyncio.run(run())
+
+
+async def ends(reader: asyncio.StreamReader) -> bytes:
+    """Return what comes until the connection is closed, however."""
+    found = b""
+    try:
+        while piece := await reader.read(1 << 16):
+            found += piece
+    except ConnectionError:
+        pass
+    return found
+
+
+@pytest.fixture(autouse=True)
+def strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "strangers", Strangers(4, 4))
+
+
+def test_what_is_sent_before_the_answer_is_not_read() -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"GET /waits HTTP/1.1\r\n\r\n" + HELLO * 1000)
+        await site.until_asked("/waits")
+        writer.write(HELLO)
+        await writer.drain()
+        site.go.set()
+        answer = await ends(reader)
+        assert answer.count(b"HTTP/1.1 200") == 1 and answer.endswith(b"hello")
+        assert site.asked == ["/waits"]
+
+    at_a_site(test)
+
+
+def test_who_sends_on_and_on_before_the_answer_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "MOST_EARLY", 100_000)
+
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"GET /waits HTTP/1.1\r\n\r\n" + HELLO * 10_000)
+        assert await ends(reader) == b"" and not site.go.is_set()
+
+    at_a_site(test)
+
+
+def test_one_request_after_the_other_goes_over_one_connection() -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        for _ in range(3):
+            writer.write(b"POST /hello HTTP/1.1\r\ncontent-length: 90000\r\n\r\n" + bytes(90_000))
+            assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200")
+        writer.close()
+
+    at_a_site(test)
+
+
+@pytest.mark.parametrize("head", [b"a:\r\n" * 1000, b"a: " + b"x" * 100_000, b"a" * 100_000])
+def test_a_head_that_is_too_large_is_told_so(head: bytes) -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"GET /hello HTTP/1.1\r\n" + head)
+        assert (await ends(reader)).startswith(b"HTTP/1.1 431 ")
+        assert site.asked == []
+
+    at_a_site(test)
+
+
+def test_a_path_without_end_is_told_so() -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"GET /" + b"x" * 100_000)
+        assert (await ends(reader)).startswith(b"HTTP/1.1 431 ")
+
+    at_a_site(test)
+
+
+def test_a_large_head_is_read() -> None:
+    async def test(site: Site) -> None:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{site.port}") as client:
+            headers = {f"x-{number}": "y" * 300 for number in range(90)}
+            assert (await client.get("/hello", headers=headers)).text == "hello"
+
+    at_a_site(test)
+
+
+def test_an_answer_that_is_not_taken_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.1)
+    monkeypatch.setattr(connections, "STALL_S", 0.4)
+    monkeypatch.setattr(connections, "SLOWEST", 100 << 20)
+
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(b"GET /large HTTP/1.1\r\nconnection: close\r\n\r\n")
+        await site.until_asked("/large")
+        await asyncio.sleep(1.5)
+        writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert 0 < len(await ends(reader)) < LARGE
+
+    at_a_site(test)
+
+
+def test_a_slow_reader_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.1)
+
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"GET /large HTTP/1.1\r\nconnection: close\r\n\r\n")
+        await asyncio.sleep(1.0)
+        assert len(await ends(reader)) > LARGE
+
+    at_a_site(test)
+
+
+def test_the_oldest_stranger_goes_and_who_is_known_stays() -> None:
+    async def test(site: Site) -> None:
+        friend, writer = await site.open()
+        writer.write(b"GET /known HTTP/1.1\r\n\r\n")
+        await site.until_asked("/known")
+        opened = [await site.open() for _ in range(5)]
+        assert await ends(opened[0][0]) == b""
+        for _, each in opened[1:]:
+            each.write(HELLO)
+        await site.until_asked("/known", *["/hello"] * 4)
+        site.go.set()
+        assert (await friend.readuntil(b"hello")).startswith(b"HTTP/1.1 200")
+
+    at_a_site(test)
+
+
+class Caller:
+    """A connection from an address, as far as `Strangers` asks."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.hung_up, self.transport = address, False, self
+
+    def abort(self) -> None:
+        self.hung_up = True
+
+
+def test_the_address_with_most_connections_gives_way() -> None:
+    strangers, callers = Strangers(5, 4), [Caller(address) for address in "abbb"]
+    for each in [*callers, *(more := [Caller("c"), Caller("d"), Caller("b")])]:
+        strangers.come(each)  # type: ignore[arg-type]
+    assert [each.hung_up for each in [*callers, *more]] == [False, True, True, False, False, False, False]
