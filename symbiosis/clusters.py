@@ -26,7 +26,9 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     url: str = ""
     state: str = "starting"  # or ready, draining, lost
     pid: int = 0
-    batch: int = 0  # of a server: most sequences
+    batch: int = 0  # of a server: most sequences of a step
+    share: int = 0  # ... of one tenant while others wait; 0: no such limit
+    most: int = 0  # ... under way; 0: it is not known
     clients: int = 0  # of an executor: that are joined
 
 

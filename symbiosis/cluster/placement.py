@@ -1,15 +1,23 @@
-"""Where a request goes: Punica's rule, over a snapshot of the servers.
+"""Where a request goes: Punica's rule, over a snapshot of the servers, and what is fair among tenants.
 
 A request goes to the busiest server on which it fits, by the sequences and the memory that the server has. So busy servers stay busy, and
 idle ones can be given back. Among servers that are equally busy the highest number decides. What fits nowhere waits: first come, first
-served, for each model.
+served, for each tenant and model. Of several tenants whose requests wait, the one that runs least is next (`admit`).
+
+Nobody's request keeps those of another tenant waiting, and a large one does not wait for ever for room that small ones take:
+
+* A server makes room for a tenant that has less than its share of the batch, while others have more than theirs. So the request goes there
+  although the batch is full, and the server itself lets others give way.
+* A request that has waited for long goes where one sequence can begin: the server lets its others begin as there is room.
+* One that no server could ever hold (`is_vain`) goes to a server at once, which says what is wrong with it.
 """
 
 import sys
 from bisect import bisect_left, bisect_right, insort
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from heapq import heapify, heappop, heappush
 from itertools import accumulate, islice
 
 import msgspec
@@ -36,6 +44,11 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     running: int = 0  # sequences, those included that wait there
     pages: int = 0  # of memory
     free: int = 0  # ... that nothing needs
+    longest: int = sys.maxsize  # pages that a sequence may need
+    share: int = 0  # of its batch, that one tenant keeps while others wait; 0: all of it
+    tenants: Mapping[
+        str, int
+    ] = {}  # sequences of each, as far as they are known; all others are taken for one tenant's
     adapters: frozenset[str] = frozenset()  # resident
     state: State = State.READY
 
@@ -43,15 +56,33 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     def is_light(self) -> bool:
         return self.running < LIGHT * self.batch
 
+    @property
+    def kept(self) -> int:
+        """Its sequences without those beyond their tenants' shares, which give way while others wait.
+
+        >>> Server(number=1, model="m", batch=8, running=8, share=4, tenants={"a": 7}).kept
+        5
+        """
+        if not self.share:
+            return self.running
+        others = self.running - sum(self.tenants.values())
+        return sum(min(count, self.share) for count in (others, *self.tenants.values()))
+
+    @property
+    def may_give_way(self) -> bool:
+        """Whether its batch has place for others because some give way."""
+        return self.kept < min(self.running, self.batch)
+
     def fits(self, sequences: int, pages: int) -> bool:
         """Whether it has room for so much more. One that is idle takes anything: it says itself what is too much for it."""
         return not self.running or (pages <= self.free and self.running + sequences <= self.batch)
 
-    def holds(self, sequences: int, pages: int, adapter: str | None = None) -> "Server":
+    def holds(self, sequences: int, pages: int, adapter: str | None = None, tenant: str = "") -> "Server":
         """Return it with so much more on it; with less, if the numbers are negative."""
         adapters = self.adapters if adapter is None or adapter in self.adapters else self.adapters | {adapter}
+        tenants = {**self.tenants, tenant: self.tenants.get(tenant, 0) + sequences} if self.share else self.tenants
         return msgspec.structs.replace(
-            self, running=self.running + sequences, free=self.free - pages, adapters=adapters
+            self, running=self.running + sequences, free=self.free - pages, adapters=adapters, tenants=tenants
         )
 
 
@@ -63,6 +94,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     pages: int = 0
     adapter: str | None = None
     tenant: str = ""
+    is_vain: bool = False  # no server could do it
 
 
 def version_of(shares: Mapping[str, float], draw: float) -> str:
@@ -73,6 +105,16 @@ def version_of(shares: Mapping[str, float], draw: float) -> str:
     """
     upto = list(accumulate(shares.values()))
     return list(shares)[bisect_right(upto, draw * upto[-1])]
+
+
+def is_vain(servers: Iterable[Server], pages: int) -> bool:
+    """Whether a sequence that needs so much is too large for all of these servers.
+
+    >>> is_vain([Server(number=1, model="m", batch=8, pages=100, longest=50)], 60)
+    True
+    """
+    most = [min(each.pages, each.longest) for each in servers]
+    return bool(most) and pages > max(most)
 
 
 def place(servers: Iterable[Server], wish: Wish) -> Server | None:
@@ -119,6 +161,7 @@ class Fleet:
         self._servers: dict[int, Server] = {}
         self._order: dict[str, list[tuple[int, int]]] = {}  # by model: the rank of each server that takes requests
         self._most: Counter[str] = Counter()  # by model: the largest batch
+        self._giving: dict[str, set[int]] = {}  # by model: servers where some would give way
         for server in servers:
             self.put(server)
 
@@ -139,6 +182,8 @@ class Fleet:
         self._most[server.model] = max(self._most[server.model], server.batch)
         if server.state is State.READY:
             insort(self._order.setdefault(server.model, []), _rank(server))
+            if server.may_give_way:
+                self._giving.setdefault(server.model, set()).add(server.number)
 
     def drop(self, number: int) -> None:
         if (server := self._servers.pop(number, None)) is None:
@@ -146,10 +191,26 @@ class Fleet:
         if server.state is State.READY:
             order = self._order[server.model]
             del order[bisect_left(order, _rank(server))]
+            self._giving.get(server.model, set()).discard(number)
 
     def place(self, wish: Wish) -> Server | None:
         """Return the server for a request; None if it has to wait."""
         return _preferred(self._with_room(wish), wish)
+
+    def crowd(self, wish: Wish, is_overdue: bool = False) -> Server | None:
+        """Return the server that is to take a request although it does not fit: the least busy one where something of it can begin."""
+        if wish.is_vain:
+            return self._least_busy(wish.model)
+        giving = [self._servers[number] for number in self._giving.get(wish.model, ())]
+        found = min((each for each in giving if each.tenants.get(wish.tenant, 0) < each.share), key=_rank, default=None)
+        if found is None and is_overdue:
+            least = self._least_busy(wish.model)
+            found = least if least is not None and least.running < least.batch else None
+        return found
+
+    def _least_busy(self, model: str) -> Server | None:
+        order = self._order.get(model)
+        return self._servers[order[0][1]] if order else None
 
     def _with_room(self, wish: Wish) -> Iterator[Server]:
         """Yield the servers on which a request fits, the busiest first."""
@@ -161,27 +222,49 @@ class Fleet:
 
 
 def admit(
-    waiting: Iterable[Wish], fleet: Fleet, running: Counter[str], limits: dict[str, int]
+    waiting: Iterable[Wish],
+    fleet: Fleet,
+    running: Counter[str],
+    limits: Mapping[str, int],
+    overdue: Container[int] = (),
 ) -> list[tuple[int, Server]]:
     """Return which of the requests that wait go where now, by their position. The fleet has them then.
 
-    A model's requests keep their order: what does not fit is not overtaken, so that it gets its turn. But a tenant that has what it may is
-    passed by.
+    The next request is always of the tenant that runs least; of several such tenants, the one that came first. A tenant's requests for a model
+    keep their order: what does not fit is not overtaken by them, so that it gets its turn. Those of other tenants pass it by.
 
     Args:
         running: Sequences of each tenant in the whole cluster; what is placed is added.
         limits: By tenant, how many it may have.
+        overdue: The positions of requests that have waited for long.
     """
+    wishes, queues = list(waiting), dict[tuple[str, str], deque[int]]()
+    for position, wish in enumerate(wishes):
+        queues.setdefault((wish.model, wish.tenant), deque()).append(position)
+    heap = [(running[tenant], queue[0], queue) for (_, tenant), queue in queues.items()]
+    heapify(heap)
     placed: list[tuple[int, Server]] = []
-    stuck: set[str] = set()  # models
-    for position, wish in enumerate(waiting):
-        most = limits.get(wish.tenant)
-        if wish.model in stuck or (most is not None and running[wish.tenant] + wish.sequences > most):
-            continue
-        if (server := fleet.place(wish)) is None:
-            stuck.add(wish.model)
-            continue
-        running[wish.tenant] += wish.sequences
-        fleet.put(server.holds(wish.sequences, wish.pages, wish.adapter))
-        placed.append((position, fleet[server.number]))
+    while heap:
+        has, position, queue = heappop(heap)
+        wish = wishes[position]
+        if has == running[wish.tenant]:
+            if (server := _next(wish, fleet, running, limits, position in overdue)) is None:
+                continue
+            placed.append((position, server))
+            queue.popleft()
+        if queue:
+            heappush(heap, (running[wish.tenant], queue[0], queue))
     return placed
+
+
+def _next(
+    wish: Wish, fleet: Fleet, running: Counter[str], limits: Mapping[str, int], is_overdue: bool
+) -> Server | None:
+    """Place a request, if it can be."""
+    if running[wish.tenant] + wish.sequences > limits.get(wish.tenant, sys.maxsize):
+        return None
+    if (server := fleet.place(wish) or fleet.crowd(wish, is_overdue)) is None:
+        return None
+    running[wish.tenant] += wish.sequences
+    fleet.put(server.holds(wish.sequences, wish.pages, wish.adapter, wish.tenant))
+    return fleet[server.number]

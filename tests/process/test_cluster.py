@@ -152,6 +152,36 @@ def test_keys_hold_for_the_whole_cluster(api: openai.OpenAI, running: Running) -
     assert ask(bob, max_tokens=1).choices
 
 
+def counted(running: Running) -> float:
+    """How many tokens of Alice's the front end has counted."""
+    told = web.get(f"{running.url}/metrics").text
+    found = re.search(r'^symbiosis_cluster_tokens_total{model="demo",tenant="alice"} (\S+)$', told, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.parametrize("way", [{}, {"stream": True}, {"stream": False}, {"stream_options": None}, {"continuation": None}], ids=str)  # fmt: skip
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_every_token_is_counted_whichever_way_an_answer_takes(
+    api: openai.OpenAI, running: Running, way: dict[str, Any], path: str
+) -> None:
+    asked = {"prompt": "a"} if path == "completions" else {"messages": [{"role": "user", "content": "a"}]}
+    body = {"model": "demo", "n": 2, "max_tokens": 20, "ignore_eos": True, **asked, **way}
+    before, keyed = counted(running), {"Authorization": "Bearer alice-key-1"}
+    assert web.post(f"{running.url}/v1/{path}", json=body, headers=keyed, timeout=30).status_code == 200
+    eventually(lambda: counted(running) > before)
+    assert counted(running) - before == 40
+
+
+def test_one_key_leaves_others_their_share_of_the_batches(api: openai.OpenAI, running: Running) -> None:
+    """Alice fills the batches of both servers. They make room for Bob, and so does the front end."""
+    fields = {"n": 16, "max_tokens": 450, "stream": True, "extra_body": {"ignore_eos": True}}
+    with ask(api, **fields) as one, ask(api, **fields) as other:
+        next(iter(one)), next(iter(other))
+        assert all(count == 16 for count in web.get(f"{running.url}/health").json()["running"].values())
+        assert ask(client(running.url, "bob-key-22"), max_tokens=1).choices
+        assert sum(web.get(f"{running.url}/health").json()["running"].values()) == 32, "Alice's are still under way"
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("how", "draws"),

@@ -2,14 +2,19 @@
 
 import asyncio
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
-from symbiosis.cluster.front.asked import MOST_PROMPTS, Asked
+from symbiosis.cluster.front.asked import MOST_PROMPTS, Asked, _Fields
 from symbiosis.cluster.front.outlet import Events, Joined, Outlet
+from symbiosis.cluster.front.relay import Relay
+from symbiosis.cluster.front.view import View
 from symbiosis.cluster.front.whole import Whole
+from symbiosis.cluster.placement import Wish
+from symbiosis.cluster.sharing import Held, Room
 from symbiosis.serving.http.failures import ApiError
 
 
@@ -37,6 +42,32 @@ def test_too_many_prompts_are_refused(prompt: Any) -> None:
         Asked(json.dumps({"prompt": prompt}).encode())
 
 
+@pytest.mark.parametrize("name", [name for name in _Fields.__struct_fields__ if name != "model"])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_null_is_as_absent(name: str, is_chat: bool) -> None:
+    with_null, without = (
+        vars(Asked(json.dumps(body).encode(), is_chat)) for body in ({"model": "m", name: None}, {"model": "m"})
+    )
+    assert {**with_null, "_begin": b""} == {**without, "_begin": b""}
+
+
+def test_nothing_is_made_for_choices_before_a_server_has_let_them_in() -> None:
+    asked = Asked(json.dumps({"prompt": ["a"] * MOST_PROMPTS, "n": 128}).encode())
+    tracemalloc.start()
+    try:
+        relay = Relay(View("none", {}), "/", {}, asked, Wish(model="m"), Held(Room(9), ""), print)
+        assert asked.sequences == 128 * MOST_PROMPTS and tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert relay is not None
+
+
+def test_the_length_that_counts_is_the_one_that_a_server_takes() -> None:
+    body = b'{"max_tokens": 0, "max_completion_tokens": 9, "n": 2}'
+    assert Asked(body).most_tokens == 0 and Asked(body, is_chat=True).most_tokens == 18
+    assert Asked(b"{}").most_tokens == 16
+
+
 def test_what_is_added_replaces_what_was_there() -> None:
     body = Asked(b' {"model": "a", "seed": null, "prompt": "x"} \n').body(model="b", seed=1)
     assert json.loads(body) == {"model": "b", "seed": 1, "prompt": "x"}
@@ -52,6 +83,11 @@ def test_what_is_added_replaces_what_was_there() -> None:
         (b'{"a":' + b"[" * 10_000, "not JSON"),
         (b'{"model": "\xff"}', "not JSON"),
         (b'{"n": "2"}', "n`"),
+        (b'{"n": 0}', "n must be from 1 to 128"),
+        (b'{"n": 129}', "n must be from 1 to 128"),
+        (b'{"max_tokens": -1}', "max_tokens must be"),
+        (b'{"max_completion_tokens": 9999999999}', "max_completion_tokens must be"),
+        (b'{"seed": 99999999999999999999}', "seed must be"),
         (b'{"continuation": {"nothing": 1}}', "nothing"),
         (b'{"continuation": {"id": "' + b"x" * (1 << 20) + b'"}}', "at most"),
     ],

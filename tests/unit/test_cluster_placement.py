@@ -1,12 +1,14 @@
 """Where requests go in a cluster, and when servers come and go: by properties that hold of every snapshot."""
 
 from collections import Counter
+from typing import Any
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, place
+from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, is_vain, place
 from symbiosis.cluster.scaling import Change, consolidate, scale
 
 BATCH, PAGES = 8, 40
@@ -16,11 +18,13 @@ BATCH, PAGES = 8, 40
 def snapshots(draw: st.DrawFn) -> list[Server]:
     servers = []
     for number in range(draw(st.integers(0, 7))):
-        free = draw(st.integers(0, PAGES))
+        free, running = draw(st.integers(0, PAGES)), draw(st.integers(0, BATCH))
+        of_x = draw(st.integers(0, running))
         servers.append(
             Server(
                 number=number, model=draw(st.sampled_from("mn")), batch=draw(st.sampled_from((4, BATCH))),
-                running=draw(st.integers(0, BATCH)), pages=PAGES, free=free,
+                running=running, pages=PAGES, free=free, share=draw(st.sampled_from((0, 2, 4))),
+                tenants={"x": of_x, "y": draw(st.integers(0, running - of_x))},
                 adapters=frozenset(draw(st.sets(st.sampled_from("ab")))), state=draw(st.sampled_from(State)),
             )
         )  # fmt: skip
@@ -75,15 +79,67 @@ def test_what_waits_is_served_in_its_order_within_all_limits(
     placed = dict(admit(waiting, fleet, running, {"x": most}))
     counts, before = Counter(server.number for server in placed.values()), {s.number: s for s in servers}
     for number, count in counts.items():
-        assert fleet[number].free >= 0 or (count == 1 and not before[number].running), "one that is idle takes anything"
+        idle = count == 1 and not before[number].running
+        assert fleet[number].free >= 0 or idle or before[number].share, "one that is idle takes anything"
     if any(wish.tenant == "x" for wish in (waiting[position] for position in placed)):
         assert running["x"] <= most
     for position, wish in enumerate(waiting):
-        passed = [each for at, each in enumerate(waiting[:position]) if at not in placed and each.model == wish.model]
-        if position in placed:
-            assert all(each.tenant == "x" for each in passed), "who is passed by has what it may"
-        elif wish.tenant == "y" and not passed:
+        passed = [
+            each
+            for at, each in enumerate(waiting[:position])
+            if at not in placed and (each.model, each.tenant) == (wish.model, wish.tenant)
+        ]
+        assert not (passed and position in placed), "a tenant's requests keep their order"
+        if wish.tenant == "y" and not passed and position not in placed:
             assert fleet.place(wish) is None, "the first of those that wait has no room anywhere"
+
+
+@given(snapshots(), st.lists(WISHES, max_size=8), WISHES)
+def test_what_has_no_room_keeps_no_other_tenant_waiting(servers: list[Server], others: list[Wish], wish: Wish) -> None:
+    fleet = Fleet(servers)
+    mine = msgspec.structs.replace(wish, tenant="z")
+    stuck = [each for each in others if fleet.place(each) is None and fleet.crowd(each) is None]
+    alone = [server for _, server in admit([mine], Fleet(servers), Counter(), {})]
+    assert [server for _, server in admit([*stuck, mine], fleet, Counter(), {})] == alone
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.integers(0, 12), st.integers(0, 12), st.randoms())
+def test_the_next_is_always_of_the_tenant_that_runs_least(x: int, y: int, of_x: int, of_y: int, shuffled: Any) -> None:
+    waiting = [Wish(model="m", tenant="x")] * of_x + [Wish(model="m", tenant="y")] * of_y
+    shuffled.shuffle(waiting)
+    running = Counter(x=x, y=y)
+    placed = admit(waiting, Fleet([Server(number=1, model="m", batch=BATCH)]), running, {})
+    assert len(placed) == min(BATCH, len(waiting))
+    waits = Counter(x=of_x + x, y=of_y + y) - running
+    if waits["x"] and waits["y"]:
+        assert abs(running["x"] - running["y"]) <= max(1, abs(x - y) - BATCH)
+
+
+def test_a_full_batch_makes_room_for_who_has_less_than_its_share() -> None:
+    full = Server(number=1, model="m", batch=BATCH, running=BATCH, share=4, tenants={"x": BATCH})
+    waiting = [Wish(model="m", tenant="y")] * 9 + [Wish(model="m", tenant="x")]
+    fleet = Fleet([full])
+    assert [position for position, _ in admit(waiting, fleet, Counter(x=BATCH), {})] == [0, 1, 2, 3]
+    assert admit([Wish(model="m", tenant="z")], fleet, Counter(), {}) == [], "all have their shares, as at the server"
+    elsewhere = msgspec.structs.replace(full, tenants={})
+    assert admit(waiting, Fleet([elsewhere]), Counter(), {}), "what others have sent there is taken for one tenant's"
+    assert admit(waiting, Fleet([msgspec.structs.replace(full, share=0)]), Counter(), {}) == []
+
+
+@pytest.mark.parametrize("large", [Wish(model="m", sequences=6), Wish(model="m", pages=PAGES)])
+def test_what_is_large_goes_after_a_while_where_it_can_begin(large: Wish) -> None:
+    servers = [Server(number=n, model="m", batch=BATCH, running=4 + n, pages=PAGES, free=9) for n in (1, 2)]
+    assert admit([large], Fleet(servers), Counter(), {}) == []
+    assert [server.number for _, server in admit([large], Fleet(servers), Counter(), {}, overdue={0})] == [1]
+    full = [msgspec.structs.replace(server, running=BATCH) for server in servers]
+    assert admit([large], Fleet(full), Counter(), {}, overdue={0}) == []
+
+
+def test_what_no_server_could_hold_goes_to_one_at_once() -> None:
+    full = [Server(number=n, model="m", batch=BATCH, running=BATCH + n, pages=PAGES, longest=30) for n in (1, 2)]
+    assert is_vain(full, 31) and not is_vain(full, 30) and not is_vain([], 31)
+    waiting = [Wish(model="m"), Wish(model="m", tenant="x", is_vain=True)]
+    assert [(at, server.number) for at, server in admit(waiting, Fleet(full), Counter(), {})] == [(1, 1)]
 
 
 @given(snapshots(), st.data())

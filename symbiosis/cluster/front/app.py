@@ -23,6 +23,7 @@ from symbiosis.cluster.front.shown import Shown
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
 from symbiosis.cluster.placement import State, Wish, version_of
+from symbiosis.cluster.sharing import Held, Room
 from symbiosis.serving.http import page
 from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
@@ -32,8 +33,7 @@ from symbiosis.serving.http.keys import Keys, Tenant
 from symbiosis.serving.http.link.lanes import Lanes
 
 MOST_BYTES = 16 << 20  # of a body
-MOST_WAITING = 4096
-MOST_HELD = 1 << 30  # bytes of bodies whose answers are not over; a tenant may have half of it
+MOST_HELD = 1 << 30  # bytes of bodies whose answers are not over, and of answers that are not whole
 LARGE = 20_000  # bytes of a body: what is larger is read in a thread
 LONGEST_NAME = 256
 PREFIX = "symbiosis_cluster_"
@@ -48,7 +48,7 @@ class Front:
         self.tokens = Counter[tuple[str, str]]()
         self.shown = Shown(view)
         self._lanes = Lanes(2, "front-read")
-        self._held = Counter[str]()  # bytes of bodies, by tenant
+        self._held = Room(MOST_HELD)  # bytes
 
     def models(self) -> list[str]:
         return self.view.told.models
@@ -74,9 +74,18 @@ class Front:
         tenant = self.keys.tenant(request.headers.get("authorization"))
         now_known(request.scope)
         tenant.admit(1, self.keys.clock()).end()
-        if self.view.waiting.total() > MOST_WAITING:
-            raise ApiError(503, "too many requests wait for a server: try again later", retry_s=1.0)
+        self._check_room(tenant, 1)
         return tenant
+
+    def _check_room(self, tenant: Tenant, sequences: int) -> None:
+        if not self.view.room.has(tenant.name, sequences):
+            raise ApiError(503, "too many requests wait for a server: try again later", retry_s=1.0)
+
+    def _check_count(self, tenant: Tenant, model: str, sequences: int) -> None:
+        """Refuse what this tenant, or anybody, can never have."""
+        for most in (self.view.limits.get(tenant.name), self.view.most_sequences(model)):
+            if most is not None and sequences > most:
+                raise wrong(f"at most {most} completions, and this would be {sequences}", "n")
 
     async def asked(self, request: Request, tenant: Tenant) -> Asked:
         """Read a body. What takes long to count is counted in a thread, in which each tenant has its turn."""
@@ -89,25 +98,28 @@ class Front:
         """Return the answer to a completion, if the tenant may have so many."""
         shares = self.view.told.aliases.get(asked.model)
         model, adapter = self.model_of(version_of(shares, random.random()) if shares else asked.model)
+        self._check_count(tenant, model, asked.sequences)
+        self._check_room(tenant, asked.sequences)
+        tokens, is_vain = asked.tokens + asked.most_tokens, self.view.is_vain(model, asked.longest)
         wish = Wish(
-            model=model, adapter=adapter, sequences=asked.sequences, pages=asked.tokens + asked.most_tokens, tenant=tenant.name,
+            model=model, adapter=adapter, sequences=asked.sequences, pages=0 if is_vain else tokens, tenant=tenant.name, is_vain=is_vain,
         )  # fmt: skip
-        held = self._held
-        if held.total() + asked.size > MOST_HELD or held[tenant.name] + asked.size > MOST_HELD // 2:
-            raise ApiError(
-                503, "the bodies of what waits and runs are too large together: try again later", retry_s=1.0
-            )
-        admission = tenant.admit(asked.sequences, self.keys.clock(), tokens=wish.pages)
+        held = Held(self._held, tenant.name)
+        if not held.take(asked.size):
+            raise ApiError(503, "what waits and runs is too large together: try again later", retry_s=1.0)
+        try:
+            admission = tenant.admit(asked.sequences, self.keys.clock(), tokens=tokens)
+        except ApiError:
+            held.end()
+            raise
         self.completions[model, tenant.name] += asked.sequences
-        held[tenant.name] += asked.size
 
         def done(count: int) -> None:
             admission.spend(asked.tokens + count)
             admission.end()
-            held[tenant.name] -= asked.size
             self.tokens[model, tenant.name] += count
 
-        return Relay(self.view, request.url.path, _authorized(request), asked, wish, done)
+        return Relay(self.view, request.url.path, _authorized(request), asked, wish, held, done)
 
 
 def make_app(front: Front) -> ASGIApp:

@@ -9,20 +9,20 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from symbiosis.serving.engine.limits import check_number
 from symbiosis.serving.http.failures import wrong
-from symbiosis.serving.http.schemas import Continuation, named
+from symbiosis.serving.http.schemas import AS_CHECKED, Continuation, named, refusing
 
 MOST_PROMPTS = 4096  # of a request
 MOST_CONTINUATION = 1 << 20  # bytes
-MOST_COMPLETIONS = 128  # of a prompt; more are refused by the server
 BYTES_PER_TOKEN = 4  # of a text, about; the server counts itself
-LONG_ANSWER = 256  # tokens of a chat that says nothing of its length
+SHORT_ANSWER, LONG_ANSWER = 16, 256  # tokens of a completion and of a chat that say nothing of their length
 STRING = re.compile(rb'"[^"]*"')
 Kind = TypeVar("Kind")
 
 
 class _Fields(msgspec.Struct):
-    """Of a body, what is read here. All else is skipped."""
+    """Of a body, what is read here. All else is skipped. Whatever is null is as if it were not there."""
 
     model: str = ""
     prompt: msgspec.Raw = msgspec.Raw()
@@ -34,6 +34,18 @@ class _Fields(msgspec.Struct):
     stream_options: msgspec.Raw = msgspec.Raw()
     seed: int | None = None
     continuation: msgspec.Raw = msgspec.Raw()
+
+    def raw(self, name: str) -> bytes:
+        """Return a field as it is written; nothing if it is null."""
+        found = bytes(getattr(self, name))
+        return b"" if found == b"null" else found
+
+    def longest(self, is_chat: bool) -> int:
+        """Return how many tokens a completion may have."""
+        wanted = (
+            (self.max_completion_tokens, self.max_tokens, LONG_ANSWER) if is_chat else (self.max_tokens, SHORT_ANSWER)
+        )
+        return next(each for each in wanted if each is not None)
 
 
 class Asked:
@@ -48,15 +60,18 @@ class Asked:
 
     def __init__(self, data: bytes, is_chat: bool = False) -> None:
         fields = _decoded(data, _Fields)
+        _check(fields)
         self.model, self.seed, self.is_stream = fields.model, fields.seed, bool(fields.stream)
         self.is_chat = is_chat
-        chat = 1, len(bytes(fields.messages)) // BYTES_PER_TOKEN
-        prompts, self.tokens = chat if is_chat else _counts(bytes(fields.prompt))
-        self.sequences = prompts * (fields.n if fields.n and 0 < fields.n <= MOST_COMPLETIONS else 1)
-        most = fields.max_tokens or fields.max_completion_tokens or LONG_ANSWER
-        self.most_tokens = self.sequences * max(0, most)
-        self.continuation = _continuation(bytes(fields.continuation))
-        self.may_be_streamed = not self.is_stream and not bytes(fields.stream_options) and self.continuation is None
+        chat = 1, len(fields.raw("messages")) // BYTES_PER_TOKEN
+        prompts, tokens = chat if is_chat else _counts(fields.raw("prompt"))
+        completions = 1 if fields.n is None else fields.n
+        self.sequences = prompts * completions
+        self.tokens = tokens  # of all prompts
+        self.longest = fields.longest(is_chat)
+        self.most_tokens = self.sequences * self.longest
+        self.continuation = _continuation(fields.raw("continuation"))
+        self.may_be_streamed = not self.is_stream and not fields.raw("stream_options") and self.continuation is None
         self._begin = data.rstrip()[:-1].rstrip()
 
     @property
@@ -68,6 +83,14 @@ class Asked:
         """Return it with these fields, whether it has them or not."""
         added = msgspec.json.encode(more)[1:]
         return self._begin + (b"," if more and not self._begin.endswith(b"{") else b"") + added
+
+
+def _check(fields: _Fields) -> None:
+    """Refuse numbers beyond what any server takes, in a server's words."""
+    for name in ("n", "max_tokens", "max_completion_tokens", "seed"):
+        checked = AS_CHECKED.get(name, name)
+        with refusing({checked: name}):
+            check_number(checked, getattr(fields, name))
 
 
 def _decoded(data: bytes, kind: type[Kind]) -> Kind:
@@ -109,4 +132,4 @@ def _continuation(given: bytes) -> Continuation | None:
     """Return how far another front end has come with it."""
     if len(given) > MOST_CONTINUATION:
         raise wrong(f"a continuation has at most {MOST_CONTINUATION} bytes", "continuation")
-    return _decoded(given, Continuation | None) if given else None  # type: ignore[arg-type]
+    return _decoded(given, Continuation) if given else None

@@ -18,6 +18,8 @@ Headers = list[tuple[bytes, bytes]]
 class Outlet:
     """Where the answer to one request goes."""
 
+    keeps_events = False  # until all have come
+
     def __init__(self) -> None:
         self.has_begun = False
 
@@ -63,6 +65,8 @@ class Events(Outlet):
 
 class Joined(Outlet):
     """One answer, when all of it is there."""
+
+    keeps_events = True
 
     def __init__(self, whole: Whole) -> None:
         super().__init__()

@@ -13,28 +13,25 @@ FAILED = b'data: {"error":'
 class Progress:
     """What the events of a stream have told, by choice.
 
-    >>> progress = Progress(Continuation("cmpl-1", 0, [[]], [], 0))
+    >>> progress = Progress(Continuation("cmpl-1", 0, tokens=[], ended=[], opened=0), choices=1)
     >>> progress.take(b': 0 17 4 .\\ndata: {"choices":[]}')
     b'data: {"choices":[]}'
     >>> progress.told.tokens, progress.told.ended
     ([[17, 4]], [0])
     """
 
-    def __init__(self, told: Continuation) -> None:
-        self.told = told
+    def __init__(self, told: Continuation, choices: int) -> None:
+        self.told, self._choices = told, choices
         self.count = 0  # tokens
 
     @classmethod
     def of(cls, asked: Asked) -> "Progress":
         """Return that of a request; of one that a client continues itself, from where it is."""
         if (given := asked.continuation) is not None:
-            given.tokens = given.tokens or [[] for _ in range(asked.sequences)]
-            return cls(given)
+            return cls(given, asked.sequences)
         kind = "chatcmpl" if asked.is_chat else "cmpl"
         return cls(
-            Continuation(
-                f"{kind}-{uuid.uuid4().hex}", int(time.time()), [[] for _ in range(asked.sequences)], ended=[], opened=0
-            )
+            Continuation(f"{kind}-{uuid.uuid4().hex}", int(time.time()), tokens=[], ended=[], opened=0), asked.sequences
         )
 
     def take(self, event: bytes) -> bytes:
@@ -45,6 +42,8 @@ class Progress:
         comment, _, rest = event.partition(b"\n")
         _, choice, *words = comment.split()
         tokens = [int(word) for word in words if word != b"."]
+        if not self.told.tokens:  # nothing is made for choices before a server has let them in
+            self.told.tokens = [[] for _ in range(self._choices)]
         self.told.tokens[int(choice)] += tokens
         self.count += len(tokens)
         if words and words[-1] == b".":

@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 
@@ -18,6 +19,7 @@ from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.front.view import Flight, View
 from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
+from symbiosis.cluster.sharing import Held
 from symbiosis.serving.http.failures import ApiError
 
 logger = logging.getLogger("symbiosis")
@@ -25,20 +27,37 @@ logger = logging.getLogger("symbiosis")
 PATIENCE_S = 60.0  # without a new token, before a request fails
 FAILURES = 3  # of servers that say that they failed: the request itself may be what they fail at
 KEPT = (b"content-type", b"retry-after", b"www-authenticate", b"x-should-retry")  # of a server's headers
+TOKEN_BYTES = 40  # that a token takes which a server may have to go on from
 FAILED_HEADERS = [(b"content-type", b"application/json"), (b"x-should-retry", b"false")]
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int = 0
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage = msgspec.field(default_factory=_Usage)
 
 
 class Relay:
     """One completion, as an answer. A server always gives it as a stream, which can go on elsewhere.
 
     Args:
+        held: What it takes of the memory for what waits and runs; what it keeps of its answer is added.
         done: Called at the end with how many tokens came, whatever the end is.
     """
 
     def __init__(
-        self, view: View, path: str, headers: dict[str, str], asked: Asked, wish: Wish, done: Callable[[int], None]
+        self,
+        view: View,
+        path: str,
+        headers: dict[str, str],
+        asked: Asked,
+        wish: Wish,
+        held: Held,
+        done: Callable[[int], None],
     ) -> None:
-        self._view, self._path, self._headers, self._asked = view, path, headers, asked
+        self._view, self._path, self._headers, self._asked, self._held = view, path, headers, asked, held
         self._flight, self._done = Flight(wish, self._move), done
         self._progress = Progress.of(asked)
         # The seed is given here, so that another server draws the same, and the model, because it may have been asked for by another name.
@@ -67,6 +86,7 @@ class Relay:
         finally:
             self._is_over = True
             watch.cancel()
+            self._held.end()
             self._done(self._progress.count)
 
     async def _run(self, send: Send) -> None:
@@ -132,6 +152,8 @@ class Relay:
         body = await answer.whole()
         if answer.status >= 500:
             self._refuse(f"status {answer.status}")
+        if answer.status == HTTPStatus.OK:
+            self._progress.count += _tokens(body)
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
         await self._out.refused(send, answer.status, headers, body)
 
@@ -141,6 +163,7 @@ class Relay:
         while piece := await answer.piece():
             *events, left = (left + piece).split(b"\n\n")
             out: list[tuple[bytes, bytes]] = []
+            count = self._progress.count
             is_over = False
             for event in events:
                 told = self._progress.take(event)
@@ -151,16 +174,33 @@ class Relay:
                     return await self._out.refused(send, 500, FAILED_HEADERS, told.removeprefix(b"data: "))
                 is_over = is_over or told.startswith(DONE)
                 out.append((event, told))
+            if not self._may_keep(out, self._progress.count - count):
+                error = "the answers that wait to be whole are too large together: ask for a stream, or for less"
+                return await self._fail(ApiError(503, error, retry_s=5.0), send)
             await self._out.give(send, out, more=not is_over)
             if is_over:
                 return None
         self._flight.why = "refused"
         raise Lost("the stream ended too early")
 
+    def _may_keep(self, events: list[tuple[bytes, bytes]], tokens: int) -> bool:
+        """Count what is kept of these events. A stream keeps only its tokens, and always may."""
+        if self._out.keeps_events:
+            return self._held.take(TOKEN_BYTES * tokens + sum(len(told) for _, told in events))
+        self._held.keep(TOKEN_BYTES * tokens)
+        return True
+
     async def _fail(self, error: ApiError, send: Send) -> None:
         if not self._out.has_begun:
             raise error
         await self._out.refused(send, error.status, [], msgspec.json.encode(error.body))
+
+
+def _tokens(answer: bytes) -> int:
+    """Return how many tokens a whole answer has."""
+    with suppress(msgspec.MsgspecError):
+        return msgspec.json.decode(answer, type=_Counted).usage.completion_tokens
+    return 0
 
 
 async def _until_hung_up(receive: Receive) -> None:

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-MOST_UNREAD = 1 << 20  # bytes; the server waits beyond that
+MOST_UNREAD = 256 << 10  # bytes; the server waits beyond that
 CONNECT_S = 2.0
 IDLE_S = (
     2.0  # a connection that nobody has used for so long is not used again: servers close those that are idle for 5 s

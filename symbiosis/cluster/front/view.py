@@ -13,15 +13,18 @@ from typing import Any, TextIO
 import msgspec
 
 from symbiosis.cluster.front.upstream import Lost, Upstream
-from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit
+from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, is_vain
+from symbiosis.cluster.sharing import Room
 from symbiosis.clusters import Member, Told, folder_of
 
 logger = logging.getLogger("symbiosis")
 
+MOST_WAITING = 8192  # sequences
 LOOK_EVERY_S = 0.1  # at what the cluster tells
 ASK_EVERY_S, ANSWER_S = 0.5, 2.0  # a server, and for how long
 DECISIONS = 100  # that are remembered
 MOST_ADAPTERS = 256  # that a server is known to have
+OVERDUE_S = 1.0  # a request that has waited so long goes where it can begin
 LOST_S = 3.0  # a server that says nothing for so long is taken for lost
 
 
@@ -45,6 +48,7 @@ class Seen:
     others: int = 0  # sequences of other front ends
     room: int = 1 << 62  # tokens, when it was last asked
     tokens: int = 1 << 62
+    longest: int = 1 << 62  # tokens of a sequence
     promised: int = 0  # tokens since then
     silent_s: float = 0.0
     is_lost: bool = False
@@ -60,10 +64,13 @@ class Seen:
         return sum(flight.wish.sequences for flight in self.flights)
 
     def told(self) -> Server:
-        member = self.member
+        member, tenants = self.member, Counter[str]()
+        for flight in self.flights:
+            tenants[flight.wish.tenant] += flight.wish.sequences
         return Server(
-            number=member.number, model=member.model, batch=member.batch, running=self.mine + self.others,
-            pages=self.tokens, free=self.room - self.promised, adapters=self.adapters, state=self.state,
+            number=member.number, model=member.model, batch=member.batch, running=tenants.total() + self.others,
+            pages=self.tokens, free=self.room - self.promised, longest=self.longest, adapters=self.adapters,
+            state=self.state, share=member.share, tenants=tenants,
         )  # fmt: skip
 
 
@@ -77,7 +84,8 @@ class View:
 
     def __init__(self, cluster: str, limits: dict[str, int], log: TextIO | None = None) -> None:
         self._file, self._stamp = folder_of(cluster) / "told.json", 0
-        self._limits, self._log = limits, log
+        self.limits, self._log = limits, log
+        self.room = Room(MOST_WAITING)  # for what waits
         self.told = Told(name=cluster, url="")
         self.seen: dict[int, Seen] = {}
         self.moved = Counter[str]()  # by why
@@ -109,10 +117,20 @@ class View:
             found[flight.wish.model] += flight.wish.sequences
         return found
 
+    def most_sequences(self, model: str) -> int | None:
+        """Return how many sequences of one request a server of a model takes; None if that is not known."""
+        most = [seen.member.most for seen in self.seen.values() if seen.member.model == model]
+        return max(most) if most and all(most) else None
+
+    def is_vain(self, model: str, tokens: int) -> bool:
+        """Whether no server of a model could make a completion of so many tokens."""
+        return is_vain((seen.told() for seen in self.seen.values() if seen.member.model == model), tokens)
+
     async def place(self, flight: Flight) -> None:
         """Wait until a server has room for a request, and count it there."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((flight, turn))
+        self.room.take(flight.wish.tenant, flight.wish.sequences)
         self._admit()
         try:
             await turn
@@ -121,6 +139,7 @@ class View:
                 self.leave(flight)
             raise
         finally:
+            self.room.give_back(flight.wish.tenant, flight.wish.sequences)
             if not turn.done() or turn.cancelled():
                 self._waiting = [each for each in self._waiting if each[0] is not flight]
 
@@ -209,6 +228,7 @@ class View:
         seen.silent_s, seen.is_lost, seen.promised = 0.0, False, 0
         seen.others = max(0, int(health.get("requests", 0)) - seen.mine)
         seen.room, seen.tokens = int(health.get("room", seen.room)), int(health.get("tokens", seen.tokens))
+        seen.longest = int(health.get("longest", seen.longest))
         self._put(seen)
         self._admit()
         return True
@@ -219,7 +239,9 @@ class View:
         if not self._waiting:
             return
         wishes = [flight.wish for flight, _ in self._waiting]
-        for position, server in admit(wishes, self._fleet, self._running, self._limits):
+        late = time.monotonic() - OVERDUE_S
+        overdue = {position for position, (flight, _) in enumerate(self._waiting) if flight.since < late}
+        for position, server in admit(wishes, self._fleet, self._running, self.limits, overdue):
             flight, turn = self._waiting[position]
             seen = self.seen[server.number]
             flight.server = server.number

@@ -57,18 +57,19 @@ class Whole:
     """
 
     def __init__(self, is_chat: bool, choices: int, id: str, created: int) -> None:
-        self._is_chat, self._choices = is_chat, [_Choice() for _ in range(choices)]
+        self._is_chat, self._count, self._choices = is_chat, choices, list[_Choice]()
         self._head: dict[str, Any] = {
             "object": "chat.completion" if is_chat else "text_completion", "id": id, "created": created, "model": "",
         }  # fmt: skip
         self._usage = b"null"
-        self.failure: bytes | None = None  # what the server has said instead
 
     def take(self, event: bytes) -> None:
         """Take over what an event tells."""
         told = msgspec.json.decode(event.removeprefix(b"data: "), type=_Event)
         self._head["model"] = told.model
         self._usage = bytes(told.usage) if not told.choices else self._usage
+        if not self._choices:  # they are not made before a server has let them in
+            self._choices = [_Choice() for _ in range(self._count)]
         for part in told.choices:
             self._choices[part.index].add(part)
 

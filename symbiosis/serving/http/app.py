@@ -211,7 +211,7 @@ async def health(front: Front, request: Request) -> ASGIApp:
     remote = front.remote
     told: dict[str, object] = {"status": state, "requests": remote.under_way, "step_s": round(remote.step_s, 3)}
     if remote.tokens:
-        told |= {"room": remote.room, "tokens": remote.tokens}
+        told |= {"room": remote.room, "tokens": remote.tokens, "longest": remote.welcome.longest}
     return _json(told, 200 if state == "serving" else 503)
 
 

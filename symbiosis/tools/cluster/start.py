@@ -62,8 +62,11 @@ def endpoint_of(folder: Path, name: str) -> str:
 
 
 def server_member(plan: Plan, model: str, number: int, of_model: int) -> Member:
-    batch = server_options(plan, model).max_batch
-    return Member(name=f"{model}-server-{of_model}", kind="server", model=model, number=number, batch=batch)
+    options = server_options(plan, model)
+    return Member(
+        name=f"{model}-server-{of_model}", kind="server", model=model, number=number, batch=options.max_batch,
+        share=options.of_tenant or 0, most=options.max_requests,
+    )  # fmt: skip
 
 
 def front(plan: Plan, number: int, listener: socket.socket) -> Process:

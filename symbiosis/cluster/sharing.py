@@ -1,0 +1,61 @@
+"""Rooms that tenants share, and that none of them can close to the others: for what waits in a front end, and for the bytes that it holds."""
+
+from collections import Counter
+
+
+class Room:
+    """So much of something. A tenant may have as much as it leaves free: one alone half of the room, two a third each. So a place is left for
+    whoever comes next (the dynamic thresholds of Choudhury and Hahne, 1998).
+
+    >>> room = Room(12)
+    >>> room.take("eve", 6)
+    >>> room.has("eve", 1), room.has("bob", 3), room.has("bob", 4)
+    (False, True, False)
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most, self._taken = most, 0
+        self._of = Counter[str]()
+
+    def has(self, tenant: str, more: int) -> bool:
+        """Whether a tenant may take so much more."""
+        return self._of[tenant] + more <= self._most - self._taken - more
+
+    def take(self, tenant: str, more: int) -> None:
+        self._of[tenant] += more
+        self._taken += more
+
+    def give_back(self, tenant: str, less: int) -> None:
+        self._taken -= less
+        self._of[tenant] -= less
+        if not self._of[tenant]:
+            del self._of[tenant]
+
+
+class Held:
+    """What one request has of a room.
+
+    >>> held = Held(Room(12), "eve")
+    >>> held.take(4), held.take(4), held.size
+    (True, False, 4)
+    """
+
+    def __init__(self, room: Room, tenant: str) -> None:
+        self._room, self._tenant = room, tenant
+        self.size = 0
+
+    def take(self, more: int) -> bool:
+        """Take so much more, if the tenant may."""
+        if may := self._room.has(self._tenant, more):
+            self.keep(more)
+        return may
+
+    def keep(self, more: int) -> None:
+        """Take so much more in any case."""
+        self._room.take(self._tenant, more)
+        self.size += more
+
+    def end(self) -> None:
+        """Give everything back. It may be called again."""
+        self._room.give_back(self._tenant, self.size)
+        self.size = 0

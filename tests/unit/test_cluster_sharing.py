@@ -1,0 +1,109 @@
+"""What tenants share: no room is closed by one to the others, whatever comes in which order."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symbiosis.cluster.front.app import Front, make_app
+from symbiosis.cluster.front.asked import Asked
+from symbiosis.cluster.front.outlet import Joined
+from symbiosis.cluster.front.relay import Relay
+from symbiosis.cluster.front.view import MOST_WAITING, Seen, View
+from symbiosis.cluster.placement import Wish
+from symbiosis.cluster.sharing import Held, Room
+from symbiosis.clusters import Member, Told
+
+KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "eve")}
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 1 << 12)), max_size=60))
+def test_a_room_is_never_more_than_full_and_never_closed_to_who_has_nothing(asked: list[tuple[str, int]]) -> None:
+    room, held = Room(1 << 12), dict.fromkeys("abcd", 0)
+    for name, more in asked:
+        if room.has(name, more):
+            room.take(name, more)
+            held[name] += more
+        assert sum(held.values()) <= 1 << 12
+        assert room.has("new", max(1, (1 << 12 >> len([1 for has in held.values() if has])) // 2))
+    for name, has in held.items():
+        room.give_back(name, has)
+    assert room.has("a", 1 << 11) and not room.has("a", (1 << 11) + 1)
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Front:
+    """A front end whose only server takes nothing yet: what is let in waits."""
+    (tmp_path / "keys").write_text("alice alice-key-1\neve eve-key-1\n")
+    view = View("none", {"eve": 3000})
+    member = Member(name="m-server-1", kind="server", model="m", number=1, batch=8, share=4, most=4096)
+    view.told, view.seen = Told(name="none", url="", members=(member,)), {1: Seen(member)}
+    return Front(view, str(tmp_path / "keys"))
+
+
+async def told(front: Front, name: str, **body: Any) -> tuple[int, str]:
+    """What is answered within a moment; 0 if the request waits."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://test") as http:
+        post = http.post("/v1/completions", json={"model": "m", "prompt": "a", **body}, headers=KEYS[name])
+        try:
+            answer = await asyncio.wait_for(post, 0.3)
+        except TimeoutError:
+            return 0, ""
+        return answer.status_code, answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "why"),
+    [
+        ("eve", {"prompt": ["a"] * 24, "n": 128}, "at most 3000 completions, and this would be 3072"),
+        ("alice", {"prompt": ["a"] * 33, "n": 128}, "at most 4096 completions, and this would be 4224"),
+    ],
+)
+def test_what_can_never_be_had_is_refused_at_once(front: Front, name: str, body: dict[str, Any], why: str) -> None:
+    status, text = asyncio.run(told(front, name, **body))
+    assert status == 400 and why in text
+    assert front.view.room.has("other", MOST_WAITING // 2), "nothing of it waits"
+
+
+def test_nobody_closes_the_waiting_room_to_others(front: Front) -> None:
+    async def ask() -> None:
+        many = [asyncio.create_task(told(front, "eve", prompt=["a"] * 16, n=64)) for _ in range(8)]
+        await asyncio.sleep(0.1)
+        eve, alice = await told(front, "eve", n=64), await told(front, "alice", n=64)
+        assert eve[0] == 503 and "too many requests wait" in eve[1] and alice[0] == 0, "alice's waits"
+        assert sorted(status for status, _ in await asyncio.gather(*many)) == [0] * 4 + [503] * 4
+
+    asyncio.run(ask())
+    assert front.view.room.has("other", MOST_WAITING // 2), "those who have gone wait no more"
+
+
+def test_an_answer_that_is_held_counts_like_a_body() -> None:
+    """A stream of events that is joined for a client, in a room that is too small for it."""
+    event = b': 0 5 .\ndata: {"model":"m","choices":[{"index":0,"text":"%s"}]}' % (b"x" * 500)
+    room, sent = Room(8000), list[Any]()
+    held = Held(room, "eve")
+    relay = Relay(View("none", {}), "/", {}, Asked(b"{}"), Wish(model="m"), held, print)
+
+    class Answer:
+        async def piece(self) -> bytes:
+            return event + b"\n\n"
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def run() -> None:
+        relay._answer = Answer()  # type: ignore[assignment]
+        await asyncio.wait_for(relay._stream(relay._answer, send), 10)  # type: ignore[arg-type]
+
+    begun = time.monotonic()
+    with pytest.raises(Exception, match="too large together"):
+        asyncio.run(run())
+    assert isinstance(relay._out, Joined) and not sent and time.monotonic() - begun < 5
+    assert 3000 < held.size <= 4000
+    held.end()
+    assert room.has("eve", 4000)
