@@ -69,9 +69,9 @@ def test_who_asks_for_what_is_loaded_does_not_wait_for_what_is_read(served: Serv
     library.get("mine")
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(library.get, "slow")
-        while not library._loading.locked():
+        while "slow" not in library._turns._locks:
             assert not slow.done()
         assert library.get("mine").name == "mine" and library.names() == ["mine", "slow"] and len(library.loaded()) == 1
-        assert library._loading.locked()
+        assert "slow" in library._turns._locks
         with pytest.raises(AdapterError, match="takes too long"):
             slow.result()

@@ -94,9 +94,8 @@ class Library:
         self._found: dict[str, Found] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
         self._refusals = Refusals(self._folder)
-        self._alive: WeakValueDictionary[int, LoadedAdapter] = (
-            WeakValueDictionary()
-        )  # by version: let go, and in use by somebody
+        # by version: let go, and in use by somebody
+        self._alive: WeakValueDictionary[int, LoadedAdapter] = WeakValueDictionary()
         self._kept: dict[int, LoadedAdapter] = {}  # by version: those let go last, without numbers
         self._removed: dict[str, State] = {}  # by name, as they were in the folder
         self._lock = threading.Lock()  # held for moments only
