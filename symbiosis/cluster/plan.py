@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from symbiosis.endpoints import is_loopback
 from symbiosis.errors import ConfigError
 
 NAME = re.compile(r"[\w][\w.-]{0,63}")
+LEAST_FROZEN_S = 1.0
 BACKENDS = ("local", "ray")  # this host; the nodes of a Ray cluster
 OURS = {  # options that the cluster gives itself
     "executor": {"listen", "model", "config", "metrics-port"},
@@ -96,39 +97,45 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return is_loopback(f"{self.host}:{self.port}")
 
     def __post_init__(self) -> None:
+        if problems := list(self._problems()):
+            raise ConfigError("\n".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        """Yield a line for each thing that is wrong, whatever there is on this host."""
         if self.backend not in BACKENDS:
-            raise ConfigError(f"backend: write {' or '.join(BACKENDS)}, not {self.backend!r:.50}")
+            yield f"backend: write {' or '.join(BACKENDS)}, not {self.backend!r:.50}"
         for name in (self.name or "cluster", *self.models):
             if not NAME.fullmatch(name):
-                raise ConfigError(
-                    f"{name!r:.80} is no name: letters, digits, dots, hyphens and underscores, at most 64"
-                )
+                yield f"{name!r:.80} is no name: letters, digits, dots, hyphens and underscores, at most 64"
         if not self.models:
-            raise ConfigError("models: name at least one")
+            yield "models: name at least one"
         if self.front_ends < 1 or not 0 <= self.port <= 65535:
-            raise ConfigError("front_ends must be at least 1, and port from 0 to 65535")
+            yield "front_ends must be at least 1, and port from 0 to 65535"
+        for field, least in (("frozen_s", LEAST_FROZEN_S), ("idle_s", 0.0), ("drain_s", 0.1)):
+            if not least <= (seconds := getattr(self, field)) < math.inf:
+                yield f"{field}: a number of seconds, at least {least:g}, not {seconds}"
+        for tenant, most in self.limits.items():
+            if most < 1:
+                yield f"limits.{tenant[:80]}: at least 1 sequence, not {most}"
         for name, plan in self.models.items():
-            _check(name, plan)
-            _check_gpus(name, plan)
+            yield from _problems_of(name, plan)
         for name, shares in self.aliases.items():
-            check_shares(name, shares, self.models)
+            try:
+                check_shares(name, shares, self.models)
+            except ConfigError as error:
+                yield str(error)
 
 
-def _check(name: str, plan: ModelPlan) -> None:
-    if plan.executors < 1 or not 0 <= plan.least <= plan.most or plan.threads < 1:
-        raise ConfigError(f"models.{name}: at least one executor and thread, and servers: NUMBER or [LEAST, MOST]")
+def _problems_of(name: str, plan: ModelPlan) -> Iterator[str]:
     for kind, given in (("executor", plan.executor), ("server", plan.server)):
         if mine := OURS[kind] & {each.replace("_", "-") for each in given}:
-            raise ConfigError(f"models.{name}.{kind}: {sorted(mine)[0]} is given by the cluster itself")
-
-
-def _check_gpus(name: str, plan: ModelPlan) -> None:
-    if not 0 <= plan.gpus <= 1 or round(plan.gpus, 4) != plan.gpus:
-        raise ConfigError(
-            f"models.{name}: gpus is a share of one GPU for each process: from 0 to 1, with four decimals"
-        )
-    if (most := max(each.get("GPU", 0.0) for each in plan.bundles)) > 1:
-        raise ConfigError(f"models.{name}: an executor and its servers share one GPU, and gpus gives them {most:g}")
+            yield f"models.{name}.{kind}: {sorted(mine)[0]} is given by the cluster itself"
+    if plan.executors < 1 or not 0 <= plan.least <= plan.most or plan.threads < 1:
+        yield f"models.{name}: at least one executor and thread, and servers: NUMBER or [LEAST, MOST]"
+    elif not 0 <= plan.gpus <= 1 or round(plan.gpus, 4) != plan.gpus:
+        yield f"models.{name}: gpus is a share of one GPU for each process: from 0 to 1, with four decimals"
+    elif (most := max(each.get("GPU", 0.0) for each in plan.bundles)) > 1:
+        yield f"models.{name}: an executor and its servers share one GPU, and gpus gives them {most:g}"
 
 
 def check_shares(name: str, shares: Mapping[str, float], models: Collection[str]) -> None:
@@ -144,17 +151,28 @@ def check_shares(name: str, shares: Mapping[str, float], models: Collection[str]
 def load(file: Path) -> Plan:
     """Read a cluster's file. Raises a `ConfigError` that names what is wrong, and where."""
     try:
-        plan = msgspec.convert(yaml.safe_load(file.read_text()), Plan)
+        told = yaml.safe_load(file.read_text())
+        if told is None:
+            raise ConfigError(f"{file} is empty: write at least `models: {{NAME: {{}}}}`")
+        plan = msgspec.convert(told, Plan)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {error}") from None
+        raise ConfigError(f"{file}: {_with_known(str(error))}") from None
     paths = {name: _resolved(file, plan.adapters) for name, plan in plan.models.items()}
     models = {name: msgspec.structs.replace(each, adapters=paths[name]) for name, each in plan.models.items()}
-    keys = _resolved(file, plan.api_keys)
-    return msgspec.structs.replace(plan, name=plan.name or file.stem, models=models, api_keys=keys)
+    keys, log = _resolved(file, plan.api_keys), _resolved(file, plan.decision_log)
+    return msgspec.structs.replace(plan, name=plan.name or file.stem, models=models, api_keys=keys, decision_log=log)
+
+
+def _with_known(error: str) -> str:
+    """Add the keys that there are to an error about one that there is not."""
+    if "unknown field" not in error:
+        return error
+    kind = ModelPlan if "`$.models" in error else Plan
+    return f"{error}: there are {', '.join(kind.__struct_fields__)}"
 
 
 def _resolved(file: Path, path: str | None) -> str | None:

@@ -717,6 +717,18 @@ def test_publish_to_a_url(server: tuple[str, type[Server]], served: Served) -> N
         symbiosis.publish(model, "mine", url)
 
 
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_publish_to_one_model_of_several(server: tuple[str, type[Server]], end: str) -> None:
+    url, there = server
+    model = peft.get_peft_model(llama(), lora())
+    symbiosis.publish(model, "mine", url + end, base="a model")
+    symbiosis.publish(model, "mine", f"{url}{end}?model=other")
+    assert [path for path, _, _ in there.came] == [
+        "/v1/adapters/mine?model=a+model",
+        "/v1/adapters/mine?model=other",
+    ]
+
+
 def test_publish_refuses(served: Served) -> None:
     model = peft.get_peft_model(llama(), lora())
     with pytest.raises(AdapterError, match=r"LlamaForCausalLM has no adapter: publish takes what peft.get_peft_model"):
@@ -725,5 +737,10 @@ def test_publish_refuses(served: Served) -> None:
         symbiosis.publish(model, "mine", Library(served), adapter="other")
     with pytest.raises(AdapterError, match="cannot be named"):
         symbiosis.publish(model, "../mine", Library(served))
-    with pytest.raises(ConfigError, match="not the URL of a server"):
-        symbiosis.publish(model, "mine", "localhost:8000")
+    for url in ("localhost:8000", "http://", "http://[::1", "symbiosis://demo"):
+        with pytest.raises(ConfigError, match="not the URL of a server"):
+            symbiosis.publish(model, "mine", url)
+    with pytest.raises(ConfigError, match="no server answers"):
+        symbiosis.publish(model, "mine", "http://127.0.0.1:none")
+    with pytest.raises(ConfigError, match="base= is for clusters"):
+        symbiosis.publish(model, "mine", Library(served), base="demo")

@@ -24,6 +24,7 @@ def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Api]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(
         "one key-of-one requests=1\nslow key-of-slow tokens_per_s=50\nanna key-of-anna tokens_per_s=1000\nbob key-of-bob\n"
+        "debtor key-of-debtor tokens_per_s=1\n"
     )
     with (
         symbiosis.Executor("demo") as executor,
@@ -43,7 +44,7 @@ def continued(**fields: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int, str | None]] = {
-    "echoes beyond what the key may have": ({**SHORT, "prompt": [[97] * 300] * 2000, "echo": True, "n": 2}, 429, None),
+    "echoes beyond what the key may have": ({**SHORT, "prompt": [[97] * 300] * 2000, "echo": True, "n": 2}, 400, "n"),
     "more completions than anybody has": ({**SHORT, "prompt": ["a"] * 100, "n": 128}, 400, "n"),
     "a continuation of very many tokens": (continued(tokens=[[97] * 500_000]), 400, "continuation"),
     "a continuation of no tokens of the model": (continued(tokens=[[2**70]]), 400, "continuation"),
@@ -75,6 +76,22 @@ def test_a_chat_of_very_many_messages_is_refused_at_once(api: Api) -> None:
     messages = [{"role": "user", "content": ""}] * 100_000
     answer = post(api, {"model": "demo", "messages": messages}, path="chat/completions")
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("value", [b"[]", b'""', b"1", rb'"\\""', b'{"[":{}}'])
+def test_a_body_of_very_many_values_is_refused_before_they_are_made(api: Api, value: bytes) -> None:
+    """... which would take a second and more, in which nobody else is answered."""
+    values = b",".join([value] * (15_000_000 // (len(value) + 1)))
+    body = b'{"model":"demo","messages":[{"role":"user","content":"a","x":[' + values + b"]}]}"
+    headers = {"authorization": "Bearer key-of-one"}
+    answer = web.post(f"{api.url}/v1/chat/completions", content=body, headers=headers, timeout=60)
+    assert answer.status_code == 400 and "a body has at most" in answer.json()["error"]["message"], answer.text
+
+
+def test_a_key_that_owes_tokens_sends_no_body(api: Api) -> None:
+    assert post(api, {**SHORT, "prompt": [97] * 300}, key="debtor").status_code == 200
+    answer = post(api, {"model": 1}, key="debtor")
+    assert answer.status_code == 429, answer.text
 
 
 def test_a_key_gets_the_tokens_that_it_may_have_however_many_ask_at_once(api: Api) -> None:

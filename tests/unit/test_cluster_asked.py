@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+import time
 import tracemalloc
 from typing import Any
 
 import pytest
 from starlette.types import Message
 
+from symbiosis.cluster.front import view
 from symbiosis.cluster.front.asked import MOST_PROMPTS, Asked, _Fields
 from symbiosis.cluster.front.outlet import Events, Joined, Outlet
 from symbiosis.cluster.front.relay import Relay
@@ -15,6 +17,7 @@ from symbiosis.cluster.front.view import View
 from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
 from symbiosis.cluster.sharing import Held, Room
+from symbiosis.clusters import Member
 from symbiosis.serving.http.failures import ApiError
 
 
@@ -123,3 +126,31 @@ def test_an_error_in_the_middle_ends_the_answer(outlet: Outlet, status: int, bod
     asyncio.run(answer())
     assert sent[0]["status"] == status and b"".join(each["body"] for each in sent[1:]) == body
     assert not sent[-1]["more_body"]
+
+
+@pytest.mark.parametrize("by_whom", ["the front end", "the server"])
+def test_a_front_end_that_was_late_itself_takes_no_server_for_lost(
+    by_whom: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """... after one question, however late it was; one that gives no answer again and again is lost."""
+    asked = list[str]()
+
+    async def silence(url: str, path: str) -> Any:
+        asked.append(url)
+        if by_whom == "the front end":
+            time.sleep(10 * view.LOST_S)  # as if it had computed something
+        raise TimeoutError
+
+    for name, seconds in (("ASK_EVERY_S", 0.001), ("ANSWER_S", 0.004), ("LOST_S", 0.02)):
+        monkeypatch.setattr(view, name, seconds)
+    monkeypatch.setattr(view, "answer_of", silence)
+    seen = view.Seen(Member(name="m-server-1", kind="server", model="m", number=1, state="ready"))
+
+    async def watched() -> None:
+        watch = asyncio.create_task(view.View("none", {})._ask(seen))
+        while len(asked) < (3 if by_whom == "the front end" else 40):
+            await asyncio.sleep(0)
+        watch.cancel()
+
+    asyncio.run(watched())
+    assert seen.is_lost == (by_whom == "the server")

@@ -1,5 +1,6 @@
 """The file of a cluster: what is wrong with it is said before anything is started, with the place where it is."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -75,11 +76,37 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
         ("models: {demo: {}}\naliases: {chat: {demo: -1}}", "shares are numbers that are not negative"),
         ("models: {demo: {}}\naliases: {chat: {}}", "not all 0"),
         ("models: {demo: {}}\napi_keys: nowhere", "cannot read the API keys"),
+        ("models: {demo: {}}\nfrontends: 2", "unknown field `frontends`: there are models, name, backend"),
+        ("models: {demo: {serverz: 2}}", "there are model, executors, servers"),
+        ("models: {demo: {}}\nlimits: {anna: -3}", "limits.anna: at least 1 sequence, not -3"),
+        ("models: {demo: {}}\nfrozen_s: -1", "frozen_s: a number of seconds, at least 1, not -1"),
+        ("models: {demo: {}}\nidle_s: .nan", "idle_s: a number of seconds, at least 0, not nan"),
+        ("models: {demo: {}}\ndrain_s: .inf", "drain_s: a number of seconds, at least 0.1, not inf"),
+        ("models: {demo: {}}\ndecision_log: nowhere/log", "decision_log: cannot write to .*/nowhere/log: No such file"),
     ],
 )
 def test_what_is_wrong_is_said_at_once(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         plan_of(tmp_path, text)
+
+
+def test_a_file_without_anything_says_what_to_write(tmp_path: Path) -> None:
+    (tmp_path / "lab.yaml").write_text("# nothing yet\n")
+    with pytest.raises(ConfigError, match="lab.yaml is empty: write at least"):
+        load(tmp_path / "lab.yaml")
+
+
+def test_all_that_is_wrong_is_said_together(tmp_path: Path) -> None:
+    for text, told in (
+        ("models: {demo: {executors: 0}, a/b: {}}\nlimits: {anna: 0}", ("models.demo", "'a/b'", "limits.anna")),
+        (
+            "models: {demo: {executor: {devcie: cuda}, server: {max_bach: 3}}}\ndecision_log: no/log\napi_keys: none",
+            ("devcie", "max-bach|max_bach", "decision_log"),
+        ),
+    ):
+        with pytest.raises(ConfigError) as raised:
+            plan_of(tmp_path, text)
+        assert all(re.search(each, str(raised.value)) for each in told), str(raised.value)
 
 
 def test_a_plan_that_is_right_is_taken(tmp_path: Path) -> None:

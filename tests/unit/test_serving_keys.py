@@ -57,6 +57,12 @@ def test_a_tenant_has_so_many_requests_under_way() -> None:
     tenant.admit(1, now=0.0)
 
 
+def test_what_a_tenant_can_never_have_is_not_to_be_tried_again() -> None:
+    with refused(400) as error:
+        Tenant("anna", requests=2).admit(3, now=0.0)
+    assert error.value.body["error"]["param"] == "n" and not error.value.retry_s
+
+
 def test_a_tenant_that_has_spent_its_tokens_waits_until_they_have_grown_again() -> None:
     tenant = Tenant("anna", tokens_per_s=100)
     tenant.admit(1, now=0.0)

@@ -11,13 +11,13 @@ import msgspec
 
 from symbiosis.serving.engine.limits import check_number
 from symbiosis.serving.http.failures import wrong
+from symbiosis.serving.http.incoming.costs import without_texts
 from symbiosis.serving.http.schemas import AS_CHECKED, Continuation, named, refusing
 
 MOST_PROMPTS = 4096  # of a request
 MOST_CONTINUATION = 1 << 20  # bytes
 BYTES_PER_TOKEN = 4  # of a text, about; the server counts itself
 SHORT_ANSWER, LONG_ANSWER = 16, 256  # tokens of a completion and of a chat that say nothing of their length
-STRING = re.compile(rb'"[^"]*"')
 Kind = TypeVar("Kind")
 
 
@@ -111,11 +111,8 @@ def _counts(prompt: bytes) -> tuple[int, int]:
     """
     if prompt[:1] != b"[":
         return 1, len(prompt) // BYTES_PER_TOKEN
-    if b"\\" in prompt:
-        prompt = prompt.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quotation mark begins or ends a text
-    if prompt.count(b'"') > 2 * MOST_PROMPTS:
+    if (outside := without_texts(prompt, MOST_PROMPTS)) is None:
         raise _too_many()
-    outside = STRING.sub(b'"', prompt)
     tokens = outside.count(b",") + 1 + (len(prompt) - len(outside)) // BYTES_PER_TOKEN
     if outside[1:].lstrip()[:1] not in (b'"', b"["):
         return 1, tokens

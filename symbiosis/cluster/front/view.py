@@ -202,7 +202,8 @@ class View:
         while True:
             begun = time.monotonic()
             if not await self._answers(seen):
-                seen.silent_s += time.monotonic() - begun + ASK_EVERY_S
+                # what is later than it could be, this process itself was late for
+                seen.silent_s += min(time.monotonic() - begun, ANSWER_S) + ASK_EVERY_S
                 if seen.silent_s > LOST_S and seen.member.state == State.READY:
                     self._lose(seen)
             await asyncio.sleep(ASK_EVERY_S)

@@ -3,9 +3,10 @@
 import json
 import urllib.error
 import urllib.request
+from http.client import HTTPException
 from pathlib import PurePath
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, urlencode, urlsplit
 
 import torch
 from safetensors.torch import save
@@ -27,7 +28,13 @@ class Server(Protocol):
 
 
 def publish(
-    model: nn.Module, name: str, server: Server | str, *, adapter: str | None = None, key: str | None = None
+    model: nn.Module,
+    name: str,
+    server: Server | str,
+    *,
+    adapter: str | None = None,
+    key: str | None = None,
+    base: str | None = None,
 ) -> None:
     """Serve the adapter as it is now, under this name. Requests that come from now on get it; those under way keep the version that they
     have.
@@ -37,9 +44,10 @@ def publish(
     Args:
         model: Of PEFT, with the adapter.
         name: What requests call it.
-        server: A `symbiosis.serving.Engine` in this program, or the URL of a `symbiosis serve`.
+        server: A `symbiosis.serving.Engine` in this program, or the URL of a `symbiosis serve` or of a cluster.
         adapter: Which of the model's adapters. Default: the active one.
         key: The server's key for administrators, if it has keys.
+        base: What a cluster of several models calls the one that the adapter is for.
 
     >>> import symbiosis
     >>> from peft import LoraConfig, get_peft_model
@@ -55,7 +63,9 @@ def publish(
     check_name(name)
     weights = weights_of(model, adapter)
     if isinstance(server, str):
-        _put(server, name, weights, key)
+        _put(server, name, weights, key, base)
+    elif base is not None:
+        raise ConfigError("base= is for clusters, which have several models: an Engine has one")
     else:
         server.add(name, weights)
 
@@ -83,14 +93,10 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, PurePath) else vars(value)
 
 
-def _put(url: str, name: str, weights: AdapterWeights, key: str | None) -> None:
-    if not url.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{shown(url)} is not the URL of a server: give one such as http://127.0.0.1:8000, or an Engine"
-        )
+def _put(url: str, name: str, weights: AdapterWeights, key: str | None, base: str | None) -> None:
+    to = _route(url, name, base)
     body = save(weights.tensors, {METADATA: json.dumps(weights.config)})
     headers = {"Content-Type": "application/octet-stream"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    to = f"{url.rstrip('/').removesuffix('/v1')}/v1/adapters/{quote(name, safe='')}"
     request = urllib.request.Request(to, body, headers, method="PUT")  # noqa: S310
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S):  # noqa: S310
@@ -99,10 +105,29 @@ def _put(url: str, name: str, weights: AdapterWeights, key: str | None) -> None:
         with error:
             told = error.read(1 << 16)
         raise AdapterError(f"{shown(url)} does not take the adapter {name!r}: {_message(told)}") from None
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise ConfigError(
             f"no server answers at {shown(url)} ({error}). Start one with: symbiosis serve MODEL"
         ) from None
+
+
+def _route(url: str, name: str, base: str | None) -> str:
+    """Return where an adapter is sent.
+
+    >>> _route("http://127.0.0.1:8000/v1/", "mine", base="a model")
+    'http://127.0.0.1:8000/v1/adapters/mine?model=a+model'
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"{shown(url)} is not the URL of a server: give one such as http://127.0.0.1:8000, or an Engine"
+        ) from None
+    path = f"{parts.path.rstrip('/').removesuffix('/v1')}/v1/adapters/{quote(name, safe='')}"
+    query = parts.query if base is None else urlencode({"model": base})
+    return parts._replace(path=path, query=query, fragment="").geturl()
 
 
 def _message(body: bytes) -> str:

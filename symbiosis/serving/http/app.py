@@ -75,7 +75,8 @@ def _counted(app: ASGIApp, front: Front) -> ASGIApp:
 
 
 async def completions(front: Front, request: Request) -> ASGIApp:
-    tenant, data = front.tenant(request), await front.body(request)
+    tenant = front.asking(request)
+    data = await front.body(request)
     body = schemas.read(schemas.CompletionBody, data)
     if body.max_tokens == 0 and not body.echo:
         raise wrong("max_tokens=0 goes with echo=true", "max_tokens")
@@ -103,7 +104,8 @@ def _completion(
 
 
 async def chat(front: Front, request: Request) -> ASGIApp:
-    tenant, data = front.tenant(request), await front.body(request)
+    tenant = front.asking(request)
+    data = await front.body(request)
     body = schemas.read(schemas.ChatBody, data)
     wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     most = front.remote.welcome.longest if wanted is None else wanted

@@ -53,6 +53,12 @@ class Front:
         now_known(request.scope)
         return tenant
 
+    def asking(self, request: HttpRequest) -> Tenant:
+        """Return who asks for a completion. Raises `ApiError` before the body is read if this tenant may have none now."""
+        tenant = self.tenant(request)
+        tenant.admit(1, self.keys.clock()).end()
+        return tenant
+
     def administrator(self, request: HttpRequest) -> None:
         self.keys.administrator(request.headers.get("authorization"))
         now_known(request.scope)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis.errors import ConfigError
-from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.failures import ApiError, wrong
 
 logger = logging.getLogger("symbiosis")
 
@@ -34,6 +34,8 @@ class Tenant:
     def admit(self, requests: int, now: float, tokens: int = 0) -> "Admission":
         """Count so many requests as under way, and their tokens as spent, until they end. Raises `ApiError` if that is too many, or if the
         tenant owes tokens."""
+        if self.requests and requests > self.requests:
+            raise wrong(f"this key may have {self.requests} requests under way, and this would be {requests}", "n")
         if self.requests and self.under_way + requests > self.requests:
             raise too_many(f"this key may have {self.requests} requests under way, and has {self.under_way}", 1.0)
         self._pay(now)

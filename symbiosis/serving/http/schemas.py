@@ -10,6 +10,7 @@ import msgspec
 
 from symbiosis.serving.engine.limits import LIMITS, Unfit, check_count, check_length, check_number, check_sampling
 from symbiosis.serving.http.failures import ApiError, wrong
+from symbiosis.serving.http.incoming.costs import check_cost
 from symbiosis.serving.request import Sampling
 
 BY_FORMAT = "Text by a JSON schema is asked for by response_format={'type': 'json_schema', ...}"
@@ -131,6 +132,7 @@ class ChatBody(Body, kw_only=True):
 
 def read(kind: type[BodyType], data: bytes) -> BodyType:
     """Read a body of this kind. Raises an `ApiError` that says what is wrong with it."""
+    check_cost(data)
     try:
         body = msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:

@@ -26,6 +26,7 @@ def check(plan: Plan) -> socket.socket:
     is_here = plan.backend == "local"
     problems = [line for name in plan.models for line in of_model(plan, name, is_here)]
     problems += _memory(plan) if is_here and not problems else []
+    problems += _decision_log(plan)
     problems += [] if is_here or importlib.util.find_spec("ray") else [NO_RAY]
     listener = None
     try:
@@ -74,14 +75,29 @@ def of_model(plan: Plan, name: str, is_here: bool) -> list[str]:
     model = plan.models[name]
     if model.gpus and plan.backend != "ray":
         return [f"models.{name}: gpus is for backend: ray. Here `executor: {{device: cuda:1}}` says which GPU"]
+    problems = list[str]()
     try:
         of_this = executor_options(model, name)
         if is_here:
             of_executor.check(of_this)
-        options = server_options(plan, name, executor="local:///executor")
     except ConfigError as error:
-        return [f"models.{name}: {line}" for line in str(error).splitlines()]
-    return [f"models.{name}: {line}" for test in of_server.TESTS if is_here for line in of_server.said(test, options)]
+        problems += str(error).splitlines()
+    try:
+        options = server_options(plan, name, executor="local:///executor")
+        problems += [line for test in of_server.TESTS if is_here for line in of_server.said(test, options)]
+    except ConfigError as error:
+        problems += str(error).splitlines()
+    return [f"models.{name}: {line}" for line in dict.fromkeys(problems)]
+
+
+def _decision_log(plan: Plan) -> list[str]:
+    if plan.decision_log is None:
+        return []
+    try:
+        with Path(plan.decision_log).open("a"):
+            return []
+    except OSError as error:
+        return [f"decision_log: cannot write to {plan.decision_log}: {error.strerror}"]
 
 
 def _memory(plan: Plan) -> list[str]:
