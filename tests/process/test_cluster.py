@@ -384,7 +384,7 @@ def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) 
     ]
     assert "demo-server-2" in command("status", "test").stdout
     shown = command("top", "--once", "--interval", "0.2").stdout
-    assert re.search(r"demo-server-1 +│ +demo │ +ready │ +\d+ │ +0 of 16 │ +\d+ % │ +0.0 │ +0 │", shown), shown
+    assert re.search(r"demo-server-1 +│ +demo │ +ready │ +\d+ │ +0 of 16 │ +\d+ % │ +[\d.]+ │ +0 │", shown), shown
     assert re.search(r"demo-executor-1 +│ +demo │ +ready │ +\d+ │ +[2-9] clients │", shown), shown
     assert "no process 'x': drain one of demo-executor-1" in command("drain", "x").stderr
     assert "no cluster 'x' of yours" in command("status", "x").stderr
