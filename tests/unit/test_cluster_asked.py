@@ -11,7 +11,7 @@ from starlette.types import Message
 
 from symbiosis.cluster.front import view
 from symbiosis.cluster.front.asked import MOST_PROMPTS, Asked, _Fields
-from symbiosis.cluster.front.outlet import Events, Joined, Outlet
+from symbiosis.cluster.front.form import Events, Form, Joined
 from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.view import View
 from symbiosis.cluster.front.whole import Whole
@@ -19,6 +19,7 @@ from symbiosis.cluster.placement import Wish
 from symbiosis.cluster.sharing import Held, Room
 from symbiosis.clusters import Member
 from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.outlet import outlet_to
 
 
 @pytest.mark.parametrize(
@@ -106,22 +107,23 @@ ERROR = b'{"error":{"message":"no"}}'
 
 
 @pytest.mark.parametrize(
-    ("outlet", "status", "body"),
+    ("form", "status", "body"),
     [
         (Events(False), 200, EVENT + b"\n\ndata: " + ERROR + b"\n\ndata: [DONE]\n\n"),
         (Joined(Whole(False, 1, "cmpl-1", 1)), 500, ERROR),
     ],
     ids=["stream", "whole"],
 )
-def test_an_error_in_the_middle_ends_the_answer(outlet: Outlet, status: int, body: bytes) -> None:
+def test_an_error_in_the_middle_ends_the_answer(form: Form, status: int, body: bytes) -> None:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         sent.append(message)
 
     async def answer() -> None:
-        await outlet.give(send, [(EVENT, EVENT)])
-        await outlet.refused(send, 500, [], ERROR)
+        async with outlet_to(send) as outlet:
+            await form.give(outlet, [(EVENT, EVENT)])
+            await form.refused(outlet, 500, [], ERROR)
 
     asyncio.run(answer())
     assert sent[0]["status"] == status and b"".join(each["body"] for each in sent[1:]) == body

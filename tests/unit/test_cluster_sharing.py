@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from symbiosis.cluster.front.app import Front, make_app
 from symbiosis.cluster.front.asked import Asked
-from symbiosis.cluster.front.outlet import Joined
+from symbiosis.cluster.front.form import Joined
 from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.view import MOST_WAITING, Seen, View
 from symbiosis.cluster.placement import Wish
 from symbiosis.cluster.sharing import Held, Room
 from symbiosis.clusters import Member, Told
+from symbiosis.serving.http.outlet import outlet_to
 
 KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "eve")}
 
@@ -98,12 +99,13 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
 
     async def run() -> None:
         relay._answer = Answer()  # type: ignore[assignment]
-        await asyncio.wait_for(relay._stream(relay._answer, send), 10)  # type: ignore[arg-type]
+        async with outlet_to(send) as outlet:
+            await asyncio.wait_for(relay._stream(relay._answer, outlet), 10)  # type: ignore[arg-type]
 
     begun = time.monotonic()
     with pytest.raises(Exception, match="too large together"):
         asyncio.run(run())
-    assert isinstance(relay._out, Joined) and not sent and time.monotonic() - begun < 5
+    assert isinstance(relay._form, Joined) and not sent and time.monotonic() - begun < 5
     assert 3000 < held.size <= 4000
     held.end()
     assert room.has("eve", 4000)

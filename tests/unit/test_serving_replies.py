@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from symbiosis.serving.engine.detokenize import Text
-from symbiosis.serving.http import replies
+from symbiosis.serving.http import outlet
 from symbiosis.serving.http.answers import CompletionWords
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.replies import Stream
@@ -61,14 +61,14 @@ async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]
 
 
 def test_a_reader_that_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "STALL_S", STALL_S)
+    monkeypatch.setattr(outlet, "STALL_S", STALL_S)
     remote, taken = asyncio.run(streamed(lambda piece: 3600.0 if piece == 2 else 0.0))
     assert len(taken) == 2 and b"[DONE]" not in taken[-1]
     assert 1 in remote.cancelled
 
 
 def test_a_slow_reader_gets_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replies, "STALL_S", STALL_S)
+    monkeypatch.setattr(outlet, "STALL_S", STALL_S)
     _, taken = asyncio.run(streamed(lambda piece: STALL_S / 2))
     assert len(taken) == TOKENS + 1 and taken[-1] == b"data: [DONE]\n\n"
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from symbiosis.cluster.front.asked import Asked
-from symbiosis.cluster.front.outlet import Events, Joined, Outlet
+from symbiosis.cluster.front.form import Events, Form, Joined
 from symbiosis.cluster.front.progress import DONE, FAILED, Progress
 from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.front.view import Flight, View
@@ -21,6 +21,8 @@ from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
 from symbiosis.cluster.sharing import Held
 from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.incoming.bodies import until_hung_up
+from symbiosis.serving.http.outlet import Outlet, outlet_to
 
 logger = logging.getLogger("symbiosis")
 
@@ -63,22 +65,25 @@ class Relay:
         # The seed is given here, so that another server draws the same, and the model, because it may have been asked for by another name.
         self._more: dict[str, Any] = {"seed": secrets.randbits(53) if asked.seed is None else asked.seed}
         self._more |= {"model": wish.model} if wish.adapter is None else {}
-        self._out: Outlet = Events(asked.continuation is not None)
+        self._form: Form = Events(asked.continuation is not None)
         if asked.may_be_streamed:
             self._more |= {"stream": True, "stream_options": {"include_usage": True}}
             told = self._progress.told
-            self._out = Joined(Whole(asked.is_chat, asked.sequences, told.id, told.created))
+            self._form = Joined(Whole(asked.is_chat, asked.sequences, told.id, told.created))
         self._goes_on = asked.is_stream or asked.may_be_streamed  # else a server says what is wrong with it
         self._answer: Upstream | None = None
         self._is_over = False
         self._failures = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work, watch = asyncio.current_task(), asyncio.create_task(_until_hung_up(receive))
+        work, watch = asyncio.current_task(), asyncio.create_task(until_hung_up(receive))
         assert work is not None
         watch.add_done_callback(lambda _: None if watch.cancelled() or self._is_over else work.cancel())
         try:
-            await self._run(send)
+            async with outlet_to(send) as outlet:
+                await self._run(outlet)
+        except TimeoutError:
+            return  # without the end of the answer: the connection is closed
         except asyncio.CancelledError:
             if not watch.done() or watch.cancelled():
                 raise
@@ -89,7 +94,7 @@ class Relay:
             self._held.end()
             self._done(self._progress.count)
 
-    async def _run(self, send: Send) -> None:
+    async def _run(self, outlet: Outlet) -> None:
         """Go from server to server until all is answered."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
@@ -98,9 +103,9 @@ class Relay:
                 async with asyncio.timeout_at(deadline):
                     await self._view.place(self._flight)
             except TimeoutError:
-                return await self._fail(ApiError(503, "no server has room: try again later", retry_s=5.0), send)
+                return await self._fail(ApiError(503, "no server has room: try again later", retry_s=5.0), outlet)
             try:
-                return await self._at(self._flight.server, send)
+                return await self._at(self._flight.server, outlet)
             except Lost as lost:
                 await self._left(lost)
             finally:
@@ -130,7 +135,7 @@ class Relay:
             self._flight.why = why
             self._answer.lose(why)
 
-    async def _at(self, number: int, send: Send) -> None:
+    async def _at(self, number: int, outlet: Outlet) -> None:
         """Have one server answer, or what is left to answer."""
         self._flight.why = "lost"  # if nobody says otherwise
         body = self._asked.body(**self._more, **({"continuation": self._progress.told} if self._goes_on else {}))
@@ -140,14 +145,14 @@ class Relay:
             self._answer = await Upstream.ask(url, "POST", self._path, headers, body)
             await self._answer.head()
             if self._answer.status == HTTPStatus.OK and self._goes_on:
-                return await self._stream(self._answer, send)
-            await self._whole(self._answer, send)
+                return await self._stream(self._answer, outlet)
+            await self._whole(self._answer, outlet)
         finally:
             if self._answer is not None:
                 self._answer.lose("nobody reads it")
             self._answer = None
 
-    async def _whole(self, answer: Upstream, send: Send) -> None:
+    async def _whole(self, answer: Upstream, outlet: Outlet) -> None:
         """Hand over an answer that is no stream."""
         body = await answer.whole()
         if answer.status >= 500:
@@ -155,9 +160,9 @@ class Relay:
         if answer.status == HTTPStatus.OK:
             self._progress.count += _tokens(body)
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
-        await self._out.refused(send, answer.status, headers, body)
+        await self._form.refused(outlet, answer.status, headers, body)
 
-    async def _stream(self, answer: Upstream, send: Send) -> None:
+    async def _stream(self, answer: Upstream, outlet: Outlet) -> None:
         """Hand over events as they come."""
         left = b""
         while piece := await answer.piece():
@@ -168,16 +173,16 @@ class Relay:
             for event in events:
                 told = self._progress.take(event)
                 if told.startswith(FAILED):
-                    await self._out.give(send, out)
+                    await self._form.give(outlet, out)
                     out = []
                     self._refuse("the server failed")
-                    return await self._out.refused(send, 500, FAILED_HEADERS, told.removeprefix(b"data: "))
+                    return await self._form.refused(outlet, 500, FAILED_HEADERS, told.removeprefix(b"data: "))
                 is_over = is_over or told.startswith(DONE)
                 out.append((event, told))
             if not self._may_keep(out, self._progress.count - count):
                 error = "the answers that wait to be whole are too large together: ask for a stream, or for less"
-                return await self._fail(ApiError(503, error, retry_s=5.0), send)
-            await self._out.give(send, out, more=not is_over)
+                return await self._fail(ApiError(503, error, retry_s=5.0), outlet)
+            await self._form.give(outlet, out, more=not is_over)
             if is_over:
                 return None
         self._flight.why = "refused"
@@ -185,15 +190,15 @@ class Relay:
 
     def _may_keep(self, events: list[tuple[bytes, bytes]], tokens: int) -> bool:
         """Count what is kept of these events. A stream keeps only its tokens, and always may."""
-        if self._out.keeps_events:
+        if self._form.keeps_events:
             return self._held.take(TOKEN_BYTES * tokens + sum(len(told) for _, told in events))
         self._held.keep(TOKEN_BYTES * tokens)
         return True
 
-    async def _fail(self, error: ApiError, send: Send) -> None:
-        if not self._out.has_begun:
+    async def _fail(self, error: ApiError, outlet: Outlet) -> None:
+        if not self._form.has_begun:
             raise error
-        await self._out.refused(send, error.status, [], msgspec.json.encode(error.body))
+        await self._form.refused(outlet, error.status, [], msgspec.json.encode(error.body))
 
 
 def _tokens(answer: bytes) -> int:
@@ -201,8 +206,3 @@ def _tokens(answer: bytes) -> int:
     with suppress(msgspec.MsgspecError):
         return msgspec.json.decode(answer, type=_Counted).usage.completion_tokens
     return 0
-
-
-async def _until_hung_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

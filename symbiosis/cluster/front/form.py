@@ -1,0 +1,71 @@
+"""What a front end makes of a server's events for the client: events again, or one answer."""
+
+from symbiosis.cluster.front.progress import DONE
+from symbiosis.cluster.front.whole import Whole
+from symbiosis.serving.http.outlet import EVENTS, JSON, Headers, Outlet
+
+
+class Form:
+    """The form in which a client gets the answer to one request."""
+
+    keeps_events = False  # until all have come
+
+    def __init__(self) -> None:
+        self.has_begun = False
+
+    async def give(self, outlet: Outlet, events: list[tuple[bytes, bytes]], more: bool = True) -> None:
+        """Hand over events, each as it came and without its comment."""
+        raise NotImplementedError
+
+    async def refused(self, outlet: Outlet, status: int, headers: Headers, body: bytes) -> None:
+        """Answer with an error."""
+        await self._start(outlet, headers, status)
+        await outlet.take(body, more=False)
+
+    async def _start(self, outlet: Outlet, headers: Headers, status: int = 200) -> None:
+        if not self.has_begun:
+            self.has_begun = True
+            await outlet.start(headers, status)
+
+
+class Events(Form):
+    """A stream.
+
+    Args:
+        shows_comments: For a client that goes on with it elsewhere itself.
+    """
+
+    def __init__(self, shows_comments: bool) -> None:
+        super().__init__()
+        self._shows_comments = shows_comments
+
+    async def give(self, outlet: Outlet, events: list[tuple[bytes, bytes]], more: bool = True) -> None:
+        if events or not more:
+            await self._start(outlet, EVENTS)
+            shown = [event if self._shows_comments else told for event, told in events]
+            await outlet.take(b"\n\n".join(shown) + b"\n\n", more)
+
+    async def refused(self, outlet: Outlet, status: int, headers: Headers, body: bytes) -> None:
+        """Answer with an error; in the middle of a stream it is an event."""
+        if self.has_begun:
+            await outlet.take(b"data: " + body + b"\n\n" + DONE + b"\n\n", more=False)
+        else:
+            await super().refused(outlet, status, headers, body)
+
+
+class Joined(Form):
+    """One answer, when all of it is there."""
+
+    keeps_events = True
+
+    def __init__(self, whole: Whole) -> None:
+        super().__init__()
+        self._whole = whole
+
+    async def give(self, outlet: Outlet, events: list[tuple[bytes, bytes]], more: bool = True) -> None:
+        for _, told in events:
+            if not told.startswith(DONE):
+                self._whole.take(told)
+        if not more:
+            await self._start(outlet, JSON)
+            await outlet.take_all(self._whole.pieces(), more=False)
