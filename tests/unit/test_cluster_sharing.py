@@ -3,6 +3,7 @@
 import asyncio
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -109,3 +110,34 @@ def test_an_answer_that_is_held_counts_like_a_body() -> None:
     assert 3000 < held.size <= 4000
     held.end()
     assert room.has("eve", 4000)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/m"),
+        ("GET", "/cluster"),
+        ("GET", "/figures"),
+        ("PUT", "/v1/adapters/mine"),
+        ("DELETE", "/v1/adapters/mine"),
+        ("POST", "/v1/completions"),
+    ],
+)
+def test_whoever_shows_a_key_is_no_stranger(front: Front, tmp_path: Path, method: str, path: str) -> None:
+    """... so that strangers, who come in any number, take nobody's connection."""
+    (tmp_path / "keys").write_text("root root-key-1 admin\n")
+    app, known = make_app(Front(front.view, str(tmp_path / "keys"))), list[Any]()
+    connection = SimpleNamespace(strangers=SimpleNamespace(leave=known.append))
+
+    async def ask(key: str) -> None:
+        async def with_connection(scope: Any, receive: Any, send: Any) -> None:
+            await app({**scope, "symbiosis.connection": connection}, receive, send)
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(with_connection), base_url="http://test") as http:
+            await http.request(method, path, headers={"Authorization": f"Bearer {key}"}, content=b"[")
+
+    asyncio.run(ask("another-key"))
+    assert not known
+    asyncio.run(ask("root-key-1"))
+    assert known == [connection]

@@ -5,7 +5,6 @@ import os
 import random
 import shutil
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,23 +26,23 @@ from symbiosis.cluster.sharing import Held, Room
 from symbiosis.serving.http import page
 from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
-from symbiosis.serving.http.incoming.connections import now_known
+from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.incoming.uploads import received
-from symbiosis.serving.http.keys import Keys, Tenant
-from symbiosis.serving.http.link.lanes import Lanes
+from symbiosis.serving.http.keys import Tenant
+from symbiosis.serving.http.link.lanes import LARGE, Lanes
 
 MOST_BYTES = 16 << 20  # of a body
 MOST_HELD = 1 << 30  # bytes of bodies whose answers are not over, and of answers that are not whole
-LARGE = 20_000  # bytes of a body: what is larger is read in a thread
 LONGEST_NAME = 256
 PREFIX = "symbiosis_cluster_"
 
 
-class Front:
+class Front(Keyed):
     """What the routes share."""
 
     def __init__(self, view: View, api_keys: str | None) -> None:
-        self.view, self.keys, self.bodies = view, Keys(Path(api_keys) if api_keys else None), Bodies()
+        super().__init__(api_keys)
+        self.view, self.bodies = view, Bodies()
         self.completions = Counter[tuple[str, str]]()  # by model and tenant
         self.tokens = Counter[tuple[str, str]]()
         self.shown = Shown(view)
@@ -68,12 +67,10 @@ class Front:
             return models[0], name  # the server knows
         raise unknown_model(name, ", ".join(models) or "none yet")
 
-    def tenant(self, request: Request) -> Tenant:
-        """Return who asks for a completion. Raises `ApiError` if nobody may, if this tenant may have no more, or if too many wait: before
-        anything is read."""
-        tenant = self.keys.tenant(request.headers.get("authorization"))
-        now_known(request.scope)
-        tenant.admit(1, self.keys.clock()).end()
+    def asking(self, request: Request) -> Tenant:
+        """Return who asks for a completion. Raises `ApiError` before the body is read if this tenant may have none now, or if too many
+        wait."""
+        tenant = super().asking(request)
         self._check_room(tenant, 1)
         return tenant
 
@@ -141,7 +138,7 @@ def make_app(front: Front) -> ASGIApp:
 
 
 async def completion(front: Front, request: Request) -> ASGIApp:
-    tenant = front.tenant(request)
+    tenant = front.asking(request)
     return front.relay(request, tenant, await front.asked(request, tenant))
 
 
@@ -159,7 +156,7 @@ async def one_model(front: Front, request: Request) -> ASGIApp:
 
 async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
     """Return what one server of each model lists."""
-    front.keys.tenant(request.headers.get("authorization"))
+    front.tenant(request)
     found: list[dict[str, Any]] = []
     for model in front.models():
         for seen in front.view.seen.values():
@@ -175,8 +172,7 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
 
 async def put_adapter(front: Front, request: Request) -> ASGIApp:
     """Take an adapter for all servers of a model."""
-    front.keys.administrator(request.headers.get("authorization"))
-    now_known(request.scope)
+    front.administrator(request)
     name, model = request.path_params["name"], request.query_params.get("model")
     if name in front.models():
         raise wrong(f"{name!r} is the name of a model: choose another", "lora_name")
@@ -192,7 +188,7 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
 
 
 async def delete_adapter(front: Front, request: Request) -> ASGIApp:
-    front.keys.administrator(request.headers.get("authorization"))
+    front.administrator(request)
     name = request.path_params["name"]
     folder = adapters.folder_for(front.view, request.query_params.get("model"), name)
     if not await asyncio.to_thread(adapters.remove, folder, name):
@@ -223,13 +219,13 @@ async def health(front: Front, request: Request) -> ASGIApp:
 
 async def cluster(front: Front, request: Request) -> ASGIApp:
     """Tell of all processes and their load, to whoever may change adapters: it is about all tenants."""
-    front.keys.administrator(request.headers.get("authorization"))
+    front.administrator(request)
     return _json(front.shown.cluster())
 
 
 async def figures(front: Front, request: Request) -> ASGIApp:
     """Return what the page shows."""
-    tenant = front.keys.tenant(request.headers.get("authorization"))
+    tenant = front.tenant(request)
     return _json(await front.shown.figures(_authorized(request), tenant.may_change_adapters))
 
 

@@ -4,7 +4,6 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -14,25 +13,24 @@ from symbiosis.serving.engine.limits import MANY, check_chosen
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.bodies import Bodies, until_hung_up
-from symbiosis.serving.http.incoming.connections import now_known
+from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.incoming.prompts import Prompts, too_long
-from symbiosis.serving.http.keys import Admission, Keys, Tenant
+from symbiosis.serving.http.keys import Admission, Tenant
 from symbiosis.serving.http.link.http_side import RemoteEngine
-from symbiosis.serving.http.link.lanes import Lanes
+from symbiosis.serving.http.link.lanes import LARGE, Lanes
 from symbiosis.serving.http.link.messages import FrontOptions
 from symbiosis.serving.http.schemas import Body, Continuation, refusing
 from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
-LARGE = 20_000  # bytes of a body: what is made of more is made in a thread, so that nobody waits for it
 
 
-class Front:
+class Front(Keyed):
     """One engine, as clients see it."""
 
     def __init__(self, remote: RemoteEngine, tokenizer: Any, options: FrontOptions) -> None:
+        super().__init__(options.api_keys)
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
-        self.keys = Keys(Path(options.api_keys) if options.api_keys else None)
         self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
         self.bodies = Bodies()
         self._lanes = Lanes(4, "http-made")
@@ -47,21 +45,6 @@ class Front:
         if self.remote.is_silent:
             return "the engine does not answer"
         return "ending" if self.remote.drained.is_set() else "serving"
-
-    def tenant(self, request: HttpRequest) -> Tenant:
-        tenant = self.keys.tenant(request.headers.get("authorization"))
-        now_known(request.scope)
-        return tenant
-
-    def asking(self, request: HttpRequest) -> Tenant:
-        """Return who asks for a completion. Raises `ApiError` before the body is read if this tenant may have none now."""
-        tenant = self.tenant(request)
-        tenant.admit(1, self.keys.clock()).end()
-        return tenant
-
-    def administrator(self, request: HttpRequest) -> None:
-        self.keys.administrator(request.headers.get("authorization"))
-        now_known(request.scope)
 
     def count(self, path: str, status: int) -> None:
         self.answered[path, status] = self.answered.get((path, status), 0) + 1

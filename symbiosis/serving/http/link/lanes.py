@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 Made = TypeVar("Made")
+LARGE = 20_000  # bytes of a body: what is made of more is made in a thread, so that nobody waits for it
 
 
 class Lanes:
