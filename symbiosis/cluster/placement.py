@@ -46,9 +46,8 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     free: int = 0  # ... that nothing needs
     longest: int = sys.maxsize  # pages that a sequence may need
     share: int = 0  # of its batch, that one tenant keeps while others wait; 0: all of it
-    tenants: Mapping[
-        str, int
-    ] = {}  # sequences of each, as far as they are known; all others are taken for one tenant's
+    # sequences of each, as far as they are known; all others are taken for one tenant's
+    tenants: Mapping[str, int] = {}
     adapters: frozenset[str] = frozenset()  # resident
     state: State = State.READY
 

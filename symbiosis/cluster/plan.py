@@ -13,23 +13,14 @@ from symbiosis.endpoints import is_loopback
 from symbiosis.errors import ConfigError
 
 NAME = re.compile(r"[\w][\w.-]{0,63}")
-LEAST_FROZEN_S = 1.0
+LEAST_FROZEN_S = 1.0  # processes are asked how they are every half second
 BACKENDS = ("local", "ray")  # this host; the nodes of a Ray cluster
 OURS = {  # options that the cluster gives itself
     "executor": {"listen", "model", "config", "metrics-port"},
     "server": {
-        "executor",
-        "model",
-        "config",
-        "served-model-name",
-        "adapters",
-        "host",
-        "port",
-        "api-keys",
-        "drain-s",
-        "wait-s",
+        "executor", "model", "config", "served-model-name", "adapters", "host", "port", "api-keys", "drain-s", "wait-s",
     },
-}
+}  # fmt: skip
 
 
 class ModelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

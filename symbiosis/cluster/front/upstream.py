@@ -9,9 +9,7 @@ import httptools
 
 MOST_UNREAD = 256 << 10  # bytes; the server waits beyond that
 CONNECT_S = 2.0
-IDLE_S = (
-    2.0  # a connection that nobody has used for so long is not used again: servers close those that are idle for 5 s
-)
+IDLE_S = 2.0  # a connection that is idle for so long is not used again: servers close those that are for 5 s
 MOST_IDLE = 64  # of a server
 
 

@@ -249,9 +249,8 @@ class View:
             seen.flights.add(flight)
             seen.promised += flight.wish.pages
             if flight.wish.adapter is not None:
-                seen.adapters = (seen.adapters if len(seen.adapters) < MOST_ADAPTERS else frozenset()) | {
-                    flight.wish.adapter
-                }
+                known = seen.adapters if len(seen.adapters) < MOST_ADAPTERS else frozenset[str]()
+                seen.adapters = known | {flight.wish.adapter}
             turn.set_result(None)
             self._say(flight, server)
 

@@ -23,11 +23,9 @@ NO_RAY = "backend: ray needs the package of an extra: pip install 'symbiosis-llm
 
 def check(plan: Plan) -> socket.socket:
     """Return the bound port of the front end, or raise a `ConfigError` with a line for each thing that is wrong."""
-    is_here = plan.backend == "local"
-    problems = [line for name in plan.models for line in of_model(plan, name, is_here)]
-    problems += _memory(plan) if is_here and not problems else []
+    problems = _of_models(plan, plan.models)
     problems += _decision_log(plan)
-    problems += [] if is_here or importlib.util.find_spec("ray") else [NO_RAY]
+    problems += [NO_RAY] if plan.backend == "ray" and not importlib.util.find_spec("ray") else []
     listener = None
     try:
         listener = of_server.bound(ServeOptions(host=plan.host, port=plan.port))
@@ -40,14 +38,14 @@ def check(plan: Plan) -> socket.socket:
 
 def check_models(plan: Plan, names: Collection[str]) -> None:
     """Raise a `ConfigError` with a line for each thing that is wrong with these models of a plan, beside all that runs already."""
-    if not names:
-        return
+    if problems := _of_models(plan, names):
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+
+def _of_models(plan: Plan, names: Collection[str]) -> list[str]:
     is_here = plan.backend == "local"
     problems = [line for name in names for line in of_model(plan, name, is_here)]
-    these = msgspec.structs.replace(plan, models={name: plan.models[name] for name in names}, aliases={})
-    problems += _memory(these) if is_here and not problems else []
-    if problems:
-        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return problems if problems or not is_here else _memory(plan, names)
 
 
 def executor_options(plan: ModelPlan, name: str, **ours: Any) -> Options:
@@ -59,12 +57,8 @@ def server_options(plan: Plan, name: str, **ours: Any) -> ServeOptions:
     model = plan.models[name]
     given = {key.replace("-", "_"): value for key, value in model.server.items()}
     mine = {
-        "model": model.model or name,
-        "served_model_name": name,
-        "drain_s": plan.drain_s,
-        "port": 0,
-        "wait_s": WAIT_S,
-    }
+        "model": model.model or name, "served_model_name": name, "drain_s": plan.drain_s, "port": 0, "wait_s": WAIT_S,
+    }  # fmt: skip
     mine |= {"adapters": (model.adapters,)} if model.adapters else {}
     mine |= {"api_keys": plan.api_keys} if plan.api_keys else {}
     return load_as(ServeOptions, {**given, **mine, **ours}, None, "symbiosis serve")
@@ -100,10 +94,11 @@ def _decision_log(plan: Plan) -> list[str]:
         return [f"decision_log: cannot write to {plan.decision_log}: {error.strerror}"]
 
 
-def _memory(plan: Plan) -> list[str]:
-    """Check that the weights of all executors fit together. Each alone does, as was found before."""
+def _memory(plan: Plan, names: Collection[str]) -> list[str]:
+    """Check that the weights of all executors of these models fit together. Each alone does, as was found before."""
     needed = 0
-    for name, model in plan.models.items():
+    for name in names:
+        model = plan.models[name]
         options = executor_options(model, name)
         if not options.on_gpu and (files := weight_files(located(str(options.model)))):
             bits = DTYPE_BITS.get(options.dtype or "")

@@ -79,17 +79,8 @@ def _row(member: Member, found: Found, before: Found | None) -> list[str]:
         made = max(0.0, found.tokens[member.name] - before.tokens[member.name])
         rate = f"{made / (found.at - before.at):.0f}"
     step = str(health.get("step_s", ""))
-    return [
-        member.name,
-        member.model,
-        member.state,
-        str(member.pid),
-        load,
-        memory,
-        step,
-        rate,
-        member.url.partition("?")[0],
-    ]
+    at = member.url.partition("?")[0]
+    return [member.name, member.model, member.state, str(member.pid), load, memory, step, rate, at]
 
 
 def show(name: str, once: bool, interval: float) -> None:
