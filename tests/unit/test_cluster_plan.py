@@ -8,8 +8,9 @@ import yaml
 
 from symbiosis.cluster.front.asked import Asked
 from symbiosis.cluster.front.progress import Progress
-from symbiosis.cluster.plan import ModelPlan, load
+from symbiosis.cluster.plan import ModelPlan, Plan, load
 from symbiosis.errors import ConfigError
+from symbiosis.tools.cluster.backend import Local
 from symbiosis.tools.cluster.preflight import check
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.yaml"
@@ -111,6 +112,15 @@ def test_all_that_is_wrong_is_said_together(tmp_path: Path) -> None:
 
 def test_a_plan_that_is_right_is_taken(tmp_path: Path) -> None:
     plan_of(tmp_path, "models: {demo: {servers: [1, 2], threads: 2}, other: {model: demo}}")
+
+
+def test_a_plan_takes_away_nothing_that_another_has_brought(tmp_path: Path) -> None:
+    """A model ends in one thread while another one adds its successor."""
+    old, both = (Plan(name="lab", models={name: ModelPlan(model="demo") for name in names}) for names in ("a", "ab"))
+    here = Local(old, tmp_path)
+    here.take(both)
+    here.take(old)
+    assert here.executor("b", 1).name == "b-executor-1"
 
 
 def test_what_is_together_on_a_node_of_ray() -> None:

@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from symbiosis.cluster.plan import Plan
 from symbiosis.tools.cluster import start
 from symbiosis.tools.cluster.watched import Watched
@@ -41,7 +43,8 @@ class Local:
         return start.server(self._plan, model, number, of_model, self._folder, executor.member.url)
 
     def take(self, plan: Plan) -> None:
-        self._plan = plan
+        # Two threads call this. No plan takes away what the other one has brought.
+        self._plan = replace(plan, models={**self._plan.models, **plan.models}, aliases={})
 
     def check(self) -> None: ...
 
