@@ -1,6 +1,7 @@
 """What every client holds for itself lies once in the memory of a host, and yet is each client's own."""
 
 import copy
+import gc
 import mmap
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import symbiosis
 from symbiosis.client.session import Session
@@ -92,6 +94,17 @@ def test_tensors_begin_where_those_of_the_checkpoint_do(served: bool) -> None:
     if served:
         products = [nn.functional.linear(x, named[name], named[f"{name}.bias"]) for name in "abc"]
         assert all(map(torch.equal, products, expected))
+
+
+def test_of_shared_weights_no_other_copy_is_left() -> None:
+    model = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 64))
+    before = [StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()]
+    store = Store(model)
+    assert store.nbytes and not any(storage.expired() for storage in before)
+    store.share_weights()
+    del model
+    gc.collect()
+    assert all(storage.expired() for storage in before)
 
 
 @pytest.mark.parametrize("wrong", [64, 255, 2])

@@ -90,8 +90,7 @@ class Store:
         if board is not None:
             self.manifest = board.complete(self.config_json, self.manifest)
         self.fingerprint = model_fingerprint(self.config_json, self.manifest)
-        self.held = [weight for weight in self.weights if not weight.is_meta]
-        self.device = self.held[0].device if self.held else CPU
+        self.device = next((weight.device for weight in self.held), CPU)
         self.nbytes = sum({w.data_ptr(): w.nbytes for w in self.held}.values())
         self._largest = max((prod(layer.shape[-2:]) for layer in self.served()), default=1)
         self.striped: Sequence[BinaryIO] = ()  # the files of all ranks, if every tensor lies in parts in them
@@ -114,6 +113,11 @@ class Store:
         self.manifest.append(
             Layer(entry.name, ELSEWHERE if weight.is_meta else kind, shape, dtype, sha, bias is not None)
         )
+
+    @property
+    def held(self) -> list[Tensor]:
+        """The tensors that lie here, and at no other rank. Do not keep them: the store lets go of each when it moves."""
+        return [weight for weight in self.weights if not weight.is_meta]
 
     @property
     def gather_bytes(self) -> int:
