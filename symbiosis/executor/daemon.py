@@ -113,7 +113,7 @@ def serve_store(store: Store, options: Options, pages: Pages | None, ready: Call
         pages.show(server, PrometheusCollector(server.snapshot))
     ready(server)
     server.run()
-    log(logging.INFO, "stopped", calls=sum(line.calls for line in server.ledger.lines.values()))
+    log(logging.INFO, "stopped", calls=sum(totals.calls for totals in server.ledger.totals.values()))
 
 
 def memory_plan(store: Store, options: Options) -> dict[str, int]:

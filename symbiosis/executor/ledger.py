@@ -18,7 +18,7 @@ from symbiosis.transport.base import Peer
 
 
 @dataclass(slots=True)
-class Line:
+class LayerTotals:
     """Totals of one layer and op."""
 
     calls: int = 0
@@ -35,7 +35,7 @@ class Ledger:
         self.names = [layer.name for layer in store.manifest]
         self.weights_bytes, self.gather_bytes = store.nbytes, store.gather_bytes
         self.started = monotonic()
-        self.lines: defaultdict[tuple[int, Op], Line] = defaultdict(Line)
+        self.totals: defaultdict[tuple[int, Op], LayerTotals] = defaultdict(LayerTotals)
         self.batch_sizes: Counter[int] = Counter()
         self.bytes: Counter[str] = Counter()  # payloads, by transport
         self.errors: Counter[str] = Counter()
@@ -107,7 +107,7 @@ class Ledger:
         """Count GPUs' calls that were answered together."""
         self._called([piece.item.work for piece in batch.slices])
         call: Call = batch.slices[0].item.work.calls[0]
-        self.lines[call.layer, call.op].wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
+        self.totals[call.layer, call.op].wait_s += sum(batch.formed - piece.item.arrived for piece in batch.slices)
 
     def together(self, works: Sequence[DeviceWork], wait_s: float, seconds: float) -> None:
         """Count GPUs' calls that were foreseen and answered by one product."""
@@ -120,20 +120,20 @@ class Ledger:
         self._called(works)
         self._multiplied(works[0].calls, len(works), seconds)
         call = works[0].calls[0]
-        self.lines[call.layer, call.op].wait_s += wait_s
+        self.totals[call.layer, call.op].wait_s += wait_s
 
     def answered(self, work: Work, reply: Reply) -> None:
         """Count the reply to a call of a batch, or to a whole round."""
         session: ServedSession | None = work.peer.session
         call = work.calls[0] if isinstance(work, Repeated) else work.call
         if session is None or not session.observer:
-            line = self.lines[call.layer, call.op]
-            line.wait_s += reply.wait_us / 1e6
+            totals = self.totals[call.layer, call.op]
+            totals.wait_s += reply.wait_us / 1e6
             if isinstance(work, Repeated):
                 self._called([work])
             else:
-                line.calls += 1
-                line.rows += call.rows
+                totals.calls += 1
+                totals.rows += call.rows
                 moved = work.plan.moved if reply.code is Code.OK else call.nbytes + reply.nbytes
                 self.bytes[work.peer.transport] += moved
             if reply.code is not Code.OK:
@@ -144,16 +144,16 @@ class Ledger:
     def _called(self, works: Sequence[DeviceWork]) -> None:
         """Count GPUs' calls of the same key by layer and transport."""
         for calls in zip(*(work.calls for work in works), strict=True):
-            line = self.lines[calls[0].layer, calls[0].op]
-            line.calls += len(calls)
-            line.rows += sum(call.rows for call in calls)
+            totals = self.totals[calls[0].layer, calls[0].op]
+            totals.calls += len(calls)
+            totals.rows += sum(call.rows for call in calls)
         for work in works:
             self.bytes[work.peer.transport] += work.plan.moved
 
     def _multiplied(self, calls: Sequence[Call], together: int, seconds: float) -> None:
         """Count one product for each of `calls`, each of which `together` clients shared."""
         for call in calls:
-            line = self.lines[call.layer, call.op]
-            line.batches += 1
-            line.compute_s += seconds / len(calls)
+            totals = self.totals[call.layer, call.op]
+            totals.batches += 1
+            totals.compute_s += seconds / len(calls)
         self.batch_sizes[together] += len(calls)

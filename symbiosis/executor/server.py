@@ -111,7 +111,7 @@ class Server:
         with self._loop:
             try:
                 while not self._over():
-                    self.reactor.poll(self._patience())
+                    self.reactor.poll(self._sleep_s())
                     self._step()
             except BaseException as error:
                 self._failure = self._failure or error
@@ -174,7 +174,7 @@ class Server:
         self.ledger.ran(batch, seconds)
         self.batcher.done(batch, seconds, max(monotonic(), batch.formed + seconds))  # a GPU may still be computing
 
-    def _patience(self) -> float:
+    def _sleep_s(self) -> float:
         """Return how long to sleep if nothing arrives: not at all while there is more to run."""
         if self._more:
             return 0.0

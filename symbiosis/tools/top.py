@@ -146,7 +146,7 @@ def render(before: Snapshot, now: Snapshot) -> Group:
 
 
 def _nothing(now: Snapshot) -> Snapshot:
-    return msgspec.structs.replace(now, uptime_s=0.0, bytes={}, batch_sizes={}, sessions=[], lines=[], tenants={})
+    return msgspec.structs.replace(now, uptime_s=0.0, bytes={}, batch_sizes={}, sessions=[], layers=[], tenants={})
 
 
 def _head(before: Snapshot, now: Snapshot, seconds: float) -> Text:
@@ -209,13 +209,13 @@ def _layers(before: Snapshot, now: Snapshot, seconds: float) -> Table:
     table = _table("busiest layers", "layer", "op")
     for name in ("busy", "calls/s", "rows", "batch", "us run", "us wait"):
         table.add_column(name, justify="right")
-    earlier = {(line.layer, line.op): line for line in before.lines}
-    recent = [_since(earlier.get((line.layer, line.op)), line) for line in now.lines]
-    for line in sorted((line for line in recent if line.calls), key=lambda line: -line.compute_s)[:BUSIEST]:
+    earlier = {(then.layer, then.op): then for then in before.layers}
+    recent = [_since(earlier.get((each.layer, each.op)), each) for each in now.layers]
+    for each in sorted((each for each in recent if each.calls), key=lambda each: -each.compute_s)[:BUSIEST]:
         table.add_row(
-            Text(line.layer or "-"), Text(line.op), f"{line.compute_s / seconds:.1%}", f"{line.calls / seconds:.0f}",
-            f"{line.rows / line.calls:.0f}", f"{line.calls / max(1, line.batches):.2f}",
-            f"{1e6 * line.compute_s / max(1, line.batches):.0f}", f"{1e6 * line.wait_s / line.calls:.0f}",
+            Text(each.layer or "-"), Text(each.op), f"{each.compute_s / seconds:.1%}", f"{each.calls / seconds:.0f}",
+            f"{each.rows / each.calls:.0f}", f"{each.calls / max(1, each.batches):.2f}",
+            f"{1e6 * each.compute_s / max(1, each.batches):.0f}", f"{1e6 * each.wait_s / each.calls:.0f}",
         )  # fmt: skip
     return table
 

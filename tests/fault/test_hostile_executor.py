@@ -144,7 +144,7 @@ def test_figures_of_an_executor_reach_no_terminal(llama: nn.Module, serve: Calla
     monkeypatch.setattr(executor.server, "snapshot", lambda: named)
     now = top.snapshot(session)
     assert "x1b" not in repr(msgspec.to_builtins(now))
-    for name, wrong in (("uptime_s", float("nan")), ("rss_bytes", -1), ("calls", float("inf")), ("lines", "no")):
+    for name, wrong in (("uptime_s", float("nan")), ("rss_bytes", -1), ("calls", float("inf")), ("layers", "no")):
         monkeypatch.setattr(executor.server, "snapshot", lambda w={name: wrong}: {**figures, **w})
         with pytest.raises(ProtocolError, match="does not send its figures in a form that this release knows"):
             top.snapshot(session)

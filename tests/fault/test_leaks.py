@@ -149,7 +149,7 @@ def test_everybody_gets_the_product_of_its_own_rows(count: int, realm: Realm) ->
     for thread in threads:
         thread.join()
     assert not wrong
-    assert realm.executor.server.ledger.lines[owners[0]._layer, Op.FORWARD].calls >= count
+    assert realm.executor.server.ledger.totals[owners[0]._layer, Op.FORWARD].calls >= count
     assert max(realm.executor.server.ledger.batch_sizes) > 1, "nothing was joined: nothing could be mixed up"
     for session in sessions:
         session.close()

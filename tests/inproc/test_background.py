@@ -188,7 +188,7 @@ def test_training_waits_while_somebody_decodes(executor: Executor) -> None:
     assert session.in_flight == 1 and executor.engine.launched[Priority.TRAIN] == 3
     assert not executor.rings(Priority.PREFILL), "what is not training never waits"
     executor.server._step()
-    assert executor.server._patience() == pytest.approx(PRODUCT_S / SHARE)
+    assert executor.server._sleep_s() == pytest.approx(PRODUCT_S / SHARE)
     executor.now += PRODUCT_S / SHARE
     executor.server._step()
     assert executor.engine.launched[Priority.TRAIN] == 4 and not session.in_flight

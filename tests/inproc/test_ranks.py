@@ -62,7 +62,7 @@ def test_a_split_model_is_bit_equal_whatever_rank_holds_what(name: str, shares: 
         assert torch.equal(split.generate(ids, max_new_tokens=5, do_sample=False), tokens)
         assert same(trained(split, TARGETS[name], ids), expected)
         assert torch.equal(symbiosis.from_executor(url)(ids).logits, model(ids).logits)
-        assert all(sum(line.calls for line in server.ledger.lines.values()) for server in servers)
+        assert all(sum(totals.calls for totals in server.ledger.totals.values()) for server in servers)
         assert sum(server.store.nbytes for server in servers) == sum(
             t.nbytes for t in {t.data_ptr(): t for t in model.state_dict().values()}.values()
         )
@@ -97,7 +97,7 @@ def test_stats_are_those_of_all_ranks(ids: Tensor) -> None:
         split = symbiosis.from_executor("inproc://stats")
         split(ids)
         assert symbiosis.stats(split).by_op["FORWARD"] == sum(
-            line.calls for server in servers for (_, op), line in server.ledger.lines.items() if op is Op.FORWARD
+            totals.calls for server in servers for (_, op), totals in server.ledger.totals.items() if op is Op.FORWARD
         )
 
 
@@ -222,7 +222,7 @@ def test_any_rank_answers_where_each_has_a_part_of_every_tensor(model: Path, tmp
 
 
 def calls_of(server: Server, op: Op) -> int:
-    return sum(line.calls for (_, made), line in server.ledger.lines.items() if made is op)
+    return sum(totals.calls for (_, made), totals in server.ledger.totals.items() if made is op)
 
 
 @pytest.mark.parametrize(

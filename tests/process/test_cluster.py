@@ -129,7 +129,7 @@ def test_it_answers_as_a_server_does(api: openai.OpenAI, running: Running) -> No
     [
         ({"model": "demo", "prompt": "a", "nothing": 1}, 400, "nothing"),
         ({"model": "nobody", "prompt": "a"}, 404, "nobody"),
-        ([], 400, "no JSON object"),
+        ([], 400, "not a JSON object"),
         ({"prompt": "a"}, 400, "model is missing"),
         ({"model": "demo", "prompt": [0] * 600}, 400, "the model takes 512 tokens"),
         ({"model": "demo", "prompt": "a", "n": 99999}, 400, "n must be"),

@@ -233,8 +233,8 @@ def test_each_call_of_a_round_counts() -> None:
     ledger.together([work, work], wait_s=0.5, seconds=3.0)
     ledger.answered_alone(work, Reply(0))
     ledger.answered(work, Reply(0, wait_us=500_000))
-    lines = {layer: ledger.lines[layer, Op.FORWARD] for layer in (0, 1)}
-    assert [(lines[n].calls, lines[n].rows, lines[n].batches) for n in (0, 1)] == [(8, 16, 4), (4, 8, 2)]
-    assert lines[0].compute_s == 2 * lines[1].compute_s == 2.0 and lines[0].wait_s == 1.0
+    totals = {layer: ledger.totals[layer, Op.FORWARD] for layer in (0, 1)}
+    assert [(totals[n].calls, totals[n].rows, totals[n].batches) for n in (0, 1)] == [(8, 16, 4), (4, 8, 2)]
+    assert totals[0].compute_s == 2 * totals[1].compute_s == 2.0 and totals[0].wait_s == 1.0
     assert ledger.batch_sizes == {2: 3, 1: 3}
     assert ledger.bytes == {"cuda": 4 * plan.moved}

@@ -284,6 +284,8 @@ def test_what_is_no_request_is_refused(api: Api) -> None:
         ("/v1/nothing", b"{}", 404),
         ("/v1/models", b"{}", 405),
         ("/v1/load_lora_adapter", b'{"lora_name": 1}', 400),
+        ("/v1/load_lora_adapter", b'{"lora_name": "\xff", "lora_path": "x"}', 400),
+        ("/v1/unload_lora_adapter", b"[]", 400),
     ):
         answer = web.post(api.url + path, content=data)
         assert answer.status_code == status and answer.json()["error"]["message"], path

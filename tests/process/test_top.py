@@ -46,9 +46,13 @@ def test_a_snapshot_holds_what_happened(llama: nn.Module, serve: Callable, url: 
         with pytest.raises(CallError):
             client.call(Op.FORWARD, layer, torch.ones(2, 63))
         seen = top.snapshot(observer)
-    lines = {(line.layer, line.op): line for line in seen.lines}
-    assert (lines[LAYER, "FORWARD"].calls, lines[LAYER, "FORWARD"].rows, lines[LAYER, "FORWARD"].batches) == (2, 8, 2)
-    assert (lines[LAYER, "DGRAD"].calls, lines[LAYER, "DGRAD"].rows) == (1, 2)
+    layers = {(each.layer, each.op): each for each in seen.layers}
+    assert (layers[LAYER, "FORWARD"].calls, layers[LAYER, "FORWARD"].rows, layers[LAYER, "FORWARD"].batches) == (
+        2,
+        8,
+        2,
+    )
+    assert (layers[LAYER, "DGRAD"].calls, layers[LAYER, "DGRAD"].rows) == (1, 2)
     assert seen.calls == 3 and seen.rows == 10
     assert seen.batch_sizes == {1: 3} and seen.mean_batch == 1.0
     assert seen.errors == {"BAD_SHAPE": 1}
@@ -59,8 +63,8 @@ def test_a_snapshot_holds_what_happened(llama: nn.Module, serve: Callable, url: 
     assert seen.rss_bytes > seen.weights_bytes > 0
 
 
-def test_echoes_are_of_no_layer_and_one_line(llama: nn.Module, serve: Callable) -> None:
-    """A client must not be able to make up lines."""
+def test_echoes_count_as_one_and_of_no_layer(llama: nn.Module, serve: Callable) -> None:
+    """A client must not be able to make up layers."""
     executor = serve(llama)
     with joined(executor.endpoint) as client, joined(executor.endpoint, observer=True) as observer:
         for _ in range(3):
@@ -68,8 +72,8 @@ def test_echoes_are_of_no_layer_and_one_line(llama: nn.Module, serve: Callable) 
         for layer in (7, 1 << 20):
             with pytest.raises(CallError, match="ECHO does not use layer"):
                 client.call(Op.ECHO, layer, torch.ones(2, 4))
-        lines = [line for line in top.snapshot(observer).lines if line.op == "ECHO"]
-    assert [(line.layer, line.calls) for line in lines] == [("", 3)]
+        echoes = [each for each in top.snapshot(observer).layers if each.op == "ECHO"]
+    assert [(each.layer, each.calls) for each in echoes] == [("", 3)]
 
 
 def test_an_observer_gets_figures_and_echoes_only(llama: nn.Module, serve: Callable, url: str) -> None:

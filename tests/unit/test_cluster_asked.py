@@ -82,8 +82,8 @@ def test_what_is_added_replaces_what_was_there() -> None:
     ("data", "told"),
     [
         (b"", "not JSON"),
-        (b"[]", "no JSON object"),
-        (b"[" * 10_000, "no JSON object"),
+        (b"[]", "not a JSON object"),
+        (b"[" * 10_000, "not a JSON object"),
         (b'{"a":' + b"[" * 10_000, "not JSON"),
         (b'{"model": "\xff"}', "not JSON"),
         (b'{"n": "2"}', "n`"),

@@ -4,21 +4,19 @@ A body is not decoded. What is long in it is skipped and counted by its characte
 front end adds at its end: of a field that a JSON object has twice, the last one holds.
 """
 
-import re
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from symbiosis.serving.engine.limits import check_number
 from symbiosis.serving.http.failures import wrong
 from symbiosis.serving.http.incoming.costs import without_texts
-from symbiosis.serving.http.schemas import AS_CHECKED, Continuation, named, refusing
+from symbiosis.serving.http.schemas import AS_CHECKED, Continuation, decoded, refusing
 
 MOST_PROMPTS = 4096  # of a request
 MOST_CONTINUATION = 1 << 20  # bytes
 BYTES_PER_TOKEN = 4  # of a text, about; the server counts itself
 SHORT_ANSWER, LONG_ANSWER = 16, 256  # tokens of a completion and of a chat that say nothing of their length
-Kind = TypeVar("Kind")
 
 
 class _Fields(msgspec.Struct):
@@ -59,7 +57,7 @@ class Asked:
     """
 
     def __init__(self, data: bytes, is_chat: bool = False) -> None:
-        fields = _decoded(data, _Fields)
+        fields = decoded(_Fields, data)
         _check(fields)
         self.model, self.seed, self.is_stream = fields.model, fields.seed, bool(fields.stream)
         self.is_chat = is_chat
@@ -93,16 +91,6 @@ def _check(fields: _Fields) -> None:
             check_number(checked, getattr(fields, name))
 
 
-def _decoded(data: bytes, kind: type[Kind]) -> Kind:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        is_object = not re.fullmatch("Expected `object.*`, got `[a-z]+`", str(error))
-        raise named(error) if is_object else wrong("the body is no JSON object") from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise wrong(f"the body is not JSON: {error}") from None
-
-
 def _counts(prompt: bytes) -> tuple[int, int]:
     """Return how many prompts there are, and about how many tokens they are together.
 
@@ -129,4 +117,4 @@ def _continuation(given: bytes) -> Continuation | None:
     """Return how far another front end has come with it."""
     if len(given) > MOST_CONTINUATION:
         raise wrong(f"a continuation has at most {MOST_CONTINUATION} bytes", "continuation")
-    return _decoded(given, Continuation) if given else None
+    return decoded(Continuation, given) if given else None

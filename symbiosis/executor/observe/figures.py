@@ -45,9 +45,9 @@ def snapshot_of(
             )
             for s in sessions
         ],
-        lines=[
-            LayerFigures(layer="" if op is Op.ECHO else ledger.names[layer], op=op.name, **asdict(line))
-            for (layer, op), line in list(ledger.lines.items())
+        layers=[
+            LayerFigures(layer="" if op is Op.ECHO else ledger.names[layer], op=op.name, **asdict(totals))
+            for (layer, op), totals in list(ledger.totals.items())
         ],
         tenants=usage,
         refused_joins=[(tenant, code, times) for (tenant, code), times in list(ledger.refused_joins.items())],

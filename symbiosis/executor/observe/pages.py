@@ -174,13 +174,13 @@ class Pages:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select(self._patience()):
+            for key, _ in self._selector.select(self._sleep_s()):
                 key.data()
             self._scrape()
             for visitor in [one for one in self._visitors if one.ends <= monotonic()]:
                 self._end(visitor)
 
-    def _patience(self) -> float | None:
+    def _sleep_s(self) -> float | None:
         """Return how long to sleep if nothing arrives; None for as long as it takes."""
         ends = [visitor.ends for visitor in self._visitors]
         if any(self._wants_figures(visitor) for visitor in self._visitors):

@@ -28,7 +28,6 @@ class PrometheusCollector(Collector):
 
 
 def _by_layer(now: Snapshot) -> Iterator[Metric]:
-    lines = now.lines
     for name, field, text in (
         ("calls", "calls", "Calls answered"),
         ("rows", "rows", "Rows of those calls"),
@@ -37,8 +36,8 @@ def _by_layer(now: Snapshot) -> Iterator[Metric]:
         ("compute_seconds", "compute_s", "Seconds spent computing"),
     ):
         family = CounterMetricFamily(f"symbiosis_{name}", text, labels=["layer", "op"])
-        for line in lines:
-            family.add_metric([line.layer, line.op], getattr(line, field))
+        for figures in now.layers:
+            family.add_metric([figures.layer, figures.op], getattr(figures, field))
         yield family
 
 

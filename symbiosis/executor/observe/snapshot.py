@@ -66,7 +66,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     errors: dict[str, int]
     dropped: int
     sessions: list[SessionFigures]
-    lines: list[LayerFigures]
+    layers: list[LayerFigures]
     tenants: dict[str, Usage] = {}  # by name; without keys, all clients under ""
     refused_joins: list[tuple[str, str, int]] = []  # tenant, code and count
     kept_out: dict[str, int] = {}  # refused handshakes, by reason
@@ -75,11 +75,11 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     @property
     def calls(self) -> int:
-        return sum(line.calls for line in self.lines)
+        return sum(layer.calls for layer in self.layers)
 
     @property
     def rows(self) -> int:
-        return sum(line.rows for line in self.lines)
+        return sum(layer.rows for layer in self.layers)
 
     @property
     def direct_rows(self) -> int:
@@ -95,14 +95,14 @@ class Snapshot(msgspec.Struct, frozen=True):
 def of_service(ranks: Sequence[tuple[int, Snapshot]]) -> Snapshot:
     """Return the figures of a service from those of its ranks. It is as old as the rank that was started last."""
     each = [told for _, told in ranks]
-    lines: dict[tuple[str, str], LayerFigures] = {}
+    layers: dict[tuple[str, str], LayerFigures] = {}
     tenants: dict[str, Usage] = {}
     for told in each:
-        for line in told.lines:
-            key = line.layer, line.op
-            _, _, *figures = astuple(line)
-            before = astuple(lines[key])[2:] if key in lines else [0] * len(figures)
-            lines[key] = LayerFigures(*key, *(a + b for a, b in zip(before, figures, strict=True)))
+        for own in told.layers:
+            layer, op, *figures = astuple(own)
+            key = layer, op
+            before = astuple(layers[key])[2:] if key in layers else [0] * len(figures)
+            layers[key] = LayerFigures(*key, *(a + b for a, b in zip(before, figures, strict=True)))
         for name, used in told.tenants.items():
             before = astuple(tenants.get(name, Usage()))
             tenants[name] = Usage(*(a + b for a, b in zip(before, astuple(used), strict=True)))
@@ -112,7 +112,7 @@ def of_service(ranks: Sequence[tuple[int, Snapshot]]) -> Snapshot:
         _sum([told.batch_sizes for told in each]), sum(told.queue_depth for told in each),
         _sum([told.bytes for told in each]), _sum([told.errors for told in each]), sum(told.dropped for told in each),
         [replace(session, rank=rank) for rank, told in ranks for session in told.sessions],
-        list(lines.values()), tenants, _sum_of_pairs([told.refused_joins for told in each]), _sum([told.kept_out for told in each]),
+        list(layers.values()), tenants, _sum_of_pairs([told.refused_joins for told in each]), _sum([told.kept_out for told in each]),
         _sum_of_pairs([told.in_vain for told in each]), sum(told.gather_bytes for told in each),
     )  # fmt: skip
 

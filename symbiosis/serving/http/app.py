@@ -175,7 +175,7 @@ def _told(front: Front, name: str) -> dict[str, Any]:
 
 async def load_adapter(front: Front, request: Request) -> ASGIApp:
     front.administrator(request)
-    body = _decoded(LoadBody, await front.body(request))
+    body = schemas.decoded(LoadBody, await front.body(request))
     _check_name(front, body.lora_name)
     path = _within(front, body.lora_path)
     if not body.load_inplace:
@@ -186,7 +186,7 @@ async def load_adapter(front: Front, request: Request) -> ASGIApp:
 
 async def unload_adapter(front: Front, request: Request) -> ASGIApp:
     front.administrator(request)
-    body = _decoded(UnloadBody, await front.body(request))
+    body = schemas.decoded(UnloadBody, await front.body(request))
     await front.remote.ask(type(None), "remove", body.lora_name)
     return Response(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -241,13 +241,6 @@ async def shown_page(front: Front, request: Request) -> ASGIApp:
 
 def _json(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
-
-
-def _decoded(kind: Any, data: bytes) -> Any:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.MsgspecError as error:
-        raise wrong(f"wrong body: {error}") from None
 
 
 def _check_name(front: Front, name: str) -> None:

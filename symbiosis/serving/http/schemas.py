@@ -15,6 +15,8 @@ from symbiosis.serving.request import Sampling
 
 BY_FORMAT = "Text by a JSON schema is asked for by response_format={'type': 'json_schema', ...}"
 BodyType = TypeVar("BodyType", bound="Body")
+Kind = TypeVar("Kind")
+NO_OBJECT = re.compile("Expected `object.*`, got `[a-z]+`")  # without a field: it is the whole body
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -133,19 +135,30 @@ class ChatBody(Body, kw_only=True):
 def read(kind: type[BodyType], data: bytes) -> BodyType:
     """Read a body of this kind. Raises an `ApiError` that says what is wrong with it."""
     check_cost(data)
-    try:
-        body = msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as error:
-        raise named(error) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise wrong(f"the body is not JSON: {error}") from None
+    body = decoded(kind, data)
     _check(body)
     return body
 
 
-def named(error: msgspec.ValidationError) -> ApiError:
+def decoded(kind: type[Kind], data: bytes) -> Kind:
+    """Decode a JSON object. Raises an `ApiError` that names the field that is wrong.
+
+    >>> decoded(StreamOptions, b'{"include_usage": true}').include_usage
+    True
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(error) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise wrong(f"the body is not JSON: {error}") from None
+
+
+def _named(error: msgspec.ValidationError) -> ApiError:
     """Return an error that names the field."""
     text = str(error)
+    if NO_OBJECT.fullmatch(text):
+        return wrong("the body is not a JSON object")
     if found := re.search(r"unknown field `(.*?)`", text):
         hint = f". {BY_FORMAT}" if found[1].startswith(("guided_", "structured_outputs")) else ""
         return wrong(f"unrecognized request argument: {found[1][:100]}{hint}", found[1][:100])
