@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from symbiosis.serving import Engine
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
-from symbiosis.serving.adapters.library import Found
+from symbiosis.serving.adapters.library import FoundAdapter
 from symbiosis.serving.request import Finish, Output, Request, Sampling
 from symbiosis.tools.reporting import Report, print_table
 
@@ -88,7 +88,7 @@ class Server:
         sets = [_weights(self.served, rank) for rank in ranks]
         for number, name in enumerate(self.names):
             adapter = LoadedAdapter(name=name, version=Adapter.next_version(), **sets[number % len(sets)])
-            self.engine._library._keep(Found(adapter, None))  # type: ignore[attr-defined]
+            self.engine._library._keep(FoundAdapter(adapter, None))  # type: ignore[attr-defined]
         self._next = 0
 
     def run(self, asks: Sequence[Ask], seconds: float | None = None) -> float:

@@ -36,7 +36,7 @@ from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.request import Output, Request, Sampling
 from symbiosis.tools.reporting import Report, print_table
-from symbiosis.tools.serve.children import Child, http_code
+from symbiosis.tools.serve.children import RestartingChild, http_code
 
 PROMPT = b"def average(numbers):"
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
@@ -116,7 +116,7 @@ def start_http(engine: Engine, stack: ExitStack) -> int:
     """Its port."""
     ours, theirs = socket.socketpair()
     listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    http = Child("the HTTP process")
+    http = RestartingChild("the HTTP process")
     options = FrontOptions(model="demo", folder=str(DEMO))
     with theirs:
         http.start(http_code(listener, theirs, options), (listener.fileno(), theirs.fileno()))

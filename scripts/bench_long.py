@@ -19,7 +19,7 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import symbiosis
-from symbiosis.kernels.paged_attention import How, Pages, Seen, compiled
+from symbiosis.kernels.paged_attention import How, PageLayout, SeenTokens, compiled
 from symbiosis.tools.reporting import Report, print_table
 
 HEADS = {"32 heads": (32, 32), "32 heads, 8 of keys": (32, 8)}
@@ -52,8 +52,8 @@ def bandwidth(report: Report, tokens: int, times: int, judged: bool) -> None:
             memory = torch.randn(blocks, 2 * BLOCK * shared * SIZE).to(dtype)
             addresses = (memory.data_ptr() + torch.arange(blocks) * memory.stride(0) * dtype.itemsize).view(1, -1)
             query, result = torch.randn(heads, 1, SIZE).to(dtype), torch.empty(1, heads, SIZE, dtype=dtype)
-            seen, count = Seen(torch.tensor([0]), torch.tensor([blocks * BLOCK]), blocks * BLOCK), threads
-            pages = Pages(shared, SIZE, SIZE, BLOCK, 0, BLOCK * shared * SIZE)
+            seen, count = SeenTokens(torch.tensor([0]), torch.tensor([blocks * BLOCK]), blocks * BLOCK), threads
+            pages = PageLayout(shared, SIZE, SIZE, BLOCK, 0, BLOCK * shared * SIZE)
             look = (None, pages, addresses, seen, How(SIZE**-0.5), query, result, count)
             to = torch.empty_like(memory)
             mine = memory.nbytes / seconds(lambda kernel=kernel, look=look: kernel.attend(*look), times) / 1e9

@@ -21,7 +21,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
-from symbiosis.tools.serve.children import Child, http_code
+from symbiosis.tools.serve.children import RestartingChild, http_code
 
 WAIT_S = 60.0
 # No test speaks TLS, and reading the certificates for it would take longer than most answers. No connection is kept.
@@ -54,7 +54,7 @@ class Api:
 
     url: str
     engine: Engine
-    http: Child
+    http: RestartingChild
 
     @property
     def client(self) -> openai.OpenAI:
@@ -72,7 +72,7 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
     options.setdefault("model", "demo")
     options.setdefault("folder", str(DEMO_MODEL))
     ours, theirs = socket.socketpair()
-    http = Child("the HTTP process")
+    http = RestartingChild("the HTTP process")
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with theirs:
             http.start(http_code(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))

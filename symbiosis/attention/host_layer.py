@@ -14,8 +14,8 @@ from symbiosis.attention.host_memory import HostMemory
 from symbiosis.attention.host_rows import HostRows
 from symbiosis.attention.seen import Mask, Masks
 from symbiosis.errors import CaptureError, ConfigError
-from symbiosis.kernels.attention_pieces import Joined
-from symbiosis.kernels.paged_attention import How, Pages, attend_within, compiled
+from symbiosis.kernels.attention_pieces import JoinedPieces
+from symbiosis.kernels.paged_attention import How, PageLayout, attend_within, compiled
 
 FEW_ROWS = 8  # that the CPUs compute: for more, moving keys and values takes no longer than looking at them
 SLACK = 256  # tokens beyond a window that are kept at least, for `crop`
@@ -120,7 +120,7 @@ class HostLayer(DynamicLayer):
             q = host
         self._settle()
         result = torch.empty(sequences * rows, heads, shape.value, dtype=shape.dtype, pin_memory=is_gpu)
-        pages = Pages(shape.heads, shape.key, shape.value, shape.tokens, 0, shape.values_at)
+        pages = PageLayout(shape.heads, shape.key, shape.value, shape.tokens, 0, shape.values_at)
         how = How(how.scaling, None, how.softcap, None if how.sinks is None else how.sinks.detach().to("cpu"))
         kernel.attend(None, pages, self._addresses(), mask.seen(), how, q.transpose(0, 1), result, self._threads)
         return result.view(sequences, rows, heads, -1).to(device, query.dtype, non_blocking=True)
@@ -139,7 +139,7 @@ class HostLayer(DynamicLayer):
             keys, values = keys.to(query.device), values.to(query.device)
         before = self._kept - keys.shape[2]  # what a GPU still has need not come back
         for number, sequence in enumerate(self._sequences):
-            joined = Joined(query[number], self.shape.value, how)
+            joined = JoinedPieces(query[number], self.shape.value, how)
             for first, k, v in self._pieces(sequence, before, query.device):
                 found = mask.piece(number, first, first + len(k))
                 if found.any:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError
-from symbiosis.kernels.paged_attention import Seen
+from symbiosis.kernels.paged_attention import SeenTokens
 
 
 class SeenPiece(NamedTuple):
@@ -22,26 +22,26 @@ class Mask:
     def __init__(self, mask: Tensor | None, sequences: int, rows: int, tokens: int) -> None:
         self.sequences, self.rows, self.tokens = sequences, rows, tokens
         self.mask = None if mask is None else self._checked(mask)
-        self._seen: Seen | None = None
+        self._seen: SeenTokens | None = None
         self._pieces: dict[tuple[int, int, int], tuple[bool, bool]] = {}
 
-    def seen(self) -> Seen:
+    def seen(self) -> SeenTokens:
         """Return the mask as the kernel for CPUs takes it."""
         if self._seen is None:
             which = torch.arange(self.sequences) * self.rows
             if self.mask is None:
                 ends = torch.arange(self.tokens - self.rows, self.tokens).add_(1).repeat(self.sequences)
-                self._seen = Seen(which, ends, self.tokens, self.rows)
+                self._seen = SeenTokens(which, ends, self.tokens, self.rows)
             else:
                 self._seen = self._read(self.mask.to("cpu").flatten(0, 1).contiguous(), which)
         return self._seen
 
-    def _read(self, sees: Tensor, which: Tensor) -> Seen:
+    def _read(self, sees: Tensor, which: Tensor) -> SeenTokens:
         tokens = torch.arange(self.tokens)
         begins = tokens.where(sees, self.tokens).amin(1)
         ends = (tokens + 1).where(sees, 0).amax(1)
         everything = torch.equal((ends - begins).clamp_(min=0), sees.sum(1))
-        return Seen(which, ends, self.tokens, self.rows, begins, None if everything else sees)
+        return SeenTokens(which, ends, self.tokens, self.rows, begins, None if everything else sees)
 
     def piece(self, sequence: int, first: int, end: int) -> SeenPiece:
         """Return what the rows of a sequence see of the tokens from `first` up to `end`. Without a mask, these must all come before the

@@ -9,7 +9,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from symbiosis.client.layers.groups import Member
+from symbiosis.client.layers.groups import GroupMember
 from symbiosis.errors import CallError, Code, RemoteWeightError
 from symbiosis.protocol import DTYPES, Call, Op, Priority, View
 from symbiosis.transport.tensors import DTYPE_NAME, Shapes
@@ -43,7 +43,7 @@ def call_of(
 
 @lru_cache(maxsize=1 << 14)
 def rows_call(
-    op: Op, group: tuple[Member, ...], dtype: torch.dtype, shape: torch.Size, priority: Priority
+    op: Op, group: tuple[GroupMember, ...], dtype: torch.dtype, shape: torch.Size, priority: Priority
 ) -> tuple[Call, Shapes]:
     """Return the (cached) Call for the rows of a tensor of this shape, and the shapes of its results."""
     first, *others = group

@@ -21,10 +21,10 @@ from symbiosis.client import arguments
 from symbiosis.client.connection import lifetime
 from symbiosis.client.connection.lanes import Lane, Lanes
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
-from symbiosis.client.connection.service import Service, beside, twins
+from symbiosis.client.connection.service import ServiceSessions, beside, twins
 from symbiosis.client.connection.spread import Spread
 from symbiosis.client.direct.mapped import Mapped
-from symbiosis.client.layers.groups import Groups, Member
+from symbiosis.client.layers.groups import GroupMember, Groups
 from symbiosis.client.requests import (
     call_of,
     goes_in_parts,
@@ -72,10 +72,10 @@ class Session(Reconnecting):
         """With `whole`, all ranks of a service are asked for what they hold, not only the one that this session joins."""
         super().__init__(endpoint, priority, fingerprint, observer, patience, timeout, wait, share)
         self._whole, self._joining = whole, threading.Lock()
-        self._service: Service[Session] | None = None
+        self._service: ServiceSessions[Session] | None = None
         self.spread: Spread[Session] | None = None
         self.exact = arguments.flag("exact", exact)
-        self.known_groups: dict[Member, tuple[Member, ...]] = {}
+        self.known_groups: dict[GroupMember, tuple[GroupMember, ...]] = {}
         self._local = threading.local()
         self._lanes = Lanes()
         self._counting = threading.Lock()
@@ -93,11 +93,11 @@ class Session(Reconnecting):
             return groups
 
     @property
-    def service(self) -> "Service[Session] | None":
+    def service(self) -> "ServiceSessions[Session] | None":
         """The other ranks of the service, once their sessions have joined; None if the executor is alone."""
         if self._service is None and self._whole and not self.keeps_secrets and self.welcome.is_part:
             with self._joining:
-                self._service = self._service or Service(self, self._with_rank)
+                self._service = self._service or ServiceSessions(self, self._with_rank)
         return self._service
 
     def _join_first(self) -> transport.Connection:
@@ -174,7 +174,7 @@ class Session(Reconnecting):
             return line.call(call, payload)
         return self._by_cpu(call, payload, x.device)[0]
 
-    def rows(self, op: Op, group: tuple[Member, ...], x: Tensor, priority: Priority) -> list[Tensor]:
+    def rows(self, op: Op, group: tuple[GroupMember, ...], x: Tensor, priority: Priority) -> list[Tensor]:
         """Ask every layer of `group` for its product with the rows of `x`, in one call. Results have the shape of `x`, but for the width."""
         refuse_transforms(x)
         call, shapes = rows_call(op, group, x.dtype, x.shape, priority)

@@ -8,7 +8,7 @@ from time import monotonic
 
 from symbiosis.errors import Code
 from symbiosis.executor.account import ServedSession
-from symbiosis.executor.calls.plan import Plan
+from symbiosis.executor.calls.plan import CallPlan
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.log import log, worth_logging
 from symbiosis.executor.scheduling.queue import Batch
@@ -46,7 +46,7 @@ class Ledger:
 
     # ------------------------------------------------------------------ what came
 
-    def came(self, session: ServedSession, plan: Plan) -> None:
+    def came(self, session: ServedSession, plan: CallPlan) -> None:
         """Count a call, or a round of calls, that will be answered."""
         rows = plan.rows * plan.calls
         session.calls += plan.calls

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.calls.plan import Plan, plan_of_round
+from symbiosis.executor.calls.plan import CallPlan, plan_of_round
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.base import GpuPeer, Peer, RoundWords
 from symbiosis.transport.tensors import cut
@@ -26,7 +26,7 @@ class _OneCall:
     call: Call
     payload: tuple[Tensor, ...]
     out: Tensor
-    plan: Plan
+    plan: CallPlan
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -53,7 +53,7 @@ class HostCall(_OneCall):
     call: Call
     payload: tuple[Tensor, ...]
     out: Tensor
-    plan: Plan
+    plan: CallPlan
     finite: bool = False  # whether rows that are not finite are refused
     error: Exception | None = None  # raised by one of its slices; the reply still waits for the last slice
 
@@ -63,7 +63,7 @@ class Repeated:
     """A call, or a round of calls, that a GPU makes again and again with rows and results in the same places."""
 
     peer: GpuPeer
-    plan: Plan
+    plan: CallPlan
     number: int  # the client's name for it
     priority: int
     large: bool = False  # it has so many rows that other calls overtake it

@@ -36,7 +36,7 @@ class MatrixPiece(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlacedAdapter:
     """An adapter at one layer, as it lies in memory."""
 
     rank: int = 0
@@ -87,7 +87,7 @@ def add_(y_TN: Tensor, vector: Sequence[MatrixPiece]) -> None:
         y_TN[:, column : column + values.shape[1]].add_(values)
 
 
-def adapt_(y_TN: Tensor, x_TK: Tensor, placed: Placed) -> None:
+def adapt_(y_TN: Tensor, x_TK: Tensor, placed: PlacedAdapter) -> None:
     """Apply an adapter to `y = x Wᵀ`, in place."""
     if placed.gain:
         multiply_(y_TN, placed.gain)
@@ -97,7 +97,7 @@ def adapt_(y_TN: Tensor, x_TK: Tensor, placed: Placed) -> None:
         expand_(y_TN, shrink(x_TK, placed.down, placed.rank), placed.up)
 
 
-def adapt_rows_(y_TN: Tensor, x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]]) -> None:
+def adapt_rows_(y_TN: Tensor, x_TK: Tensor, groups: Sequence[tuple[Rows, PlacedAdapter]]) -> None:
     """Apply each group's adapter to its rows, in place. Other rows are not touched."""
     for rows, placed in groups:
         y_SN = y_TN[rows]
@@ -124,7 +124,7 @@ class FewAdapterRows:
         few = device.type == "cpu" and rank <= HIGHEST_RANK and all(len(rows) <= FEW_ROWS for rows in groups)
         return few and compiled(dtype) is not None
 
-    def adapt_(self, y_TN: Tensor, x_TK: Tensor, placed: Sequence[Placed | None]) -> None:
+    def adapt_(self, y_TN: Tensor, x_TK: Tensor, placed: Sequence[PlacedAdapter | None]) -> None:
         """Apply the layer's adapters, given in the order of the groups, as `adapt_rows_` does."""
         function = compiled(y_TN.dtype)
         assert function is not None and y_TN.is_contiguous() and x_TK.is_contiguous() and x_TK.dtype == y_TN.dtype
@@ -145,7 +145,7 @@ def compiled(dtype: torch.dtype) -> Callable[..., None] | None:
     return None if library is None else library.adapter_rows
 
 
-def before_rows(x_TK: Tensor, groups: Sequence[tuple[Rows, Placed]]) -> Tensor:
+def before_rows(x_TK: Tensor, groups: Sequence[tuple[Rows, PlacedAdapter]]) -> Tensor:
     """Return a copy of the rows, each group's multiplied by its adapter's `before`."""
     x_TK = x_TK.clone()
     for rows, placed in groups:

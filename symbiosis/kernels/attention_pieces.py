@@ -11,11 +11,11 @@ SCORES = 1 << 26  # at once, where they are written to memory
 FUSED_HALF, MOST_FUSED = (torch.float16, torch.bfloat16), 256  # what a GPU's kernel takes, and the largest head
 
 
-class Joined:
+class JoinedPieces:
     """What rows [heads, rows, size] have seen so far. `y` is float32; `weight` [heads, rows] is the logarithm of the sum of all weights.
 
     >>> query, key, value = torch.randn(2, 3, 8), torch.randn(2, 10, 8), torch.randn(2, 10, 8)
-    >>> joined = Joined(query, value_size=8, how=How(0.3))
+    >>> joined = JoinedPieces(query, value_size=8, how=How(0.3))
     >>> for at in (slice(0, 4), slice(4, 10)):
     ...     joined.look(key[:, at], value[:, at])
     >>> torch.allclose(joined.result(), torch.softmax(query @ key.transpose(1, 2) * 0.3, -1) @ value, atol=1e-5)

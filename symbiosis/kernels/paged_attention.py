@@ -82,7 +82,7 @@ def attend_within(query: Tensor, key: Tensor, value: Tensor, how: How) -> Tensor
     return attend(query, key, value, torch.ones(rows, rows, dtype=torch.bool, device=query.device).tril(), how)
 
 
-class Pages(NamedTuple):
+class PageLayout(NamedTuple):
     """How keys and values lie in a page."""
 
     heads: int
@@ -93,7 +93,7 @@ class Pages(NamedTuple):
     values_at: int
 
 
-class Seen(NamedTuple):
+class SeenTokens(NamedTuple):
     """Which tokens are seen, and by whom. Rows of a sequence follow one another."""
 
     which: Tensor  # int64 [sequences]: the first row of each
@@ -140,9 +140,9 @@ class PagedAttention:
     def attend(
         self,
         memory: Tensor | None,
-        pages: Pages,
+        pages: PageLayout,
         tables: Tensor,
-        seen: Seen,
+        seen: SeenTokens,
         how: How,
         query: Tensor,
         result: Tensor,

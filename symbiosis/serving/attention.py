@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from symbiosis.kernels.paged_attention import How, Pages, Seen, attend, attend_within, compiled
+from symbiosis.kernels.paged_attention import How, PageLayout, SeenTokens, attend, attend_within, compiled
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.step import BLOCK, Block, Segment, Sequence, Step
 
@@ -146,8 +146,8 @@ class Together:
             self._gather_and_look(layer, query, how, result)
             return
         of, flat = self._arena.layers[layer], self._arena.flat
-        pages = Pages(of.heads, of.key, of.value, BLOCK, self._arena.page_elements, self._arena.values_at(layer))
-        seen = Seen(self._which, self._ends, self._longest)
+        pages = PageLayout(of.heads, of.key, of.value, BLOCK, self._arena.page_elements, self._arena.values_at(layer))
+        seen = SeenTokens(self._which, self._ends, self._longest)
         kernel.attend(flat, pages, self._tables[layer], seen, how, query, result)
 
     def _gather_and_look(self, layer: int, query: Tensor, how: How, result: Tensor) -> None:

@@ -12,7 +12,7 @@ from symbiosis.memory import free_memory
 BESIDE = 1 / 16  # of a device's free memory, for products and for what clients bring
 
 
-class Room(NamedTuple):
+class Verdict(NamedTuple):
     """What is found, how bad it is, and what to do."""
 
     state: Literal["ok", "warn", "FAIL"]
@@ -20,21 +20,21 @@ class Room(NamedTuple):
     remedy: str = ""
 
 
-def room_for(model: str) -> Room:
+def room_for(model: str) -> Verdict:
     """Say where the weights of a model fit, as they are stored or in half as many bits."""
     try:
         files = weight_files(located(model))
         if not files:
-            return Room("FAIL", f"there are no *.safetensors of {model}", "Name a checkpoint's folder, or a hub id")
+            return Verdict("FAIL", f"there are no *.safetensors of {model}", "Name a checkpoint's folder, or a hub id")
         stored, half = weights_nbytes(files), weights_nbytes(files, DTYPE_BITS["bfloat16"])
     except ConfigError as error:
-        return Room("FAIL", str(error))
+        return Verdict("FAIL", str(error))
     numbers = range(len(visible_gpus() or ()))
     gpus = [free_gpu_memory(f"cuda:{number}") or 0 for number in numbers]
     return fits(model, stored, min(stored, half), free_memory(), gpus)
 
 
-def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> Room:
+def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> Verdict:
     """Say where so many bytes fit, or `half` of them: on the host, and on GPUs with so many free bytes each.
 
     >>> fits("m", 10 << 30, 5 << 30, 64 << 30, [8 << 30, 8 << 30]).text
@@ -44,10 +44,12 @@ def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> 
     told = ", ".join(f"{name} {_gib(nbytes)}" for name, nbytes in free)
     text = f"{model} has {_gib(stored)} GiB of weights; free: {told} GiB"
     if ways := ways_for(stored, host, gpus):
-        return Room("ok", f"{text}. It fits on: {'; '.join(ways)}")
+        return Verdict("ok", f"{text}. It fits on: {'; '.join(ways)}")
     if ways := ways_for(half, host, gpus):
-        return Room("warn", f"{text}. It fits nowhere", f"With --dtype bfloat16 it does: {'; '.join(ways)}")
-    return Room("FAIL", f"{text}. It fits nowhere", "End what else runs here, or take a smaller model or more devices")
+        return Verdict("warn", f"{text}. It fits nowhere", f"With --dtype bfloat16 it does: {'; '.join(ways)}")
+    return Verdict(
+        "FAIL", f"{text}. It fits nowhere", "End what else runs here, or take a smaller model or more devices"
+    )
 
 
 def ways_for(needed: int, host: int, gpus: Sequence[int]) -> list[str]:

@@ -400,7 +400,7 @@ def test_a_reply_to_something_else_is_refused(
     with pytest.raises(ProtocolError):
         session.rows(
             Op.FORWARD,
-            (symbiosis.client.layers.groups.Member(layer, 64, False),),
+            (symbiosis.client.layers.groups.GroupMember(layer, 64, False),),
             x,
             symbiosis.protocol.Priority.PREFILL,
         )

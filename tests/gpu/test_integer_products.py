@@ -37,11 +37,11 @@ def test_products_are_those_of_the_reference() -> None:
 
 def _compare() -> None:
     _let_numbers_be_indices()
-    from symbiosis.kernels.gpu.integer_products import CHOICES, Blocks, fused_product
+    from symbiosis.kernels.gpu.integer_products import CHOICES, BlockSizes, fused_product
 
-    ways: list[Blocks | None] = [None, Blocks(64, 64, 128, 4, 2, 8, True, "never")]
+    ways: list[BlockSizes | None] = [None, BlockSizes(64, 64, 128, 4, 2, 8, True, "never")]
     ways += [
-        Blocks(128, 64, 64, 4, 2, programs, inside, turn)
+        BlockSizes(128, 64, 64, 4, 2, programs, inside, turn)
         for programs, inside, turn in ((1, True, "inside"), (8, False, "inside"), (8, False, "before"))
     ]
     for (x, w), blocks in itertools.product(cases(), ways):

@@ -14,7 +14,7 @@ from symbiosis.errors import ProtocolError
 from symbiosis.executor.ranks.exchange import Exchange, close, part_of
 from symbiosis.protocol import Layer
 from symbiosis.transport.cuda import striped_weights
-from symbiosis.transport.cuda.striped_weights import PAGE, Layout
+from symbiosis.transport.cuda.striped_weights import PAGE, RunLayout
 
 
 def layer(name: str, *shape: int) -> Layer:
@@ -31,7 +31,7 @@ TIED = {len(MODEL) - 1: 0}
 
 @pytest.mark.parametrize("shares", [(1.0,), (1.0, 1.0), (1.0, 1.0, 1.0), (3.0, 1.0)], ids=str)
 def test_every_byte_lies_in_one_run(shares: tuple[float, ...]) -> None:
-    layout = Layout(MODEL, shares, TIED)
+    layout = RunLayout(MODEL, shares, TIED)
     ends = [run.begin + run.nbytes for run in layout.runs]
     assert [run.begin for run in layout.runs] == [0, *ends[:-1]]
     assert all(run.nbytes and run.nbytes % PAGE == 0 for run in layout.runs)
@@ -46,7 +46,7 @@ def test_every_byte_lies_in_one_run(shares: tuple[float, ...]) -> None:
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0), (1.0, 1.0, 1.0, 1.0), (3.0, 1.0)], ids=str)
 def test_ranks_hold_their_shares_of_each_large_tensor(shares: tuple[float, ...]) -> None:
-    layout = Layout(MODEL, shares, TIED)
+    layout = RunLayout(MODEL, shares, TIED)
     for number in range(10):
         begin, nbytes = layout.begins[number], 4 * MODEL[number].shape[0] * MODEL[number].shape[1]
         for rank, share in enumerate(shares):
@@ -65,7 +65,7 @@ def test_ranks_make_the_outputs_that_lie_in_their_memory(shares: tuple[float, ..
     """All but as many as are made together; and layers of which one rank holds nothing are left out."""
     wide = [layer(f"{n}.{name}", 4096 - 256 * n, 1280 + 512 * n) for n in range(5) for name in ("up", "down")]
     head = layer("head", 4096, 1024)  # which is not served
-    layout = Layout([*wide, layer("small", 128, 256), layer("norm", 1024), head], shares, {})
+    layout = RunLayout([*wide, layer("small", 128, 256), layer("norm", 1024), head], shares, {})
     begins = layout.first_outputs([*layout.manifest[:-1], msgspec.structs.replace(head, kind="client")])
     assert begins.keys() == set(range(len(wide)))
     for number, at in begins.items():
@@ -80,7 +80,7 @@ def test_ranks_make_the_outputs_that_lie_in_their_memory(shares: tuple[float, ..
 
 
 def test_where_a_tensor_passes_from_rank_to_rank() -> None:
-    layout = Layout(MODEL, (1.0, 1.0), TIED)
+    layout = RunLayout(MODEL, (1.0, 1.0), TIED)
     edges = {run.begin for run in layout.runs}
     for number in range(10):
         (cut,) = layout.cuts(number)
@@ -93,7 +93,7 @@ def test_a_rank_that_hands_over_too_little_is_told_of(monkeypatch: pytest.Monkey
     for name in ("must_have_such_pages", "enter"):
         monkeypatch.setattr(striped_weights, name, lambda device: None)
     monkeypatch.setattr(striped_weights, "created", lambda nbytes, device: 1)
-    layout = Layout(MODEL, (1.0, 1.0), TIED)
+    layout = RunLayout(MODEL, (1.0, 1.0), TIED)
     with pytest.raises(ProtocolError, match="rank 1 has handed over fewer pieces of memory than it holds"):
         striped_weights.mapped(layout, {0: [1] * len(layout.runs), 1: [1]}, None)  # type: ignore[arg-type]
 

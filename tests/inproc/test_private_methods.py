@@ -12,7 +12,7 @@ from torch import Tensor
 
 import symbiosis
 from scripts.compat_peft import BY_LEVEL, run_case, unsplit
-from symbiosis.client.layers.groups import Member
+from symbiosis.client.layers.groups import GroupMember
 from symbiosis.errors import CallError, Code, WrapError
 from symbiosis.protocol import Op, Priority
 from symbiosis.tools.make_pads import make
@@ -82,7 +82,7 @@ def test_rows_that_are_no_floats_are_refused(level: str, dtype: torch.dtype, pri
     x = torch.ones(2, 96).to(dtype)
     attempts = [
         lambda: layer(x),
-        lambda: session.rows(Op.FORWARD, (Member(index, 64, False),), x, Priority.PREFILL),
+        lambda: session.rows(Op.FORWARD, (GroupMember(index, 64, False),), x, Priority.PREFILL),
         lambda: session.call(Op.FORWARD, index, x),
         lambda: session.call(Op.DGRAD, index, torch.ones(2, 64).to(dtype)),
     ]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import symbiosis
 from symbiosis.client.connection import reconnect
-from symbiosis.client.layers.groups import Member
+from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.privacy import split as split_module
 from symbiosis.client.privacy.masked_session import Group, PrivateSession, asked
 from symbiosis.client.privacy.pads import PadFile
@@ -380,7 +380,7 @@ def test_masked_rows_are_sums_modulo_two_to_the_k(
         x_TK, r_TK = extremes(3, width(session.manifest[layer], Op.DGRAD), level.dtype)
         monkeypatch.setattr(split_module, "keystream", lambda *_: r_TK)
         one.server.dispatch.phase = "now"
-        level.masked(Op.FORWARD, (Member(layer, width(session.manifest[layer]), False),), x_TK, Priority.PREFILL)
+        level.masked(Op.FORWARD, (GroupMember(layer, width(session.manifest[layer]), False),), x_TK, Priority.PREFILL)
         (sent,) = one.server.dispatch.log
     assert torch.equal(sent.rows, wrapped_sums(x_TK, r_TK)) is (kind is SplitLevel)
 
@@ -396,7 +396,7 @@ def test_masked_rows_of_a_pad_file_are_sums_modulo_two_to_the_k(
         x_TK, r_TK = extremes(3, width(session.manifest[layer], Op.DGRAD), torch.int32)
         monkeypatch.setattr(PadFile, "pads", lambda *_: r_TK)
         one.server.dispatch.phase = "now"
-        member = Member(layer, width(session.manifest[layer]), False)
+        member = GroupMember(layer, width(session.manifest[layer]), False)
         session.level.masked(Op.FORWARD, (member,), x_TK, Priority.PREFILL)  # type: ignore[attr-defined]
         (sent,) = one.server.dispatch.log
     assert torch.equal(sent.rows, wrapped_sums(x_TK, r_TK))

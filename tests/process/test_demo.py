@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from symbiosis.client.session import Session
 from symbiosis.executor.model.load import DEMO_MODEL, load_model
 from symbiosis.tools.demo.compare import Comparison, Result, compute, hold_against, same_bits
-from symbiosis.tools.demo.run import Outcome, report
+from symbiosis.tools.demo.run import DemoResults, report
 from symbiosis.tools.demo.tasks import BATCH, HELD_OUT, LENGTH, TASKS, examples
 from symbiosis.tools.processes import Child, ProcessError, clients, executor
 from symbiosis.tools.top import snapshot
@@ -108,7 +108,7 @@ def test_an_executor_that_does_not_start_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_child_waits_for_its_start(tmp_path: Path) -> None:
-    waiting = "from symbiosis.tools.demo.events import Events; e = Events(); e.wait_for_start(step=1); print('x'); e.send(step=2)"
+    waiting = "from symbiosis.tools.demo.events import EventOutput; e = EventOutput(); e.wait_for_start(step=1); print('x'); e.send(step=2)"
     child = Child("waiting", ["-c", waiting], tmp_path)
     try:
         while child.still_runs() and not child.ready:
@@ -147,7 +147,7 @@ def test_the_exit_status_is_the_verdict(
     session = Session(serve(llama).endpoint, observer=True)
     client = {"held_out_before": 1.0, "held_out_after": after}
     comparison = Comparison("lora", "logits", 5, identical, 0.0 if identical else 1e-7)
-    outcome = Outcome(dict.fromkeys(TASKS, client), snapshot(session), [comparison], {})
+    outcome = DemoResults(dict.fromkeys(TASKS, client), snapshot(session), [comparison], {})
     session.close()
     assert report(outcome, 1.0).finish() == status
     last = json.loads(capsys.readouterr().out.splitlines()[-1])

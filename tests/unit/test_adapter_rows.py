@@ -7,7 +7,7 @@ from torch import Tensor
 from symbiosis.kernels.adapter_rows import (
     FewAdapterRows,
     MatrixPiece,
-    Placed,
+    PlacedAdapter,
     adapt_rows_,
     before_rows,
     compiled,
@@ -34,9 +34,9 @@ def test_groups_of_any_rows(rank: int, rows: int, columns: int) -> None:
     x_TK, y_TN = torch.randn(20, K, dtype=torch.float64), torch.randn(20, N, dtype=torch.float64)
     down, up = torch.randn(rank, K, dtype=torch.float64), torch.randn(rank, N, dtype=torch.float64)
     gain, shift = torch.randn(1, N, dtype=torch.float64), torch.randn(1, N, dtype=torch.float64)
-    low = Placed(rank, scattered(down, rows, columns), scattered(up, rows, columns))
-    scale = Placed(gain=scattered(gain, 1, columns), shift=scattered(shift, 1, columns))
-    both = Placed(rank, low.down, low.up, gain=scale.gain, shift=scale.shift)
+    low = PlacedAdapter(rank, scattered(down, rows, columns), scattered(up, rows, columns))
+    scale = PlacedAdapter(gain=scattered(gain, 1, columns), shift=scattered(shift, 1, columns))
+    both = PlacedAdapter(rank, low.down, low.up, gain=scale.gain, shift=scale.shift)
     groups = [(slice(0, 4), low), (slice(4, 4), low), (torch.tensor([5, 11, 7]), both), (slice(12, 13), scale)]
     expected = y_TN.clone()
     expected[:4] += x_TK[:4] @ down.t() @ up
@@ -52,7 +52,9 @@ def test_groups_of_any_rows(rank: int, rows: int, columns: int) -> None:
 def test_rows_as_a_layer_is_to_see_them() -> None:
     x_TK, vector = torch.randn(6, 50), torch.randn(1, 50)
     kept = x_TK.clone()
-    seen = before_rows(x_TK, [(slice(1, 3), Placed(before=scattered(vector, 1, 7))), (torch.tensor([5]), Placed())])
+    seen = before_rows(
+        x_TK, [(slice(1, 3), PlacedAdapter(before=scattered(vector, 1, 7))), (torch.tensor([5]), PlacedAdapter())]
+    )
     expected = kept.clone()
     expected[1:3] *= vector
     assert torch.equal(seen, expected)
@@ -73,8 +75,8 @@ def test_few_rows_in_c(rank: int, rows: int, columns: int, dtype: torch.dtype) -
     x_TK, y_TN = torch.randn(20, K).to(dtype), torch.randn(20, N).to(dtype)
     down, up = (torch.randn(rank, K) / K).to(dtype), torch.randn(rank, N).to(dtype)
     gain, shift = torch.randn(1, N).to(dtype), torch.randn(1, N).to(dtype)
-    low = Placed(rank, scattered(down, rows, columns), scattered(up, rows, columns))
-    both = Placed(rank, low.down, low.up, gain=scattered(gain, 1, columns), shift=scattered(shift, 1, columns))
+    low = PlacedAdapter(rank, scattered(down, rows, columns), scattered(up, rows, columns))
+    both = PlacedAdapter(rank, low.down, low.up, gain=scattered(gain, 1, columns), shift=scattered(shift, 1, columns))
     groups = [[0, 1, 2, 3, 4], [5], [11, 8, 19, 6, 7, 10], [12]]
     expected = y_TN.double()
     for numbers, placed in zip(groups, (low, both, both, None), strict=True):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from symbiosis.kernels.paged_attention import How, Pages, Seen, attend, compiled
+from symbiosis.kernels.paged_attention import How, PageLayout, SeenTokens, attend, compiled
 from tests.attentions import kinds
 
 BLOCK, PAGES, SEQUENCES, LONGEST = 16, 24, 3, 70
@@ -15,7 +15,9 @@ CLOSE = {
 KINDS = kinds(heads=4, steepest=2.0)
 
 
-def laid_out(memory: torch.Tensor, table: torch.Tensor, pages: Pages, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def laid_out(
+    memory: torch.Tensor, table: torch.Tensor, pages: PageLayout, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of a sequence, one behind the other: [heads, tokens, size]."""
     heads, key, value, block, _, values_at = pages
     of = memory[table.long()]
@@ -25,7 +27,7 @@ def laid_out(memory: torch.Tensor, table: torch.Tensor, pages: Pages, tokens: in
 
 
 def reference(
-    memory: torch.Tensor, tables: torch.Tensor, ends: list[int], query: torch.Tensor, how: How, pages: Pages
+    memory: torch.Tensor, tables: torch.Tensor, ends: list[int], query: torch.Tensor, how: How, pages: PageLayout
 ) -> torch.Tensor:
     found = []
     for number, end in enumerate(ends):
@@ -45,13 +47,13 @@ def test_equals_torch(kind: str, shared: int, key: int, value: int, dtype: torch
     if kernel is None:
         pytest.skip("there is no C compiler")
     values_at, generator = BLOCK * shared * key, torch.Generator().manual_seed(0)
-    pages = Pages(shared, key, value, BLOCK, values_at + BLOCK * shared * value + 7, values_at)
+    pages = PageLayout(shared, key, value, BLOCK, values_at + BLOCK * shared * value + 7, values_at)
     memory = torch.randn(PAGES, pages.elements, generator=generator).to(dtype)
     tables = torch.randperm(PAGES, generator=generator)[: SEQUENCES * 5].view(SEQUENCES, 5).int()
     query, ends = torch.randn(4, SEQUENCES, key, generator=generator).to(dtype), [1, LONGEST, 33]
     rows = query.transpose(0, 1).contiguous().transpose(0, 1)  # as models give them
     result = torch.full((SEQUENCES + 1, 4, value), 7.0).to(dtype)
-    seen = Seen(torch.arange(SEQUENCES), torch.tensor(ends), LONGEST)
+    seen = SeenTokens(torch.arange(SEQUENCES), torch.tensor(ends), LONGEST)
     kernel.attend(memory, pages, tables, seen, KINDS[kind], rows, result[:-1])
     expected = reference(memory.float(), tables, ends, query.float(), KINDS[kind], pages)
     torch.testing.assert_close(result[:-1].float(), expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
@@ -70,7 +72,7 @@ def test_rows_of_long_sequences_by_address(
     if kernel is None:
         pytest.skip("there is no C compiler")
     block, rows, tokens, generator = 48, 3, 610, torch.Generator().manual_seed(0)
-    pages = Pages(shared, size, size, block, 0, block * shared * size)
+    pages = PageLayout(shared, size, size, block, 0, block * shared * size)
     memory = torch.randn(2 * 13, 2 * block * shared * size, generator=generator).to(dtype)
     numbers = torch.randperm(2 * 13, generator=generator).view(2, 13)
     addresses = memory.data_ptr() + numbers * memory.stride(0) * dtype.itemsize
@@ -83,7 +85,7 @@ def test_rows_of_long_sequences_by_address(
     result, how = torch.empty(2 * rows, heads, size, dtype=dtype), KINDS[kind]
     if how.sinks is not None:
         how = How(how.scaling, how.window, how.softcap, torch.linspace(-2, 2, heads))
-    seen = Seen(torch.arange(2) * rows, ends, tokens, rows, begins, mask)
+    seen = SeenTokens(torch.arange(2) * rows, ends, tokens, rows, begins, mask)
     kernel.attend(None, pages, addresses, seen, how, query, result, threads)
     at = torch.arange(tokens)
     sees = mask & (at < ends[:, None]) & (at >= begins[:, None])
@@ -112,10 +114,10 @@ def test_scores_of_any_size(scale: float) -> None:
     kernel = compiled(torch.float32)
     if kernel is None:
         pytest.skip("there is no C compiler")
-    pages = Pages(1, 16, 16, BLOCK, 2 * BLOCK * 16, BLOCK * 16)
+    pages = PageLayout(1, 16, 16, BLOCK, 2 * BLOCK * 16, BLOCK * 16)
     memory = torch.randn(2, 2 * BLOCK * 16, generator=torch.Generator().manual_seed(1))
     query, result, tables = torch.randn(1, 1, 16), torch.empty(1, 1, 16), torch.tensor([[1, 0]], dtype=torch.int32)
-    seen = Seen(torch.tensor([0]), torch.tensor([30]), 30)
+    seen = SeenTokens(torch.tensor([0]), torch.tensor([30]), 30)
     kernel.attend(memory, pages, tables, seen, How(scale), query, result)
     torch.testing.assert_close(
         result[0], reference(memory, tables, [30], query, How(scale), pages)[0], rtol=1e-4, atol=1e-5
@@ -127,10 +129,10 @@ def test_what_is_no_number_stays_none(where: str) -> None:
     kernel = compiled(torch.float32)
     if kernel is None:
         pytest.skip("there is no C compiler")
-    pages = Pages(1, 16, 16, 256, 2 * 256 * 16, 256 * 16)
+    pages = PageLayout(1, 16, 16, 256, 2 * 256 * 16, 256 * 16)
     memory, query, result = torch.randn(1, 2 * 256 * 16), torch.randn(1, 1, 16), torch.empty(1, 1, 16)
     memory[0, (0 if where == "a key" else 256 * 16) + 200 * 16] = float("nan")
-    seen = Seen(torch.tensor([0]), torch.tensor([256]), 256)
+    seen = SeenTokens(torch.tensor([0]), torch.tensor([256]), 256)
     kernel.attend(memory, pages, torch.zeros(1, 1, dtype=torch.int32), seen, How(0.1), query, result, 2)
     assert result[0, 0, 0].isnan()
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from symbiosis.kernels.adapter_rows import Placed
+from symbiosis.kernels.adapter_rows import PlacedAdapter
 from symbiosis.serving.adapters.kinds import LoadedAdapter, Part
 from symbiosis.serving.adapters.residency import Residency, Resident, RowRun, place, put_whole, to_evict
 from symbiosis.serving.arena import Arena, KvShape
@@ -98,7 +98,7 @@ def adapter(version: int, rank: int, seed: int = 0) -> LoadedAdapter:
     )
 
 
-def whole(placed: Placed, name: str, rows: int, columns: int) -> torch.Tensor:
+def whole(placed: PlacedAdapter, name: str, rows: int, columns: int) -> torch.Tensor:
     matrix = torch.full((rows, columns), torch.nan)
     for row, column, values in getattr(placed, name):
         matrix[row : row + values.shape[0], column : column + values.shape[1]] = values

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
-from symbiosis.executor.calls.plan import Key, Plan
+from symbiosis.executor.calls.plan import CallPlan, Key
 from symbiosis.executor.work import DeviceCall, Round, RowAddresses
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.base import RoundWords
@@ -40,7 +40,7 @@ class Client:
         key = Key(call.layers, call.op, call.dtype, call.bias, call.view)
         peer: Any = self
         return DeviceCall(
-            peer=peer, plan=Plan(key, rows, call.nbytes, (), 0, (), True), number=at, priority=0, large=large, call=call,
+            peer=peer, plan=CallPlan(key, rows, call.nbytes, (), 0, (), True), number=at, priority=0, large=large, call=call,
             payload=(self.x[at],), results=tuple(self.y[at]), addresses=RowAddresses([self.x[at]], self.y[at], (0, 0)),
         )  # fmt: skip
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symbiosis.serving.scheduling import policy
-from symbiosis.serving.scheduling.policy import Batch
+from symbiosis.serving.scheduling.policy import StepBatch
 
 
 @dataclass(eq=False)
@@ -52,7 +52,7 @@ def run(queue: list[Waiting], stream: list[Waiting], kind: str, most_versions: i
             return True
 
         versions = frozenset(r.version for r in running) - {0}
-        batch = Batch(len(running), 4, versions, most_versions, Counter(r.tenant for r in running), of_tenant)
+        batch = StepBatch(len(running), 4, versions, most_versions, Counter(r.tenant for r in running), of_tenant)
         order = policy.by_fairness(waiting, counters) if kind == "vtc" else iter(waiting)
         joined = policy.admit(order, batch, start)
         waiting = [each for each in waiting if each not in joined]
@@ -86,24 +86,24 @@ def test_nobody_starves(
 
 def test_a_rare_adapter_is_passed_by_only_so_often() -> None:
     rare = Waiting(0.0, version=9)
-    batch = Batch(1, 1000, frozenset({1}), most_versions=1)
+    batch = StepBatch(1, 1000, frozenset({1}), most_versions=1)
     crowd = [Waiting(1.0, version=1) for _ in range(2 * policy.MOST_OVERTAKEN)]
     joined = policy.admit([rare, *crowd], batch, lambda each: True)
     assert len(joined) == 2 * policy.MOST_OVERTAKEN and rare.overtaken == len(joined)
     assert policy.admit([rare, *crowd], batch, lambda each: True) == []
-    assert policy.admit([rare, *crowd], Batch(0, 1000, most_versions=1), lambda each: True) == [rare]
+    assert policy.admit([rare, *crowd], StepBatch(0, 1000, most_versions=1), lambda each: True) == [rare]
 
 
 def test_what_fits_goes_before_what_does_not() -> None:
     large, small = Waiting(0.0, pages=9), Waiting(1.0, pages=1)
-    assert policy.admit([large, small], Batch(0, 8), lambda each: each.pages < 5) == [small]
+    assert policy.admit([large, small], StepBatch(0, 8), lambda each: each.pages < 5) == [small]
     assert (large.overtaken, small.overtaken) == (1, 0)
 
 
 def test_a_tenants_limit_holds_up_only_the_tenant() -> None:
     mine = [Waiting(0.0, tenant="a") for _ in range(200)]
     other = Waiting(1.0, tenant="b")
-    joined = policy.admit([*mine, other], Batch(0, 8, most_of_tenant=2), lambda each: True)
+    joined = policy.admit([*mine, other], StepBatch(0, 8, most_of_tenant=2), lambda each: True)
     assert joined == [*mine[:2], other]
     assert not any(each.overtaken for each in mine)
 

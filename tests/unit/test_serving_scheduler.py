@@ -12,7 +12,7 @@ from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.blocks import Blocks
 from symbiosis.serving.pool import NoRoom, Pool
 from symbiosis.serving.request import Request, Sampling
-from symbiosis.serving.scheduling.scheduler import Rules, Scheduler, Unsettled
+from symbiosis.serving.scheduling.scheduler import Scheduler, StepRules, Unsettled
 from symbiosis.serving.step import BLOCK, Sequence, Step
 
 LAYERS = 2
@@ -99,7 +99,12 @@ class Server:
     """
 
     def __init__(
-        self, pages: int, rules: Rules, ahead: bool = False, ends: int = 1 << 30, windows: tuple[int | None, ...] = ()
+        self,
+        pages: int,
+        rules: StepRules,
+        ahead: bool = False,
+        ends: int = 1 << 30,
+        windows: tuple[int | None, ...] = (),
     ) -> None:
         self.pool, self.rules, self.ahead, self.ends = Pool(pages), rules, ahead, ends
         self.blocks = KnownBlocks(self.pool, LAYERS, windows=windows)
@@ -186,7 +191,7 @@ ARRIVALS = st.lists(
     max_size=12,
 )
 RULES = st.builds(
-    Rules,
+    StepRules,
     max_batch=st.integers(1, 6),
     adapters_in_batch=st.sampled_from([None, 1, 2]),
     prefill_tokens=st.sampled_from([1, 7, 64]),
@@ -200,7 +205,7 @@ RULES = st.builds(
 @settings(deadline=None, max_examples=150)
 @given(ARRIVALS, RULES, st.integers(2 * 7 + 4, 60), st.booleans(), st.sampled_from([7, 1 << 30]))
 def test_everybody_ends_and_everything_is_given_back(
-    arrivals: list[Any], rules: Rules, pages: int, ahead: bool, ends: int
+    arrivals: list[Any], rules: StepRules, pages: int, ahead: bool, ends: int
 ) -> None:
     play(Server(pages, rules, ahead, ends), arrivals)
 
@@ -208,7 +213,7 @@ def test_everybody_ends_and_everything_is_given_back(
 @settings(deadline=None, max_examples=100)
 @given(ARRIVALS, RULES, st.integers(0, 12), st.booleans(), st.sampled_from([(8, 8), (None, 8), (8, 24)]))
 def test_texts_longer_than_the_memory_end_if_their_windows_fit(
-    arrivals: list[Any], rules: Rules, more: int, ahead: bool, windows: tuple[int | None, ...]
+    arrivals: list[Any], rules: StepRules, more: int, ahead: bool, windows: tuple[int | None, ...]
 ) -> None:
     least = Blocks(Pool(1), LAYERS, windows=windows).needed_at_once(3 + 60 + 40, rules.piece) + 4  # of an adapter
     play(Server(least + more, rules, ahead, windows=windows), arrivals)
@@ -246,7 +251,7 @@ def play(server: Server, arrivals: list[Any]) -> None:
 
 
 def test_long_prompts_come_in_pieces_beside_all_that_decode() -> None:
-    server = Server(400, Rules(prefill_tokens=32))
+    server = Server(400, StepRules(prefill_tokens=32))
     server.scheduler.add(sequences(0, 5, most=100))
     server.step()
     server.scheduler.add(sequences(1, 100, most=5))
@@ -259,7 +264,7 @@ def test_long_prompts_come_in_pieces_beside_all_that_decode() -> None:
 
 @pytest.mark.parametrize("logprobs", [False, True], ids=["", "the prompt is scored"])
 def test_completions_share_the_prompts_blocks(logprobs: bool) -> None:
-    server = Server(400, Rules())
+    server = Server(400, StepRules())
     many = sequences(0, 70, completions=3, prompt_logprobs=logprobs)
     server.scheduler.add(many)
     first = server.step()
@@ -270,7 +275,7 @@ def test_completions_share_the_prompts_blocks(logprobs: bool) -> None:
 
 
 def test_the_newest_is_evicted_and_says_the_same_afterwards() -> None:
-    server = Server(LAYERS * 4, Rules())
+    server = Server(LAYERS * 4, StepRules())
     old, new = sequences(0, 20, most=40)[0], sequences(1, 15, most=30)[0]
     server.scheduler.add([old])
     server.scheduler.add([new])
@@ -284,7 +289,7 @@ def test_the_newest_is_evicted_and_says_the_same_afterwards() -> None:
 
 
 def test_cancelling_frees_everything_at_once() -> None:
-    server = Server(200, Rules(prefill_tokens=8))
+    server = Server(200, StepRules(prefill_tokens=8))
     server.scheduler.add(sequences(0, 60, ADAPTERS[1], completions=3))
     server.scheduler.add(sequences(1, 60))
     server.step()
@@ -295,7 +300,7 @@ def test_cancelling_frees_everything_at_once() -> None:
 
 
 def test_segments_of_one_adapter_lie_beside_each_other() -> None:
-    server = Server(400, Rules())
+    server = Server(400, StepRules())
     for id, adapter in enumerate([ADAPTERS[1], None, ADAPTERS[0], ADAPTERS[1], None]):
         server.scheduler.add(sequences(id, 5, adapter))
     step = server.step()
@@ -303,7 +308,7 @@ def test_segments_of_one_adapter_lie_beside_each_other() -> None:
 
 
 def test_adapters_of_the_queue_are_brought_before_their_turn() -> None:
-    server = Server(400, Rules(max_batch=1))
+    server = Server(400, StepRules(max_batch=1))
     server.scheduler.add(sequences(0, 5, ADAPTERS[0]))
     server.scheduler.add(sequences(1, 5, ADAPTERS[1]))
     server.step()
@@ -311,7 +316,7 @@ def test_adapters_of_the_queue_are_brought_before_their_turn() -> None:
 
 
 def test_an_adapter_is_not_brought_for_a_text_that_finds_no_room() -> None:
-    server = Server(LAYERS * 8, Rules())
+    server = Server(LAYERS * 8, StepRules())
     server.scheduler.add(sequences(0, 80, most=30))
     for id in range(1, 4):
         server.scheduler.add(sequences(id, 60, ADAPTERS[2 + id % 2], most=2))
@@ -324,7 +329,7 @@ def test_an_adapter_is_not_brought_for_a_text_that_finds_no_room() -> None:
 
 
 def test_early_abort_gives_up_what_cannot_be_in_time() -> None:
-    server = Server(400, Rules(max_batch=1, policy="abort", first_token_s=3.0))
+    server = Server(400, StepRules(max_batch=1, policy="abort", first_token_s=3.0))
     for id in range(3):
         (each,) = sequences(id, 5, most=10)
         each.arrived = 0.0
@@ -337,7 +342,7 @@ def test_early_abort_gives_up_what_cannot_be_in_time() -> None:
 
 @pytest.mark.parametrize("policy", ["fcfs", "vtc"])
 def test_tenants_get_alike_only_under_vtc(policy: Any) -> None:
-    server = Server(4000, Rules(max_batch=2, policy=policy))
+    server = Server(4000, StepRules(max_batch=2, policy=policy))
     for id in range(20):
         server.scheduler.add(sequences(id, 10, tenant="many", most=4))
     for id in range(20, 24):
@@ -357,7 +362,7 @@ def shares(server: Server) -> Counter[str]:
 
 
 def test_who_is_alone_has_the_batch_and_gives_way_when_others_come() -> None:
-    server = Server(400, Rules(max_batch=8, of_tenant=4))
+    server = Server(400, StepRules(max_batch=8, of_tenant=4))
     for each in of_tenant("a", range(12)):
         server.scheduler.add(each)
     server.step()
@@ -379,7 +384,7 @@ def test_who_is_alone_has_the_batch_and_gives_way_when_others_come() -> None:
 
 
 def test_memory_of_who_has_more_than_a_share_is_given_to_others() -> None:
-    server = Server(8 * LAYERS + 2 * LAYERS, Rules(max_batch=8, of_tenant=2))
+    server = Server(8 * LAYERS + 2 * LAYERS, StepRules(max_batch=8, of_tenant=2))
     for each in of_tenant("a", range(4)):
         server.scheduler.add(each)
     server.step()

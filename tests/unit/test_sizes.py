@@ -1,6 +1,7 @@
-"""Functions and classes stay short enough to be read at one glance. What is longer says in its source why a reader is better off."""
+"""Functions and classes stay short enough to be read at one glance, and have names of their own. What is longer says in its source why a reader is better off."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,10 @@ LONGER = {
     "kernels/gpu/integer_products.py _multiply": "one loop over pointers that it has just laid out",
     "transport/cuda/client.py DeviceLine": "one lock and one memory bind all that it does",
 }
+# Two classes have each of these names. docs/architecture.md says in its table of words what either is.
+TWICE = {
+    "Beat", "Connection", "Engine", "Front", "Lanes", "Link", "Reply", "Segment", "Server", "Step", "View", "Welcome",
+}  # fmt: skip
 
 
 def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
@@ -46,3 +51,9 @@ def test_every_file_says_first_what_it_is_for() -> None:
         first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
         assert len(first.split()) > 3, f"{file.relative_to(PACKAGE)} must begin with a line that says what it is for"
         assert len(first) <= 160, f"the first line of {file.relative_to(PACKAGE)} is too long: say it in a sentence"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
+    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    assert {name for name, count in names.items() if count > 1} == TWICE and max(names.values()) == 2

@@ -8,15 +8,15 @@ from symbiosis.client.connection.reconnect import Reconnecting
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import ELSEWHERE, Layer, Welcome
 
-Joined = TypeVar("Joined", bound=Reconnecting)
+JoinedSession = TypeVar("JoinedSession", bound=Reconnecting)
 
 
-class Service(Generic[Joined]):
+class ServiceSessions(Generic[JoinedSession]):
     """The sessions with the ranks beside the one that `first` has joined. `join` makes a session, which joins at its first call."""
 
-    def __init__(self, first: Joined, join: Callable[[tuple[str, ...], str], Joined]) -> None:
+    def __init__(self, first: JoinedSession, join: Callable[[tuple[str, ...], str], JoinedSession]) -> None:
         here, hosts = first.welcome.rank, first.welcome.hosts
-        self._others: dict[int, Joined] = {
+        self._others: dict[int, JoinedSession] = {
             rank: join(
                 tuple(transport.of_rank(url, rank, here, hosts) for url in first.endpoints), first.welcome.fingerprint
             )
@@ -33,10 +33,10 @@ class Service(Generic[Joined]):
         self._holders, self.manifest = held({rank: welcome.manifest for rank, welcome in told.items()})
 
     @property
-    def others(self) -> list[Joined]:
+    def others(self) -> list[JoinedSession]:
         return list(self._others.values())
 
-    def holder(self, layer: int) -> Joined | None:
+    def holder(self, layer: int) -> JoinedSession | None:
         """Return the session with the rank that holds this layer; None if that is the first one's."""
         return self._others.get(self._holders[layer])
 

@@ -60,7 +60,7 @@ class Caller(Protocol):
 Session = TypeVar("Session", bound=Caller)
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank does of a call for one layer: the call, and from where to where in the layer's outputs."""
 
     call: Call
@@ -124,7 +124,7 @@ class Spread(Generic[Session]):
         results = [join([made[at] for made in parts], shares) for at, shares in enumerate(each)]
         return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results
 
-    def _shares(self, call: Call, number: int) -> list[Share]:
+    def _shares(self, call: Call, number: int) -> list[RankShare]:
         return shares_of(
             call, number, self._told.manifest[number], self._told.shares, self._told.begins.get(number, ())
         )
@@ -139,7 +139,7 @@ class Spread(Generic[Session]):
         x = payload[0]
         return x.is_cpu or (x.is_cuda and all(caller._line(x.device) for caller in self.callers))
 
-    def _by_threads(self, payload: Payload, each: list[list[Share]]) -> list[list[Tensor]]:
+    def _by_threads(self, payload: Payload, each: list[list[RankShare]]) -> list[list[Tensor]]:
         """Return what each rank makes of each layer. This thread waits for the rank that is here, and others for the rest."""
         callers = self.callers
 
@@ -156,7 +156,7 @@ class Spread(Generic[Session]):
                 one.exception()  # wait: no call may be under way when this one has failed
         return [others[rank].result() if rank in others else mine for rank in range(len(callers))]
 
-    def _by_streams(self, payload: Payload, each: list[list[Share]]) -> list[list[Tensor]]:
+    def _by_streams(self, payload: Payload, each: list[list[RankShare]]) -> list[list[Tensor]]:
         """Enqueue a GPU's calls, each rank's by a stream, and return the results in the same way."""
         device, found = payload[0].device, {}
         callers, current = self.callers, torch.cuda.current_stream(payload[0].device)
@@ -194,13 +194,13 @@ class Spread(Generic[Session]):
             self._pool = None
 
 
-def _part(payload: Payload, share: Share) -> Payload:
+def _part(payload: Payload, share: RankShare) -> Payload:
     """Return what a rank needs of a payload: of a gradient that it adds to, its own columns."""
     x, *others = payload
     return (x if x.shape[1] == share.call.shape[1] else x[:, share.begin : share.end].contiguous(), *others)
 
 
-def _enqueued(caller: Caller, device: torch.device, payload: Payload, share: Share) -> Tensor:
+def _enqueued(caller: Caller, device: torch.device, payload: Payload, share: RankShare) -> Tensor:
     line = caller._line(device)
     assert line is not None
     caller.stats.enqueue(share.call)
@@ -224,13 +224,13 @@ def _cuts(outputs: int, shares: tuple[float, ...]) -> list[tuple[int, int]]:
 @lru_cache(maxsize=1 << 14)
 def shares_of(
     call: Call, number: int, layer: Layer, shares: tuple[float, ...], begins: tuple[int, ...] = ()
-) -> list[Share]:
+) -> list[RankShare]:
     """Return what each rank does of a call, for one of its layers. `begins`: with which output its part of the layer begins, if the
     ranks' memory says so."""
     if call.op in (Op.PRODUCT, Op.GROUPED):
         whole = call.view or View(layer.shape, contiguous_stride(layer.shape), 0)
         cuts = _cuts(whole.size[-1], shares)
-        return [Share(replace(call, view=_columns(whole, begin, end)), begin, end) for begin, end in cuts]
+        return [RankShare(replace(call, view=_columns(whole, begin, end)), begin, end) for begin, end in cuts]
     made = []
     for begin, end in _between(begins, width(layer)) if begins else _cuts(width(layer), shares):
         view = view_of_outputs(layer, begin, end)
@@ -240,7 +240,7 @@ def shares_of(
         part = Call(
             Op.PRODUCT, number, call.dtype, (call.rows, view.size[0]), bias, call.priority, view, gradient=gradient
         )
-        made.append(Share(part, begin, end))
+        made.append(RankShare(part, begin, end))
     return made
 
 
@@ -258,12 +258,12 @@ def _between(begins: Sequence[int], outputs: int) -> list[tuple[int, int]]:
     return [(begin, ends[begin]) for begin in begins]
 
 
-def _side_by_side(parts: list[Tensor], shares: Sequence[Share]) -> Tensor:
+def _side_by_side(parts: list[Tensor], shares: Sequence[RankShare]) -> Tensor:
     order = sorted(range(len(parts)), key=lambda rank: shares[rank].begin)
     return torch.cat([parts[rank] for rank in order], 1)
 
 
-def _summed(parts: list[Tensor], _: Sequence[Share]) -> Tensor:
+def _summed(parts: list[Tensor], _: Sequence[RankShare]) -> Tensor:
     """Add in float32 at least, so that halves round once, as they do when two are added."""
     if len(parts) == 2:
         return parts[0] + parts[1]

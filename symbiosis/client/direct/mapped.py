@@ -23,15 +23,15 @@ from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_multiplied, chec
 Payload = tuple[Tensor, ...]
 
 
-class Figures(NamedTuple):
+class DirectFigures(NamedTuple):
     """What was multiplied by mapped weights."""
 
     calls: int = 0
     rows: int = 0
     multiplications: int = 0
 
-    def since(self, before: "Figures") -> "Figures":
-        return Figures(
+    def since(self, before: "DirectFigures") -> "DirectFigures":
+        return DirectFigures(
             self.calls - before.calls, self.rows - before.rows, self.multiplications - before.multiplications
         )
 
@@ -52,7 +52,7 @@ class Mapped:
         self._page: Any = None
         self._biases = {layer.name: number for number, layer in enumerate(manifest) if layer.name.endswith(".bias")}
         self.calls = self.rows = self.multiplications = 0
-        self._reported = Figures()  # when the executor was joined that is joined now
+        self._reported = DirectFigures()  # when the executor was joined that is joined now
 
     def join(self, weights: dict[int, Tensor], page: Any) -> None:
         """Use the weights of the executor that this client has just joined."""
@@ -72,8 +72,8 @@ class Mapped:
         return bool(self.weights)
 
     @property
-    def figures(self) -> Figures:
-        return Figures(self.calls, self.rows, self.multiplications)
+    def figures(self) -> DirectFigures:
+        return DirectFigures(self.calls, self.rows, self.multiplications)
 
     def report(self) -> None:
         """Tell the executor how much was multiplied since this client joined it."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from symbiosis.client.connection.lifetime import sessions
-from symbiosis.client.direct.mapped import Figures, Mapped
+from symbiosis.client.direct.mapped import DirectFigures, Mapped
 from symbiosis.transport.base import Advice, Tokens
 
 
@@ -24,7 +24,7 @@ class Multiplied(NamedTuple):
     """What a step multiplies by the mapped weights of one session."""
 
     mapped: Mapped
-    figures: Figures
+    figures: DirectFigures
     tokens: Tokens
 
     def happens(self, times: int = 1) -> None:

@@ -18,7 +18,7 @@ from symbiosis.protocol import MAX_GROUP
 MISSES_ALLOWED = 3  # so often may members of a group not be fetched, until it is asked for no more
 
 
-class Member(NamedTuple):
+class GroupMember(NamedTuple):
     """One layer of a group: its number, the width of its result, and whether the executor adds its bias."""
 
     layer: int
@@ -33,14 +33,14 @@ class Streak:
     x: "weakref.ref[Tensor] | None" = None
     version: int = -1
     dtype: torch.dtype | None = None
-    called: tuple[Member, ...] = ()
-    ready: dict[Member, Tensor] | None = None
+    called: tuple[GroupMember, ...] = ()
+    ready: dict[GroupMember, Tensor] | None = None
     made_of: Tensor | None = None  # what `x` held then, where that can be compared without waiting
 
     def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
         return self.x is not None and self.x() is x and self.version == x._version and self.dtype == dtype
 
-    def take(self, x: Tensor, member: Member) -> Tensor | None:
+    def take(self, x: Tensor, member: GroupMember) -> Tensor | None:
         """Return the result for `member`, if `x` still has the values that it was made of."""
         if not self.ready or member not in self.ready:
             return None
@@ -55,17 +55,17 @@ class Streak:
 class Groups:
     """The groups that one thread's calls to one executor have shown, besides those known before."""
 
-    def __init__(self, known: dict[Member, tuple[Member, ...]]) -> None:
+    def __init__(self, known: dict[GroupMember, tuple[GroupMember, ...]]) -> None:
         self._run = Streak()
         self._known = dict(known)
-        self._misses: dict[Member, int] = {}
+        self._misses: dict[GroupMember, int] = {}
 
-    def fetch(self, x: Tensor, dtype: torch.dtype, member: Member) -> Tensor | None:
+    def fetch(self, x: Tensor, dtype: torch.dtype, member: GroupMember) -> Tensor | None:
         """Return the product of `member` with `x` (as `dtype`), if it was made already."""
         run = self._run
         return run.take(x, member) if run.ready and run.is_of(x, dtype) else None
 
-    def begin(self, x: Tensor, dtype: torch.dtype, member: Member) -> tuple[Member, ...]:
+    def begin(self, x: Tensor, dtype: torch.dtype, member: GroupMember) -> tuple[GroupMember, ...]:
         """Return the layers to ask for in the call that `member` makes now: `member` first, perhaps alone."""
         if x.is_inference() or torch.is_inference_mode_enabled():  # results that wait would be of no use outside
             return (member,)
@@ -78,7 +78,7 @@ class Groups:
         self._run = Streak(weakref.ref(x), x._version, dtype, (member,))
         return self._known.get(member) or (member,)
 
-    def keep(self, x: Tensor, group: tuple[Member, ...], made: list[Tensor]) -> Tensor:
+    def keep(self, x: Tensor, group: tuple[GroupMember, ...], made: list[Tensor]) -> Tensor:
         """Return the first member's result, and keep the others until their layers are called."""
         run = self._run
         run.called, run.ready = group, dict(zip(group[1:], made[1:], strict=True))

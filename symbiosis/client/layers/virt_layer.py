@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.connection.lifetime import session_of
 from symbiosis.client.layers.bias import add_rest, who_adds_bias
-from symbiosis.client.layers.groups import Member
+from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.layers.stacks import can_be_stacked, is_one_matrix, is_strided, product_of_stack
 from symbiosis.client.requests import is_watched, priority_of, refuse_transforms, unshared
 from symbiosis.client.session import Session
@@ -50,7 +50,7 @@ def _product(
         return x.new_zeros(*x.shape[:-1], width)
     if stacked:
         return product_of_stack(x, session, layer, op, width, priority)
-    return session.rows(op, (Member(layer, width, bias),), x, priority)[0]
+    return session.rows(op, (GroupMember(layer, width, bias),), x, priority)[0]
 
 
 def _shape_of_product(
@@ -100,7 +100,7 @@ class GroupProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, session: Session, group: tuple[Member, ...], priority: Priority
+        ctx: Any, x: Tensor, session: Session, group: tuple[GroupMember, ...], priority: Priority
     ) -> tuple[Tensor, ...]:
         ctx.session, ctx.group, ctx.shape = session, group, x.shape
         ctx.set_materialize_grads(False)
@@ -163,7 +163,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
         number, priority = handle.session.number, int(priority_of(x, layer.training and torch.is_grad_enabled()))
         y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority, False)
     else:
-        y = _grouped_product(layer, given, x, handle.session, Member(handle.index, width, added))
+        y = _grouped_product(layer, given, x, handle.session, GroupMember(handle.index, width, added))
     return add_rest(y, bias, handle.bias if added else None) if left else y
 
 
@@ -186,7 +186,7 @@ def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width
             own = session, handle.index, Op.FORWARD, width, False, priority_of(x, training), True
             y = _tracked_product(x, own, None)
         else:
-            y = _grouped_product(layer, x, x, session, Member(handle.index, width, False))
+            y = _grouped_product(layer, x, x, session, GroupMember(handle.index, width, False))
     return y if bias is None else add_rest(y, bias, None)
 
 
@@ -209,7 +209,7 @@ def _refuse_other_rows(x: Any, weight: RemoteWeight) -> None:
         )
 
 
-def _grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: Member) -> Tensor:
+def _grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Session, member: GroupMember) -> Tensor:
     """Return the product of `x`, from a group's earlier call if it was made there. `given` is the layer's input before any cast."""
     refuse_transforms(x)
     groups = session.groups

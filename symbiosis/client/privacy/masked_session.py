@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from symbiosis.client.layers.groups import Member
+from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.privacy.fixed_point import INTEGERS, Quantum, to_floats, to_integers
 from symbiosis.client.privacy.verify import Proofs
 from symbiosis.client.requests import refuse_tracers, refuse_transforms, rows_call, unshared
@@ -24,7 +24,7 @@ from symbiosis.security.fingerprint import digest
 from symbiosis.transport import Connection
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, cut
 
-Group = tuple[Member, ...]
+Group = tuple[GroupMember, ...]
 FLOATS = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 CARRY_NOTHING = frozenset((Op.NORMS, Op.READ, Op.STATS))  # ops that tell an executor nothing but what it is asked for
 
@@ -168,7 +168,8 @@ class PrivateSession(Pinned):
         parts = cut(x, tuple((len(x), width(self.manifest[n])) for n in layers)) if len(layers) > 1 else [x]
         priority = words.get("priority", Priority.PREFILL)
         results = [
-            self.rows(op, (Member(n, made, False),), part, priority)[0] for n, part in zip(layers, parts, strict=True)
+            self.rows(op, (GroupMember(n, made, False),), part, priority)[0]
+            for n, part in zip(layers, parts, strict=True)
         ]
         return torch.stack(results).sum(0) if len(results) > 1 else results[0]
 

@@ -17,7 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from symbiosis.client.layers.groups import Member
+from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.privacy.masked_session import Group, IntegerLevel, PrivateSession, asked, checked_bits
 from symbiosis.client.privacy.pad_layout import (
     CHECKSUM,
@@ -233,7 +233,7 @@ class PadsLevel(IntegerLevel):
         checked_bits(file.contents.bits)
         super().__init__(file.contents.bits, proofs)
         self.file = file
-        self._members: dict[int, list[Member]] = {}  # by stream
+        self._members: dict[int, list[GroupMember]] = {}  # by stream
         self._streams = {
             (effect.layer, stream.gradient): number
             for number, stream in enumerate(file.contents.streams)
@@ -253,9 +253,9 @@ class PadsLevel(IntegerLevel):
                 f"with --dtype {layer.dtype}"
             )
         super().learn(number, v_KN)
-        self._together(Member(number, v_KN.shape[1], False), layer.name)
+        self._together(GroupMember(number, v_KN.shape[1], False), layer.name)
 
-    def _together(self, member: Member, layer: str) -> None:
+    def _together(self, member: GroupMember, layer: str) -> None:
         """Make layers that take the same rows a group from the beginning, because alone each would use pads of its own."""
         members = self._members.setdefault(self._streams[layer, False], [])
         members.append(member)
@@ -274,7 +274,7 @@ class PadsLevel(IntegerLevel):
         gradient, results = op is Op.DGRAD, []
         effects = {member: self._effect(self._session.name(member.layer), gradient) for member in group}
 
-        def stream_of(member: Member) -> int:
+        def stream_of(member: GroupMember) -> int:
             return self._streams[effects[member].layer, gradient]
 
         for stream, members in groupby(group, stream_of):

@@ -10,13 +10,13 @@ import msgspec
 import uvicorn
 
 from symbiosis.cluster.front.app import Front, make_app
-from symbiosis.cluster.front.started import Started
+from symbiosis.cluster.front.started import FrontStarted
 from symbiosis.cluster.front.view import View
 from symbiosis.logs import TextFormatter
 from symbiosis.serving.http.incoming.connections import Connection
 
 
-async def serve(started: Started, listener: socket.socket) -> None:
+async def serve(started: FrontStarted, listener: socket.socket) -> None:
     """Serve until SIGTERM; what is under way then is finished for at most `drain_s`."""
     log = open(started.decision_log, "a") if started.decision_log else None  # noqa: SIM115, PTH123  as long as the process
     view = View(started.cluster, started.limits, log)
@@ -38,5 +38,5 @@ def main(argument: str) -> None:
     handler.setFormatter(TextFormatter())
     logging.getLogger().handlers[:] = [handler]
     logging.getLogger("symbiosis").setLevel(logging.INFO)
-    started = msgspec.json.decode(argument, type=Started)
+    started = msgspec.json.decode(argument, type=FrontStarted)
     asyncio.run(serve(started, socket.socket(fileno=started.listener)))

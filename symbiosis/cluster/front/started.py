@@ -3,7 +3,7 @@
 import msgspec
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True):
+class FrontStarted(msgspec.Struct, frozen=True, kw_only=True):
     """The only argument of a front end's process."""
 
     cluster: str

@@ -27,7 +27,7 @@ class Key(msgspec.Struct, frozen=True, cache_hash=True):
     seeded: bool = False  # growing the rows takes time, too
 
 
-class Plan(msgspec.Struct, frozen=True):
+class CallPlan(msgspec.Struct, frozen=True):
     """How a valid call is batched, what its reply looks like, and what it costs."""
 
     key: Hashable
@@ -47,7 +47,7 @@ class Plan(msgspec.Struct, frozen=True):
     finite: bool = False  # whether rows that are not finite are refused
 
 
-def make_plan(call: Call, store: Store, options: Options) -> Plan:
+def make_plan(call: Call, store: Store, options: Options) -> CallPlan:
     """Return the plan of `call`, or raise `CallError` if the call is wrong whatever its values are."""
     shape = check_call(call, store, options)
     widths = [width(store.manifest[layer]) for layer in call.layers] if call.op is Op.FORWARD else list(shape[1:])
@@ -55,7 +55,7 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
     price = price_of(call, shape, prod(grid), store, options)
     if price.turns == 1 and price.multiplications < WORTH_CUTTING:
         grid = (1,)
-    return Plan(
+    return CallPlan(
         key=Key(call.layers, call.op, call.dtype, call.bias, call.view, call.seeded),
         rows=max(1, call.rows),
         nbytes=call.nbytes,
@@ -73,8 +73,8 @@ def make_plan(call: Call, store: Store, options: Options) -> Plan:
     )
 
 
-def plan_of_round(key: Hashable, plans: Sequence[Plan]) -> Plan:
+def plan_of_round(key: Hashable, plans: Sequence[CallPlan]) -> CallPlan:
     """Return the plan of a round: of calls one behind the other, all with the same number of rows."""
     nbytes, held = sum(plan.nbytes for plan in plans), sum(plan.held for plan in plans)
     work, moved = sum(plan.multiplications for plan in plans), sum(plan.moved for plan in plans)
-    return Plan(key, plans[0].rows, nbytes, (), held, (), True, len(plans), work, moved)
+    return CallPlan(key, plans[0].rows, nbytes, (), held, (), True, len(plans), work, moved)

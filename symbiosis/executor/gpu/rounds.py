@@ -22,7 +22,7 @@ from symbiosis.protocol import Call
 from symbiosis.transport.base import Peer, refuse
 from symbiosis.transport.cuda.driver import HIGHEST, new_stream
 
-RUNS_KEPT = 32
+PLAYBACKS_KEPT = 32
 END_S = 0.05  # at most, between a round's last answer and its end
 DRAIN_S = 20.0  # how long an executor that ends waits for the rest of a client's round
 
@@ -101,13 +101,13 @@ class Rounds:
         if round.goes_on:
             self._begin_alone(round)
             return
-        run = self._alone.get(round)
-        if run is None or not round.left:
-            run, round.left = self._for_one(round), len(round.calls)
+        playback = self._alone.get(round)
+        if playback is None or not round.left:
+            playback, round.left = self._for_one(round), len(round.calls)
         first = len(round.calls) - round.left
         last = min(first + calls, len(round.calls))
         round.left, round.launched = len(round.calls) - last, round.calls[first:last]
-        self._begin(run, [round], first, last)
+        self._begin(playback, [round], first, last)
 
     def drain(self) -> None:
         """Begin no more rests of rounds: the next executor answers them."""
@@ -121,29 +121,29 @@ class Rounds:
         """Look which rounds are over. A round that was not answered to its end goes on alone."""
         if perf_counter() > self._give_up:
             self._give_up_waiting()
-        for run in [run for run in self._running if run.over]:
-            self._running.remove(run)
-            rounds, run.rounds = run.rounds, []
-            if run.replayed and not run.late and not rounds[0].large:
-                self._on_over(rounds[0].key, perf_counter() - run.begun)
-            for round in [round for round in rounds if run.late and not round.gone and not self.draining]:
+        for playback in [playback for playback in self._running if playback.over]:
+            self._running.remove(playback)
+            rounds, playback.rounds = playback.rounds, []
+            if playback.replayed and not playback.late and not rounds[0].large:
+                self._on_over(rounds[0].key, perf_counter() - playback.begun)
+            for round in [round for round in rounds if playback.late and not round.gone and not self.draining]:
                 answered = int(round.reply.item())
                 if round.is_behind(answered):
-                    if not run.stopped and int(round.bell.item()) == answered:
+                    if not playback.stopped and int(round.bell.item()) == answered:
                         round.was_late()
                     self._go_on(round)
-        for run in self._running:
-            if run.stopped:
-                run.stop()
+        for playback in self._running:
+            if playback.stopped:
+                playback.stop()
         for peer, then in [(peer, then) for peer, then in self._gone if not self._runs_for(peer)]:
             self._gone.remove((peer, then))
             then()
 
     def _give_up_waiting(self) -> None:
         """Stop all rounds. What was computed for the unfinished ones is void, because their memory may hold anything."""
-        for run in self._running:
-            late = [] if run.over or run.stopped else [round for round in run.rounds if not round.gone]
-            run.stop()
+        for playback in self._running:
+            late = [] if playback.over or playback.stopped else [round for round in playback.rounds if not round.gone]
+            playback.stop()
             for round in late:
                 round.gone = True
                 refuse(round.peer, 0, CallError(Code.DRAINING, "the executor ended in the midst of a captured step"))
@@ -152,13 +152,13 @@ class Rounds:
         """End the rounds of a client that is gone. `then` is called when nothing uses its memory any more."""
         for clients in self._clients.values():
             clients.discard(peer)
-        self._alone = {round: run for round, run in self._alone.items() if round.peer is not peer}
-        for run in [run for run in self._running if not run.over]:
-            theirs = [round for round in run.rounds if round.peer is peer]
+        self._alone = {round: playback for round, playback in self._alone.items() if round.peer is not peer}
+        for playback in [playback for playback in self._running if not playback.over]:
+            theirs = [round for round in playback.rounds if round.peer is peer]
             for round in theirs:
                 round.gone, round.left = True, 0
             if theirs:
-                run.stop()
+                playback.stop()
         if self._runs_for(peer):
             self._gone.append((peer, then))
         else:
@@ -166,19 +166,21 @@ class Rounds:
 
     def forget(self, round: Round) -> None:
         """Forget a round that does not come again. Raises `CallError` if it is under way."""
-        self._see_the_end([run for run in self._running if round in run.rounds])
+        self._see_the_end([playback for playback in self._running if round in playback.rounds])
         self._alone.pop(round, None)
 
-    def _see_the_end(self, runs: list[Playback]) -> None:
+    def _see_the_end(self, playbacks: list[Playback]) -> None:
         """Wait until these are over. That is soon, because their last answers are out: else their clients would not have called."""
         give_up, now = perf_counter() + END_S, 0.0
-        while not all(run.over for run in runs):
+        while not all(playback.over for playback in playbacks):
             if now > give_up:  # before we looked: this thread may have slept
                 raise CallError(Code.BAD_FRAME, "a round is under way, and has to be over first")
             now = perf_counter()
 
     def _runs_for(self, peer: Peer) -> bool:
-        return any(not run.over and any(round.peer is peer for round in run.rounds) for run in self._running)
+        return any(
+            not playback.over and any(round.peer is peer for round in playback.rounds) for playback in self._running
+        )
 
     def _go_on(self, round: Round) -> None:
         """Answer the rest of a round by itself. If that fails, only its own client is told."""
@@ -189,42 +191,42 @@ class Rounds:
 
     def _begin_alone(self, round: Round) -> None:
         goes_on, first, round.goes_on, round.answered = round.goes_on, round.answered, False, 0
-        run = rest(self._device, round, self._multiply) if goes_on else self._for_one(round)
+        playback = rest(self._device, round, self._multiply) if goes_on else self._for_one(round)
         if not goes_on:
             round.alone_for = max(0, round.alone_for - 1)
-        self._begin(run, [round], first, len(round.calls))
+        self._begin(playback, [round], first, len(round.calls))
 
     def _for_one(self, round: Round) -> Playback:
         """Return the playback that answers this round by itself. It is not running."""
-        run = self._alone.get(round)
-        if run is None:
+        playback = self._alone.get(round)
+        if playback is None:
             make: Callable[..., Playback] = ByStream if round.large else for_one
-            run = self._alone[round] = make(self._device, round, self._multiply)
-            run.captures = not any(map(self._gathers_for, round.calls))
-        if run in self._running:
-            self._see_the_end([run])
-            self._running.remove(run)
-        return run
+            playback = self._alone[round] = make(self._device, round, self._multiply)
+            playback.captures = not any(map(self._gathers_for, round.calls))
+        if playback in self._running:
+            self._see_the_end([playback])
+            self._running.remove(playback)
+        return playback
 
-    def _begin(self, run: Playback, rounds: list[Round], first: int, last: int) -> None:
+    def _begin(self, playback: Playback, rounds: list[Round], first: int, last: int) -> None:
         """Begin a playback on a stream that no other one uses."""
-        goes_on = run in self._running
-        stream = run.stream if goes_on else self._free_stream(run)
+        goes_on = playback in self._running
+        stream = playback.stream if goes_on else self._free_stream(playback)
         if not goes_on:
-            self._running.append(run)
+            self._running.append(playback)
         try:
-            run.begin(rounds, stream, first, last)
+            playback.begin(rounds, stream, first, last)
         except BaseException:
-            run.stop()
-            if run.over:
-                self._running.remove(run)
+            playback.stop()
+            if playback.over:
+                self._running.remove(playback)
             raise
 
-    def _free_stream(self, run: Playback) -> torch.cuda.Stream:
+    def _free_stream(self, playback: Playback) -> torch.cuda.Stream:
         """Return a stream that is free, if possible one for which this playback has a graph."""
-        streams, used = self._streams[run.priority], {other.stream for other in self._running}
-        free = [stream for stream in streams if stream not in used] or [self._new_stream(run.priority)]
-        return max(free, key=lambda stream: run.graphs_on(stream))
+        streams, used = self._streams[playback.priority], {other.stream for other in self._running}
+        free = [stream for stream in streams if stream not in used] or [self._new_stream(playback.priority)]
+        return max(free, key=lambda stream: playback.graphs_on(stream))
 
     def _new_stream(self, priority: int) -> torch.cuda.Stream:
         """Make a stream, with the memory that cuBLAS wants for it."""
@@ -240,12 +242,12 @@ class Rounds:
         """Return a playback for these rounds together that is not running."""
         count, sessions = rounded(sum(round.rows for round in rounds)), power_of_two(len(rounds))
         key = rounds[0].key, count, sessions
-        runs = self._together.setdefault(key, [])
+        playbacks = self._together.setdefault(key, [])
         self._together.move_to_end(key)
-        run = next((run for run in runs if run not in self._running), None)
-        if run is None:
-            run = together(self._device, rounds[0], self._multiply, self._few_rows, count, sessions)
-            runs.append(run)
-            if len(self._together) > RUNS_KEPT:
+        playback = next((playback for playback in playbacks if playback not in self._running), None)
+        if playback is None:
+            playback = together(self._device, rounds[0], self._multiply, self._few_rows, count, sessions)
+            playbacks.append(playback)
+            if len(self._together) > PLAYBACKS_KEPT:
                 self._together.popitem(last=False)
-        return run
+        return playback

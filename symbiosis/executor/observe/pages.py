@@ -34,7 +34,7 @@ REASONS = {
 logger = logging.getLogger("symbiosis.executor")
 
 
-class Shown(Protocol):
+class PageSource(Protocol):
     """What the pages need of an executor."""
 
     def health(self, stalled_s: float) -> str: ...
@@ -46,7 +46,7 @@ class Shown(Protocol):
     def clients(self) -> int: ...
 
 
-class Request(NamedTuple):
+class PageRequest(NamedTuple):
     """A request: its path, its query, and its headers by their names in small letters."""
 
     method: str
@@ -55,7 +55,7 @@ class Request(NamedTuple):
     headers: dict[str, str]
 
 
-class Answer(NamedTuple):
+class PageAnswer(NamedTuple):
     """An HTTP response."""
 
     status: int
@@ -63,7 +63,7 @@ class Answer(NamedTuple):
     headers: tuple[tuple[str, str], ...] = (("Content-Type", "text/plain; charset=utf-8"),)
 
     @classmethod
-    def error(cls, status: int, text: str, *headers: tuple[str, str]) -> "Answer":
+    def error(cls, status: int, text: str, *headers: tuple[str, str]) -> "PageAnswer":
         return cls(status, f"{text}\n".encode(), (*cls._field_defaults["headers"], *headers))
 
     def as_bytes(self, with_body: bool) -> bytes:
@@ -72,27 +72,27 @@ class Answer(NamedTuple):
         return "\r\n".join((*head, "", "")).encode() + (self.body if with_body else b"")
 
 
-def parsed(head: bytes) -> Request | Answer:
+def parsed(head: bytes) -> PageRequest | PageAnswer:
     """Return the request in `head`, or the error to answer with.
 
     >>> parsed(b"GET /metrics?a=1 HTTP/1.1\\r\\nAccept: text/plain\\r\\n")
-    Request(method='GET', path='/metrics', query={'a': ['1']}, headers={'accept': 'text/plain'})
+    PageRequest(method='GET', path='/metrics', query={'a': ['1']}, headers={'accept': 'text/plain'})
     >>> parsed(b"POST /metrics HTTP/1.1").status
     405
     """
     first, *lines = head.decode("latin-1").splitlines() or [""]
     match = REQUEST.fullmatch(first)
     if match is None:
-        return Answer.error(400, "this is not an HTTP/1.1 request")
+        return PageAnswer.error(400, "this is not an HTTP/1.1 request")
     if match[1] not in ("GET", "HEAD"):
-        return Answer.error(405, "these pages are read-only", ("Allow", "GET, HEAD"))
+        return PageAnswer.error(405, "these pages are read-only", ("Allow", "GET, HEAD"))
     try:
         target = urlsplit(match[2])
         query = parse_qs(target.query, max_num_fields=64)
     except ValueError:
-        return Answer.error(400, "this is not a valid address")
+        return PageAnswer.error(400, "this is not a valid address")
     pairs = (line.partition(":") for line in lines)
-    return Request(match[1], target.path, query, {name.strip().lower(): value.strip() for name, _, value in pairs})
+    return PageRequest(match[1], target.path, query, {name.strip().lower(): value.strip() for name, _, value in pairs})
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +102,7 @@ class Visitor:
     socket: socket.socket
     ends: float
     head: bytearray = field(default_factory=bytearray)
-    request: Request | None = None
+    request: PageRequest | None = None
     answer: memoryview | None = None
     leaving: bool = False
 
@@ -110,7 +110,7 @@ class Visitor:
 class Pages:
     """Serves `http://HOST:PORT/health` and `/metrics`, also while the executor starts and there is no `server` yet."""
 
-    server: Shown | None = None
+    server: PageSource | None = None
 
     def __init__(self, host: str, port: int) -> None:
         try:
@@ -131,14 +131,14 @@ class Pages:
         host = self._socket.getsockname()[0]
         return f"http://[{host}]:{self.port}{path}" if ":" in host else f"http://{host}:{self.port}{path}"
 
-    def show(self, server: Shown, figures: Collector) -> None:
+    def show(self, server: PageSource, figures: Collector) -> None:
         """Show this executor, and these figures, from now on."""
         self._registry.register(figures)
         self.server = server
 
     # ------------------------------------------------------------------ what is told
 
-    def health(self) -> Answer:
+    def health(self) -> PageAnswer:
         """Answer 200 if calls are answered, else 503, with the status (`starting`, `ready`, `draining` or `stalled`), the seconds since the
         loop last ran, and how many clients are joined."""
         status = "starting" if self.server is None else self.server.health(STALLED_S)
@@ -146,29 +146,31 @@ class Pages:
         if self.server is not None and status != "starting":
             told |= {"turned_s": round(self.server.turned_s, 1), "clients": self.server.clients}
         body = json.dumps(told).encode() + b"\n"
-        return Answer(200 if status == "ready" else 503, body, (("Content-Type", "application/json"),))
+        return PageAnswer(200 if status == "ready" else 503, body, (("Content-Type", "application/json"),))
 
-    def metrics(self, request: Request) -> Answer:
+    def metrics(self, request: PageRequest) -> PageAnswer:
         """Answer as Prometheus's own servers do."""
         if self.server is None:
-            return Answer.error(503, "the executor is starting")
+            return PageAnswer.error(503, "the executor is starting")
         encode, kind = choose_encoder(request.headers.get("accept", ""))
         names = request.query.get("name[]")
         body = encode(self._registry.restricted_registry(names) if names else self._registry)  # type: ignore[arg-type]
         if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Answer(200, body, (("Content-Type", kind),))
-        return Answer(200, gzip.compress(body), (("Content-Type", kind), ("Content-Encoding", "gzip")))
+            return PageAnswer(200, body, (("Content-Type", kind),))
+        return PageAnswer(200, gzip.compress(body), (("Content-Type", kind), ("Content-Encoding", "gzip")))
 
-    def _answer(self, request: Request) -> Answer:
+    def _answer(self, request: PageRequest) -> PageAnswer:
         try:
             if request.path == "/health":
                 return self.health()
             return (
-                self.metrics(request) if request.path == "/metrics" else Answer.error(404, "see /health and /metrics")
+                self.metrics(request)
+                if request.path == "/metrics"
+                else PageAnswer.error(404, "see /health and /metrics")
             )
         except Exception as error:  # whatever it is, the pages stay up
             logger.exception("cannot answer %s", request.path)
-            return Answer.error(500, f"{type(error).__name__}: see the executor's log")
+            return PageAnswer.error(500, f"{type(error).__name__}: see the executor's log")
 
     # ------------------------------------------------------------------ connections
 
@@ -224,10 +226,10 @@ class Pages:
         visitor.head += said
         head, ended, _ = bytes(visitor.head).replace(b"\r\n", b"\n").partition(b"\n\n")
         if len(head) > LONGEST_HEAD:
-            self._say(visitor, Answer.error(431, f"a request may have {LONGEST_HEAD} bytes"))
+            self._say(visitor, PageAnswer.error(431, f"a request may have {LONGEST_HEAD} bytes"))
         elif ended:
             request = parsed(head)
-            if isinstance(request, Answer):
+            if isinstance(request, PageAnswer):
                 self._say(visitor, request)
                 return
             visitor.request, visitor.ends = request, monotonic() + ANSWER_S
@@ -246,7 +248,7 @@ class Pages:
             now = monotonic()
             self._next_scrape = now + (now - begun) * (1 / SCRAPE_SHARE - 1)
 
-    def _say(self, visitor: Visitor, answer: Answer) -> None:
+    def _say(self, visitor: Visitor, answer: PageAnswer) -> None:
         with_body = visitor.request is None or visitor.request.method == "GET"
         visitor.answer, visitor.ends = memoryview(answer.as_bytes(with_body)), monotonic() + ANSWER_S
         self._await(visitor, selectors.EVENT_WRITE, self._write)

@@ -21,7 +21,7 @@ LONGEST_LOAD = timedelta(hours=6)  # that a rank waits for the others to load th
 PAUSE_S = 0.2  # between two attempts to ask a rank that is started again
 
 
-class Told(msgspec.Struct, frozen=True):
+class RankDigests(msgspec.Struct, frozen=True):
     """What a rank tells: a digest of the model's configuration and of the shapes of its tensors, and the digests of those that it holds."""
 
     model: str
@@ -50,7 +50,7 @@ class Ranks:
     def complete(self, config: str, manifest: list[Layer]) -> list[Layer]:
         """Return the manifest with the digests of all ranks, or raise `ConfigError` if they have not loaded parts of one checkpoint."""
         mine = {number: layer.digest for number, layer in enumerate(manifest) if layer.kind != ELSEWHERE}
-        told = Told(_model(config, manifest), mine)
+        told = RankDigests(_model(config, manifest), mine)
         self._tell(told)
         return merged(manifest, [told if rank == self.rank else self._heard(rank) for rank in range(self.ranks)])
 
@@ -125,7 +125,7 @@ class Ranks:
             )
         return place
 
-    def _tell(self, told: Told) -> None:
+    def _tell(self, told: RankDigests) -> None:
         """Tell the others. A rank that was started again must hold what it held before."""
         key, raw = f"rank{self.rank}", msgspec.json.encode(told).decode()
         if self._store.check([key]) and self._store.get(key).decode() != raw:
@@ -134,8 +134,8 @@ class Ranks:
             )
         self._store.set(key, raw)
 
-    def _heard(self, rank: int) -> Told:
-        return msgspec.json.decode(self._store.get(f"rank{rank}"), type=Told)
+    def _heard(self, rank: int) -> RankDigests:
+        return msgspec.json.decode(self._store.get(f"rank{rank}"), type=RankDigests)
 
 
 def _model(config: str, manifest: Sequence[Layer]) -> str:
@@ -143,11 +143,11 @@ def _model(config: str, manifest: Sequence[Layer]) -> str:
     return hashlib.sha256(f"{config}\n{shapes}".encode()).hexdigest()
 
 
-def merged(manifest: Sequence[Layer], told: Sequence[Told]) -> list[Layer]:
+def merged(manifest: Sequence[Layer], told: Sequence[RankDigests]) -> list[Layer]:
     """Return the manifest with the digests that all ranks told.
 
     >>> part = Layer("up", ELSEWHERE, (4, 4), "float32", "")
-    >>> merged([part], [Told("m", {}), Told("m", {0: "d"})])[0].digest
+    >>> merged([part], [RankDigests("m", {}), RankDigests("m", {0: "d"})])[0].digest
     'd'
     """
     for rank, one in enumerate(told):

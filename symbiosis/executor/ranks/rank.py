@@ -122,7 +122,7 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
     must_reach_each_other(order.options.places)
     check_patterns(structure(order.model, options.dtype), options.serve)
     striped = StripedModel(order.model, options.dtype)
-    layout = striped_weights.Layout(striped.manifest, options.all_shares, striped.tied)
+    layout = striped_weights.RunLayout(striped.manifest, options.all_shares, striped.tied)
     if kept := ranks.kept_by_others():
         handles, digest = [imported(fd) for fd in kept[0]], kept[1]
         close(kept[0])

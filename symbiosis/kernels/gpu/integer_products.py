@@ -12,7 +12,7 @@ SIDE = 128  # of the squares in which small kernels work
 ALIGNED = 16  # bytes at which rows of digits begin
 
 
-class Blocks(NamedTuple):
+class BlockSizes(NamedTuple):
     """The blocks that a product is cut into. With `inside`, the wide kernel splits rows into digits itself. `turn` says how weights
     whose summed bytes do not lie side by side are transposed: `before`, `inside` by hand, or by Triton as it likes (`never`)."""
 
@@ -28,22 +28,24 @@ class Blocks(NamedTuple):
 
 # The first whose number of rows is not less. M is at least 64, and P x 8.
 FEW, MANY = 1 << 5, 1 << 62
-CHOICES: dict[int, list[tuple[int, Blocks]]] = {  # by P; measured on an H200
+CHOICES: dict[int, list[tuple[int, BlockSizes]]] = {  # by P; measured on an H200
     4: [
-        (16, Blocks(64, 64, 128, 4, 4, 264, True, "inside")),
-        (FEW, Blocks(128, 64, 128, 4, 4, 264, True, "inside")),
-        (MANY, Blocks(128, 128, 128, 4, 3, 264, False, "before")),
+        (16, BlockSizes(64, 64, 128, 4, 4, 264, True, "inside")),
+        (FEW, BlockSizes(128, 64, 128, 4, 4, 264, True, "inside")),
+        (MANY, BlockSizes(128, 128, 128, 4, 3, 264, False, "before")),
     ],
     8: [
-        (8, Blocks(64, 64, 128, 4, 4, 264, True, "inside")),
-        (16, Blocks(128, 64, 128, 4, 4, 264, True, "inside")),
-        (256, Blocks(128, 128, 128, 4, 3, 264, False, "before")),
-        (MANY, Blocks(256, 128, 128, 8, 4, 132, False, "before")),
+        (8, BlockSizes(64, 64, 128, 4, 4, 264, True, "inside")),
+        (16, BlockSizes(128, 64, 128, 4, 4, 264, True, "inside")),
+        (256, BlockSizes(128, 128, 128, 4, 3, 264, False, "before")),
+        (MANY, BlockSizes(256, 128, 128, 8, 4, 132, False, "before")),
     ],
 }
 
 
-def fused_product(x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None, blocks: Blocks | None = None) -> Tensor:
+def fused_product(
+    x_TK: Tensor, w_DKN: Tensor, out_TN: Tensor | None = None, blocks: BlockSizes | None = None
+) -> Tensor:
     """Make `integers.modular_product` on a GPU."""
     (rows, width), (digits, _, columns) = x_TK.shape, w_DKN.shape
     places = x_TK.element_size()

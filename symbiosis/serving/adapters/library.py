@@ -34,7 +34,7 @@ ODD = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # w
 FIXED_BYTES = 1 << 16  # what an adapter takes besides its numbers: so the limit is one on how many there are, too
 
 
-class Found(NamedTuple):
+class FoundAdapter(NamedTuple):
     """An adapter, and the state of the folder that it came from."""
 
     adapter: LoadedAdapter
@@ -91,7 +91,7 @@ class Library:
     ) -> None:
         self._loader = Loader.of(served, max_rank)
         self._folder, self._memory = Folder(folder), memory
-        self._found: dict[str, Found] = {}  # the one used last comes last
+        self._found: dict[str, FoundAdapter] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
         self._refusals = Refusals(self._folder)
         # by version: let go, and in use by somebody
@@ -107,7 +107,7 @@ class Library:
         """Add a new version of the adapter `name`. Requests that run with an older version keep it."""
         check_name(name)
         with self._turns.of(name):
-            return self._keep(Found(self._load(name, source, Adapter.next_version()), None))
+            return self._keep(FoundAdapter(self._load(name, source, Adapter.next_version()), None))
 
     def remove(self, name: str) -> None:
         """Remove an adapter. Its name is unknown until it is added again, or its folder changes."""
@@ -139,7 +139,7 @@ class Library:
             adapter = None if version is None else self._load_again(name, folder, version)
             if adapter is None or self._folder.state(name) != state:  # it changed while it was read
                 adapter = self._load_new(name, folder, state)
-            return self._keep(Found(adapter, state))
+            return self._keep(FoundAdapter(adapter, state))
 
     def look(self, is_enough: Callable[[], bool]) -> Looked:
         """Load what lies in the folder and was not asked for yet, as long as nothing has to be let go for it."""
@@ -254,7 +254,7 @@ class Library:
                 f"adapter {name!r}: its adapter_config.json says what PEFT does not write there ({told}): save it again"
             ) from None
 
-    def _keep(self, new: Found) -> LoadedAdapter:
+    def _keep(self, new: FoundAdapter) -> LoadedAdapter:
         name = new.adapter.name
         with self._lock:
             let_go = self._make_room(new)
@@ -269,7 +269,7 @@ class Library:
             self.on_let_go(adapter)
         return new.adapter
 
-    def _make_room(self, new: Found) -> list[LoadedAdapter]:
+    def _make_room(self, new: FoundAdapter) -> list[LoadedAdapter]:
         """Let other adapters of the folder go, and return them. Raises `AdapterError` if that would not be enough, and then lets none go."""
         let_go: list[LoadedAdapter] = []
         if self._memory is None:

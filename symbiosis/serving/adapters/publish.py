@@ -21,7 +21,7 @@ METADATA = "adapter_config"  # of the safetensors file that is sent: the configu
 PATIENCE_S = 60.0
 
 
-class Server(Protocol):
+class TakesAdapters(Protocol):
     """What adapters are added to: here an `Engine` in this program."""
 
     def add(self, name: str, source: Any) -> Any: ...
@@ -30,7 +30,7 @@ class Server(Protocol):
 def publish(
     model: nn.Module,
     name: str,
-    server: Server | str,
+    server: TakesAdapters | str,
     *,
     adapter: str | None = None,
     key: str | None = None,

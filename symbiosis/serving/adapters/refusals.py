@@ -11,7 +11,7 @@ REFUSED_S = 10.0  # for so long an adapter that was refused, and has not changed
 MANY = 256
 
 
-class Refused(NamedTuple):
+class RefusedAdapter(NamedTuple):
     """Why an adapter of the folder was refused, when, and how it was then."""
 
     state: State
@@ -24,7 +24,7 @@ class Refusals:
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._refused: dict[str, Refused] = {}
+        self._refused: dict[str, RefusedAdapter] = {}
         self._many = MANY  # from so many on, it is asked which of them are still there
         self._lock = threading.Lock()
 
@@ -33,7 +33,7 @@ class Refusals:
 
     def add(self, name: str, state: State, why: str) -> None:
         with self._lock:
-            self._refused[name] = Refused(state, time.monotonic(), why)
+            self._refused[name] = RefusedAdapter(state, time.monotonic(), why)
             if len(self._refused) > self._many:
                 self._refused = {each: of for each, of in self._refused.items() if self._folder.state(each) is not None}
                 self._many = 2 * len(self._refused) + MANY

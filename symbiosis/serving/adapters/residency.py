@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from symbiosis.kernels.adapter_rows import MatrixPiece, Placed
+from symbiosis.kernels.adapter_rows import MatrixPiece, PlacedAdapter
 from symbiosis.serving.adapters.kinds import LoadedAdapter, OwnTensor, Part
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.pool import NoRoom
@@ -88,7 +88,7 @@ class Resident:
 
     pages: list[int]
     bytes: int
-    placed: dict[str, Placed]
+    placed: dict[str, PlacedAdapter]
     used: int  # the turn in which it was wanted last
     pins: int = 0
     is_unwanted: bool = False
@@ -121,7 +121,7 @@ def _none(pages: int) -> bool:
     return False
 
 
-class Fetcher(Protocol):
+class PageFetcher(Protocol):
     """Copies what `LoadedAdapter.packed` holds to pages of the device, while other work goes on there."""
 
     def pages_of(self, packed: Any) -> int: ...
@@ -140,7 +140,7 @@ class Residency:
 
     arena: Arena
     others_make_room: Callable[[int], bool] = _none
-    fetcher: Fetcher | None = None
+    fetcher: PageFetcher | None = None
     evictions: int = 0
     fetches: int = 0
     _here: dict[int, Resident] = field(default_factory=dict)
@@ -158,7 +158,7 @@ class Residency:
         """Return where a GPU's kernels find an adapter, or None if something else computes it."""
         return self._here[adapter.version].book
 
-    def placed(self, adapter: LoadedAdapter) -> dict[str, Placed]:
+    def placed(self, adapter: LoadedAdapter) -> dict[str, PlacedAdapter]:
         """Return where an adapter's rows lie, by the names of layers."""
         return self._here[adapter.version].placed
 
@@ -242,7 +242,7 @@ class Residency:
             return
         pages = self.arena.pool.take(count)
         self.fetches += 1
-        placed: dict[str, Placed] = {}
+        placed: dict[str, PlacedAdapter] = {}
         book = None
         try:
             if self.fetcher is not None and adapter.packed is not None:
@@ -301,7 +301,7 @@ def shapes_of(parts: dict[str, Part]) -> list[tuple[int, int]]:
     return [(len(matrix), matrix.shape[1]) for matrix in matrices_of(parts)]
 
 
-def _copy(parts: dict[str, Part], runs: Sequence[RowRun], pages: list[int], arena: Arena) -> dict[str, Placed]:
+def _copy(parts: dict[str, Part], runs: Sequence[RowRun], pages: list[int], arena: Arena) -> dict[str, PlacedAdapter]:
     matrices = matrices_of(parts)
     pieces: list[list[MatrixPiece]] = [[] for _ in matrices]
     for run in _joined(runs, pages, arena.page_elements):
@@ -312,7 +312,7 @@ def _copy(parts: dict[str, Part], runs: Sequence[RowRun], pages: list[int], aren
     placed = {}
     for layer, part in parts.items():
         words = {name: tuple(next(found)) for name in NAMES if getattr(part, name) is not None}
-        placed[layer] = Placed(rank=0 if part.down is None else len(part.down), **words)
+        placed[layer] = PlacedAdapter(rank=0 if part.down is None else len(part.down), **words)
     return placed
 
 

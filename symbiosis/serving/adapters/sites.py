@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.errors import AdapterError
-from symbiosis.kernels.adapter_rows import FewAdapterRows, Placed, Rows, adapt_rows_, before_rows
+from symbiosis.kernels.adapter_rows import FewAdapterRows, PlacedAdapter, Rows, adapt_rows_, before_rows
 from symbiosis.serving.adapters.kinds import LoadedAdapter
 from symbiosis.serving.adapters.layers import run_layer
 from symbiosis.serving.adapters.residency import Residency
@@ -27,7 +27,7 @@ class AdapterRows:
 
     adapter: LoadedAdapter
     rows: Rows
-    placed: dict[str, Placed]
+    placed: dict[str, PlacedAdapter]
 
     def acts_at(self, layer: str) -> bool:
         return layer in self.placed or layer in self.adapter.layers
@@ -136,7 +136,7 @@ class Sites:
         groups = [AdapterRows(adapter, _rows(of), self._placed(adapter)) for adapter, of in rows.items()]
         return Shares(count, groups, few)
 
-    def _placed(self, adapter: LoadedAdapter) -> dict[str, Placed]:
+    def _placed(self, adapter: LoadedAdapter) -> dict[str, PlacedAdapter]:
         return self._residency.placed(adapter) if adapter.parts else {}
 
     def _put(self, name: str, there: set[str], register: Callable[..., Any], act: Callable[..., Any]) -> None:

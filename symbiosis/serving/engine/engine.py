@@ -26,10 +26,10 @@ from symbiosis.serving.engine.check import check
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.loop import Loop
-from symbiosis.serving.engine.reader import Completion, Reader, Stream
+from symbiosis.serving.engine.reader import Completion, PartReader, Reader
 from symbiosis.serving.model import bytes_of
 from symbiosis.serving.request import Finish, Output, Request
-from symbiosis.serving.scheduling.scheduler import Policy, Rules, Scheduler
+from symbiosis.serving.scheduling.scheduler import Policy, Scheduler, StepRules
 from symbiosis.serving.step import BLOCK, Sequence
 
 
@@ -94,7 +94,7 @@ class Engine:
         self._library = Library(self._served, folder, max_rank, most)
         self._grammars = Grammars(self.tokenizer, self._served.vocabulary, self._served.ends)
         whole = self._served.whole_prompts
-        rules = Rules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
+        rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
         self._scheduler = Scheduler(self._served.blocks, self._residency, rules, self._served.release)
         self._max_waiting = max_waiting
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
@@ -273,7 +273,7 @@ class Engine:
         **sampling: Any,
     ) -> AsyncIterator[Completion]:
         """Complete a prompt, and yield what each step adds. Leaving the loop cancels the request."""
-        return Stream(self, prompt, adapter, tenant, stop, sampling).parts()
+        return PartReader(self, prompt, adapter, tenant, stop, sampling).parts()
 
     def next_id(self) -> int:
         return next(self._ids)

@@ -31,7 +31,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
 
 
-class Asked(Protocol):
+class TakesRequests(Protocol):
     """An engine, as its readers see it."""
 
     tokenizer: Any
@@ -46,7 +46,7 @@ class Asking:
 
     def __init__(
         self,
-        engine: Asked,
+        engine: TakesRequests,
         prompt: str | Tokens[int],
         adapter: str | None,
         tenant: str,
@@ -120,7 +120,7 @@ class Reader(Asking):
         )
 
 
-class Stream(Asking):
+class PartReader(Asking):
     """Yields the parts of a completion as they come."""
 
     async def parts(self) -> AsyncIterator[Completion]:

@@ -38,7 +38,7 @@ W = TypeVar("W", bound=Waits)
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """What runs, and how much more may run."""
 
     sequences: int
@@ -59,15 +59,15 @@ class Batch:
         is_new = version != 0 and version not in self.versions
         return not (is_new and self.most_versions is not None and len(self.versions) >= self.most_versions)
 
-    def having(self, version: int, tenant: str) -> "Batch":
+    def having(self, version: int, tenant: str) -> "StepBatch":
         tenants = {**(self.tenants or {}), tenant: (self.tenants or {}).get(tenant, 0) + 1}
         versions = self.versions | {version} if version else self.versions
-        return Batch(
+        return StepBatch(
             self.sequences + 1, self.most_sequences, versions, self.most_versions, tenants, self.most_of_tenant
         )
 
 
-def admit(order: Iterable[W], batch: Batch, start: Callable[[W], bool]) -> list[W]:
+def admit(order: Iterable[W], batch: StepBatch, start: Callable[[W], bool]) -> list[W]:
     """Return the sequences that join the batch. `start(sequence)` begins one if there is memory for it.
 
     If there is no room for a sequence, at most `MOST_OVERTAKEN` others pass it by. Then the batch drains until it fits. A sequence that its

@@ -20,7 +20,7 @@ PREFETCHED = 4  # adapters of the queue that are brought before their turn
 Policy = Literal["fcfs", "abort", "vtc"]
 
 
-class Residency(Protocol):
+class ResidentAdapters(Protocol):
     """Which adapters are on the device, as far as a scheduler asks."""
 
     def is_here(self, adapter: Any) -> bool: ...
@@ -33,7 +33,7 @@ class Residency(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class StepRules:
     """What a step may hold, and which sequences come first."""
 
     max_batch: int = 64  # sequences
@@ -73,11 +73,11 @@ class Scheduler:
     def __init__(
         self,
         blocks: Blocks,
-        residency: Residency | None = None,
-        rules: Rules | None = None,
+        residency: ResidentAdapters | None = None,
+        rules: StepRules | None = None,
         release: Callable[[Sequence], None] | None = None,
     ) -> None:
-        self.rules, self.counts = rules or Rules(), Counts()
+        self.rules, self.counts = rules or StepRules(), Counts()
         self.waiting: list[Sequence] = []  # both in the order of their coming
         self.running: list[Sequence] = []
         self._blocks, self._residency, self._release = blocks, residency, release or blocks.release
@@ -168,7 +168,7 @@ class Scheduler:
         rules, several_wait = self.rules, len({each.tenant for each in self.waiting}) > 1
         versions = frozenset(each.version for each in self.running) - {0}
         tenants = Counter(each.tenant for each in self.running)
-        batch = policy.Batch(
+        batch = policy.StepBatch(
             len(self.running), rules.max_batch, versions, rules.adapters_in_batch, tenants,
             rules.of_tenant if several_wait else None,
         )  # fmt: skip

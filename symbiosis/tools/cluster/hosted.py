@@ -34,7 +34,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
         return start.server_member(self.plan, self.model, self.number, self.of_model).name
 
 
-class Seen(msgspec.Struct, frozen=True, kw_only=True):
+class ActorReport(msgspec.Struct, frozen=True, kw_only=True):
     """What an actor tells of its process."""
 
     node: str = ""
@@ -53,7 +53,7 @@ class Hosted:
         self._task, self._node, self._url = task, "", ""
         self._process: Process | None = None
 
-    def begin(self, node: str, address: str, port: int) -> Seen:
+    def begin(self, node: str, address: str, port: int) -> ActorReport:
         """Start the process.
 
         Args:
@@ -94,16 +94,16 @@ class Hosted:
         url = f"tcp://{host}:{port if port and is_free(host, port) else start.free_port(host)}"
         return start.Beyond(url, self._keys / f"{EXECUTOR_KEY}.key", tenants)
 
-    def look(self) -> Seen:
+    def look(self) -> ActorReport:
         process = self._process
         assert process is not None
-        return Seen(
+        return ActorReport(
             node=self._node, pid=process.pid, status=None if process.is_running else process.status,
             is_ready=process.ready.is_set(), url=self._url or process.member.url, silent_s=process.silent_s,
             health=process.health,
         )  # fmt: skip
 
-    def stop(self) -> Seen:
+    def stop(self) -> ActorReport:
         if self._process is not None:
             self._process.stop()
         return self.look()

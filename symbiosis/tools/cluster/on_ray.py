@@ -30,7 +30,7 @@ from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import is_path
 from symbiosis.security.keys import generate
 from symbiosis.tools.cluster import preflight, start
-from symbiosis.tools.cluster.hosted import EXECUTOR_KEY, TENANT, Hosted, Seen, Task
+from symbiosis.tools.cluster.hosted import EXECUTOR_KEY, TENANT, ActorReport, Hosted, Task
 from symbiosis.tools.cluster.watched import Watched
 
 logger = logging.getLogger("symbiosis")
@@ -47,7 +47,7 @@ GENERATIONS = count(1)  # an actor's name is free some time after its end only
 class Actor(Hosted):
     """A process of a cluster, where Ray has put it."""
 
-    def start(self, port: int) -> Seen:
+    def start(self, port: int) -> ActorReport:
         return self.begin(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port)
 
 
@@ -55,7 +55,7 @@ class Actor(Hosted):
 class Life:
     """An actor from its start to its end."""
 
-    seen: Seen = field(default_factory=Seen)
+    seen: ActorReport = field(default_factory=ActorReport)
     changed: threading.Event = field(default_factory=threading.Event)
     over: threading.Event = field(default_factory=threading.Event)
     is_told = is_killed = False  # to end; at once
@@ -144,7 +144,7 @@ class Placed(Watched):
             elif seen is not None or _has_failed(asked):
                 asked = actor.look.remote()
 
-    def _take(self, seen: Seen, life: Life, ready: threading.Event) -> None:
+    def _take(self, seen: ActorReport, life: Life, ready: threading.Event) -> None:
         life.seen = seen
         if life is not self._life:
             return
@@ -162,7 +162,7 @@ class Placed(Watched):
         return int(url.rpartition(":")[2]) if reaches_other_hosts(url) else 0
 
 
-def _answer(asked: Any) -> Seen | None:
+def _answer(asked: Any) -> ActorReport | None:
     """Return what an actor tells, None if it says nothing now. Raises a `RayError` when it is dead."""
     try:
         return ray.get(asked, timeout=ANSWER_S)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from symbiosis.cluster.front.started import Started
+from symbiosis.cluster.front.started import FrontStarted
 from symbiosis.cluster.plan import Plan
 from symbiosis.clusters import Member
 from symbiosis.tools.cluster.preflight import config_file, executor_options, server_options
@@ -71,7 +71,7 @@ def server_member(plan: Plan, model: str, number: int, of_model: int) -> Member:
 
 def front(plan: Plan, number: int, listener: socket.socket) -> Process:
     name = f"front-{number}"
-    started = Started(
+    started = FrontStarted(
         cluster=plan.name, listener=listener.fileno(), api_keys=plan.api_keys, limits=plan.limits,
         decision_log=plan.decision_log, drain_s=plan.drain_s, name=name,
     )  # fmt: skip

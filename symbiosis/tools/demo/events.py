@@ -11,7 +11,7 @@ from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.executor.observe.figures import rss_bytes
 
 
-class Events:
+class EventOutput:
     """Takes stdout for the events. Anything else that is printed goes to stderr."""
 
     def __init__(self) -> None:

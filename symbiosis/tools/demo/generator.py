@@ -9,7 +9,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import symbiosis
 from symbiosis.executor.model.load import DEMO_MODEL
-from symbiosis.tools.demo.events import Events, base_bytes
+from symbiosis.tools.demo.events import EventOutput, base_bytes
 from symbiosis.tools.demo.tasks import PROMPT
 
 TOKENS_PER_TEXT, TOKENS_PER_EVENT = 160, 8
@@ -18,7 +18,7 @@ TOKENS_PER_TEXT, TOKENS_PER_EVENT = 160, 8
 class TokenCount(BaseStreamer):
     """Counts tokens as `generate` makes them."""
 
-    def __init__(self, events: Events, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, events: EventOutput, tokenizer: PreTrainedTokenizerBase) -> None:
         self._events, self._tokenizer = events, tokenizer
         self._begun, self.done = time.perf_counter(), 0
         self._text: list[int] = []
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--tokens", type=int, required=True)
     args = parser.parse_args()
-    events = Events()
+    events = EventOutput()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     model = symbiosis.from_executor(args.endpoint)

@@ -34,7 +34,7 @@ JOINED = (
 
 
 @dataclass
-class Outcome:
+class DemoResults:
     """The results of a demo."""
 
     clients: dict[str, dict[str, Any]]
@@ -70,7 +70,7 @@ def folders(keep: Path | None) -> Iterator[tuple[Path, Path]]:
         yield Path(temporary), folder
 
 
-def split_and_compare(console: Console, endpoint: str, folder: Path, steps: int, tokens: int) -> Outcome:
+def split_and_compare(console: Console, endpoint: str, folder: Path, steps: int, tokens: int) -> DemoResults:
     """Start the executor, let two trainers and a generator use it at once, and then compare it with the unsplit model."""
     adapters = {name: folder / name for name in TASKS}
     # On one machine clients would map the weights and make hardly a call: here calls are to be seen
@@ -79,7 +79,7 @@ def split_and_compare(console: Console, endpoint: str, folder: Path, steps: int,
         states, figures = train_and_generate(console, daemon, endpoint, adapters, folder, steps, tokens)
         console.print("Computing the same with plain transformers and PEFT ...")
         comparisons, texts = compare(endpoint, adapters)
-    return Outcome(states, figures, comparisons, texts)
+    return DemoResults(states, figures, comparisons, texts)
 
 
 def train_and_generate(
@@ -118,7 +118,7 @@ def commands(endpoint: str, adapters: dict[str, Path], steps: int, tokens: int) 
     return {**trainers, GENERATOR: generator}
 
 
-def show(console: Console, outcome: Outcome) -> None:
+def show(console: Console, outcome: DemoResults) -> None:
     """Print the processes, the texts, and the verdict."""
     executor = outcome.executor
     sizes = size_of(executor.rss_bytes), size_of(executor.weights_bytes)
@@ -141,7 +141,7 @@ def show(console: Console, outcome: Outcome) -> None:
     console.print(f"{JOINED}\n")
 
 
-def report(outcome: Outcome, seconds: float) -> Report:
+def report(outcome: DemoResults, seconds: float) -> Report:
     """Return all figures and bars, for programs."""
     found = Report("demo")
     executor = outcome.executor

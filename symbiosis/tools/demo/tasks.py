@@ -18,7 +18,7 @@ Example = dict[str, list[int]]
 
 
 @dataclass(frozen=True)
-class Task:
+class AdapterTask:
     """An adapter, its text, where passages of that text begin, and how fast it learns."""
 
     title: str
@@ -29,14 +29,14 @@ class Task:
 
 
 TASKS = {
-    "lora": Task(
+    "lora": AdapterTask(
         "LoRA learns Python",
         python_text,
         r"^[A-Z].*\ndef ",
         lambda: LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"),
         learning_rate=3e-3,
     ),
-    "oft": Task(
+    "oft": AdapterTask(
         "OFT learns to shout",
         shouting_text,
         r"^",
@@ -46,7 +46,7 @@ TASKS = {
 }
 
 
-def examples(task: Task, tokenizer: PreTrainedTokenizerBase, count: int) -> tuple[list[Example], list[Example]]:
+def examples(task: AdapterTask, tokenizer: PreTrainedTokenizerBase, count: int) -> tuple[list[Example], list[Example]]:
     """Return random passages of the task's text, all of one length: `count` to train on, and some that are held out."""
     text = task.text()
     starts = [found.start() for found in re.finditer(task.beginning, text, re.MULTILINE)]

@@ -11,14 +11,14 @@ from transformers import AutoTokenizer, Trainer, TrainerCallback, TrainerControl
 
 import symbiosis
 from symbiosis.executor.model.load import DEMO_MODEL
-from symbiosis.tools.demo.events import Events, base_bytes
+from symbiosis.tools.demo.events import EventOutput, base_bytes
 from symbiosis.tools.demo.tasks import BATCH, LENGTH, TASKS, examples
 
 
 class LossReport(TrainerCallback):
     """Sends the loss of every step."""
 
-    def __init__(self, events: Events) -> None:
+    def __init__(self, events: EventOutput) -> None:
         self._events, self._begun = events, time.perf_counter()
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder for the adapter")
     args = parser.parse_args()
-    events = Events()
+    events = EventOutput()
     torch.manual_seed(0)
     task = TASKS[args.task]
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)

@@ -29,7 +29,7 @@ class KeepsDying(SymbiosisError):
     """A process dies again and again, and starting it once more would not help."""
 
 
-class Child:
+class RestartingChild:
     """A process that is started again when it dies, unless that happens too often."""
 
     def __init__(self, name: str) -> None:

@@ -23,7 +23,7 @@ from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.http.link.pulse import SILENT_S
 from symbiosis.serving.options import ServeOptions
-from symbiosis.tools.serve.children import Child, executor_code, http_code
+from symbiosis.tools.serve.children import RestartingChild, executor_code, http_code
 from symbiosis.tools.serve.folders import own_folder
 from symbiosis.tools.serve.preflight import chat_template, folder_of, named
 
@@ -46,12 +46,12 @@ class Ending(BaseException):
     """SIGTERM or SIGINT came. Like KeyboardInterrupt, it is no error of the model's for those who try whether it works."""
 
 
-class Server:
+class ServeProcesses:
     """The processes of one `symbiosis serve`."""
 
     def __init__(self, options: ServeOptions, listener: socket.socket) -> None:
         self._options, self._listener = options, listener
-        self._executor, self._http = Child("the executor"), Child("the HTTP process")
+        self._executor, self._http = RestartingChild("the executor"), RestartingChild("the HTTP process")
         self._told = threading.Event()  # to end
         self._link: Link | None = None
         self._ours: socket.socket | None = None
@@ -223,4 +223,4 @@ def model_name(options: ServeOptions) -> str:
 def serve(options: ServeOptions, listener: socket.socket) -> None:
     name_process("engine")
     set_up_logging(options.log_format)
-    Server(options, listener).run()
+    ServeProcesses(options, listener).run()

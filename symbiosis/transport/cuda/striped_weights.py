@@ -35,7 +35,7 @@ class Run(NamedTuple):
     nbytes: int
 
 
-class Layout:
+class RunLayout:
     """Where tensors begin, by number, and the runs of pages in which they lie. Every rank counts alike."""
 
     def __init__(self, manifest: Sequence[Layer], shares: Sequence[float], tied: Mapping[int, int]) -> None:
@@ -106,7 +106,7 @@ def _nbytes(layer: Layer) -> int:
 class DevicePart:
     """One rank's part while it is written. Each tensor is given once, whole, in the manifest's order, and this rank's part is kept."""
 
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+    def __init__(self, layout: RunLayout, rank: int, device: torch.device) -> None:
         must_have_such_pages(device)
         self._layout, self._next = layout, iter(layout.numbers)
         self._memory = [(run, DeviceMemory.create(run.nbytes, device)) for run in layout.of_rank(rank)]
@@ -134,7 +134,7 @@ class StripedMapping(DeviceRange, Unmapped):
 
 
 def mapped(
-    layout: Layout, handles: Mapping[int, Sequence[int]], device: torch.device
+    layout: RunLayout, handles: Mapping[int, Sequence[int]], device: torch.device
 ) -> tuple[StripedMapping, dict[int, Tensor]]:
     """Map the runs of all ranks for use by `device`: return what holds them, and the tensors, by number. Tied ones are the same object. A
     write to one is a fault of the GPU, which ends its program. `handles`: of each rank's runs, in order; the mapping releases them."""

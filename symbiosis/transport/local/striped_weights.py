@@ -42,7 +42,7 @@ class Piece(NamedTuple):
     nbytes: int
 
 
-class Layout:
+class StripeLayout:
     """Where tensors begin in the mapping, by number, and their pieces; how large the mapping is, and each file. Both sides build it alike,
     tensor by tensor."""
 
@@ -128,7 +128,7 @@ class PartFile:
     """One rank's file while it is written. Each tensor is given once, whole, in the manifest's order, and this rank's part is kept."""
 
     def __init__(self, manifest: Sequence[Layer], shares: Sequence[float], rank: int) -> None:
-        self._layout, self._rank = Layout(manifest, shares), rank
+        self._layout, self._rank = StripeLayout(manifest, shares), rank
         self._fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.file: BinaryIO = os.fdopen(self._fd, "w+b", buffering=0)
 
@@ -185,7 +185,7 @@ def mapped(manifest: Sequence[Layer], fds: Sequence[int], writable: bool = False
     shares, phases = rest[: len(fds)], rest[len(fds) :]
     if ranks != len(fds) or len(fds) > MOST_RANKS or not all(0 < share < 2**64 for share in shares):
         raise ProtocolError(Code.BAD_FRAME, f"weights in {ranks} parts came with {len(fds)} descriptors")
-    where = Layout(manifest, shares)
+    where = StripeLayout(manifest, shares)
     for one in phases:
         where.add(one)
     for fd, nbytes in zip(fds, where.files, strict=True):
@@ -213,7 +213,7 @@ class Region(ctypes.Array):  # type: ignore[type-arg]
     _type_, _length_ = ctypes.c_char, 0
 
     @classmethod
-    def of(cls, where: Layout, fds: Sequence[int], writable: bool) -> "Region":
+    def of(cls, where: StripeLayout, fds: Sequence[int], writable: bool) -> "Region":
         """Map the pieces of files one behind another."""
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         reserved = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE

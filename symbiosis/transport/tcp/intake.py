@@ -27,7 +27,7 @@ FRAMES_AT_ONCE = 256  # most frames that are received in one pass of the loop
 MOST_UNREAD = 256 << 20  # bytes of a tenant's unread messages, unless it is a single one
 
 
-class Joining:
+class FrameJoiner:
     """Copies the frames of a payload into one piece of memory for each tensor, some at a time."""
 
     def __init__(self, call: Call, frames: Sequence[zmq.Frame], for_gpu: bool) -> None:
@@ -58,7 +58,7 @@ class Frames(list[zmq.Frame]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.joining: Joining | None = None  # what is made of its rows' frames, once that has begun
+        self.joining: FrameJoiner | None = None  # what is made of its rows' frames, once that has begun
         self.nbytes = 0  # of all its frames, when it had come
 
 
@@ -176,7 +176,7 @@ def payload_of(call: Call, message: Frames, for_gpu: bool) -> tuple[Tensor, ...]
     )
     try:
         if message.joining is None and len(message) > 2 + len(call.parts):
-            message.joining = Joining(call, message[2:], for_gpu)
+            message.joining = FrameJoiner(call, message[2:], for_gpu)
             del message[2:]
         if message.joining is not None:
             return message.joining.payload if message.joining.some() else None
