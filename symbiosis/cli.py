@@ -53,12 +53,12 @@ def executor(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
     listen: Annotated[list[str] | None, typer.Option(help="Endpoint: local:///PATH or tcp://HOST:PORT. Repeatable. Default: this user's socket.")] = None,
     device: Annotated[str | None, typer.Option(help="Device that holds the weights: cpu, cuda or cuda:NUMBER. Default: cpu.")] = None,
-    devices: Annotated[str | None, typer.Option(help="Several devices, each with an executor (a rank) that holds a part of the model: GPUs, as 0-3 or 0,2, or cpu, with --ranks. Rank K answers at the endpoint with .rankK at its end, or at PORT + K.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="How many ranks, equally many on each of --devices. Default: one on each.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Several devices, each with an executor (a rank) that holds a part of the model: GPUs, such as 0-3 or 0,2, or cpu, with --ranks. Rank K answers at the endpoint with .rankK at its end, or at PORT + K.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="How many ranks in all, the same number on each of --devices. Default: one on each.")] = None,
     shard: Annotated[str | None, typer.Option(help="How the model is laid out over ranks. layers (default): whole layers on each. fsdp: a part of every tensor on each, so that any rank answers any call.")] = None,
-    shares: Annotated[str | None, typer.Option(help="How much of the model each rank holds, in proportion, as 3,1. Default: all the same.")] = None,
-    spread_rows: Annotated[int | None, typer.Option(help="With --shard fsdp: calls of at most so many rows go to all ranks, each of which makes some columns of the result, or a part of a gradient's sum. Rounds otherwise than one product does. Default: 0.")] = None,
-    gather_buffers: Annotated[int | None, typer.Option(help="With --shard fsdp on GPUs: bytes that each rank may take for weights that it gathers before products of many rows. Default: 0; other GPUs' parts are read in place.")] = None,
+    shares: Annotated[str | None, typer.Option(help="How much of the model each rank holds, in proportion, such as 3,1. Default: equal shares.")] = None,
+    spread_rows: Annotated[int | None, typer.Option(help="With --shard fsdp: calls of at most this many rows go to all ranks, each of which computes some columns of the result, or its part of a gradient's sum. The result rounds differently from that of one product. Default: 0.")] = None,
+    gather_buffers: Annotated[int | None, typer.Option(help="With --shard fsdp on GPUs: bytes that each rank may use for weights that it gathers before products of many rows. Default: 0; parts on other GPUs are read in place.")] = None,
     hosts: Annotated[list[str] | None, typer.Option(help="Where clients reach each host, if torchrun starts ranks on several. Repeatable, in torchrun's order.")] = None,
     mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
@@ -71,7 +71,7 @@ def executor(
     rounds: Annotated[bool | None, typer.Option("--rounds/--no-rounds", help="Under MPS, the GPU itself answers all calls of a captured step, without the CPU taking part in each. The default.")] = None,
     serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve, or, after !, to leave out. Repeatable. Default: all linear and expert layers except heads.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,
-    share_weights: Annotated[bool | None, typer.Option("--share-weights/--no-share-weights", help="Let clients of your own user at local:// (on a GPU: on the same one) map the weights read-only, and multiply by them themselves where a call brings nothing. Default: they may, unless a --max-tenant-...-per-s is set.")] = None,
+    share_weights: Annotated[bool | None, typer.Option("--share-weights/--no-share-weights", help="Let clients of your own user at local:// (on a GPU: on the same one) map the weights read-only, and multiply by them directly where a call would gain nothing. Default: they may, unless a --max-tenant-...-per-s is set.")] = None,
     integers: Annotated[list[int] | None, typer.Option(help="Also serve integer products, with weights quantised to 8 or 16 bits, for clients that hide their rows. Repeatable.")] = None,
     operator: Annotated[str | None, typer.Option(help="Name of whoever runs this executor. Clients that split their rows between two executors need two operators.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Prometheus metrics at http://127.0.0.1:PORT/metrics, and /health for probes: 200 while calls are answered, else 503.")] = None,
@@ -123,29 +123,29 @@ def executor(
 @app.command(cls=InLines)
 def serve(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="A directory, a hub id, or `demo`. Without it, --config must name one.", show_default=False)] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="What clients call MODEL. Default: as it is written here.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call MODEL. Default: MODEL, as it is given here.")] = None,
     executor: Annotated[str | None, typer.Option(metavar="URL", help="The executor that holds MODEL. Default: one is started, which trainers may use, too.")] = None,
     adapters: Annotated[list[str] | None, typer.Option(metavar="DIR | NAME=PATH", help="A folder of adapters, each in a folder of its name, or one adapter. Repeatable.")] = None,
     host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000. 0: any that is free.")] = None,
     api_keys: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `NAME KEY [requests=N] [tokens_per_s=N]`; read again when it changes.")] = None,
     chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="Jinja template that makes a prompt of a chat. Default: the tokenizer's.")] = None,
-    max_batch: Annotated[int | None, typer.Option(help="Most sequences of one step. Default: 64.")] = None,
-    max_tenant_batch: Annotated[int | None, typer.Option(help="Most sequences of one step for one API key, while others wait. Default: half of --max-batch.")] = None,
-    adapters_in_batch: Annotated[int | None, typer.Option(help="Most adapters of one step. Default: no limit.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Maximum sequences in one step. Default: 64.")] = None,
+    max_tenant_batch: Annotated[int | None, typer.Option(help="Maximum sequences of one API key in one step, while others wait. Default: half of --max-batch.")] = None,
+    adapters_in_batch: Annotated[int | None, typer.Option(help="Maximum adapters in one step. Default: no limit.")] = None,
     memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory for keys, values and adapters: 8GiB, or a share of what is free, such as 0.5. Default: 0.25.")] = None,
     adapter_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="The host's memory for adapters, in the same way. Default: 0.25.")] = None,
     max_rank: Annotated[int | None, typer.Option(help="Largest rank of an adapter. Default: 256.")] = None,
     policy: Annotated[str | None, typer.Option(help="fcfs (default), abort (what can no longer begin in time gives way) or vtc (fair shares for API keys).")] = None,
     first_token_s: Annotated[float | None, typer.Option(help="With --policy abort, the seconds within which a first token must come. Default: 6.")] = None,
-    prefill_tokens: Annotated[int | None, typer.Option(help="Most tokens of prompts in one step. Default: 512.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="dtype of the executor that is started. Default: that of the checkpoint.")] = None,
+    prefill_tokens: Annotated[int | None, typer.Option(help="Maximum tokens of prompts in one step. Default: 512.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="dtype of the executor that is started: float32, bfloat16, ... Default: that of the checkpoint.")] = None,
     compile: Annotated[bool | None, typer.Option("--compile", help="Compile the model's layers, on a GPU: faster steps, after a start of up to a minute more.")] = None,
-    drain_s: Annotated[float | None, typer.Option(help="On SIGTERM or ctrl-C, the longest wait for what is under way; a second one ends at once. Default: 30.")] = None,
+    drain_s: Annotated[float | None, typer.Option(help="On SIGTERM or ctrl-C, how long requests under way may take to finish; a second one ends the server at once. Default: 30.")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Largest body of a request. Default: 16 MiB.")] = None,
     max_adapter_bytes: Annotated[int | None, typer.Option(help="Largest adapter that is sent. Default: 1 GiB.")] = None,
-    max_requests: Annotated[int | None, typer.Option(help="Most requests under way, those that wait included. Default: 4096.")] = None,
-    max_step_s: Annotated[float | None, typer.Option(help="A step that takes longer hangs, and the server ends with status 1. Default: 600.")] = None,
+    max_requests: Annotated[int | None, typer.Option(help="Maximum requests under way, including those that wait. Default: 4096.")] = None,
+    max_step_s: Annotated[float | None, typer.Option(help="A step that takes longer counts as hung: the server ends with status 1. Default: 600.")] = None,
     wait_s: Annotated[float | None, typer.Option(help="How long the executor at --executor may take to come up. Default: 0.")] = None,
     log_format: Annotated[str | None, typer.Option(help="text (default) or json, of all processes.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with these options as keys.")] = None,
@@ -165,7 +165,7 @@ def serve(
 
 
 cluster_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Many servers and executors as one: start, watch and end them."
+    no_args_is_help=True, rich_markup_mode=None, help="Run many servers and executors as one: start, watch and end them."
 )
 app.add_typer(cluster_app, name="cluster")
 ClusterName = Annotated[
@@ -290,6 +290,9 @@ BENCHMARKS = {  # scripts/bench_*.py, with what they take on two cores; gpu: on 
     "isolation": "one tenant beside another's floods: 10 minutes (--quick: 1)",
     "api": "what HTTP costs a server: 5 minutes (--quick: 1)",
     "privacy": "what each level costs: half an hour (--quick: 5 minutes)",
+    "long": "a token after a long text, on a CPU",
+    "serve": "many adapters in one server; on a CPU --cpu (--cpu --quick), on a GPU the name of a load (--help)",
+    "shard": "services of several ranks: on a CPU --tiny (two minutes), on GPUs --gpus",
     "gpu": "all of it on a GPU, where its parts are named: minutes each",
 }
 
@@ -372,7 +375,7 @@ class LevelName(StrEnum):
 
 @app.command(cls=InLines)
 def audit(
-    level: Annotated[LevelName, typer.Option(help="none: rows as they are. noise, split, pads: as privacy= of wrap.")],
+    level: Annotated[LevelName, typer.Option(help="none: rows are sent as they are. noise, split, pads: as with privacy= of wrap.")],
     quick: Annotated[bool, typer.Option("--quick", help="Less data.")] = False,
     bits: Annotated[int, typer.Option(help="Bits of the quantised weights of split and pads: 8 or 16.")] = 8,
     tcp: Annotated[bool, typer.Option("--tcp", help="Over tcp://, not within one process.")] = False,

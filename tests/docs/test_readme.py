@@ -13,7 +13,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import symbiosis
-from symbiosis.cli import app, executor_app
+from symbiosis.cli import BENCHMARKS, app, executor_app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -88,6 +88,10 @@ def test_options_exist() -> None:
 def test_commands_exist() -> None:
     named = {name for text in SHOWN for name in re.findall(r"(?:^|python -m )symbiosis (\w+)", text)}
     assert named >= {"top", "doctor", "audit", "bench"} and named <= COMMANDS.keys()
+
+
+def test_every_benchmark_has_its_command() -> None:
+    assert BENCHMARKS.keys() == {path.stem.removeprefix("bench_") for path in (ROOT / "scripts").glob("bench_*.py")}
 
 
 def test_paths_exist() -> None:
