@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 import symbiosis
 
 MODEL = Path(symbiosis.__file__).parent / "demo_model"
-TOKENS = int(sys.argv[1]) if len(sys.argv) > 1 else 900
+TOKENS = int(sys.argv[1]) if len(sys.argv) > 1 else 450  # the demo model knows texts of up to 512
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = symbiosis.from_executor(priority="decode", device=device).eval()
 tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -165,7 +165,9 @@ def serve(
 
 
 cluster_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Run many servers and executors as one: start, watch and end them."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Run many servers and executors as one: start, watch and end them.",
 )
 app.add_typer(cluster_app, name="cluster")
 ClusterName = Annotated[
