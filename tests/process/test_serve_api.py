@@ -155,6 +155,13 @@ def test_a_stop_string_ends_the_text_before_it(api: Api, stream: bool) -> None:
     eventually(lambda: not api.running and api.engine.figures().finished.get("stop", 0) > before)
 
 
+@pytest.mark.parametrize("stop", ["", [""]])
+def test_an_empty_stop_string_stops_nothing(api: Api, stop: Any) -> None:
+    wanted = api.client.completions.create(model="demo", prompt="def f(", max_tokens=8, temperature=0)
+    answer = api.client.completions.create(model="demo", prompt="def f(", max_tokens=8, temperature=0, stop=stop)
+    assert answer.choices[0].text == wanted.choices[0].text
+
+
 def test_log_probabilities(api: Api) -> None:
     told = complete(api, max_tokens=5, logprobs=3).choices[0]
     assert "".join(told.logprobs.tokens) == told.text and len(told.logprobs.token_logprobs) == 5

@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
 
 from symbiosis.errors import ConfigError
 from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.keys import Keys, Tenant, read_keys
 
 
@@ -46,6 +48,42 @@ def test_others_are_not_let_in(file: Path, given: str | None) -> None:
 def test_without_a_file_everybody_is_one_tenant() -> None:
     keys = Keys(None)
     assert not keys.are_needed and keys.tenant(None) is keys.tenant("Bearer anything")
+
+
+def sent(**headers: str) -> Request:
+    raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return Request({"type": "http", "headers": raw})
+
+
+FOREIGN = (
+    {"host": "127.0.0.1:8000", "origin": "https://example.org"},
+    {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:9000"},
+    {"host": "127.0.0.1:8000", "origin": "null"},
+    {"host": "127.0.0.1:8000", "sec_fetch_site": "cross-site"},
+    {"host": "127.0.0.1:8000", "sec_fetch_site": "same-site"},
+)
+OWN = (
+    {"host": "127.0.0.1:8000"},
+    {"host": "127.0.0.1:8000", "origin": "http://127.0.0.1:8000"},
+    {"host": "127.0.0.1:8000", "origin": "https://llm.example.org", "sec_fetch_site": "same-origin"},
+    {"host": "127.0.0.1:8000", "sec_fetch_site": "none"},
+)
+
+
+@pytest.mark.parametrize("headers", FOREIGN)
+def test_a_page_of_another_site_does_not_use_a_server_without_keys(headers: dict[str, str]) -> None:
+    for ask in (Keyed(None).tenant, Keyed(None).administrator):
+        with refused(403):
+            ask(sent(**headers))
+
+
+@pytest.mark.parametrize("headers", OWN)
+def test_its_own_page_and_programs_do(headers: dict[str, str]) -> None:
+    assert Keyed(None).tenant(sent(**headers)).name == ""
+
+
+def test_with_a_key_any_page_may_ask(file: Path) -> None:
+    assert Keyed(str(file)).tenant(sent(authorization="Bearer sk-anna-1234", **FOREIGN[0])).name == "anna"
 
 
 def test_a_tenant_has_so_many_requests_under_way() -> None:

@@ -37,6 +37,11 @@ def test_nulls_are_defaults() -> None:
     assert body == completion()
 
 
+@pytest.mark.parametrize("stop", ["", [""], [], None])
+def test_an_empty_stop_string_stops_nothing(stop: str | list[str] | None) -> None:
+    assert completion(stop=stop).stops == [] and completion(stop=["", "end"]).stops == ["end"]
+
+
 def test_every_field_reaches_the_engine() -> None:
     given = {
         "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "ignore_eos": True,

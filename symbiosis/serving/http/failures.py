@@ -50,6 +50,11 @@ def wrong(message: str, param: str | None = None, code: str | None = None) -> Ap
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
 
 
+def failed(error: Exception) -> ApiError:
+    """Return what a client is told of a mistake of ours."""
+    return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more")
+
+
 def unknown_model(name: str, base: str) -> ApiError:
     told = f"there is no model {name[:100]!r}: the base is {base!r}, and GET /v1/models lists it and its adapters"
     return ApiError(HTTPStatus.NOT_FOUND, told, "model", "model_not_found")
@@ -65,7 +70,7 @@ def _unknown_path(request: Request, error: HTTPException) -> Response:
 
 
 def _failed(request: Request, error: Exception) -> Response:
-    return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more").response()
+    return failed(error).response()
 
 
 def app_of(

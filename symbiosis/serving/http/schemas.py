@@ -94,7 +94,8 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else [each for each in self.stop or () if each]
+        """The strings that end a text. Empty ones end none."""
+        return [each for each in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if each]
 
     @property
     def completions(self) -> int:

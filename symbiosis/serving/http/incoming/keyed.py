@@ -1,9 +1,12 @@
 """Who sends a request, by the key that it shows."""
 
 from pathlib import Path
+from urllib.parse import urlsplit
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.incoming.connections import now_known
 from symbiosis.serving.http.keys import Keys, Tenant
 
@@ -15,6 +18,7 @@ class Keyed:
         self.keys = Keys(Path(api_keys) if api_keys else None)
 
     def tenant(self, request: Request) -> Tenant:
+        self._refuse_foreign_pages(request)
         tenant = self.keys.tenant(request.headers.get("authorization"))
         now_known(request.scope)
         return tenant
@@ -27,5 +31,24 @@ class Keyed:
 
     def administrator(self, request: Request) -> None:
         """Raise `ApiError` unless whoever sends this request may change what belongs to everybody."""
+        self._refuse_foreign_pages(request)
         self.keys.administrator(request.headers.get("authorization"))
         now_known(request.scope)
+
+    def _refuse_foreign_pages(self, request: Request) -> None:
+        """Raise `ApiError` if a page of another site sends this through somebody's browser. It cannot know a key, so it matters only where
+        none is needed."""
+        if not self.keys.are_needed and is_of_another_site(request.headers):
+            raise ApiError(403, "a web page of another site may not use a server without API keys", code="forbidden")
+
+
+def is_of_another_site(headers: Headers) -> bool:
+    """Whether a browser says that a page of another site has made it send this. Other programs say nothing of that kind.
+
+    >>> is_of_another_site(Headers({"host": "127.0.0.1:8000", "origin": "https://example.org"}))
+    True
+    """
+    if site := headers.get("sec-fetch-site"):
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is not None and urlsplit(origin).netloc != headers.get("host")

@@ -1,6 +1,7 @@
 """The other end of the link: the engine's verbs, as coroutines of the process that speaks HTTP."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -8,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.failures import ApiError, failed
 from symbiosis.serving.http.link.messages import (
     LENGTH,
     Answer,
@@ -28,6 +29,7 @@ from symbiosis.serving.http.link.messages import (
 from symbiosis.serving.http.link.pulse import SILENT_S, Pulse
 from symbiosis.serving.request import Output, Request
 
+logger = logging.getLogger("symbiosis")
 Result = TypeVar("Result")
 OnOutput = Callable[[Output | ApiError], None]
 
@@ -140,7 +142,12 @@ class RemoteEngine:
             self._takers[output.request] = take, left
         if not left:
             del self._takers[output.request]
-        take(output)
+        try:
+            take(output)
+        except Exception as error:  # a mistake of ours, which ends this request and no other
+            logger.error("an output could not be taken", exc_info=error)
+            self.cancel(output.request)
+            take(failed(error))
 
     def close(self) -> None:
         self._writer.close()
