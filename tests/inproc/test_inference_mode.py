@@ -33,6 +33,18 @@ def test_experts(experts: str, reads: bool, serve: Callable, ids: Tensor) -> Non
         assert torch.equal(split(ids).logits, expected)
 
 
+def test_a_grouped_product_takes_no_other_dtype_than_unsplit(serve: Callable) -> None:
+    base = tiny_mixtral()
+    split = symbiosis.wrap(copy.deepcopy(base), serve(base, share_weights=False).endpoint)
+    for model in (base, split):
+        weight = model.model.layers[0].mlp.experts.gate_up_proj.transpose(-2, -1)
+        rows, ends = torch.ones(3, weight.shape[1]), torch.full((weight.shape[0],), 3, dtype=torch.int32)
+        for given in (None, torch.float32):
+            assert torch.nn.functional.grouped_mm(rows, weight, offs=ends, out_dtype=given).dtype is torch.float32
+        with pytest.raises(RuntimeError, match="output dtype must match"):
+            torch.nn.functional.grouped_mm(rows, weight, offs=ends, out_dtype=torch.bfloat16)
+
+
 def test_what_was_used_there_can_be_trained_with_later(serve: Callable, ids: Tensor) -> None:
     for build in MODELS.values():
         base = build().requires_grad_(False)

@@ -116,6 +116,8 @@ def _matrix_vector(weight: Any, x: Any) -> Any:
 def _grouped(x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
     if isinstance(x, RemoteView) or offs is None or bias is not None or x.dim() != 2:
         return NotImplemented
+    if out_dtype not in (None, x.dtype):
+        raise RuntimeError("Grouped gemm output dtype must match `mat_a` dtype")  # as torch says it
     if x.numel() == 0:
         return x.new_zeros(x.shape[0], weight.shape[-1])
     return _call(Op.GROUPED, weight, x.to(weight.dtype), weight.view_of(), offs.to(torch.int32))
