@@ -11,9 +11,10 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.calls.plan import CallPlan, Key
 from symbiosis.executor.work import DeviceCall, Round, RowAddresses
+from symbiosis.kernels.gpu import LET_GO
 from symbiosis.protocol import Call, Op
 from symbiosis.transport.base import RoundWords
-from symbiosis.transport.cuda.words import LET_GO, ROUND_BELL, ROUND_REPLY, VOID
+from symbiosis.transport.cuda.words import ROUND_BELL, ROUND_REPLY, VOID
 from tests.simulated_gpu import Gpu, gpu
 
 __all__ = ["gpu"]

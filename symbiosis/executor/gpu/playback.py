@@ -11,13 +11,14 @@ from torch import Tensor
 from symbiosis.executor.gpu.gathered import Multiply, copies, nbytes_of, parts_in
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.work import DeviceCall, Round, RowAddresses, addresses_of
+from symbiosis.kernels.gpu import LET_GO
 from symbiosis.kernels.gpu import doorbell as kernel
 from symbiosis.kernels.gpu import gather as rows
 from symbiosis.kernels.gpu.few_rows import FewRowsKernel
 from symbiosis.kernels.gpu.graphs import captured
 from symbiosis.protocol import Call
 from symbiosis.transport.cuda.driver import HIGHEST, WAIT_AT_LEAST, WRITE_32, MemOp, MemOps
-from symbiosis.transport.cuda.words import LET_GO, ROUND_BELL, ROUND_REPLY, VOID
+from symbiosis.transport.cuda.words import ROUND_BELL, ROUND_REPLY, VOID
 
 Few = Callable[[Call, int], FewRowsKernel | None]
 LATE_S = 1.0  # how long clients may take to make the next call of a round before each goes on by itself

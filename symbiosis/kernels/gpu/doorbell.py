@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
+from symbiosis.kernels.gpu import LET_GO
 from symbiosis.kernels.gpu.gather import PLACES
 
-LET_GO = 1 << 30
 LONGEST_S = 1e9  # about as long as a kernel can wait
 LOOKS, ZEROS = 64, 1024  # at what is waited for, for each at what ends that; words of a table that are cleared at once
 WORD, BLOCK = 8, 4096  # bytes that a thread copies at once; how often, within the kernel that calls

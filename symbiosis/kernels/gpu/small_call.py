@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from symbiosis.kernels.gpu.doorbell import LET_GO, LONGEST_S, LOOKS, WORD, wait_for_answer
+from symbiosis.kernels.gpu import LET_GO
+from symbiosis.kernels.gpu.doorbell import LONGEST_S, LOOKS, WORD, wait_for_answer
 
 MOST_RESULTS = 4
 MOST_BYTES = 128 << 10  # of rows, and of each result: one block copies them

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code
+from symbiosis.kernels.gpu import LET_GO
 from symbiosis.protocol import ITEMSIZE, Call, Welcome
 from symbiosis.transport.cuda.driver import (
     WRITE_32,
@@ -42,7 +43,6 @@ from symbiosis.transport.cuda.words import (
     ERROR_LENGTH,
     ERROR_TEXT,
     FIRST_SEGMENT,
-    LET_GO,
     LONGEST_ERROR,
     MOST_KEPT,
     ROUND_REPLY,

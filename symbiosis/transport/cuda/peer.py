@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ProtocolError
+from symbiosis.kernels.gpu import LET_GO
 from symbiosis.protocol import (
     ITEMSIZE,
     Bye,
@@ -49,7 +50,6 @@ from symbiosis.transport.cuda.words import (
     ERROR_LENGTH,
     ERROR_TEXT,
     FIRST_BYTES,
-    LET_GO,
     LONGEST_ERROR,
     MAX_CALLS,
     MAX_SEGMENTS,

@@ -20,9 +20,9 @@ LONGEST_ERROR = 1024
 # A captured step makes its calls in one round. Its stream clears `CURRENT` and the first two of these words, which lie at these bytes of the
 # first segment, rings once for the round, and then makes each call through the two words, as `kernels.gpu.doorbell` says. So here, too, the
 # words say at any moment which call is unanswered. For a large call the stream waits, until the reply word is no less than the call's
-# position; for any other call a kernel waits. `LET_GO` in place of a position ends the waiting of the round. The third word ends that of all
+# position; for any other call a kernel waits. `LET_GO` (`kernels/gpu/__init__.py`) in place of a position ends the waiting of the round. The third word ends that of all
 # kernels once it is not zero. What is computed after that is void, and the client's CPU is told: by `VOID` in `ERROR`, if by nothing else.
-ROUND_BELL, ROUND_REPLY, ROUNDS_OVER, LET_GO, VOID = 128, 256, 384, 1 << 30, 0xFFFF
+ROUND_BELL, ROUND_REPLY, ROUNDS_OVER, VOID = 128, 256, 384, 0xFFFF
 FIRST_BYTES = 512
 
 MAX_CALLS = 1 << 16  # how many calls a client may have registered
