@@ -229,20 +229,25 @@ class Program:
         generator = torch.Generator().manual_seed(1)
         return torch.randint(3, self._shape.vocabulary, (job.batch, job.length), generator=generator).to(self._device)
 
-    def run(self, start: float, seconds: float, job: Job, captured: bool, steps: int = 1) -> Pace:
-        """At least so many steps from `start` on, until `seconds` are over; each is waited for, as who streams tokens does."""
+    def run(self, start: float, seconds: float, job: Job, captured: bool, steps: int = 1, early_s: float = 0.0) -> Pace:
+        """At least so many steps from `start` on, until `seconds` are over; each is waited for, as who streams tokens does. Those that begin in
+        the first `early_s` seconds come before that, and do not count."""
         step, rewind = self._steps[job, captured], self._rewind[job, captured]
         wait_for(start)
+        early: list[float] = []
         took: list[float] = []
-        begun = now = time.perf_counter()
+        first = begun = now = time.perf_counter()
         while now - begun < seconds or len(took) < steps:
-            if len(took) % TOKENS == 0:
+            some = early if now - first < early_s else took
+            if (len(early) + len(took)) % TOKENS == 0:
                 rewind()
             step()
             synchronize(self._device)
             before, now = now, time.perf_counter()
-            took.append(now - before)
-        return Pace(took, now - begun)
+            some.append(now - before)
+            if some is early:
+                begun = now
+        return Pace(took, now - begun, early)
 
     def bits(self, job: Job, captured: bool, steps: int = 6) -> str:
         """A hash of what a job's first steps make, from the adapter as it was at first, with deterministic attention."""

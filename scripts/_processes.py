@@ -227,10 +227,11 @@ def save_llama(folder: Path, hidden: int, layers: int, dtype: str = "float32") -
 
 
 class Pace(NamedTuple):
-    """The seconds of each step, and of all of it, prompts included."""
+    """The seconds of each step, and of all of it, prompts included. `early`: of steps before those, which do not count."""
 
     steps: list[float]
     elapsed: float
+    early: Sequence[float] = ()
 
 
 class LoraClient:

@@ -32,7 +32,8 @@ from symbiosis.security.keys import Keyring
 from symbiosis.transport import Listener, Reactor, listen
 from symbiosis.transport.reactor import Endable
 
-TICK_S = 0.5
+# On a GPU, on a CPU. On a GPU a training step goes whole, at the cost of those who decode, until its program is told that somebody does.
+TICK_S = {True: 0.1, False: 0.5}
 LONG_S = 1e-3  # during a product this long another worker runs the loop; waking one costs tens of microseconds
 MAX_WAIT_US = {True: 2_000, False: 10_000}  # on a GPU, on a CPU: the time of a few products
 # A product is measured alone on the GPU, and takes longer beside the clients' kernels. On a CPU, threads that wait for a core are late.
@@ -70,7 +71,7 @@ class Server:
         self._failure: BaseException | None = None  # what ended the first worker that failed
         self._mistakes = 0  # bugs of the executor, each of which ended one peer
         self._computing, self._computed = 0, deque[tuple[Batch, float]]()  # products of the other workers
-        self._next_tick = 0.0
+        self._next_tick, self._tick_s = 0.0, TICK_S[store.on_gpu]
         self._no_descriptor = Alarm()
 
     def listen(self, urls: tuple[str, ...]) -> None:
@@ -181,10 +182,10 @@ class Server:
         return max(0.0, min(self.dispatch.wake_at(), self._next_tick) - monotonic())
 
     def _tick(self) -> None:
-        """Do what is due every half second, and when somebody begins to make tokens: look after listeners, and drop sessions that have been
+        """Do what is due every half second, on a GPU more often, and when somebody begins to make tokens: look after listeners, and drop sessions that have been
         silent for too long."""
         now = monotonic()
-        late, self._next_tick = now - self._next_tick, now + TICK_S
+        late, self._next_tick = now - self._next_tick, now + self._tick_s
         self.dispatch.has_news = False
         self._look_for_descriptors(now)
         for listener in self.listeners:
@@ -236,8 +237,8 @@ class Server:
 
     @property
     def turned_s(self) -> float:
-        """Seconds since the loop was last due to look at its clock, which it does every half second. Callable from any thread."""
-        return max(0.0, monotonic() - self._next_tick + TICK_S)
+        """Seconds since the loop was last due to look at its clock, which it does every half second or more often. Callable from any thread."""
+        return max(0.0, monotonic() - self._next_tick + self._tick_s)
 
     @property
     def clients(self) -> int:

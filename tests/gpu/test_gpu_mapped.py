@@ -225,15 +225,15 @@ def test_a_client_goes_on_without_its_executor_and_maps_anew(
     mapped = session_of(split).mapped
     with torch.no_grad():
         run = symbiosis.capture(lambda ids: split(ids).logits)
-        expected, eager = [run(ids).clone() for _ in range(4)][-1], split(ids).logits
+        first, eager = [run(ids).clone() for _ in range(4)], split(ids).logits  # a captured step may round otherwise
         old = next(iter(mapped.weights.values())).data_ptr()
         served.kill()
         until(lambda: "goes on with the weights" in caplog.text, "the loss of the executor")
         for _ in range(20):
-            assert torch.equal(run(ids), expected) and torch.equal(split(ids).logits, eager)
+            assert torch.equal(run(ids), first[-1]) and torch.equal(split(ids).logits, eager)
         start()
         until(lambda: mapped.joins == 2, "the next executor", 30)
-        for _ in range(4):
+        for expected in first:  # two runs without a graph, then with a new one
             assert torch.equal(run(ids), expected) and torch.equal(split(ids).logits, eager)
     assert next(iter(mapped.weights.values())).data_ptr() != old
     assert len(run._graphs) == 1 and symbiosis.stats(split).reconnects == 1
