@@ -1,6 +1,7 @@
 """Functions and classes stay short enough to be read at one glance, and have names of their own. What is longer says in its source why a reader is better off."""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,3 +58,6 @@ def test_no_two_classes_have_one_name() -> None:
     trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
     names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == TWICE and max(names.values()) == 2
+    told = (PACKAGE.parent / "docs/architecture.md").read_text().partition("## Words")[2].partition("\n## ")[0]
+    words = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (.*?) \|", told, re.MULTILINE))))
+    assert {name.lower().removesuffix("s") for name in TWICE} <= words
