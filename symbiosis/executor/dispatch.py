@@ -249,9 +249,7 @@ class Dispatch:
         self.gpu.note_addresses(made)
         return made
 
-    def compose(
-        self, peer: GpuPeer, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool
-    ) -> Round:
+    def compose(self, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool) -> Round:
         members = tuple(call for call in prepared if isinstance(call, DeviceCall))
         rounds, wanted = self.gpu.rounds, self._options.rounds and not self.gpu.shares_time
         if rounds is None or not (wanted or again):  # a client that was in the middle of a round may go on

@@ -262,9 +262,7 @@ class ServerPort(Protocol):
         is one tensor for the whole reply, or one for each result. Its replies have this `seq`."""
         ...
 
-    def compose(
-        self, peer: GpuPeer, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool
-    ) -> PreparedRound:
+    def compose(self, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool) -> PreparedRound:
         """Make a round of prepared calls, in this order, which the device answers by itself by reading and writing their numbers. Raise
         `CallError` if it cannot. `again` says that an earlier executor could."""
         ...

@@ -88,7 +88,7 @@ class Inbox:
     def prepare(self, peer: Any, number: int, call: Call, payload: tuple[Tensor, ...], results: Any) -> Any:
         return SimpleNamespace(tensors=[*payload, *results])
 
-    def compose(self, peer: Any, number: int, prepared: Any, words: Any, again: bool) -> Any:
+    def compose(self, number: int, prepared: Any, words: Any, again: bool) -> Any:
         return SimpleNamespace(tensors=[tensor for work in prepared for tensor in work.tensors], large=False)
 
     def forget(self, peer: Any, prepared: Any) -> None:

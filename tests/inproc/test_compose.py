@@ -30,10 +30,10 @@ def test_rounds(wanted: bool, shares_time: bool, again: bool, monkeypatch: pytes
     works = [executor.works[priority] for priority in (Priority.DECODE, Priority.TRAIN, Priority.DECODE)]
     if not again and (shares_time or not wanted):
         with pytest.raises(CallError) as refused:
-            executor.server.dispatch.compose(works[0].peer, 7, works, WORDS, again)
+            executor.server.dispatch.compose(7, works, WORDS, again)
         assert refused.value.code is Code.UNKNOWN_OP and not most
         return
-    work = executor.server.dispatch.compose(works[0].peer, 7, works, WORDS, again)
+    work = executor.server.dispatch.compose(7, works, WORDS, again)
     assert not work.large and work.calls == tuple(work.call for work in works) and work.number == 7
     assert work.priority == Priority.TRAIN, "the least urgent of its calls tells what it is"
     assert (work.plan.key, work.plan.calls, work.plan.nbytes) == (KEY, 3, sum(work.plan.nbytes for work in works))
@@ -57,9 +57,9 @@ def test_large_rounds(policy: Any, again: bool, monkeypatch: pytest.MonkeyPatch)
     works = [executor.works[Priority.TRAIN]] * 2
     if policy == "lockstep" and not again:
         with pytest.raises(CallError, match="lockstep"):
-            executor.server.dispatch.compose(works[0].peer, 7, works, WORDS, again)
+            executor.server.dispatch.compose(7, works, WORDS, again)
     else:
-        assert executor.server.dispatch.compose(works[0].peer, 7, works, WORDS, again).large
+        assert executor.server.dispatch.compose(7, works, WORDS, again).large
         assert said == [float("inf")]
 
 
@@ -69,4 +69,4 @@ def test_without_triton_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     works = [executor.works[Priority.DECODE]]
     for again in (False, True):
         with pytest.raises(CallError, match="Triton"):
-            executor.server.dispatch.compose(works[0].peer, 7, works, WORDS, again)
+            executor.server.dispatch.compose(7, works, WORDS, again)

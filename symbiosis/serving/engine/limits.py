@@ -88,11 +88,10 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     check_length("schema", len(sampling.schema or ""))
 
 
-def check_count(name: str, count: int, most: int | None = None) -> None:
-    """Raise `Unfit` for more than there may be, by default by COUNTS."""
-    most = COUNTS[name] if most is None else most
-    if count > most:
-        raise Unfit(name, f"may have {most}, and has {count}")
+def check_count(name: str, count: int) -> None:
+    """Raise `Unfit` for more than COUNTS allows."""
+    if count > COUNTS[name]:
+        raise Unfit(name, f"may have {COUNTS[name]}, and has {count}")
 
 
 def check_length(name: str, length: int) -> None:

@@ -193,7 +193,7 @@ class DevicePeer:
         bell, reply = (first.tensor(at, "int32", (1,)) for at in (ROUND_BELL, ROUND_REPLY))
         words = RoundWords(bell, reply, self._words.at(ERROR))
         calls = [self._calls[number] for number in message.calls]
-        composed = self._inbox.compose(self, message.number, calls, words, message.again)
+        composed = self._inbox.compose(message.number, calls, words, message.again)
         self._waits = True
         if message.number:
             self._calls[message.number] = self._rounds[message.number] = composed
