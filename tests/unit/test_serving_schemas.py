@@ -121,6 +121,7 @@ def test_what_is_wrong_in_a_chat_is_said_by_name(fields: dict[str, Any], name: s
     ("fields", "name"),
     [
         ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"": 1}}, "logit_bias"),
         ({"logit_bias": {"100": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),

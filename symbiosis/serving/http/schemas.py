@@ -277,8 +277,9 @@ def _given(value: Number | None, default: Number) -> Number:
 
 
 def _bias(given: dict[str, float]) -> dict[int, float]:
-    if wrong_name := next((name for name in given if not re.fullmatch(r"\d{1,9}", name)), None):
-        raise wrong(f"logit_bias: its keys are tokens by number, not {wrong_name[:50]!r}", "logit_bias")
+    for name in given:
+        if not re.fullmatch(r"\d{1,9}", name):
+            raise wrong(f"logit_bias: its keys are tokens by number, not {name[:50]!r}", "logit_bias")
     return {int(name): value for name, value in given.items()}
 
 
