@@ -13,7 +13,7 @@ async def _given_to_two(first: list[ApiError], second: list[Output | ApiError]) 
     """Give outputs to two requests, the first of which cannot take its own. Return whether the link is still there."""
     ours, theirs = socket.socketpair()
     ours.sendall(framed(Welcome(model="demo", longest=8, vocabulary=8)))
-    remote = await RemoteEngine.connect(*await asyncio.open_unix_connection(sock=theirs))
+    remote = await RemoteEngine.connect(theirs)
 
     def broken(output: Output | ApiError) -> None:
         if isinstance(output, ApiError):

@@ -28,6 +28,9 @@ class Remote:
     def submit(self, request: Request, take: Any) -> None:
         self.take = take
 
+    def at_pause(self, call: Callable[[], None]) -> None:
+        call()
+
     def cancel(self, id: int, has_stopped: bool = False) -> None:
         self.cancelled.append(id)
 

@@ -17,6 +17,14 @@ class Form:
         """Hand over events, each as it came and without its comment."""
         raise NotImplementedError
 
+    def may_put(self, outlet: Outlet) -> bool:
+        """Whether events that are not the last can be put."""
+        return False
+
+    def put(self, outlet: Outlet, events: list[tuple[bytes, bytes]]) -> None:
+        """Hand over events at once."""
+        raise NotImplementedError
+
     async def refused(self, outlet: Outlet, status: int, headers: Headers, body: bytes) -> None:
         """Answer with an error."""
         await self._start(outlet, headers, status)
@@ -42,8 +50,17 @@ class Events(Form):
     async def give(self, outlet: Outlet, events: list[tuple[bytes, bytes]], more: bool = True) -> None:
         if events or not more:
             await self._start(outlet, EVENTS)
-            shown = [event if self._shows_comments else told for event, told in events]
-            await outlet.take(b"\n\n".join(shown) + b"\n\n", more)
+            await outlet.take(self._shown(events), more)
+
+    def may_put(self, outlet: Outlet) -> bool:
+        return self.has_begun and outlet.is_free
+
+    def put(self, outlet: Outlet, events: list[tuple[bytes, bytes]]) -> None:
+        if events:
+            outlet.put(self._shown(events))
+
+    def _shown(self, events: list[tuple[bytes, bytes]]) -> bytes:
+        return b"".join([(event if self._shows_comments else told) + b"\n\n" for event, told in events])
 
     async def refused(self, outlet: Outlet, status: int, headers: Headers, body: bytes) -> None:
         """Answer with an error; in the middle of a stream it is an event."""

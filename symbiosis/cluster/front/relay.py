@@ -4,8 +4,9 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -74,13 +75,14 @@ class Relay:
         self._answer: Upstream | None = None
         self._is_over = False
         self._failures = 0
+        self._rest = b""  # the beginning of an event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work, watch = asyncio.current_task(), asyncio.create_task(until_hung_up(receive))
         assert work is not None
         watch.add_done_callback(lambda _: None if watch.cancelled() or self._is_over else work.cancel())
         try:
-            async with outlet_to(send) as outlet:
+            async with outlet_to(send, scope) as outlet:
                 await self._run(outlet)
         except TimeoutError:
             return  # without the end of the answer: the connection is closed
@@ -164,29 +166,46 @@ class Relay:
 
     async def _stream(self, answer: Upstream, outlet: Outlet) -> None:
         """Hand over events as they come."""
-        left = b""
+        self._rest = b""
         while piece := await answer.piece():
-            *events, left = (left + piece).split(b"\n\n")
-            out: list[tuple[bytes, bytes]] = []
             count = self._progress.count
-            is_over = False
-            for event in events:
-                told = self._progress.take(event)
+            out: list[tuple[bytes, bytes]] = []
+            for event, told in self._events(piece):
                 if told.startswith(FAILED):
                     await self._form.give(outlet, out)
                     out = []
                     self._refuse("the server failed")
                     return await self._form.refused(outlet, 500, FAILED_HEADERS, told.removeprefix(b"data: "))
-                is_over = is_over or told.startswith(DONE)
                 out.append((event, told))
+            is_over = any(told.startswith(DONE) for _, told in out)
             if not self._may_keep(out, self._progress.count - count):
                 error = "the answers that wait to be whole are too large together: ask for a stream, or for less"
                 return await self._fail(ApiError(503, error, retry_s=5.0), outlet)
             await self._form.give(outlet, out, more=not is_over)
             if is_over:
                 return None
+            answer.hand_over = partial(self._hand_over, answer, outlet)
         self._flight.why = "refused"
         raise Lost("the stream ended too early")
+
+    def _events(self, piece: bytes) -> Iterator[tuple[bytes, bytes]]:
+        """Yield the events that are whole now, as they came and without their comments."""
+        *events, self._rest = (self._rest + piece).split(b"\n\n")
+        for event in events:
+            yield event, self._progress.take(event)
+
+    def _hand_over(self, answer: Upstream, outlet: Outlet) -> bool:
+        """Hand over events at once, if that makes nobody wait and the stream goes on after them."""
+        if not self._form.may_put(outlet):
+            return False
+        new = self._rest + answer.unread
+        if DONE in new or FAILED in new:
+            return False
+        count = self._progress.count
+        events = list(self._events(answer.read()))
+        self._may_keep(events, self._progress.count - count)
+        self._form.put(outlet, events)
+        return True
 
     def _may_keep(self, events: list[tuple[bytes, bytes]], tokens: int) -> bool:
         """Count what is kept of these events. A stream keeps only its tokens, and always may."""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,8 +58,9 @@ class Upstream(asyncio.Protocol):
         self._may_repeat = False  # over another connection: the server has closed this one before it has read anything
         self.status, self.headers = 0, dict[bytes, bytes]()
         self._parser = httptools.HttpResponseParser(self)
-        self._body, self._news = bytearray(), asyncio.Event()
-        self._is_whole = self._is_paused = self._may_be_kept = False
+        self.unread, self._news = bytearray(), asyncio.Event()
+        self.hand_over: Callable[[], bool] | None = None  # whether it has read what is unread
+        self._is_whole = self._is_paused = self._may_be_kept = self._is_awaited = False
         self._lost: str | None = None
         self._transport: Any = None
 
@@ -98,10 +100,22 @@ class Upstream(asyncio.Protocol):
                 self._transport.write(self._request)
 
     async def piece(self) -> bytes:
-        """Return what has come since the last time; nothing at the end."""
-        while not self._body and not self._is_whole:
-            await self._something_new()
-        found, self._body = bytes(self._body), bytearray()
+        """Return what has come since the last time; nothing at the end.
+
+        While a task waits here, what comes is given to `hand_over`, if there is one, which is cheaper than to wake the task.
+        """
+        self._is_awaited = True
+        try:
+            while not self.unread and not self._is_whole:
+                await self._something_new()
+        finally:
+            self._is_awaited = False
+        return self.read()
+
+    def read(self) -> bytes:
+        """Return what is unread."""
+        found = bytes(self.unread)
+        self.unread.clear()
         if self._is_paused and self._transport is not None:
             self._is_paused = False
             self._transport.resume_reading()
@@ -150,7 +164,9 @@ class Upstream(asyncio.Protocol):
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
             self.lose(f"the answer is no HTTP: {error}")
-        self._news.set()
+        goes_on = self._is_awaited and not self._is_whole and self._lost is None
+        if not (goes_on and self.hand_over is not None and self.unread and self.hand_over()):
+            self._news.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._end("the connection broke")
@@ -162,8 +178,8 @@ class Upstream(asyncio.Protocol):
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:
-        self._body += body
-        if len(self._body) > MOST_UNREAD and not self._is_paused:
+        self.unread += body
+        if len(self.unread) > MOST_UNREAD and not self._is_paused:
             self._is_paused = True
             self._transport.pause_reading()
 

@@ -44,6 +44,16 @@ class Words:
         """Return a chunk of a stream. If the stream's usage was asked for (`is_asked`), each chunk has that field."""
         return {"object": self.chunk_kind, **self._head, "choices": choices, **({"usage": usage} if is_asked else {})}
 
+    def frame(self, is_asked: bool) -> tuple[bytes, bytes]:
+        """Return what stands before and after the one choice of each chunk.
+
+        >>> before, after = CompletionWords("m", None, False, [], [], 1).frame(is_asked=True)
+        >>> before[:27], before[-24:], after
+        (b'{"object":"text_completion"', b',"model":"m","choices":[', b'],"usage":null}')
+        """
+        before, after = msgspec.json.encode(self.chunk([], is_asked=is_asked)).rsplit(b"]", 1)
+        return before, b"]" + after
+
     def first(self, choices: int) -> Iterator[Fields]:
         """Return what a stream begins with."""
         yield from ()

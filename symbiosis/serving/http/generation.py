@@ -1,15 +1,18 @@
 """The completions of one call of the API. Tokens become text as they come, however slowly the client reads."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from http import HTTPStatus
 
 import msgspec
 
 from symbiosis.serving.engine.detokenize import Text
-from symbiosis.serving.http.failures import ApiError, unknown_model
+from symbiosis.serving.http.failures import ApiError, failed, unknown_model
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.request import Finish, Output, Request, Token
+
+logger = logging.getLogger("symbiosis")
 
 FAILURES = {
     Finish.ABORTED: (503, "the server is too busy to begin in time: try again later"),
@@ -26,6 +29,9 @@ class Delta(msgspec.Struct, gc=False):
     tokens: list[Token] = []
     finish: str | None = None
     prompt_logprobs: tuple[Token, ...] = ()
+
+
+HandOver = Callable[[Callable[[], list[Delta]]], bool]  # gets what reads what is new; whether it has read it
 
 
 class Choice:
@@ -75,7 +81,8 @@ class Generation:
         self.completion_tokens = sum(len(tokens) for request in requests for tokens in request.chosen)
         self._failure: ApiError | None = None
         self._new: dict[int, Choice] = {}
-        self._event = asyncio.Event()
+        self._event, self._is_awaited = asyncio.Event(), False
+        self.hand_over: HandOver | None = None
         self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
         self.choices = self.most_tokens = 0
         for request in requests:
@@ -100,22 +107,42 @@ class Generation:
             raise
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Yield what has come since the last time, until all completions are finished. Raises the error that ended them."""
+        """Yield what has come since the last time, until all completions are finished. Raises the error that ended them.
+
+        To wake a task for each token costs more than to make its text. So while the task waits here, what comes is given to `hand_over`, if
+        there is one, at once, and is yielded only if that returns False.
+        """
         while self._open or self._new or self._failure:
+            self._is_awaited = True
             await self._event.wait()
             self._event.clear()
+            self._is_awaited = False
             if self._failure:
                 raise self._failure
-            new, self._new = self._new, {}
-            if new:
-                yield [choice.read() for choice in new.values()]
+            if self._new:
+                yield self._read()
 
     def end(self) -> None:
         """End the generation, because nobody reads any more: what is still under way is cancelled."""
         for id in list(self._open):
             self._remote.cancel(id)
         self._open.clear()
+        self.hand_over = None
         self._event.set()
+
+    def _tell(self) -> None:
+        """Hand over what is new, or have it yielded."""
+        try:
+            is_read = self.hand_over is not None and self._is_awaited and self.hand_over(self._read)
+        except Exception as error:  # a mistake of ours, which ends this answer and no other
+            logger.error("tokens could not be handed over", exc_info=error)
+            return self._fail(failed(error))
+        if not is_read or not self._open:
+            self._event.set()
+
+    def _read(self) -> list[Delta]:
+        new, self._new = self._new, {}
+        return [choice.read() for choice in new.values()]
 
     def _take(self, output: Output | ApiError) -> None:
         if isinstance(output, ApiError):
@@ -138,7 +165,7 @@ class Generation:
                 each.delta.prompt_logprobs = output.prompt_logprobs
         if choice.add(output):
             self._new[choice.delta.choice] = choice
-            self._event.set()
+            self._remote.at_pause(self._tell)
         if choice.finish is not None:
             of_request = self._open[output.request]
             del of_request[output.completion]

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
-from starlette.types import Send
+from starlette.types import Scope, Send
 
-from symbiosis.serving.http.incoming.connections import STALL_S
+from symbiosis.serving.http.incoming.connections import STALL_S, Connection, connection_of
 
 LOOKS = 8  # in that time
 PIECE = 1 << 16  # bytes that are sent at once
@@ -19,10 +19,14 @@ class Outlet:
     """Where an answer goes: to one client, which is hung up on when it takes nothing for `STALL_S`: `limit`, within which all is sent, ends then.
 
     A timer for each piece that is sent would cost more than to make it. So one looks now and then at when the piece under way was begun.
+    A piece that nobody has to wait for need not pass through all layers of the application, either: it is `put`.
+
+    Args:
+        connection: The client's, if it is known.
     """
 
-    def __init__(self, send: Send, limit: asyncio.Timeout) -> None:
-        self._send, self._limit = send, limit
+    def __init__(self, send: Send, limit: asyncio.Timeout, connection: Connection | None = None) -> None:
+        self._send, self._limit, self._connection = send, limit, connection
         self._loop = asyncio.get_running_loop()
         self._began: float | None = None  # to send what has not been taken yet
         self._look()
@@ -34,6 +38,16 @@ class Outlet:
         self._began = self._loop.time()
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
         self._began = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a piece can be put now: those before are on their way, and their reader takes them."""
+        return self._connection is not None and self._began is None and self._connection.takes_pieces
+
+    def put(self, body: bytes) -> None:
+        """Send a piece at once, if the outlet is free."""
+        assert self._connection is not None
+        self._connection.send_piece(body)
 
     async def take_all(self, pieces: Iterable[bytes], more: bool = True) -> None:
         """Send pieces, many small ones at once. Large ones are made when those before are sent, and others run between them."""
@@ -60,10 +74,10 @@ class Outlet:
 
 
 @asynccontextmanager
-async def outlet_to(send: Send) -> AsyncIterator[Outlet]:
+async def outlet_to(send: Send, scope: Scope | None = None) -> AsyncIterator[Outlet]:
     """Yield the outlet for one answer. Raises `TimeoutError` out of the block if its reader takes nothing for long."""
     async with asyncio.timeout(None) as limit:
-        outlet = Outlet(send, limit)
+        outlet = Outlet(send, limit, connection_of(scope) if scope else None)
         try:
             yield outlet
         finally:

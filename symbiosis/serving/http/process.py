@@ -38,11 +38,11 @@ def tokenizer_of(options: FrontOptions) -> Any:
 async def serve(listener: socket.socket, link: socket.socket, options: FrontOptions) -> None:
     """Serve until the engine hangs up, or until it says that it ends and everything is answered."""
     tokenizer = tokenizer_of(options)
-    remote = await RemoteEngine.connect(*await asyncio.open_unix_connection(sock=link))
+    remote = await RemoteEngine.connect(link)
     front = Front(remote, tokenizer, options)
     config = uvicorn.Config(
         make_app(front), http=Connection, ws="none", lifespan="off", log_config=None, log_level="warning", access_log=False,
-        server_header=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
+        server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
     )  # fmt: skip
     server = uvicorn.Server(config)
     gc.collect()
@@ -91,8 +91,8 @@ def main() -> None:
         os.set_inheritable(descriptor, False)
     try:
         asyncio.run(serve(socket.socket(fileno=started.listener), socket.socket(fileno=started.link), started.options))
-    except asyncio.IncompleteReadError:
-        sys.exit("the engine ended before it was ready")
+    except EOFError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

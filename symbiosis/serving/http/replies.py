@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -12,6 +13,8 @@ from symbiosis.serving.http.generation import Delta, Generation
 from symbiosis.serving.http.incoming.bodies import until_hung_up
 from symbiosis.serving.http.outlet import EVENTS, JSON, Outlet, outlet_to
 from symbiosis.serving.http.schemas import Continuation
+
+FEW = 16  # choices, whose events are made together
 
 
 class Reply:
@@ -28,7 +31,7 @@ class Reply:
         watch = asyncio.create_task(until_hung_up(receive))
         watch.add_done_callback(lambda _: self._generation.end())
         try:
-            async with outlet_to(send) as outlet:
+            async with outlet_to(send, scope) as outlet:
                 await self._answer(outlet)
         except TimeoutError:
             return  # without the end of the answer: the connection is closed
@@ -61,6 +64,8 @@ class Stream(Reply):
         super().__init__(generation, words, done)
         self._wants_usage, self._begun = wants_usage, False
         self._tells_tokens, self._opened = before is not None, before.opened if before else 0
+        self._frame = words.frame(wants_usage)
+        self._is_light = not words.logprobs and generation.choices <= FEW
 
     async def _answer(self, outlet: Outlet) -> None:
         """Answer. An error before the first event is an answer of its own; a later one is an event."""
@@ -68,6 +73,7 @@ class Stream(Reply):
             async for deltas in self._generation.deltas():
                 await self._begin(outlet)
                 await outlet.take_all(map(self._told, deltas))
+                self._generation.hand_over = partial(self._hand_over, outlet) if self._is_light else None
         except ApiError as error:
             if not self._begun:
                 raise
@@ -77,6 +83,13 @@ class Stream(Reply):
         last = self._words.chunk([], usage(self._generation), is_asked=True)
         ending = _event(last) if self._wants_usage else b""
         await outlet.take(ending + b"data: [DONE]\n\n", more=False)
+
+    def _hand_over(self, outlet: Outlet, read: Callable[[], list[Delta]]) -> bool:
+        """Send what is new at once, if that makes nobody wait."""
+        if outlet.is_free:
+            outlet.put(b"".join(map(self._told, read())))
+            return True
+        return False
 
     async def _begin(self, outlet: Outlet) -> None:
         if not self._begun:
@@ -91,7 +104,8 @@ class Stream(Reply):
         return tokens + self._event(self._words.part(delta))
 
     def _event(self, choice: dict[str, object]) -> bytes:
-        return _event(self._words.chunk([choice], is_asked=self._wants_usage))
+        before, after = self._frame
+        return b"data: %b%b%b\n\n" % (before, msgspec.json.encode(choice), after)
 
 
 def _join(whole: Delta, more: Delta) -> None:

@@ -110,6 +110,19 @@ class Connection(HttpToolsProtocol):
                 if self._head > MOST_HEAD:
                     self._refuse(431, f"the head of a request has at most {MOST_HEAD} bytes")
 
+    # ------------------------------------------------------------------ pieces of an answer that need not wait
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether the answer under way has begun, is not over, has no stated length, and is taken."""
+        cycle = self.cycle
+        return bool(
+            cycle.chunked_encoding and not (cycle.response_complete or cycle.disconnected or self.flow.write_paused)
+        )
+
+    def send_piece(self, body: bytes) -> None:
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+
     # ------------------------------------------------------------------ what the parser calls
 
     def on_message_begin(self) -> None:
@@ -171,8 +184,12 @@ class Connection(HttpToolsProtocol):
         self._look_later = self.loop.call_later(HEAD_S, self._look, self.cycle)
 
 
+def connection_of(scope: Scope) -> Connection | None:
+    found: Connection | None = scope.get("symbiosis.connection")
+    return found
+
+
 def now_known(scope: Scope) -> None:
     """The client that sent this request has shown who it is."""
-    connection: Connection | None = scope.get("symbiosis.connection")
-    if connection is not None:
+    if (connection := connection_of(scope)) is not None:
         connection.strangers.leave(connection)

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import count
 from typing import Any, TypeVar
 
@@ -34,26 +34,30 @@ Result = TypeVar("Result")
 OnOutput = Callable[[Output | ApiError], None]
 
 
-class RemoteEngine:
+class RemoteEngine(asyncio.Protocol):
     """One engine, asked through one connection. Use `await RemoteEngine.connect(...)`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
-        self.welcome, self.drained = welcome, asyncio.Event()
-        self._reader, self._writer = reader, writer
+    welcome: Welcome
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.drained, self.ended = asyncio.Event(), loop.create_future()
+        self._is_ready: asyncio.Future[None] = loop.create_future()
+        self._transport: asyncio.Transport
+        self._unread = bytearray()  # the beginning of a message
+        self._at_pause = dict[Callable[[], None], None]()
         self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
         self.room = self.tokens = 0
         self._ids = count(1)
         self._takers: dict[int, tuple[OnOutput, int]] = {}  # with the completions that have not finished
         self._asked: dict[int, asyncio.Future[Answer]] = {}
-        self._pulse.beat()  # it has said that it is ready
-        self.ended = asyncio.create_task(self._read())
 
     @classmethod
-    async def connect(cls, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> "RemoteEngine":
-        """Connect, and wait until the engine is ready."""
-        welcome = await _next(reader)
-        assert isinstance(welcome, Welcome)
-        return cls(reader, writer, welcome)
+    async def connect(cls, link: socket.socket) -> "RemoteEngine":
+        """Connect, and wait until the engine is ready. Raises `EOFError` if it ends before."""
+        _, remote = await asyncio.get_running_loop().create_unix_connection(cls, sock=link)
+        await remote._is_ready
+        return remote
 
     @property
     def is_there(self) -> bool:
@@ -94,15 +98,38 @@ class RemoteEngine:
             raise ApiError(told.status, told.error)
         return msgspec.msgpack.decode(told.result, type=kind)
 
-    def _tell(self, message: ToEngine) -> None:
-        """Send a message. If the engine has ended, nothing is sent, and `_read` notices the end."""
-        if not self._writer.is_closing():
-            self._writer.write(framed(message))
+    def at_pause(self, call: Callable[[], None]) -> None:
+        """Call something once, when all outputs that lie there are handed out."""
+        self._at_pause[call] = None
 
-    async def _read(self) -> None:
-        with suppress(asyncio.IncompleteReadError, ConnectionError):
-            while True:
-                self._take(await _next(self._reader))
+    def _tell(self, message: ToEngine) -> None:
+        """Send a message. If the engine has ended, nothing is sent, and `connection_lost` is called."""
+        if not self._transport.is_closing():
+            self._transport.write(framed(message))
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Take all messages that have come. What they bring is handed on together afterwards: a process that is behind makes fewer, larger
+        pieces of it."""
+        self._unread += data
+        at, there = 0, len(self._unread)
+        while there - at >= LENGTH.size:
+            (length,) = LENGTH.unpack_from(self._unread, at)
+            if there - at - LENGTH.size < length:
+                break
+            at += LENGTH.size + length
+            self._take(from_engine.decode(self._unread[at - length : at]))
+        del self._unread[:at]
+        calls, self._at_pause = self._at_pause, {}
+        for call in calls:
+            call()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.ended.set_result(None)
+        if not self._is_ready.done():
+            self._is_ready.set_exception(EOFError("the engine ended before it was ready"))
         for take, _ in list(self._takers.values()):
             take(gone())
         self._takers.clear()
@@ -132,6 +159,9 @@ class RemoteEngine:
             self.step_s, self.room, self.tokens = message.step_s, message.room, message.tokens
         elif isinstance(message, Drain):
             self.drained.set()
+        elif isinstance(message, Welcome):
+            self.welcome = message
+            self._is_ready.set_result(None)
 
     def _give(self, output: Output) -> None:
         if (taker := self._takers.get(output.request)) is None:
@@ -150,12 +180,7 @@ class RemoteEngine:
             take(failed(error))
 
     def close(self) -> None:
-        self._writer.close()
-
-
-async def _next(reader: asyncio.StreamReader) -> Any:
-    (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-    return from_engine.decode(await reader.readexactly(length))
+        self._transport.close()
 
 
 def gone() -> ApiError:
