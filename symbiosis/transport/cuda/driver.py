@@ -6,7 +6,6 @@ that maps it is gone, whichever process made it.
 """
 
 import ctypes
-import ctypes.util
 import mmap
 from collections.abc import Sequence
 from functools import cache
