@@ -136,7 +136,8 @@ class Generation:
             is_read = self.hand_over is not None and self._is_awaited and self.hand_over(self._read)
         except Exception as error:  # a mistake of ours, which ends this answer and no other
             logger.error("tokens could not be handed over", exc_info=error)
-            return self._fail(failed(error))
+            self._fail(failed(error))
+            return
         if not is_read or not self._open:
             self._event.set()
 
