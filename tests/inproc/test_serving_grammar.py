@@ -59,6 +59,48 @@ def test_a_wrong_schema_is_refused(schema: str) -> None:
         one.generate("x", schema=schema)
 
 
+COSTLY: dict[str, dict[str, Any]] = {
+    "a large divisor": {"type": "integer", "multipleOf": 999_953},
+    "a long divisor": {"type": "number", "multipleOf": 0.99991},
+    "divisors together": {"allOf": [{"type": "integer", "multipleOf": n} for n in (97, 89, 83)]},
+    "one of many divisors": {"anyOf": [{"type": "integer", "multipleOf": 9000 + n} for n in range(20)]},
+    "a divisor within": {"type": "object", "additionalProperties": {"type": "integer", "multipleOf": 99_991}},
+    "a long repetition": {"type": "string", "pattern": "^a{1000000}$"},
+    "repetitions of repetitions": {"type": "string", "pattern": "^((a{1000}){1000}){1000}$"},
+    "many repetitions": {
+        "type": "array",
+        "prefixItems": [{"type": "string", "pattern": f"{n}{{30000}}"} for n in "ab"],
+    },
+    "names": {"type": "object", "patternProperties": {"^a{100000}": {}}},
+}
+
+
+@pytest.mark.parametrize("what", COSTLY)
+def test_a_schema_that_is_costly_to_prepare_is_refused(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took seconds and hundreds of megabytes, of which others had to wait for a part."""
+    monkeypatch.setattr(Grammars, "_matcher", lambda self, schema: pytest.fail("it is prepared"))
+    with engine() as one, pytest.raises(ConfigError, match="schema may have"):
+        one.generate("x", schema=json.dumps(COSTLY[what]))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "number", "multipleOf": 0.01, "minimum": -1e9, "maximum": 1e9},
+        {"allOf": [{"type": "integer", "multipleOf": 86_400}, {"multipleOf": 7}]},
+        {"type": "string", "pattern": "^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$"},
+        {"type": "string", "maxLength": 1_000_000},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1_000_000},
+        {"type": "object", "properties": {"pattern": {"type": "string"}, "multipleOf": {"type": "string"}}},
+    ],
+    ids=json.dumps,
+)
+def test_a_schema_of_large_numbers_that_cost_nothing_is_taken(schema: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    with engine() as one:
+        assert one.generate("x", schema=json.dumps(schema), max_tokens=4).tokens
+
+
 def test_without_a_tokenizer_there_is_no_schema() -> None:
     pytest.importorskip("llguidance")
     with engine(tokenizer=False) as one, pytest.raises(ConfigError, match="tokenizer"):

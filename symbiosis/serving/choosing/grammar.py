@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError
+from symbiosis.serving.choosing.schema_cost import check_schema
 from symbiosis.serving.engine.limits import check_length
 
 COMPACT = {"whitespace_flexible": False}  # otherwise a model may write spaces for ever
@@ -46,6 +47,7 @@ class Grammars:
     def _begun(self, schema: str) -> "Grammar":
         """Prepare a schema, and find what may come first, which takes long for a large choice. Nobody waits for this thread, and the copies
         that are made later share what was found."""
+        check_schema(schema)
         grammar = Grammar(self._matcher(schema), self._vocabulary, {})
         if grammar.why_not is None:
             grammar.allowed()
