@@ -99,11 +99,12 @@ def demo_api() -> Iterator[Api]:
 
 
 class Command:
-    """`symbiosis serve demo ...`, with its three processes."""
+    """`symbiosis serve demo ...`, with its three processes. `before` is run by the first one."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, before: str = "") -> None:
+        code = f"{before}\nfrom symbiosis.cli import main; main()"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "symbiosis", "serve", "demo", "--port", "0", "--memory", "33554432", *arguments],
+            [sys.executable, "-c", code, "serve", "demo", "--port", "0", "--memory", "33554432", *arguments],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
         )  # fmt: skip
         self.errors: list[str] = []

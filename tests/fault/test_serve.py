@@ -269,6 +269,39 @@ def test_a_step_that_takes_too_long_ends_the_server() -> None:
         command.close()
 
 
+STARVES = """
+import resource
+from symbiosis.serving.model import Served
+
+def forward(self, step, forward=Served.forward):
+    if b"x" * 8 not in bytes(step.segments[0].sequence.tokens):
+        return forward(self, step)
+    {limit}
+    raise MemoryError
+
+Served.forward = forward
+"""
+LIMIT = "resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))"
+
+
+@pytest.mark.parametrize("limit", ["", LIMIT], ids=["a large request", "nothing left"])
+def test_a_server_that_has_no_memory_left_ends(limit: str) -> None:
+    """Else it would say that it works, and fail at one request after the other. Where there is memory, only the request has failed."""
+    command = Command(before=STARVES.format(limit=limit))
+    try:
+        executor, api = command.child("serve.executor"), client(command.url)
+        with pytest.raises(openai.APIError):
+            api.completions.create(**{**SHORT, "prompt": "x" * 8})
+        if not limit:
+            assert api.completions.create(**SHORT).usage.completion_tokens == 8
+            return
+        assert command.process.wait(60) == 1
+        assert any("no memory left" in line for line in command.errors)
+        eventually(lambda: not Path(f"/proc/{executor}").exists())
+    finally:
+        command.close()
+
+
 def test_servers_that_freeze_together_go_on(own: Command) -> None:
     wanted = _text(own)
     frozen = [own.process.pid, own.child("serving.http.process"), own.child("serve.executor")]

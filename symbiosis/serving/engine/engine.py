@@ -234,6 +234,11 @@ class Engine:
         return self._loop.is_alive
 
     @property
+    def is_starved(self) -> bool:
+        """Whether a step has failed where no memory can be had any more. It is for good: other steps would fail, too."""
+        return self._loop.is_starved
+
+    @property
     def room(self) -> tuple[int, int]:
         """How many more tokens there is memory for, and for how many there is in all."""
         blocks = self._served.blocks

@@ -22,6 +22,7 @@ from symbiosis.serving.step import Segment, Sequence, Step
 
 logger = logging.getLogger("symbiosis")
 IDLE_S = 0.001  # between looks at adapters on their way
+LITTLE = 64 << 20  # bytes, which the host has to be asked for: where these cannot be had, requests fail one by one
 
 
 class Loop:
@@ -38,6 +39,7 @@ class Loop:
         # called between two steps, when what a step tells is all told by then
         self.on_pause: Callable[[], None] = lambda: None
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
+        self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: Launched | None = None
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
@@ -92,6 +94,7 @@ class Loop:
             except Exception as error:  # a defect of ours: who waits is told, and the next ones get their chance
                 logger.exception("the engine ends all requests")
                 self._launched = None
+                self.is_starved = self.is_starved or not _has_memory(self._served.device)
                 self._end_all(f"the server failed: {type(error).__name__}")
             finally:
                 self._step_began = None
@@ -161,6 +164,7 @@ class Loop:
                     self._settle()
             elif under_way:
                 logger.warning("a request ends: %s", error, exc_info=not isinstance(error, SymbiosisError))
+                self.is_starved = self.is_starved or not _has_memory(self._served.device)
                 self._end(under_way[0].sequence.request.id, Finish.ERROR, f"{type(error).__name__}: {error}")
         return None
 
@@ -274,3 +278,11 @@ class Loop:
     def _cancel_all(self) -> None:
         for request in list(self.jobs):
             self._end(request, Finish.CANCELLED)
+
+
+def _has_memory(device: torch.device) -> bool:
+    try:
+        torch.empty(LITTLE, dtype=torch.uint8, device=device)
+    except (MemoryError, RuntimeError):  # which torch raises, for the host and for a device
+        return False
+    return True

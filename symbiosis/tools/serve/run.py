@@ -175,6 +175,8 @@ class ServeProcesses:
         assert self._link is not None
         if not engine.is_alive:
             self._give_up("the engine's thread has died")
+        if engine.is_starved:
+            self._give_up("there is no memory left to serve anything")
         if engine.step_s > self._options.max_step_s:
             self._give_up(f"a step has taken longer than --max-step-s {self._options.max_step_s:g}: it hangs")
         if self._link.is_lost:
