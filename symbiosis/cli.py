@@ -234,12 +234,13 @@ def cluster_apply(file: Annotated[Path, typer.Argument(metavar="FILE.yaml", help
 def cluster_shift(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What clients ask for.")],
     shares: Annotated[list[str], typer.Argument(metavar="MODEL=SHARE ...", help="The models that answer, and how much of the requests each gets, in proportion.")],
+    new: Annotated[bool, typer.Option("--new", help="NAME may be one that is no alias yet.")] = False,
     cluster: Annotated[str | None, typer.Option(help="Default: the only one of yours that runs on this host.")] = None,
 ) -> None:  # fmt: skip
     """Divide the requests for a name among models, for example versions of one, from the next request on."""
     from symbiosis.tools.cluster.commands import shift
 
-    shift(cluster, name, shares)
+    shift(cluster, name, shares, new)
 
 
 @cluster_app.command("down", cls=InLines)
@@ -266,11 +267,12 @@ def demo(
 def doctor(
     url: Annotated[str | None, typer.Argument(metavar="[URL]", help="An executor's endpoint. Default: this user's.")] = None,
     model: Annotated[str | None, typer.Option(help="A model: say on which devices of this machine its weights fit.")] = None,
+    cluster: Annotated[Path | None, typer.Option(metavar="FILE.yaml", help="The file of a cluster: say whether it can be started here or, if it runs, how its processes are.")] = None,
 ) -> None:  # fmt: skip
-    """Check versions, devices, memory, limits and the executor; exit status 1 if something is broken."""
+    """Check versions, devices, memory, limits and the executor or a cluster; exit status 1 if something is broken."""
     from symbiosis.tools.doctor import run
 
-    raise typer.Exit(run(url, model))
+    raise typer.Exit(run(url, model, cluster))
 
 
 @app.command(cls=InLines)

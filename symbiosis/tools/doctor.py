@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from symbiosis import mps
 from symbiosis.config import default_endpoints, named_endpoints
 from symbiosis.endpoints import how_to_start_one, socket_path
+from symbiosis.tools.cluster_findings import findings
 from symbiosis.tools.reporting import versions
 from symbiosis.tools.room import room_for
 
@@ -45,17 +46,18 @@ class Check:
         return f"{line}. {self.remedy}" if self.remedy else line
 
 
-def run(endpoint: str | None, model: str | None = None) -> int:
+def run(endpoint: str | None, model: str | None = None, cluster: Path | None = None) -> int:
     """Print every check as it is made; the exit status is 1 if something is broken."""
     broken = False
-    for check in checks(endpoint, model):
+    for check in checks(endpoint, model, cluster):
         print(check, flush=True)
         broken |= check.state == "FAIL"
     return int(broken)
 
 
-def checks(endpoint: str | None, model: str | None = None) -> Iterator[Check]:
-    """Yield all checks. An executor that is not there is a failure only if the user named it. With a `model`, say where it fits."""
+def checks(endpoint: str | None, model: str | None = None, cluster: Path | None = None) -> Iterator[Check]:
+    """Yield all checks. An executor that is not there is a failure only if the user named it. With a `model`, say where it fits; with the
+    file of a `cluster`, look at that, and at no executor that was not named."""
     yield check_versions()
     yield check_threads()
     yield check_gpus()
@@ -65,6 +67,11 @@ def checks(endpoint: str | None, model: str | None = None) -> Iterator[Check]:
     if model is not None:
         state, text, remedy = room_for(model)
         yield Check(state, "room", text, remedy)
+    if cluster is not None:
+        for state, text, remedy in findings(cluster):
+            yield Check(state, "cluster", text, remedy)
+        if endpoint is None:
+            return
     wanted = endpoint is not None or "SYMBIOSIS_ENDPOINT" in os.environ
     for url in (named_endpoints(endpoint) or (endpoint,)) if endpoint else default_endpoints():
         yield from check_executor(url, wanted)

@@ -173,3 +173,16 @@ def test_bench_hands_its_arguments_on() -> None:
     bench = [sys.executable, "-c", "from symbiosis.cli import main; main()", "bench", "call", "--help"]
     result = subprocess.run(bench, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0 and "bench_call.py" in result.stdout
+
+
+def test_the_file_of_a_cluster_is_checked_before_it_is_started(tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text("port: 0\nmodels: {demo: {executors: 2, servers: [3, 5]}}")
+    status, lines = diagnose("--cluster", str(file), XDG_RUNTIME_DIR=str(tmp_path))
+    assert status == 0 and "lab.yaml: 2 executors and 3 servers of demo can be started" in lines["cluster"]
+    assert "executor" not in lines, "nobody has named one"
+    file.write_text("port: 0\nmodels: {demo: {model: /nowhere}}")
+    status, lines = diagnose("--cluster", str(file), XDG_RUNTIME_DIR=str(tmp_path))
+    assert (status, lines["cluster"][:4]) == (1, "FAIL") and "models.demo: " in lines["cluster"]
+    status, lines = diagnose("--cluster", str(tmp_path / "none.yaml"), XDG_RUNTIME_DIR=str(tmp_path))
+    assert status == 1 and "cannot read" in lines["cluster"]

@@ -68,7 +68,7 @@ def top(cluster: str | None, once: bool, interval: float) -> None:
 def order(cluster: str | None, verb: str, name: str = "") -> None:
     from symbiosis.tools.cluster.control import send_order
 
-    print(send_order(named(cluster).name, verb, name))
+    print(send_order(named(cluster).name, verb, name, say=lambda line: print(line, flush=True)))
 
 
 def apply(file: Path) -> None:
@@ -79,8 +79,8 @@ def apply(file: Path) -> None:
     print(send_order(plan.name, "apply", str(file.resolve())))
 
 
-def shift(cluster: str | None, name: str, given: list[str]) -> None:
-    """Divide the requests for a name by words such as `demo-2=0.1`."""
+def shift(cluster: str | None, name: str, given: list[str], new: bool) -> None:
+    """Divide the requests for a name by words such as `demo-2=0.1`. With `new`, the name need not be an alias yet."""
     from symbiosis.tools.cluster.control import send_order
 
     shares = {}
@@ -90,7 +90,7 @@ def shift(cluster: str | None, name: str, given: list[str]) -> None:
             shares[model] = float(share)
         except ValueError:
             raise ConfigError(f"{word!r:.80}: write MODEL=SHARE, as demo-2=0.1") from None
-    print(send_order(named(cluster).name, "shift", name, shares))
+    print(send_order(named(cluster).name, "shift", name, shares=shares, new=new))
 
 
 def down(cluster: str | None) -> None:

@@ -6,8 +6,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.plan import check_shares
@@ -43,20 +44,30 @@ class Control:
             threading.Thread(target=self._serve, args=[connection], daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rw") as stream:
+        with suppress(OSError), connection, connection.makefile("rw") as stream:
+
+            def say(line: str) -> None:
+                """Tell how far it is. Whoever has given the order may be gone: it is done all the same."""
+                with suppress(OSError):
+                    stream.write(json.dumps({"so far": line}) + "\n")
+                    stream.flush()
+
             try:
                 order = json.loads(stream.readline())
-                told = {"done": self._do(order["verb"], order.get("name", ""), order.get("shares", {}))}
+                told = {"done": self._do(order, say)}
             except SymbiosisError as error:
                 told = {"error": str(error)}
             except (ValueError, LookupError, TypeError) as error:
                 told = {"error": f"no order: {error}"}
             stream.write(json.dumps(told) + "\n")
 
-    def _do(self, verb: str, name: str, shares: dict[str, float]) -> str:
-        verbs: dict[str, Callable[[str], str]] = {"drain": self._drain, "roll": self._roll, "down": self._down}
+    def _do(self, order: dict[str, Any], say: Callable[[str], None]) -> str:
+        verb, name = order["verb"], order.get("name", "")
+        verbs: dict[str, Callable[[str], str]] = {"drain": self._drain, "down": self._down}
+        if verb == "roll":
+            return self._roll(name, say)
         if verb == "shift":
-            return self._shift(name, shares)
+            return self._shift(name, order.get("shares", {}), order.get("new", False))
         if verb == "apply":
             return self._apply(Path(name))
         if verb not in verbs:
@@ -72,7 +83,7 @@ class Control:
         self._await(name, lambda: self._cluster.members[name].state is None)
         return f"{name} has ended"
 
-    def _roll(self, name: str) -> str:
+    def _roll(self, name: str, say: Callable[[str], None]) -> str:
         """Replace all processes, or those of one model, or one, one after the other."""
         with self._alone():
             names = [
@@ -83,19 +94,27 @@ class Control:
                 and process.is_running
                 and name in ("", process.member.model, process.name)
             ]
-            for each in names:
+            if not names:
+                known = ", ".join([*self._cluster.plan.models, *self._cluster.members])
+                raise ConfigError(f"no model or process {name!r:.80} runs: name one of {known}")
+            for number, each in enumerate(names, 1):
+                begun = time.monotonic()
                 before = self._cluster.members[each].pid
                 self._cluster.order(lambda each=each: self._cluster.drain(each, "it is replaced", comes_back=True))  # type: ignore[misc]
                 self._await(each, lambda each=each, before=before: self._is_new(each, before))  # type: ignore[misc]
+                say(f"{number} of {len(names)}: {each} is replaced, after {time.monotonic() - begun:.0f} s")
             return f"{len(names)} processes were replaced"
 
     def _is_new(self, name: str, before: int) -> bool:
         process = self._cluster.members[name]
         return process.pid != before and process.state is State.READY
 
-    def _shift(self, name: str, shares: dict[str, float]) -> str:
+    def _shift(self, name: str, shares: dict[str, float], is_new: bool) -> str:
         """Divide the requests for a name among models in another way, from the next one on."""
         check_shares(name, shares, self._cluster.plan.models)
+        if name not in self._cluster.aliases and not is_new:
+            known = ", ".join(self._cluster.aliases) or "none"
+            raise ConfigError(f"there is no alias {name!r:.80} (there are: {known}): --new makes one of it")
         self._cluster.order(lambda: self._cluster.shift(name, shares))
         total = sum(shares.values())
         return f"{name}: {', '.join(f'{100 * share / total:g} % {model}' for model, share in shares.items())}"
@@ -127,16 +146,19 @@ class Control:
             time.sleep(0.05)
 
 
-def send_order(cluster: str, verb: str, name: str = "", shares: dict[str, float] | None = None) -> str:
-    """Have a running cluster do something, and return what it says when that is done."""
+def send_order(
+    cluster: str, verb: str, name: str = "", *, say: Callable[[str], None] = lambda line: None, **more: Any
+) -> str:
+    """Have a running cluster do something, and return what it says when that is done. `say` gets what it says meanwhile."""
     told_by(cluster)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(ORDER_S)
         connection.connect(str(folder_of(cluster) / "control.sock"))
         with connection.makefile("rw") as stream:
-            stream.write(json.dumps({"verb": verb, "name": name, "shares": shares or {}}) + "\n")
+            stream.write(json.dumps({"verb": verb, "name": name, **more}) + "\n")
             stream.flush()
-            told = json.loads(stream.readline() or '{"done": "the cluster has ended"}')
+            while "so far" in (told := json.loads(stream.readline() or '{"done": "the cluster has ended"}')):
+                say(told["so far"])
     if "error" in told:
         raise ConfigError(told["error"])
     return str(told["done"])
