@@ -48,6 +48,11 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         names = dict.fromkeys(each.model for each in self.of_kind("server"))
         return [name for name in names if name not in self.retiring]
 
+    @property
+    def names(self) -> list[str]:
+        """Return what clients can ask for besides adapters: models, and names for several."""
+        return [*self.models, *self.aliases]
+
     def of_kind(self, kind: str, model: str | None = None) -> list[Member]:
         return [each for each in self.members if each.kind == kind and model in (None, each.model)]
 

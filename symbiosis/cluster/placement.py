@@ -10,6 +10,8 @@ Nobody's request keeps those of another tenant waiting, and a large one does not
   although the batch is full, and the server itself lets others give way.
 * A request that has waited for long goes where one sequence can begin: the server lets its others begin as there is room.
 * One that no server could ever hold (`is_vain`) goes to a server at once, which says what is wrong with it.
+
+A request at which a server has failed goes to another one, if there is any: the server may lack memory, and still say that it works.
 """
 
 import sys
@@ -94,6 +96,7 @@ class Wish(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str | None = None
     tenant: str = ""
     is_vain: bool = False  # no server could do it
+    failed_at: frozenset[int] = frozenset()  # servers that have said that they cannot; others come first
 
 
 def version_of(shares: Mapping[str, float], draw: float) -> str:
@@ -126,7 +129,9 @@ def place(servers: Iterable[Server], wish: Wish) -> Server | None:
     >>> place([busy, idle], Wish(model="m")).number, place([busy, idle], Wish(model="m", sequences=4)).number
     (1, 2)
     """
-    fitting = sorted((each for each in servers if _may(each, wish)), key=_rank, reverse=True)
+    ready = [each for each in servers if each.model == wish.model and each.state is State.READY]
+    others = [each for each in ready if each.number not in wish.failed_at] or ready
+    fitting = sorted((each for each in others if each.fits(wish.sequences, wish.pages)), key=_rank, reverse=True)
     return _preferred(fitting, wish)
 
 
@@ -138,10 +143,6 @@ def _preferred(fitting: Iterable[Server], wish: Wish) -> Server | None:
         if wish.adapter in server.adapters and not server.is_light:
             return server
     return busiest
-
-
-def _may(server: Server, wish: Wish) -> bool:
-    return server.model == wish.model and server.state is State.READY and server.fits(wish.sequences, wish.pages)
 
 
 def _rank(server: Server) -> tuple[int, int]:
@@ -199,24 +200,33 @@ class Fleet:
     def crowd(self, wish: Wish, is_overdue: bool = False) -> Server | None:
         """Return the server that is to take a request although it does not fit: the least busy one where something of it can begin."""
         if wish.is_vain:
-            return self._least_busy(wish.model)
-        giving = [self._servers[number] for number in self._giving.get(wish.model, ())]
+            return self._least_busy(wish)
+        avoided = self._avoided(wish)
+        giving = [self._servers[number] for number in self._giving.get(wish.model, ()) if number not in avoided]
         found = min((each for each in giving if each.tenants.get(wish.tenant, 0) < each.share), key=_rank, default=None)
         if found is None and is_overdue:
-            least = self._least_busy(wish.model)
+            least = self._least_busy(wish)
             found = least if least is not None and least.running < least.batch else None
         return found
 
-    def _least_busy(self, model: str) -> Server | None:
-        order = self._order.get(model)
-        return self._servers[order[0][1]] if order else None
+    def _least_busy(self, wish: Wish) -> Server | None:
+        avoided = self._avoided(wish)
+        numbers = (number for _, number in self._order.get(wish.model, ()) if number not in avoided)
+        return self._servers[number] if (number := next(numbers, None)) is not None else None
+
+    def _avoided(self, wish: Wish) -> frozenset[int]:
+        """Return the servers that a request does not go to again: those that failed at it, if there are others."""
+        if wish.failed_at and any(number not in wish.failed_at for _, number in self._order.get(wish.model, ())):
+            return wish.failed_at
+        return frozenset()
 
     def _with_room(self, wish: Wish) -> Iterator[Server]:
         """Yield the servers on which a request fits, the busiest first."""
-        order = self._order.get(wish.model, [])
+        order, avoided = self._order.get(wish.model, []), self._avoided(wish)
         fullest = max(0, self._most[wish.model] - wish.sequences)  # what is fuller has no room in any batch
         for place in range(bisect_right(order, (fullest, sys.maxsize)) - 1, -1, -1):
-            if (server := self._servers[order[place][1]]).fits(wish.sequences, wish.pages):
+            server = self._servers[order[place][1]]
+            if server.fits(wish.sequences, wish.pages) and server.number not in avoided:
                 yield server
 
 

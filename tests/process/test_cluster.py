@@ -128,7 +128,7 @@ def test_it_answers_as_a_server_does(api: openai.OpenAI, running: Running) -> No
     ("body", "status", "told"),
     [
         ({"model": "demo", "prompt": "a", "nothing": 1}, 400, "nothing"),
-        ({"model": "nobody", "prompt": "a"}, 404, "nobody"),
+        ({"model": "nobody", "prompt": "a"}, 404, "no model 'nobody': there are 'demo' and adapters"),
         ([], 400, "not a JSON object"),
         ({"prompt": "a"}, 400, "model is missing"),
         ({"model": "demo", "prompt": [0] * 600}, 400, "the model takes 512 tokens"),
@@ -325,8 +325,13 @@ def test_what_is_costly_to_read_leaves_others_their_pace(api: openai.OpenAI, run
 def test_requests_for_a_name_go_to_the_models_that_share_it(api: openai.OpenAI, running: Running) -> None:
     with pytest.raises(openai.NotFoundError):
         ask(api, model="chat", max_tokens=1)
-    assert command("shift", "chat", "demo=1").stdout == "chat: 100 % demo\n"
+    refused = command("shift", "chat", "demo=1").stderr
+    assert "no alias 'chat' (there are: none): --new makes one" in refused, "it may be mistyped"
+    assert command("shift", "--new", "chat", "demo=1").stdout == "chat: 100 % demo\n"
     eventually(lambda: "chat" in {each.id for each in api.models.list()})
+    with pytest.raises(openai.NotFoundError, match="no model 'caht': there are 'demo', 'chat' and adapters"):
+        ask(api, model="caht", max_tokens=1)
+    assert "no alias 'caht' (there are: chat)" in command("shift", "caht", "demo=1").stderr
     answer = ask(api, model="chat", max_tokens=5)
     assert answer.model == "demo" and answer.choices[0].text == ask(api, max_tokens=5).choices[0].text
     assert "no model 'other'" in command("shift", "chat", "other=1").stderr
@@ -380,6 +385,19 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+def test_a_roll_says_how_far_it_is(api: openai.OpenAI, running: Running) -> None:
+    told = command("roll", "--only", "demo-server-2").stdout
+    assert re.fullmatch(r"1 of 1: demo-server-2 is replaced, after \d+ s\n1 processes were replaced\n", told), told
+
+
+def test_doctor_looks_at_it(api: openai.OpenAI, running: Running, folder: Path) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "symbiosis", "doctor", "--cluster", str(folder / "test.yaml")],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert f"test runs at {running.url}/v1: 4 of 4 processes are ready" in told.stdout and told.returncode == 0
+
+
 def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) -> None:
     assert ask(api, max_tokens=1).choices
     told = json.loads(command("status", "--json").stdout)
@@ -395,6 +413,7 @@ def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) 
     assert re.search(r"demo-executor-1 +│ +demo │ +ready │ +\d+ │ +[2-9] clients │", shown), shown
     assert "no process 'x': drain one of demo-executor-1" in command("drain", "x").stderr
     assert "no cluster 'x' of yours" in command("status", "x").stderr
+    assert "no model or process 'x' runs: name one of demo, demo-executor-1" in command("roll", "--only", "x").stderr
     lines = [json.loads(line) for line in (folder / "decisions").read_text().splitlines()]
     assert {line["tenant"] for line in lines} <= {"alice", "bob"} and {line["why"] for line in lines} >= {"new"}
     metrics = web.get(f"{running.url}/metrics").text

@@ -78,7 +78,7 @@ def test_the_models_are_the_base_and_its_adapters(api: Api) -> None:
     assert set(listed) == {"demo", "python", "shout", "whisper"}
     assert listed["demo"].parent is None and listed["shout"].parent == "demo"
     assert api.client.models.retrieve("shout").id == "shout"
-    told = "no model 'nobody': the base is 'demo'"
+    told = "no model 'nobody': there are 'demo' and adapters"
     with pytest.raises(openai.NotFoundError, match=told) as retrieved:
         api.client.models.retrieve("nobody")
     with pytest.raises(openai.NotFoundError, match=told) as completed:

@@ -58,14 +58,14 @@ class Front(Keyed):
         if name in models:
             return name, None
         if len(name) > LONGEST_NAME:
-            raise unknown_model(name, ", ".join(models))
+            raise unknown_model(name, self.view.told.names)
         for model in models:
             folder = self.view.told.adapters.get(model)
             if folder and "/" not in name and os.path.isfile(f"{folder}/{name}/adapter_config.json"):  # noqa: PTH113
                 return model, name
         if len(models) == 1:
             return models[0], name  # the server knows
-        raise unknown_model(name, ", ".join(models) or "none yet")
+        raise unknown_model(name, self.view.told.names)
 
     def asking(self, request: Request) -> Tenant:
         """Return who asks for a completion. Raises `ApiError` before the body is read if this tenant may have none now, or if too many
@@ -151,7 +151,7 @@ async def one_model(front: Front, request: Request) -> ASGIApp:
     for each in await _models(front, request):
         if each["id"] == name:
             return _json(each)
-    raise unknown_model(name, ", ".join(front.models()))
+    raise unknown_model(name, front.view.told.names)
 
 
 async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ async def delete_adapter(front: Front, request: Request) -> ASGIApp:
     name = request.path_params["name"]
     folder = adapters.folder_for(front.view, request.query_params.get("model"), name)
     if not await asyncio.to_thread(adapters.remove, folder, name):
-        raise unknown_model(name, ", ".join(front.models()))
+        raise unknown_model(name, front.view.told.names)
     return Response(status_code=204)
 
 

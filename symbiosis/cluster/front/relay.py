@@ -11,6 +11,7 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 from starlette.types import Receive, Scope, Send
 
 from symbiosis.cluster.front.asked import Asked
@@ -21,7 +22,7 @@ from symbiosis.cluster.front.view import Flight, View
 from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
 from symbiosis.cluster.sharing import Held
-from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.failures import ApiError, unknown_model
 from symbiosis.serving.http.incoming.bodies import until_hung_up
 from symbiosis.serving.http.outlet import Outlet, outlet_to
 
@@ -123,6 +124,8 @@ class Relay:
             self._view.suspect(self._flight.server)
         if self._flight.why == "refused" and await self._view.works(self._flight.server):
             self._failures += 1
+            wish = self._flight.wish
+            self._flight.wish = replace(wish, failed_at=wish.failed_at | {self._flight.server})
             await asyncio.sleep(0.1)
 
     def _refuse(self, why: str) -> None:
@@ -159,10 +162,12 @@ class Relay:
         body = await answer.whole()
         if answer.status >= 500:
             self._refuse(f"status {answer.status}")
+        if answer.status == HTTPStatus.NOT_FOUND and self._flight.wish.adapter is not None:
+            return await self._fail(unknown_model(self._flight.wish.adapter, self._view.told.names), outlet)
         if answer.status == HTTPStatus.OK:
             self._progress.count += _tokens(body)
         headers = [(name, value) for name, value in answer.headers.items() if name in KEPT]
-        await self._form.refused(outlet, answer.status, headers, body)
+        return await self._form.refused(outlet, answer.status, headers, body)
 
     async def _stream(self, answer: Upstream, outlet: Outlet) -> None:
         """Hand over events as they come."""

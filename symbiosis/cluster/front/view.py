@@ -256,7 +256,7 @@ class View:
 
     def _say(self, flight: Flight, server: Server) -> None:
         """Note a decision, and why it was made."""
-        wish = msgspec.structs.asdict(flight.wish)
+        wish = msgspec.to_builtins(flight.wish)
         waited = round(time.monotonic() - flight.since, 4)
         load = f"{server.running} of {server.batch} with it"
         line = {"time": time.time(), "why": flight.why, "server": self.seen[server.number].member.name, "load": load}

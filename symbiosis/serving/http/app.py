@@ -150,7 +150,7 @@ async def model(front: Front, request: Request) -> ASGIApp:
         await front.remote.ask(type(None), "check", name)
     except ApiError as error:
         if error.status == HTTPStatus.NOT_FOUND:
-            raise unknown_model(name, front.options.model) from None
+            raise unknown_model(name, [front.options.model]) from None
         is_refused = error.status == HTTPStatus.BAD_REQUEST
         raise ApiError(HTTPStatus.NOT_FOUND, str(error), "model", "model_not_found") if is_refused else error from None
     return _json(_adapter(front, name))

@@ -55,9 +55,15 @@ def failed(error: Exception) -> ApiError:
     return ApiError(500, f"the server failed: {type(error).__name__}. Its log says more")
 
 
-def unknown_model(name: str, base: str) -> ApiError:
-    told = f"there is no model {name[:100]!r}: the base is {base!r}, and GET /v1/models lists it and its adapters"
-    return ApiError(HTTPStatus.NOT_FOUND, told, "model", "model_not_found")
+def unknown_model(name: str, models: Iterable[str]) -> ApiError:
+    """Return the error for a name that nothing has. `models` are those that may be told here: bases, and names for several.
+
+    >>> str(unknown_model("demp", ["demo", "chat"]))
+    "there is no model 'demp': there are 'demo', 'chat' and adapters, which GET /v1/models lists"
+    """
+    known = ", ".join(map(repr, models))
+    there = f"there are {known} and adapters, which GET /v1/models lists" if known else "none is served yet"
+    return ApiError(HTTPStatus.NOT_FOUND, f"there is no model {name[:100]!r}: {there}", "model", "model_not_found")
 
 
 def _answered(request: Request, error: ApiError) -> Response:

@@ -56,7 +56,7 @@ class Front(Keyed):
     def adapter(self, model: str) -> str | None:
         """Return the engine's name for an adapter. None is the base."""
         if not model or len(model) > 256:
-            raise unknown_model(model, self.options.model)
+            raise unknown_model(model, [self.options.model])
         return None if model == self.options.model else model
 
     @contextmanager

@@ -149,7 +149,7 @@ class Generation:
         if isinstance(output, ApiError):
             is_unknown = output.status == HTTPStatus.NOT_FOUND
             self._fail(
-                unknown_model(self.requests[0].adapter or "", self._remote.welcome.model) if is_unknown else output
+                unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model]) if is_unknown else output
             )
         elif output.finish in FAILURES:
             status, message = FAILURES[output.finish]
