@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from symbiosis.endpoints import HOST
+from symbiosis.endpoints import HOST, LAST_PORT
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import (
     ELSEWHERE,
@@ -25,7 +25,7 @@ from symbiosis.protocol import (
 from symbiosis.security.fingerprint import model_fingerprint
 
 KINDS = frozenset(("linear", "conv1d", "tensor", "embedding", "client", ELSEWHERE))
-LARGEST, LAST_PORT = 1 << 48, 65535
+LARGEST = 1 << 48
 MOST_KNOWN = 1 << 14  # calls whose expected replies are remembered
 MOST_FIGURES = 16 << 20  # bytes of a snapshot of figures, whose size does not follow from the call
 

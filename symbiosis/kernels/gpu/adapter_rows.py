@@ -24,10 +24,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from symbiosis.kernels.gpu.records import BLOCKS, EXPAND_HEAD, MOST_MEMBERS, RANKS, SHRINK_HEAD
+
 TILE = 16  # rows: a matrix unit multiplies at least so many
-RANKS = 16  # at once
-MOST_MEMBERS = 4
-SHRINK_HEAD, EXPAND_HEAD = 1, 4  # words of a record before the addresses
 SUPPORTED = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 ALIGNED = 8  # elements: 16 bytes of the narrowest
 
@@ -42,8 +41,6 @@ class Cut(NamedTuple):
 
 SHRINK, EXPAND = Cut(256, 4), Cut(256, 4)
 SHRINK_ONE, EXPAND_ONE = Cut(512, 4), Cut(512, 2)  # of single rows
-BLOCKS = 4  # of ranks that are computed side by side; further ones follow in turn
-BEHIND = RANKS * BLOCKS
 
 
 @triton.jit

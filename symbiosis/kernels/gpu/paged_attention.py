@@ -18,7 +18,6 @@ from symbiosis.kernels.paged_attention import How
 QUERIES = 32  # rows of a block of a longer segment; of 64, Triton 3.6 makes products that are wrong where values have at most 16 elements
 KEYS = 64  # that a block of a longer segment looks at together
 LOG2_E = tl.constexpr(1.4426950408889634)
-EMPTY = -1
 
 
 class Memory(NamedTuple):

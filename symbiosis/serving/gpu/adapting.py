@@ -12,13 +12,13 @@ from torch import Tensor
 
 from symbiosis.errors import AdapterError
 from symbiosis.kernels import with_triton
+from symbiosis.kernels.gpu.records import RANKS
 from symbiosis.serving.adapters.kinds import LoadedAdapter
 from symbiosis.serving.gpu.books import Book
 from symbiosis.serving.gpu.compiled import put_in_place
 from symbiosis.serving.gpu.groups import Group, width_of
 from symbiosis.serving.gpu.tables import Rows
 
-RANKS = 16  # a group's room for ranks grows by so many
 Run = tuple[int, int, Book]  # consecutive rows of one adapter: the first, and how many
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from symbiosis.kernels import file_rows
+from symbiosis.kernels.gpu.records import BEHIND, EXPAND_HEAD
 from symbiosis.serving.adapters.files import in_parallel, in_shares
 from symbiosis.serving.adapters.kinds import Part
 from symbiosis.serving.adapters.residency import NAMES, RowRun, matrices_of, place, shapes_of
 from symbiosis.serving.arena import Arena
 from symbiosis.serving.gpu.groups import STAGES, Group
 
-SHRINK_HEAD, EXPAND_HEAD, BEHIND = 1, 4, 64  # words, as in `symbiosis/kernels/gpu/adapter_rows.py`
 MOST_RUNS = 16  # most copies for one adapter; if it would take more,
 STAGED_BYTES = 16 << 20  # so many bytes are copied at once, and put in their places on the device
 MOST_LAYOUTS = 64  # most that are remembered

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-MOST_MEMBERS = 4
+from symbiosis.kernels.gpu.records import MOST_MEMBERS
+
 STAGES = 8  # in which the numbers of an adapter come to the device, in the order of the layers
 
 
