@@ -13,7 +13,7 @@ from symbiosis.security.keys import Keyring
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import Shapes, bytes_tensor
 
-JOIN_S = 10.0  # a connection that has not joined by then is ended
+UNJOINED_S = 10.0  # a connection that has not joined by then is ended
 
 
 class Tokens(IntEnum):

@@ -9,6 +9,8 @@ from symbiosis.endpoints import how_to_start_one
 from symbiosis.errors import ExecutorUnavailable, HandshakeFailed
 
 logger = logging.getLogger("symbiosis")
+JOIN_S = 10.0  # how long an executor may take to let a client in
+LONGEST_PAUSE_S = 0.5  # between two attempts to find one
 SILENT_S = 2.0  # a shorter wait is not worth a line
 _lock = threading.Lock()
 _waits: dict[tuple[str, ...], list["Patience"]] = {}  # the waits under way, by endpoints

@@ -307,7 +307,7 @@ def test_a_tenants_connections_that_never_join_keep_nobody_out_for_long(town: To
 def test_who_does_not_join_is_hung_up_on(
     keys: bool, tmp_path: Path, serve: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lookout, "JOIN_S", 1.0)
+    monkeypatch.setattr(lookout, "UNJOINED_S", 1.0)
     realm = Realm(tmp_path)
     endpoint = realm.endpoint("alice") if keys else serve(tiny_llama(), listen=["tcp://127.0.0.1:0"]).endpoint
     joined, silent, refused = Raw.joined(endpoint), Raw(endpoint), Raw(endpoint)

@@ -27,16 +27,16 @@ from symbiosis.client.stats import Stats
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError
 from symbiosis.protocol import Call, Hello, Layer, Priority, Reply, Welcome
 from symbiosis.transport.accepted import MoreRoom
-from symbiosis.transport.patience import Patience, unavailable
+from symbiosis.transport.patience import JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
 from symbiosis.transport.tensors import CPU, Shapes, on_host
 
 PATIENCE_S = arguments.seconds_in("SYMBIOSIS_PATIENCE_S", 60.0)  # how long a lost executor may be away
 PATIENCE = "patience=, $SYMBIOSIS_PATIENCE_S"
-JOIN_S, LEAST_JOIN_S = 10.0, 0.1  # how long a join may take; and how long it may when the patience is over
+LEAST_JOIN_S = 0.1  # how long a join may take when the patience is over
 CALL_S = arguments.seconds_in("SYMBIOSIS_CALL_TIMEOUT_S", 120.0)  # how long one call may take, before it is sent again
 FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a session joins anew
 KEEPS_OUT = frozenset((Code.WRONG_MODEL, Code.LIMIT, Code.NOT_ALLOWED))  # of a join: another executor may let us in
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+FIRST_PAUSE_S = 0.02  # between two attempts
 
 logger = logging.getLogger("symbiosis")
 Answer = tuple[Reply, list[Tensor]]

@@ -50,12 +50,10 @@ from symbiosis.transport.cuda.words import ANSWERED, BEAT, ENQUEUED, FIRST_BYTES
 from symbiosis.transport.local.client import BELL, must_be, read_letter
 from symbiosis.transport.local.segment import Slab
 from symbiosis.transport.local.shared_page import NBYTES, SharedPage
-from symbiosis.transport.patience import Patience, unavailable
+from symbiosis.transport.patience import JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
 
 logger = logging.getLogger("symbiosis")
-JOIN_S = 10.0  # how long an executor may take to let us in
-PAUSE_S = 0.05  # between two attempts to find an executor again
-LONGEST_PAUSE_S = 0.5  # the same while nobody waits for the executor
+PAUSE_S = 0.05  # between two attempts to find an executor again, while somebody waits for it
 FORGOTTEN_AT_ONCE = 512  # calls in one message
 
 

@@ -14,7 +14,7 @@ from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.protocol import Hello
 from symbiosis.security.ownership import check_socket, is_trusted, make_folder, peer_uid, user_name
 from symbiosis.transport import control
-from symbiosis.transport.base import JOIN_S, ServerPort
+from symbiosis.transport.base import UNJOINED_S, ServerPort
 from symbiosis.transport.cuda.peer import DevicePeer
 from symbiosis.transport.local.peer import LocalPeer
 from symbiosis.transport.reactor import Reactor
@@ -86,7 +86,7 @@ class LocalListener:
         if peer.beat_seen():
             self.inbox.heard(peer)
         peer.offer.counsel()
-        if peer.session is None and monotonic() - peer.opened > JOIN_S:
+        if peer.session is None and monotonic() - peer.opened > UNJOINED_S:
             self.drop(peer)
 
     def stop_accepting(self) -> None:

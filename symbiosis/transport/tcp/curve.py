@@ -21,7 +21,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.security.allowance import Allowance
 from symbiosis.security.inotify import FolderWatch
 from symbiosis.security.keys import Keyring, Pair, read_pair, read_publics
-from symbiosis.transport.base import JOIN_S, ServerPort
+from symbiosis.transport.base import UNJOINED_S, ServerPort
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.gate import network_of
 
@@ -148,7 +148,7 @@ class Door:
 
     def _must_wait(self, tenant: str) -> bool:
         now, let_in = monotonic(), self._let_in[tenant]
-        while let_in and now > let_in[0] + JOIN_S:  # the listener has ended such connections
+        while let_in and now > let_in[0] + UNJOINED_S:  # the listener has ended such connections
             let_in.popleft()
         barred = self._barred.get(tenant, (0.0, 0.0))[0] > now or len(let_in) >= self._most
         return barred or not self._comes.takes(tenant, now)

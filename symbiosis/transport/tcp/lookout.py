@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from time import monotonic, perf_counter
 
-from symbiosis.transport.base import JOIN_S
+from symbiosis.transport.base import UNJOINED_S
 from symbiosis.transport.tcp.peer import TcpHome, TcpPeer
 from symbiosis.transport.tcp.sockets import Wire
 
@@ -45,7 +45,7 @@ class Lookout:
                 too_much = wire.received() > FIRST_BYTES
                 if too_much:
                     self._fine(wire)
-                if too_much or now > since + JOIN_S:
+                if too_much or now > since + UNJOINED_S:
                     wire.hang_up()
             if perf_counter() > until:
                 return
