@@ -6,9 +6,12 @@ On a GPU comparing would require waiting, and traced code cannot compare at all.
 subtracts the difference, which is zero and changes no bit until the bias is trained.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from symbiosis.client.requests import is_watched
 from symbiosis.client.weights.view import Handle
 
 
@@ -31,4 +34,24 @@ def who_adds_bias(handle: Handle, bias: Tensor, dtype: torch.dtype, watched: boo
 def add_rest(y: Tensor, bias: Tensor, base: Tensor | None) -> Tensor:
     """Add a bias to a product that already includes `base`, or no bias at all if `base` is None."""
     bias = bias.to(y.dtype)
-    return y + bias if base is None else y - (base.to(y) - bias)
+    if base is None:
+        return y + bias
+    return y - (base.to(y) - bias) if is_watched() or not y.is_cpu else _Included.apply(y, bias)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Included(torch.autograd.Function):
+    """Gives a bias that a product includes its gradient: to subtract a difference of zero would give some of its zeros another sign."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.shape = bias.shape
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return dy, dy.sum_to_size(ctx.shape)
+
+
+def add_rest_to_rows(y: Tensor, bias: Tensor, base: Tensor | None) -> Tensor:
+    """Add it as `F.linear` does to contiguous rows: to one matrix of all rows, since the bias's gradient is summed as that lies."""
+    return add_rest(y.view(-1, y.shape[-1]), bias, base).view(y.shape) if y.dim() > 2 else add_rest(y, bias, base)

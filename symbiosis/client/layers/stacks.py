@@ -1,7 +1,9 @@
-"""Stacks of rows that do not lie one after another, as `F.linear` multiplies them.
+"""Rows that do not lie one after another, as `F.linear` multiplies them.
 
 Contiguous rows are one matrix, and the bias is added inside their product. Other rows are one matrix where their strides allow it, or where
 the weight requires grad; else torch multiplies each matrix of the stack by itself. In float32 and float64 that rounds otherwise.
+
+Rows that are one matrix which lies column by column are multiplied as they lie, and torch computes their gradient so, too: `dx = (Wᵀ dyᵀ)ᵀ`.
 """
 
 from typing import Any
@@ -17,7 +19,7 @@ from symbiosis.protocol import Op, Priority, View
 def is_strided(x: Any, has_bias: bool) -> bool:
     """Whether `F.linear` does not take `x` for contiguous rows. Without a bias it looks at strides alone, also at those of a dimension of one."""
     if not isinstance(x, Tensor) or x.dim() < 3:
-        return False
+        return not has_bias and isinstance(x, Tensor) and is_by_columns(x)
     return not x.is_contiguous() or (not has_bias and not is_one_matrix(x))
 
 
@@ -34,19 +36,42 @@ def is_one_matrix(x: Tensor) -> bool:
     return all(strides[dim] == strides[dim + 1] * sizes[dim + 1] for dim in range(len(sizes) - 2))
 
 
+def is_by_columns(x: Tensor) -> bool:
+    """Whether all rows of `x` are one matrix that lies column by column in a CPU's memory.
+
+    >>> import torch
+    >>> is_by_columns(torch.zeros(8, 3).t()), is_by_columns(torch.zeros(8, 2, 3).permute(1, 2, 0)), is_by_columns(torch.zeros(2, 8, 3).mT)
+    (True, True, False)
+    """
+    if x.dim() < 2 or x.stride(-1) == 1 or not x.is_cpu:
+        return False
+    rows = x.shape[:-1].numel()
+    return x.stride(-2) == 1 and x.stride(-1) == rows > 1 and (x.dim() == 2 or is_one_matrix(x))
+
+
 def can_be_stacked(x: Tensor, session: Session) -> bool:
     """Whether the executor can be asked for a product for each matrix. What masks rows knows rows only, and very many go in parts."""
     return not session.keeps_secrets and x.numel() * x.element_size() <= LARGEST
 
 
 def product_of_stack(x: Tensor, session: Session, layer: int, op: Op, width: int, priority: Priority) -> Tensor:
-    """Multiply each matrix of `x` by the weight of a linear layer (FORWARD), or by its transpose (DGRAD)."""
-    x_GTK = x.reshape(-1, *x.shape[-2:])
+    """Multiply each matrix of `x` by the layer's weight, as `op` does."""
     taken = x.shape[-1]
-    along = (1, taken) if op is Op.FORWARD else (width, 1)
+    x_GTK = x.reshape(1, -1, taken) if is_by_columns(x) else x.reshape(-1, *x.shape[-2:])
+    along = (1, taken) if session.manifest[layer].transposes(op) else (width, 1)
     at_once = max(1, min(LARGEST, session.welcome.limits.max_call_bytes) // (taken * width * x.element_size()))
     parts = []
     for part in x_GTK.split(at_once):  # as many as libraries may copy the weight for
         view = View((len(part), taken, width), (0, *along), 0)
         parts.append(session.call(Op.PRODUCT, layer, part, view=view, priority=priority, gradient=op is Op.DGRAD))
     return unshared(parts[0] if len(parts) == 1 else torch.cat(parts), (*x.shape[:-1], width))
+
+
+def product_by_columns(dy: Tensor, session: Session, layer: int, op: Op, width: int, priority: Priority) -> Tensor:
+    """Return the gradient of rows that lie column by column: the columns of `dy`, multiplied by the layer's weight from the left."""
+    given = dy.shape[-1]
+    along = (given, 1) if session.manifest[layer].transposes(op) else (1, width)
+    view = View((1, width, given), (0, *along), 0)
+    dy_1NT = dy.reshape(-1, given).t()[None]
+    dx_1KT = session.call(Op.LEFT, layer, dy_1NT, view=view, priority=priority, gradient=True)
+    return unshared(dx_1KT[0].t(), (*dy.shape[:-1], width))

@@ -22,9 +22,16 @@ from torch.utils.flop_counter import register_flop_formula
 from transformers.pytorch_utils import Conv1D
 
 from symbiosis.client.connection.lifetime import session_of
-from symbiosis.client.layers.bias import add_rest, who_adds_bias
+from symbiosis.client.layers.bias import add_rest, add_rest_to_rows, who_adds_bias
 from symbiosis.client.layers.groups import GroupMember
-from symbiosis.client.layers.stacks import can_be_stacked, is_one_matrix, is_strided, product_of_stack
+from symbiosis.client.layers.stacks import (
+    can_be_stacked,
+    is_by_columns,
+    is_one_matrix,
+    is_strided,
+    product_by_columns,
+    product_of_stack,
+)
 from symbiosis.client.requests import is_watched, priority_of, refuse_transforms, unshared
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import RemoteWeight
@@ -48,7 +55,7 @@ def _product(
     of `x` is multiplied by itself."""
     if not x.numel():
         return x.new_zeros(*x.shape[:-1], width)
-    if stacked:
+    if stacked or (not bias and is_by_columns(x) and can_be_stacked(x, session)):
         return product_of_stack(x, session, layer, op, width, priority)
     return session.rows(op, (GroupMember(layer, width, bias),), x, priority)[0]
 
@@ -73,7 +80,7 @@ class EagerProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, how: tuple[Any, ...], made: tuple[Tensor] | None) -> Tensor:
         """Multiply. `how` are the op's other arguments. `made` is the result, if it is there already; as a tensor of its own it would
         count as an input."""
-        ctx.how, ctx.width = how, x.shape[-1]
+        ctx.how, ctx.width, ctx.by_columns = how, x.shape[-1], is_by_columns(x)
         return _product(x, *how) if made is None else made[0]
 
     @staticmethod
@@ -84,6 +91,8 @@ class EagerProduct(torch.autograd.Function):
         how = session, layer, INVERSE[op], ctx.width, False, Priority.TRAIN, stacked
         if dy.requires_grad and torch.is_grad_enabled():
             return _tracked_product(dy, how, None), None, None
+        if ctx.by_columns and dy.numel() and can_be_stacked(dy, session):
+            return product_by_columns(dy, session, layer, INVERSE[op], ctx.width, Priority.TRAIN), None, None
         return _product(dy, *how), None, None
 
 
@@ -164,7 +173,7 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
         y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority, False)
     else:
         y = _grouped_product(layer, given, x, handle.session, GroupMember(handle.index, width, added))
-    return add_rest(y, bias, handle.bias if added else None) if left else y
+    return add_rest_to_rows(y, bias, handle.bias if added else None) if left else y
 
 
 def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int) -> Tensor:
@@ -176,7 +185,7 @@ def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width
     else:
         if x.dtype is not weight.dtype:
             _refuse_other_rows(x, weight)
-        stacked = handle.is_frozen and not is_one_matrix(x) and can_be_stacked(x, session)
+        stacked = handle.is_frozen and (is_by_columns(x) or not is_one_matrix(x)) and can_be_stacked(x, session)
         training = layer.training and torch.is_grad_enabled()
         if is_watched():
             traced = session.number, handle.index, int(Op.FORWARD), width, False, int(priority_of(x, training)), stacked

@@ -1,0 +1,93 @@
+"""How rows and gradients lie in memory decides how torch rounds, forward and backward: a split layer follows it, to the last bit."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+import symbiosis
+
+IN, OUT = 192, 128
+
+
+def pair(serve: Callable, kind: type[nn.Module], bias: bool = True) -> list[nn.Module]:
+    """The same layer, frozen, unsplit and split."""
+    torch.manual_seed(0)
+    layer = Conv1D(OUT, IN) if kind is Conv1D else nn.Linear(IN, OUT, bias=bias)
+    plain = nn.ModuleDict({"layer": layer}).requires_grad_(False)
+    split = symbiosis.wrap(copy.deepcopy(plain), serve(copy.deepcopy(plain)).endpoint)
+    return [plain["layer"], split["layer"]]
+
+
+def bits(*tensors: Tensor | None) -> list[bytes]:
+    return [b"" if t is None else t.detach().contiguous().numpy().tobytes() for t in tensors]
+
+
+ROWS: dict[str, Callable[[int], Tensor]] = {
+    "a matrix": lambda rows: torch.randn(IN, rows).t(),
+    "a stack of one": lambda rows: torch.randn(1, IN, rows).mT,
+    "a stack that is one matrix": lambda rows: torch.randn(IN, 2, rows).permute(1, 2, 0),
+    "four dimensions": lambda rows: torch.randn(1, 1, IN, rows).mT,
+}
+
+
+@pytest.mark.parametrize("rows", [2, 3, 5, 8, 40])
+@pytest.mark.parametrize("how", ROWS)
+def test_rows_that_lie_column_by_column(serve: Callable, how: str, rows: int) -> None:
+    seen = []
+    for layer in pair(serve, nn.Linear, bias=False):
+        torch.manual_seed(1)
+        x = ROWS[how](rows).requires_grad_()
+        y = layer(x)
+        y.backward(torch.randn(y.shape))
+        seen.append((bits(y, x.grad), x.grad.stride() if x.grad is not None else ()))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+@pytest.mark.parametrize("rows", [5, 40])
+def test_their_gradient_where_there_is_a_bias(serve: Callable, kind: type[nn.Module], rows: int) -> None:
+    seen = []
+    for layer in pair(serve, kind):
+        torch.manual_seed(1)
+        x = torch.randn(IN, rows).t().requires_grad_()
+        layer(x).backward(torch.randn(rows, OUT))
+        seen.append(bits(x.grad))
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8])
+def test_the_gradient_of_a_gradient_that_lies_so(serve: Callable, rows: int) -> None:
+    seen = []
+    for layer in pair(serve, nn.Linear):
+        torch.manual_seed(1)
+        x, dy = torch.randn(rows, IN, requires_grad=True), torch.randn(OUT, rows).t().requires_grad_()
+        (dx,) = torch.autograd.grad(layer(x), x, dy, create_graph=True)
+        dx.backward(torch.randn(rows, IN))
+        seen.append(bits(dx, dy.grad))
+    assert seen[0] == seen[1]
+
+
+GRADIENTS: dict[str, Callable[[], Tensor]] = {
+    "rows": lambda: torch.randn(2, 12, OUT),
+    "columns": lambda: torch.randn(2, OUT, 12).mT,
+    "one for all": lambda: torch.randn(2, 12, 1).expand(2, 12, OUT),
+    "zeros": lambda: torch.zeros(2, 12, OUT),
+}
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+@pytest.mark.parametrize("how", GRADIENTS)
+@pytest.mark.parametrize("is_written", [False, True], ids=["the base's", "written"])
+def test_the_gradient_of_a_bias(serve: Callable, kind: type[nn.Module], how: str, is_written: bool) -> None:
+    seen = []
+    for layer in pair(serve, kind):
+        torch.manual_seed(1)
+        bias = layer.bias.requires_grad_()
+        bias.data += float(is_written)
+        layer(torch.randn(2, 12, IN)).backward(GRADIENTS[how]())
+        seen.append(bits(bias.grad))
+    assert seen[0] == seen[1]
