@@ -45,11 +45,12 @@ class _Included(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, bias: Tensor) -> Tensor:
         ctx.shape = bias.shape
+        ctx.set_materialize_grads(False)
         return y.clone()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return dy, dy.sum_to_size(ctx.shape)
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        return dy, None if dy is None else dy.sum_to_size(ctx.shape)
 
 
 def add_rest_to_rows(y: Tensor, bias: Tensor, base: Tensor | None) -> Tensor:
