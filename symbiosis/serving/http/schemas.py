@@ -191,7 +191,9 @@ def refusing(names: dict[str, str] = AS_ASKED) -> Iterator[None]:
 
 def _check(body: Body) -> None:
     for name in body.__struct_fields__:
-        value, checked = getattr(body, name), AS_CHECKED.get(name, name)
+        if (value := getattr(body, name)) is None:
+            continue
+        checked = AS_CHECKED.get(name, name)
         if checked in LIMITS and not isinstance(value, bool) and not (name == "top_k" and value == -1):
             with refusing({checked: name}):
                 check_number(checked, value)
