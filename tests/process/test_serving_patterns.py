@@ -34,6 +34,31 @@ def test_a_pattern_that_people_write_is_taken(served: Served, good: Path, tmp_pa
     assert library.add("good", changed(good, tmp_path, {"target_modules": r".*\.(q|v)_proj"})).rank == 4
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": ["q_proj"]},
+        {"target_modules": r".*\.q_proj"},
+        {"exclude_modules": ["v_proj"]},
+        {"exclude_modules": r".*\.1\..*"},
+        {"layers_to_transform": [0]},
+        {"layers_to_transform": 1, "layers_pattern": "layers"},
+    ],
+)
+def test_weights_that_peft_would_leave_out_are_not_served(
+    served: Served, good: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    with pytest.raises(AdapterError, match="does not choose"):
+        Library(served).add("more", changed(good, tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    "change", [{"target_modules": "all-linear"}, {"layers_to_transform": [0, 1]}, {"exclude_modules": ["k_proj"]}]
+)
+def test_what_the_configuration_chooses_is(served: Served, good: Path, tmp_path: Path, change: dict[str, Any]) -> None:
+    assert Library(served).add("all", changed(good, tmp_path, change)).rank == 4
+
+
 def changed(good: Path, tmp_path: Path, change: dict[str, Any]) -> Path:
     folder = Path(shutil.copytree(good, tmp_path / "changed"))
     file = folder / "adapter_config.json"
@@ -52,6 +77,7 @@ def changed(good: Path, tmp_path: Path, change: dict[str, Any]) -> Path:
         ({"modules_to_save": ["zzz"], "r": 20_000}, "rank is 20000"),
         ({"lora_alpha": float("inf")}, "lora_alpha.* is inf"),
         ({"lora_alpha": 1e38}, "lora_alpha.* is 1e"),
+        ({"layers_to_transform": "x"}, "PEFT does not take"),
     ],
 )
 def test_a_configuration_that_would_take_the_server_is_refused(

@@ -13,6 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,6 +36,14 @@ HARMLESS = {  # of a LoRA's configuration: what is read here, and what changes n
     "eva_config", "corda_config", "lora_ga_config", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size",
     "ensure_weight_tying",
 }  # fmt: skip
+CHOICE = (
+    "target_modules",
+    "exclude_modules",
+    "modules_to_save",
+    "target_parameters",
+    "layers_to_transform",
+    "layers_pattern",
+)
 REWRITES = ("pissa", "olora", "corda", "loftq", "lora_ga", "milora")
 
 
@@ -170,8 +179,9 @@ def _by(shape: tuple[int, ...]) -> str:
 
 
 def check_complete(config: dict[str, Any], base: Base, adapted: Collection[str]) -> None:
-    """Check that there are weights for every layer that the configuration names. PEFT itself checks the rest."""
+    """Check that there are weights for every layer that the configuration names, and for no other. PEFT itself checks the rest."""
     targets = config.get("target_modules")
+    _check_chosen(config, adapted)
     if config.get("exclude_modules") or config.get("layers_to_transform") is not None or not targets:
         return
     if isinstance(targets, str):
@@ -184,6 +194,26 @@ def check_complete(config: dict[str, Any], base: Base, adapted: Collection[str])
             raise AdapterError(f"its target module {shown(str(lost[0]))} is nowhere in {type(base.model).__name__}")
     if missing := [name for name in named if name not in adapted]:
         raise AdapterError(f"it has no weights for {missing[0]}, and {len(missing)} such layers: save it again")
+
+
+def _check_chosen(config: dict[str, Any], adapted: Collection[str]) -> None:
+    """Check that the configuration chooses all of these layers. PEFT would leave the others out, and compute something else."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if config.get("target_modules") in (None, "all-linear"):
+        return
+    choice = SimpleNamespace(**{name: config.get(name) for name in CHOICE})
+    try:
+        left = [name for name in adapted if not check_target_module_exists(choice, name)]
+    except Exception as error:  # whatever PEFT says to values of odd types
+        raise AdapterError(
+            f"PEFT does not take its configuration: {type(error).__name__}: {shown(str(error))}"
+        ) from None
+    if left:
+        raise AdapterError(
+            f"it has weights for {left[0]}, and {len(left)} such layers, which its adapter_config.json does not choose (target_modules, "
+            "exclude_modules, layers_to_transform): PEFT would leave them out. Correct it, or save the adapter again"
+        )
 
 
 # ---------------------------------------------------------------- LoRA and DoRA
