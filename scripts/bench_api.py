@@ -1,7 +1,7 @@
 """What HTTP costs an engine: its pace with streaming clients over its pace alone, on a CPU, with the demo model.
 
-The engine runs in this process, HTTP in another, and the clients in a third, which reads events and does nothing else with them. With two cores
-the three share what one of them could have alone; `load` is the part of a core that the clients took.
+The engine runs in this process, with the weights of an executor in another, as in `symbiosis serve`. HTTP has a third, and the clients a fourth, which
+reads events and does nothing else with them. `load` is the part of a core that the clients took.
 
     python scripts/bench_api.py --quick     # about a minute
     python scripts/bench_api.py
@@ -27,7 +27,7 @@ from signal import SIGKILL
 from typing import Any, NamedTuple
 
 import torch
-from _processes import progress
+from _processes import executor, progress
 
 import symbiosis
 from symbiosis.clusters import told_by
@@ -218,8 +218,8 @@ def main() -> int:
         front_end(rounds, tokens, report)
         return report.finish()
     with ExitStack() as stack:
-        executor = stack.enter_context(symbiosis.Executor("demo"))
-        engine = stack.enter_context(Engine(executor.endpoint, DEMO, max_batch=max(COUNTS), memory=1 << 29))
+        served = stack.enter_context(executor(DEMO, 1))
+        engine = stack.enter_context(Engine(served.endpoints[0], DEMO, max_batch=max(COUNTS), memory=1 << 29))
         port = start_http(engine, stack)
         over_http(port, 4, 8)  # until it is ready
         for clients in COUNTS:
