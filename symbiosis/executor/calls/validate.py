@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from math import isfinite, prod
 
+import torch
 from msgspec.structs import replace
 from torch import Tensor
 
@@ -23,6 +24,7 @@ from symbiosis.protocol import (
     shape_of_reply,
     width,
 )
+from symbiosis.transport.tensors import TORCH_DTYPE
 
 MOST_GROUPS = 1 << 12  # more experts than any model has; each takes time, even without rows
 
@@ -168,6 +170,26 @@ def _rows_by_groups(call: Call, layer: Layer, store: Store) -> None:
     if call.dtype == "float64":
         raise CallError(Code.BAD_DTYPE, f"{layer.name}: torch does not have grouped products in float64: use float32")
     _expect_width(call, layer, matrix.shape[1])
+    if not _can_be_grouped(matrix, TORCH_DTYPE[call.dtype]):
+        raise CallError(
+            Code.BAD_VIEW,
+            f"{layer.name}: torch has grouped products for rows and matrices whose rows (or a matrix's columns) lie one after another and "
+            f"begin at multiples of 16 bytes, not for a view of shape {tuple(matrix.shape)} with strides {matrix.stride()} in {call.dtype}",
+        )
+
+
+def _can_be_grouped(matrices: Tensor, dtype: torch.dtype) -> bool:
+    """Whether torch multiplies contiguous rows by these."""
+    _, taken, given = matrices.shape
+    place = torch.empty_strided(matrices.shape, matrices.stride(), dtype=matrices.dtype, device="meta")
+    _, rows, columns = place.to(dtype).stride()
+    if columns == 1 and rows >= given:
+        apart = rows
+    elif rows == 1 and columns >= taken:
+        apart = columns
+    else:
+        return False
+    return apart * dtype.itemsize % 16 == 0 and taken * dtype.itemsize % 16 == 0
 
 
 def _flat_ids(call: Call, layer: Layer, store: Store) -> None:
