@@ -1,5 +1,6 @@
 """A cluster on Ray, whose nodes are processes of this host: the same commands, and nothing is left when it has ended, however it ends."""
 
+import contextlib
 import json
 import os
 import signal
@@ -38,12 +39,11 @@ models:
 PROMPT = "def average(numbers):"
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+@contextlib.contextmanager
+def two_nodes(folder: Path) -> Iterator[Any]:
     """Two nodes, the first of which has the head and is that of the tests."""
     from ray.cluster_utils import Cluster
 
-    folder = tmp_path_factory.mktemp("ray")
     before = {name: os.environ.get(name) for name in ("XDG_RUNTIME_DIR", "RAY_ADDRESS", "PYTHONPATH")}
     os.environ.update(XDG_RUNTIME_DIR=str(folder), PYTHONPATH=os.pathsep.join(sys.path))
     started = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
@@ -55,6 +55,12 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         started.shutdown()
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    with two_nodes(tmp_path_factory.mktemp("ray")) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -285,9 +291,11 @@ def test_what_ran_on_a_lost_node_is_started_on_another(nodes: Any, tmp_path: Pat
 
 @pytest.mark.fault
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_without_the_head_of_ray_it_ends_and_says_so(nodes: Any, tmp_path: Path, comes_back: bool) -> None:
-    """The last test of this file: it ends the head. A new one knows nothing of what the old one did."""
-    with cluster(tmp_path, FILE) as found:
+def test_without_the_head_of_ray_it_ends_and_says_so(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, comes_back: bool
+) -> None:
+    """Each has nodes of its own: when a new head comes, which knows nothing of what the old one did, the nodes of the old one end."""
+    with two_nodes(tmp_path_factory.mktemp("ray")) as nodes, cluster(tmp_path, FILE) as found:
         left = pids(found)
         nodes.head_node.kill_gcs_server(check_alive=False)
         if comes_back:
