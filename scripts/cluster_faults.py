@@ -100,7 +100,7 @@ class Reader:
                     found, tokens = await self._read(adapter or "demo", prompt)
             except (OSError, EOFError, ValueError, LookupError) as error:
                 self.counts["broken"] += 1
-                self.wrong.append(f"{adapter}, {prompt!r}: {type(error).__name__}: {error}")
+                self.wrong.append(f"{time.strftime('%X')} {adapter}, {prompt!r}: {type(error).__name__}: {error}")
                 continue
             wanted = self._wanted[adapter, prompt]
             self.counts["streams"] += 1
@@ -285,8 +285,11 @@ def run(faults: int, streams: int, backend: str, folder: Path, report: Report) -
         progress("trainers")
         statuses = [process.wait(1200) for process in training]
     counts = sum((reader.counts for reader in readers), Counter[str]())
-    for line in [line for reader in readers for line in reader.wrong][:5]:
+    wrong = [line for reader in readers for line in reader.wrong]
+    for line in wrong:
         print(f"wrong: {line}", file=sys.stderr)
+    if wrong:
+        print((folder / "log").read_text(), file=sys.stderr)
     alone = [folder / f"alone-{seed}.pt" for seed in (1, 2)]
     for seed, file in zip((1, 2), alone, strict=True):
         train(None, seed, steps, 0.0, file)
