@@ -116,6 +116,7 @@ def executors_at(url: str) -> tuple[str, ...]:
     cluster, _, model = url.removeprefix(SCHEME).rpartition("/")
     clusters = [told_by(cluster)] if cluster else list(running())
     found = {each.name: each.of_kind("executor", model) for each in clusters if model not in each.retiring}
+    found = {name: [each for each in members if each.url] for name, members in found.items()}  # it has been placed
     having = {name: members for name, members in found.items() if members}
     if len(having) > 1:
         raise ConfigError(f"{url}: several clusters serve it: write {SCHEME}{next(iter(having))}/{model}, for example")

@@ -268,6 +268,19 @@ def generated(server: Any) -> float:
 
 
 @pytest.mark.fault
+def test_a_model_all_of_whose_processes_died_is_still_known(api: openai.OpenAI, running: Running) -> None:
+    """Servers wait for the executor before they start again. Requests wait for them."""
+    wanted = ask(api, max_tokens=4, temperature=0).choices[0].text
+    died = [each for each in running.told.members if each.kind != "front"]
+    for each in died:
+        os.kill(each.pid, signal.SIGKILL)
+    eventually(lambda: not {each.pid for each in died} & {each.pid for each in running.told.members})
+    assert running.told.models == ["demo"]
+    time.sleep(0.3)  # until the front end has read it
+    assert ask(api, max_tokens=4, temperature=0).choices[0].text == wanted
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("how", ["kill", "drain"])
 def test_an_answer_that_is_no_stream_goes_on_at_another_server(api: openai.OpenAI, running: Running, how: str) -> None:
     """It is not made again: the other server makes what is left, with the same draws."""
@@ -412,6 +425,7 @@ def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) 
     assert re.search(r"demo-server-1 +│ +demo │ +ready │ +\d+ │ +0 of 16 │ +\d+ % │ +[\d.]+ │ +0 │", shown), shown
     assert re.search(r"demo-executor-1 +│ +demo │ +ready │ +\d+ │ +[2-9] clients │", shown), shown
     assert "no process 'x': drain one of demo-executor-1" in command("drain", "x").stderr
+    assert "roll --only demo-server-1` replaces it" in command("drain", "demo-server-1").stderr
     assert "no cluster 'x' of yours" in command("status", "x").stderr
     assert "no model or process 'x' runs: name one of demo, demo-executor-1" in command("roll", "--only", "x").stderr
     lines = [json.loads(line) for line in (folder / "decisions").read_text().splitlines()]

@@ -4,14 +4,18 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.plan import ModelPlan, Plan
-from symbiosis.clusters import Member
+from symbiosis.clusters import Member, told_by
+from symbiosis.errors import ConfigError
 from symbiosis.tools.cluster.backend import Local
 from symbiosis.tools.cluster.process import Process
-from symbiosis.tools.cluster.up import Cluster
+from symbiosis.tools.cluster.up import Cluster, locked
 from tests.serving_api import eventually
 
 CODE = (
@@ -70,3 +74,42 @@ def test_a_server_starts_when_its_own_executor_is_ready(tmp_path: Path) -> None:
     assert may == {"demo-server-1": False, "demo-server-2": True}
     assert "wait-s: 600" in (tmp_path / "demo-server-1.yaml").read_text()
     cluster.members["demo-executor-1"].kill()
+
+
+@pytest.fixture
+def unstarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    """A cluster of one executor, and one or two servers, none of which has been started."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    plan = Plan(name="lab", models={"demo": ModelPlan(servers=[1, 2])})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        cluster = Cluster(plan, listener, Short(plan, tmp_path))
+        cluster.add("demo")
+        with locked(plan):
+            cluster._tell()
+            yield cluster
+
+
+def test_a_model_is_known_while_its_processes_wait_to_be_started(unstarted: Cluster) -> None:
+    """Else requests for it would be refused, and `doctor` would find nothing wrong, while all of them start again."""
+    told = told_by("lab")
+    assert told.models == ["demo"]
+    assert [(each.name, each.state, each.pid) for each in told.members] == [
+        ("demo-executor-1", "starting", 0),
+        ("demo-server-1", "starting", 0),
+    ]
+
+
+def test_what_the_file_says_is_not_drained(unstarted: Cluster) -> None:
+    """Nothing would start it again, and the last server of a model would take the model along."""
+    for name in ("demo-executor-1", "demo-server-1"):
+        with pytest.raises(ConfigError, match=f"symbiosis cluster roll --only {name}"):
+            unstarted.release(name)
+    unstarted.members["demo-server-2"].comes_back = True  # as when it is added
+    unstarted.release("demo-server-1")
+    assert unstarted.members["demo-server-1"].draining_since is not None
+    with pytest.raises(ConfigError, match="demo-server-2 is due"):
+        unstarted.release("demo-server-2")
+    unstarted.retiring = ("demo",)
+    for name in ("demo-executor-1", "demo-server-2"):
+        unstarted.release(name)
+        assert not unstarted.members[name].comes_back

@@ -17,7 +17,7 @@ class Limit(NamedTuple):
     above: bool = False
 
 
-MANY = float(2**31)
+MANY = 2**31
 LIMITS = {  # by the fields of `Sampling` and `Request`
     "max_tokens": Limit(0, MANY),
     "min_tokens": Limit(0, MANY),
@@ -60,11 +60,14 @@ def check_number(name: str, value: float | None, limit: Limit | None = None) -> 
     >>> check_number("top_p", 0.0)
     Traceback (most recent call last):
     symbiosis.serving.engine.limits.Unfit: top_p must be above 0 and at most 1, not 0.0
+    >>> check_number("max_tokens", -1)
+    Traceback (most recent call last):
+    symbiosis.serving.engine.limits.Unfit: max_tokens must be from 0 to 2147483648, not -1
     """
     least, most, above = limit or LIMITS[name]
     if value is None or (least <= value <= most and not (above and value == least)):
         return
-    bounds = f"above {least:g} and at most {most:g}" if above else f"from {least:g} to {most:g}"
+    bounds = f"above {least} and at most {most}" if above else f"from {least} to {most}"
     raise Unfit(name, f"must be {bounds}, not {value}")
 
 

@@ -79,7 +79,7 @@ class Control:
         if process is None:
             known = ", ".join(self._cluster.members)
             raise ConfigError(f"there is no process {name!r}: drain one of {known}")
-        self._cluster.order(lambda: self._cluster.drain(name, "somebody told it to"))
+        self._cluster.do(lambda: self._cluster.release(name))
         self._await(name, lambda: self._cluster.members[name].state is None)
         return f"{name} has ended"
 

@@ -80,7 +80,7 @@ def _row(member: Member, found: Found, before: Found | None) -> list[str]:
         rate = f"{made / (found.at - before.at):.0f}"
     step = str(health.get("step_s", ""))
     at = member.url.partition("?")[0]
-    return [member.name, member.model, member.state, str(member.pid), load, memory, step, rate, at]
+    return [member.name, member.model, member.state, str(member.pid or ""), load, memory, step, rate, at]
 
 
 def show(name: str, once: bool, interval: float) -> None:

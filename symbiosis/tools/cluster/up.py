@@ -141,6 +141,24 @@ class Cluster:
     def of_model(self, model: str, kind: str = "") -> list[Watched]:
         return [each for each in self.members.values() if each.member.model == model and kind in ("", each.member.kind)]
 
+    def release(self, name: str) -> None:
+        """Drain a process, since somebody wants it to end. Raises `ConfigError` if there would be fewer than the file says."""
+        process = self.members[name]
+        if self._is_due(process):
+            raise ConfigError(
+                f"{name} is due: without it there would be fewer than the cluster's file says. `symbiosis cluster roll --only {name}` replaces it; "
+                "a model that the file has no more ends by `symbiosis cluster apply`"
+            )
+        self.drain(name, "somebody told it to")
+
+    def _is_due(self, process: Watched) -> bool:
+        """Whether the file says that there is not one fewer."""
+        member = process.member
+        if not process.comes_back or member.model in self.retiring:
+            return False
+        due = [each for each in self.of_model(member.model, "server") if each.comes_back]
+        return member.kind != "server" or len(due) <= self.plan.models[member.model].least
+
     def drain(self, name: str, why: str, comes_back: bool = False) -> None:
         """Let a process finish or hand over what it does, and end."""
         process = self.members[name]
@@ -222,11 +240,14 @@ class Cluster:
         process.start()
 
     def _tell(self) -> None:
+        """Tell of all that run, and of those that wait to be started: their models are served as soon as they are ready."""
+        seen = [(process, process.state or process.to_come) for process in self.members.values()]
+        seen += [(process, process.state) for process in self._leaving]
         members = []
-        for process in (*self.members.values(), *self._leaving):
-            if (state := process.state) is not None:
-                clients = int(str(process.health.get("clients", 0)))
-                members.append(replace(process.member, state=state.value, pid=process.pid, clients=clients))
+        for process, state in seen:
+            if state is not None:
+                clients, pid = int(str(process.health.get("clients", 0))), process.pid if process.is_running else 0
+                members.append(replace(process.member, state=state.value, pid=pid, clients=clients))
         told = Told(
             name=self.plan.name, url=self.url, members=tuple(members), adapters=dict(self._adapters), aliases=self.aliases,
             retiring=self.retiring,
