@@ -95,3 +95,24 @@ def test_one_that_is_given_up_is_not_asked_again() -> None:
     server = Server(lambda number: b"" if number == 2 else ANSWER)
     run(server, ask)
     assert server.requests == 2
+
+
+def test_one_that_is_given_up_while_it_connects_again_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    connect = Upstream._connect
+
+    async def given_up(self: Upstream) -> None:
+        await connect(self)
+        if self._request in asked:
+            self.lose("it drains")
+        asked.append(self._request)
+
+    async def ask(url: str) -> None:
+        assert await once(url) == b"ok"
+        with pytest.raises(Lost, match="drains"):
+            await once(url)
+
+    asked: list[bytes] = []
+    monkeypatch.setattr(Upstream, "_connect", given_up)
+    server = Server(lambda number: None if number == 2 else ANSWER)
+    run(server, ask)
+    assert server.requests == 2

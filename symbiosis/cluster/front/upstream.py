@@ -97,7 +97,8 @@ class Upstream(asyncio.Protocol):
                     raise
                 self._may_repeat, self._lost = False, None
                 await self._connect()
-                self._transport.write(self._request)
+                if self._lost is None:  # else it was given up meanwhile
+                    self._transport.write(self._request)
 
     async def piece(self) -> bytes:
         """Return what has come since the last time; nothing at the end.
