@@ -342,6 +342,8 @@ def test_requests_for_a_name_go_to_the_models_that_share_it(api: openai.OpenAI, 
     assert "no alias 'chat' (there are: none): --new makes one" in refused, "it may be mistyped"
     assert command("shift", "--new", "chat", "demo=1").stdout == "chat: 100 % demo\n"
     eventually(lambda: "chat" in {each.id for each in api.models.list()})
+    listed = {each.id: each.to_dict() for each in api.models.list()}
+    assert listed["chat"]["max_model_len"] == listed["demo"]["max_model_len"] > 0, "clients cut prompts by it"
     with pytest.raises(openai.NotFoundError, match="no model 'caht': there are 'demo', 'chat' and adapters"):
         ask(api, model="caht", max_tokens=1)
     assert "no alias 'caht' (there are: chat)" in command("shift", "caht", "demo=1").stderr

@@ -166,8 +166,22 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
                     break
                 except (Lost, KeyError):
                     continue
-    common = {"object": "model", "created": 0, "owned_by": "symbiosis"}
-    return [*found, *({"id": alias, **common} for alias in front.view.told.aliases)]
+    longest = {each["id"]: each["max_model_len"] for each in found if each.get("max_model_len")}
+    return [*found, *(_alias(name, shares, longest) for name, shares in front.view.told.aliases.items())]
+
+
+def _alias(name: str, shares: dict[str, float], longest: dict[str, int]) -> dict[str, Any]:
+    """Return what is listed of a name for several models: as many tokens as each of them takes."""
+    told: dict[str, Any] = {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "symbiosis",
+        "root": name,
+        "parent": None,
+    }
+    known = [longest[model] for model, share in shares.items() if share and model in longest]
+    return told | ({"max_model_len": min(known)} if known else {})
 
 
 async def put_adapter(front: Front, request: Request) -> ASGIApp:
