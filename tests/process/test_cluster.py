@@ -427,7 +427,7 @@ def test_its_state_is_shown(api: openai.OpenAI, running: Running, folder: Path) 
     assert re.search(r"demo-server-1 +│ +demo │ +ready │ +\d+ │ +0 of 16 │ +\d+ % │ +[\d.]+ │ +0 │", shown), shown
     assert re.search(r"demo-executor-1 +│ +demo │ +ready │ +\d+ │ +[2-9] clients │", shown), shown
     assert "no process 'x': drain one of demo-executor-1" in command("drain", "x").stderr
-    assert "roll --only demo-server-1` replaces it" in command("drain", "demo-server-1").stderr
+    assert "roll --only demo-executor-1` replaces it" in command("drain", "demo-executor-1").stderr
     assert "no cluster 'x' of yours" in command("status", "x").stderr
     assert "no model or process 'x' runs: name one of demo, demo-executor-1" in command("roll", "--only", "x").stderr
     lines = [json.loads(line) for line in (folder / "decisions").read_text().splitlines()]

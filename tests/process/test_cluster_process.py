@@ -99,7 +99,7 @@ def test_a_model_is_known_while_its_processes_wait_to_be_started(unstarted: Clus
     ]
 
 
-def test_what_the_file_says_is_not_drained(unstarted: Cluster) -> None:
+def test_the_last_of_a_kind_is_not_drained(unstarted: Cluster) -> None:
     """Nothing would start it again, and the last server of a model would take the model along."""
     for name in ("demo-executor-1", "demo-server-1"):
         with pytest.raises(ConfigError, match=f"symbiosis cluster roll --only {name}"):
@@ -107,7 +107,7 @@ def test_what_the_file_says_is_not_drained(unstarted: Cluster) -> None:
     unstarted.members["demo-server-2"].comes_back = True  # as when it is added
     unstarted.release("demo-server-1")
     assert unstarted.members["demo-server-1"].draining_since is not None
-    with pytest.raises(ConfigError, match="demo-server-2 is due"):
+    with pytest.raises(ConfigError, match="demo-server-2 is the last"):
         unstarted.release("demo-server-2")
     unstarted.retiring = ("demo",)
     for name in ("demo-executor-1", "demo-server-2"):

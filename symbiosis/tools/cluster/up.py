@@ -142,22 +142,19 @@ class Cluster:
         return [each for each in self.members.values() if each.member.model == model and kind in ("", each.member.kind)]
 
     def release(self, name: str) -> None:
-        """Drain a process, since somebody wants it to end. Raises `ConfigError` if there would be fewer than the file says."""
-        process = self.members[name]
-        if self._is_due(process):
+        """Drain a process, since somebody wants it to end. Raises `ConfigError` if it is the last of its kind, which would be missed."""
+        if self._is_last(self.members[name]):
             raise ConfigError(
-                f"{name} is due: without it there would be fewer than the cluster's file says. `symbiosis cluster roll --only {name}` replaces it; "
+                f"{name} is the last of its kind, and nothing would start it again: `symbiosis cluster roll --only {name}` replaces it; "
                 "a model that the file has no more ends by `symbiosis cluster apply`"
             )
         self.drain(name, "somebody told it to")
 
-    def _is_due(self, process: Watched) -> bool:
-        """Whether the file says that there is not one fewer."""
+    def _is_last(self, process: Watched) -> bool:
         member = process.member
         if not process.comes_back or member.model in self.retiring:
             return False
-        due = [each for each in self.of_model(member.model, "server") if each.comes_back]
-        return member.kind != "server" or len(due) <= self.plan.models[member.model].least
+        return not any(each.comes_back for each in self.of_model(member.model, member.kind) if each is not process)
 
     def drain(self, name: str, why: str, comes_back: bool = False) -> None:
         """Let a process finish or hand over what it does, and end."""
