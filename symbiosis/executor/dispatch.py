@@ -36,7 +36,7 @@ from symbiosis.transport import Peer
 from symbiosis.transport.base import Advice, Direct, GpuPeer, Prepared, RoundWords, Tokens, refuse
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, bytes_tensor, check_ends, empty
 
-TOLD_S = 0.5  # how often clients that multiply by mapped weights are heard
+TOLD_S = 0.5  # at most between two reports of a client that multiplies by mapped weights
 
 
 class Dispatch:

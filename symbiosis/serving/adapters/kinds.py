@@ -36,14 +36,9 @@ HARMLESS = {  # of a LoRA's configuration: what is read here, and what changes n
     "eva_config", "corda_config", "lora_ga_config", "megatron_config", "megatron_core", "runtime_config", "qalora_group_size",
     "ensure_weight_tying",
 }  # fmt: skip
-CHOICE = (
-    "target_modules",
-    "exclude_modules",
-    "modules_to_save",
-    "target_parameters",
-    "layers_to_transform",
-    "layers_pattern",
-)
+CHOICE = (  # of a configuration: what chooses layers
+    "target_modules", "exclude_modules", "modules_to_save", "target_parameters", "layers_to_transform", "layers_pattern",
+)  # fmt: skip
 REWRITES = ("pissa", "olora", "corda", "loftq", "lora_ga", "milora")
 
 
