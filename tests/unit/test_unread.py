@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from symbiosis.errors import Code
+from symbiosis.protocol import Call, Op
+from symbiosis.transport.tcp.intake import JOINED_AT_ONCE, FrameJoiner
 from symbiosis.transport.tcp.listener import AT_ONCE, OF_ONE
 from symbiosis.transport.tcp.peer import TcpPeer
 from symbiosis.transport.tcp.unread import MOST_OF_ONE, Unread
@@ -16,6 +19,7 @@ from tests.processes import until
 from tests.realm import WAIT_S, Raw, Realm
 
 MOST_BYTES = 1 << 20
+LONG = 4 * JOINED_AT_ONCE  # bytes of a call that is read in four parts
 CONNECTIONS, CALLS = 20, 3  # 60 calls: fewer than are read at once of one tenant alone
 
 
@@ -28,17 +32,23 @@ def waiting(**messages: int) -> Unread[str, str]:
     return unread
 
 
+def take(unread: Unread[str, str]) -> str:
+    tenant = unread.next()
+    assert tenant is not None
+    return unread.take(tenant)
+
+
 def taken(unread: Unread[str, str]) -> list[str]:
-    return [unread.take() for _ in range(len(unread))]
+    return [take(unread) for _ in range(len(unread))]
 
 
 def test_a_message_that_is_given_back_comes_first_when_it_is_its_tenants_turn_again() -> None:
     unread = waiting(a=2, b=1)
-    unread.give_back(unread.take())
+    unread.give_back(take(unread))
     assert len(unread) == 3 and unread.holds(b"a0")
     assert taken(unread) == ["b0", "a0", "a1"]
     unread.put("a", b"x", "last", MOST_BYTES)
-    unread.give_back(unread.take())
+    unread.give_back(take(unread))
     assert not unread.put("a", b"y", "one more", 1), "its bytes count as long as it waits"
     assert taken(unread) == ["last"] and not unread.waiting
 
@@ -51,9 +61,16 @@ def test_tenants_are_read_one_after_the_other_and_their_messages_keep_their_orde
 
 def test_who_comes_later_waits_for_one_message_of_each() -> None:
     unread = waiting(a=100)
-    assert unread.take() == "a0"
+    assert take(unread) == "a0"
     unread.put("b", b"b", "b0", 100)
     assert taken(unread)[:3] == ["a1", "b0", "a2"]
+
+
+def test_those_whose_long_messages_were_begun_are_passed_over() -> None:
+    unread = waiting(a=2, b=1, c=1)
+    assert unread.next(besides={"a", "b"}) == "c" and unread.take("c") == "c0"
+    assert unread.next(besides={"a", "b"}) is None
+    assert taken(unread) == ["a0", "b0", "a1"]
 
 
 def test_much_of_one_connection_has_no_room_and_others_have() -> None:
@@ -61,7 +78,7 @@ def test_much_of_one_connection_has_no_room_and_others_have() -> None:
     assert all(unread.put("b", b"one", f"b{number}", 100) for number in range(8))
     assert not unread.put("b", b"one", "one more", 100)
     assert unread.put("b", b"another", "of another", 100) and unread.put("c", b"c", "c0", 100)
-    assert [unread.take() for _ in range(2)] == ["a0", "b0"]
+    assert [take(unread) for _ in range(2)] == ["a0", "b0"]
     assert unread.put("b", b"one", "one more", 100)
 
 
@@ -70,7 +87,7 @@ def test_many_bytes_of_one_tenant_have_no_room_but_for_one_large_message() -> No
     assert unread.put("a", b"1", "large", 10 * MOST_BYTES)
     assert not unread.put("a", b"2", "small", 1)
     assert unread.put("b", b"3", "large of b", 10 * MOST_BYTES)
-    assert unread.take() == "large"
+    assert take(unread) == "large"
     assert unread.put("a", b"2", "small", 1)
     assert not unread.put("a", b"2", "large", 10 * MOST_BYTES)
 
@@ -79,7 +96,7 @@ def test_very_many_messages_of_one_tenant_have_no_room() -> None:
     """However many connections they came by."""
     unread = waiting(a=MOST_OF_ONE)
     assert not unread.put("a", b"one more", "one more", 100) and unread.put("b", b"b", "b0", 100)
-    unread.take()
+    take(unread)
     assert unread.put("a", b"one more", "one more", 100)
 
 
@@ -154,6 +171,37 @@ def test_one_call_is_answered_before_anothers_many_are_read(tmp_path: Path, monk
     assert before.count("mallory read") <= 2 + OF_ONE, before
     assert events.count("mallory answered") == CONNECTIONS * CALLS
     for raw in (alice, *many):
+        raw.close()
+    realm.executor.close()
+
+
+def test_a_call_is_computed_before_more_of_anothers_long_one_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alice's call comes while the first part of mallory's is read."""
+    realm = Realm(tmp_path)
+    realm.let_in("mallory")
+    mallory, alice = Raw.joined(realm.endpoint("mallory")), Raw.joined(realm.endpoint("alice"))
+    socket = realm.executor.server.listeners[0]._socket  # type: ignore[attr-defined]
+    events, some, reply = list[str](), FrameJoiner.some, TcpPeer.reply
+
+    def join(joiner: FrameJoiner) -> bool:
+        if not events:
+            alice.send(0)
+            until(lambda: socket.getsockopt(zmq.EVENTS) & zmq.POLLIN, "alice's call")
+        events.append("a part")
+        return some(joiner)
+
+    def answer(peer: TcpPeer, *rest: Any) -> None:
+        events.append(str(peer.tenant))
+        reply(peer, *rest)
+
+    monkeypatch.setattr(FrameJoiner, "some", join)
+    monkeypatch.setattr(TcpPeer, "reply", answer)
+    mallory.send(0, Call(Op.ECHO, 0, "float32", (LONG // 4, 1)))
+    assert mallory.codes(1) == alice.codes(1) == [Code.OK]
+    assert events == ["a part", "alice", *["a part"] * (LONG // JOINED_AT_ONCE - 1), "mallory"]
+    for raw in (alice, mallory):
         raw.close()
     realm.executor.close()
 

@@ -35,6 +35,7 @@ from symbiosis.transport.tcp.waiting_room import Knock, WaitingRoom
 
 AT_ONCE = 64  # most messages taken in, or read, between two products
 OF_ONE = 8  # most messages read of one tenant between two products, while others call
+BEGUN_AT_ONCE = 4  # most tenants whose long messages are read a part of between two products
 REFUSALS = 100  # a tenant (without keys: connection) with more than this between two ticks is hung up on
 IN_VAIN_PER_S = 64 << 20  # bytes that it may send with what is refused, unless --max-tenant-bytes-per-s is less
 LET_IN_S = 2e-3  # of the loop's time for joins without keys, between two products
@@ -89,7 +90,7 @@ class TcpListener:
     def _drain(self) -> None:
         """Read messages, as many as may be read before the next product. ZeroMQ's descriptor tells of changes only, so if some are
         left, run again soon."""
-        intake, unread, heard = self._intake, self._intake.unread, Counter[str | bytes]()
+        intake, unread, heard, begun = self._intake, self._intake.unread, Counter[str | bytes](), set[str | bytes]()
         room = AT_ONCE if self._drained != self.reactor.passes else 0
         if room:
             intake.unblock()
@@ -100,22 +101,22 @@ class TcpListener:
             room -= intake.take_in(room)
             if not unread.waiting and room and not intake.blocked:
                 return
-            if not unread.waiting or self._products_first(heard):
+            tenant = unread.next(besides=begun)
+            if tenant is None or len(begun) == BEGUN_AT_ONCE or self._products_first(tenant, heard):
                 break
-            heard[unread.next] += 1
-            self._active[0].add(unread.next)
-            if self._handle(message := unread.take()):
+            heard[tenant] += 1
+            self._active[0].add(tenant)
+            if self._handle(message := unread.take(tenant)):
                 unread.give_back(message)
-                break
+                begun.add(tenant)
         self._drained = self.reactor.passes
         self._drain_soon()
 
-    def _products_first(self, heard: Counter[str | bytes]) -> bool:
-        """Whether to compute before reading on, because one tenant has had many messages read while others call, or all messages of a
-        tenant that was heard are read."""
-        unread = self._intake.unread
-        many = heard[unread.next] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
-        return many or unread.waiting < heard.keys()
+    def _products_first(self, tenant: str | bytes, heard: Counter[str | bytes]) -> bool:
+        """Whether to compute before reading on from `tenant`: because it has had many messages read while others call, or all messages
+        of a tenant that was heard are read."""
+        many = heard[tenant] >= OF_ONE and len(self._active[0] | self._active[1]) > 1
+        return many or self._intake.unread.waiting < heard.keys()
 
     def _whose(self, frames: Frames) -> str | bytes:
         """Return the tenant that a message counts for; without keys its connection, or `STRANGERS` if that has not joined."""

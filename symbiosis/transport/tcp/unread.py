@@ -1,7 +1,7 @@
 """Unread messages by tenant. They are read tenant by tenant, however much one of them has sent."""
 
 from collections import Counter, deque
-from collections.abc import Hashable, Set
+from collections.abc import Container, Hashable, Set
 from typing import Generic, TypeVar
 
 Tenant = TypeVar("Tenant", bound=Hashable)
@@ -17,7 +17,7 @@ class Unread(Generic[Tenant, Message]):
     >>> unread = Unread[str, int](most=8, most_bytes=1 << 20)
     >>> for tenant, message in (("a", 1), ("a", 2), ("a", 3), ("b", 4)):
     ...     assert unread.put(tenant, b"a connection", message, nbytes=100)
-    >>> [unread.take() for _ in range(4)]
+    >>> [unread.take(unread.next()) for _ in range(4)]
     [1, 4, 2, 3]
     """
 
@@ -38,10 +38,9 @@ class Unread(Generic[Tenant, Message]):
         """The tenants with messages."""
         return self._queues.keys()
 
-    @property
-    def next(self) -> Tenant:
-        """The tenant to read from next: the one that has waited longest."""
-        return next(iter(self._queues))
+    def next(self, besides: Container[Tenant] = ()) -> Tenant | None:
+        """Return the tenant to read from next: of those that are not in `besides`, the one that has waited longest, if any."""
+        return next((tenant for tenant in self._queues if tenant not in besides), None)
 
     def holds(self, connection: bytes) -> bool:
         """Whether messages of this connection wait."""
@@ -69,9 +68,8 @@ class Unread(Generic[Tenant, Message]):
         self._count(tenant, connection, nbytes)
         self._queues[tenant].appendleft((connection, message, nbytes))
 
-    def take(self) -> Message:
-        """Return the oldest message of the next tenant, which then comes last."""
-        tenant = self.next
+    def take(self, tenant: Tenant) -> Message:
+        """Return a tenant's oldest message. The tenant then comes last."""
         queue = self._queues.pop(tenant)
         connection, message, nbytes = queue.popleft()
         self._taken = tenant, connection, nbytes
