@@ -5,7 +5,9 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -90,13 +92,15 @@ def pieces_of(x_TK: Tensor) -> Sequence[Tensor]:
 
 def is_watched() -> bool:
     """Whether a compiler, a tracer or a dispatch mode records or replaces torch's operations."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._is_tracing()
+    return is_compiling() or _len_torch_dispatch_stack() > 0 or _is_tracing()
 
 
-def is_shown() -> bool:
-    """Whether a function mode of the user's sees the tensors of each operation, and could write to them. (A default device is such a mode,
-    too, and writes to nothing.)"""
-    return torch._C._len_torch_function_stack() > 0 and any(
+def is_observed() -> bool:
+    """Whether torch's operations are watched, or a function mode of the user's sees their tensors and could write to them. (A default
+    device is such a mode, too, and writes to nothing.)"""
+    if is_compiling() or _len_torch_dispatch_stack() > 0 or _is_tracing():  # as `is_watched`, without a call more for each product
+        return True
+    return _len_torch_function_stack() > 0 and any(
         not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
     )
 

@@ -31,6 +31,11 @@ class Advice(NamedTuple):
     others: int = 0
     give_way: bool = False
 
+    @property
+    def is_none(self) -> bool:
+        """Whether there is no reason to send anything."""
+        return not (self.others or self.give_way)
+
 
 class Direct(NamedTuple):
     """What a client has multiplied directly since it joined, and what tokens it made a moment ago."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.direct.rule import should_send
-from symbiosis.client.requests import DECODE_ROWS, is_shown, is_watched, unshared
+from symbiosis.client.requests import DECODE_ROWS, is_observed, unshared
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
 from symbiosis.kernels.product import product
@@ -36,6 +36,15 @@ class DirectFigures(NamedTuple):
         )
 
 
+class Matrix(NamedTuple):
+    """A mapped weight of two dimensions, with what every product asks of it."""
+
+    weight: Tensor
+    dtype: torch.dtype
+    values: int
+    width: int  # of the rows that it is multiplied by
+
+
 class Mapped:
     """The mapped weights of one session. While the executor is away there is no `page` and no advice, so nothing is sent."""
 
@@ -43,6 +52,7 @@ class Mapped:
         self._manifest, self._priority, self.device = manifest, priority, device
         self._on_cpu = device.type == "cpu"
         self.weights: dict[int, Tensor] = {}
+        self._matrices: dict[int, Matrix] = {}
         self.joins = 0
         self.fixed: Advice | None = None  # what holds for a step that is captured, whatever is advised meanwhile
         # whether advice made a difference, since somebody cleared these
@@ -57,6 +67,11 @@ class Mapped:
     def join(self, weights: dict[int, Tensor], page: Any) -> None:
         """Use the weights of the executor that this client has just joined."""
         self.weights, self._page = weights, page
+        self._matrices = {
+            number: Matrix(weight, weight.dtype, weight.numel(), max(1, self._matrix(number, Op.FORWARD, None).shape[-2]))
+            for number, weight in weights.items()
+            if weight.dim() == 2
+        }
         self.joins += 1
         matrices = [weight.nbytes for weight in weights.values() if weight.dim() > 1]
         self._nbytes = sum(matrices) / max(1, len(matrices))
@@ -92,17 +107,19 @@ class Mapped:
 
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
-        weight = self.weights.get(number)
-        if weight is None or weight.dtype is not dtype or not self._has(x) or is_watched() or is_shown():
+        if (matrix := self._matrices.get(number)) is None or is_observed() or not self._has(x):
             return None
-        rows, recorded = x.numel() // max(1, x.size(-1)), torch.is_grad_enabled()
-        if self._should_send(rows, training and recorded):
+        weight, held_as, values, width = matrix
+        recorded = torch.is_grad_enabled()
+        rows = x.numel() // width
+        if held_as is not dtype or self._should_send(rows, training and recorded):
             return None
-        products = 2 if recorded and x.requires_grad else 1  # the gradient's, too
-        rows *= products
-        self.calls += products
+        if recorded and x.requires_grad:  # the gradient's product, too
+            self.calls += 1
+            rows *= 2
+        self.calls += 1
         self.rows += rows
-        self.multiplications += rows * weight.numel()
+        self.multiplications += rows * values
         return weight
 
     def _has(self, x: Tensor) -> bool:
@@ -137,15 +154,20 @@ class Mapped:
     def _should_send(self, rows: int, training: bool) -> bool:
         if self._priority is not None:
             training = self._priority is Priority.TRAIN
+        page = self._page
         if training:
             self.asked_for_training = True
         elif rows <= DECODE_ROWS:
             self.asked_for_tokens = True
-            self.made(Tokens.FEW)
+            self.tokens = Tokens.FEW
+            if page is not None:
+                page.made(Tokens.FEW)
         elif self._priority is Priority.DECODE:
             self.made(Tokens.MANY)
-        advice = self.fixed or self._page
-        return advice is not None and should_send(rows, self._nbytes, training, advice.others, advice.give_way)
+        advice = self.fixed or page
+        if advice is None or advice.is_none:
+            return False
+        return should_send(rows, self._nbytes, training, advice.others, advice.give_way)
 
     def count(self, calls: int, rows: int, multiplications: int) -> None:
         """Book what was multiplied by mapped weights."""

@@ -307,9 +307,10 @@ class VirtLinear(nn.Linear):
         weight = own_tensor(self, "weight")
         if not is_as_served(weight):
             return F.linear(x, local_value(weight), self.bias)
-        bias, frozen = own_tensor(self, "bias"), weight.handle.is_frozen
+        frozen = weight.handle.is_frozen
         if frozen and (mapped := _mapped(self, weight, x)) is not None:
-            return F.linear(x, mapped, bias)
+            return F.linear(x, mapped, own_tensor(self, "bias"))
+        bias = own_tensor(self, "bias")
         if is_strided(x, bias is not None) and is_strided(x := _as_autocast(x), bias is not None):
             return _product_of_strided(self, x, weight, self.out_features)
         if not frozen and (mapped := _mapped(self, weight, x)) is not None:

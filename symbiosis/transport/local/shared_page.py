@@ -34,12 +34,17 @@ class SharedPage:
     def give_way(self) -> bool:
         return self._memory[GIVE_WAY_AT] != 0
 
+    @property
+    def is_none(self) -> bool:
+        return not (self._memory[OTHERS_AT] or self._memory[GIVE_WAY_AT])
+
     def advise(self, advice: Advice) -> None:
         self._memory[OTHERS_AT] = min(advice.others, 255)
         self._memory[GIVE_WAY_AT] = advice.give_way
 
     def made(self, tokens: Tokens) -> None:
-        self._memory[TOKENS_AT] = max(tokens, self._memory[TOKENS_AT])
+        if self._memory[TOKENS_AT] < tokens:
+            self._memory[TOKENS_AT] = tokens
 
     def report(self, calls: int, rows: int, multiplications: int) -> None:
         FIGURES.pack_into(self._memory, FIGURES_AT, calls, rows, multiplications)
