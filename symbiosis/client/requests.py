@@ -98,7 +98,7 @@ def is_watched() -> bool:
 def is_observed() -> bool:
     """Whether torch's operations are watched, or a function mode of the user's sees their tensors and could write to them. (A default
     device is such a mode, too, and writes to nothing.)"""
-    if is_compiling() or _len_torch_dispatch_stack() > 0 or _is_tracing():  # as `is_watched`, without a call more for each product
+    if is_compiling() or _len_torch_dispatch_stack() > 0 or _is_tracing():  # `is_watched`, which would cost a call
         return True
     return _len_torch_function_stack() > 0 and any(
         not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()

@@ -68,7 +68,7 @@ class Mapped:
         """Use the weights of the executor that this client has just joined."""
         self.weights, self._page = weights, page
         self._matrices = {
-            number: Matrix(weight, weight.dtype, weight.numel(), max(1, self._matrix(number, Op.FORWARD, None).shape[-2]))
+            number: Matrix(weight, weight.dtype, weight.numel(), self._matrix(number, Op.FORWARD, None).shape[-2] or 1)
             for number, weight in weights.items()
             if weight.dim() == 2
         }
@@ -107,20 +107,19 @@ class Mapped:
 
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
-        if (matrix := self._matrices.get(number)) is None or is_observed() or not self._has(x):
+        matrix = self._matrices.get(number)
+        if matrix is None or matrix.dtype is not dtype or is_observed() or x.is_cpu is not self._on_cpu:
             return None
-        weight, held_as, values, width = matrix
-        recorded = torch.is_grad_enabled()
-        rows = x.numel() // width
-        if held_as is not dtype or self._should_send(rows, training and recorded):
+        recorded, rows = torch.is_grad_enabled(), x.numel() // matrix.width
+        if not (self._on_cpu or x.device == self.device) or self._should_send(rows, training and recorded):
             return None
         if recorded and x.requires_grad:  # the gradient's product, too
             self.calls += 1
             rows *= 2
         self.calls += 1
         self.rows += rows
-        self.multiplications += rows * values
-        return weight
+        self.multiplications += rows * matrix.values
+        return matrix.weight
 
     def _has(self, x: Tensor) -> bool:
         """Whether the rows lie where the weights do."""

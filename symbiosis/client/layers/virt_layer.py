@@ -304,13 +304,18 @@ class VirtLinear(nn.Linear):
 
     @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
-        weight = own_tensor(self, "weight")
-        if not is_as_served(weight):
-            return F.linear(x, local_value(weight), self.bias)
+        parameters: dict[str, Any] = (
+            self._parameters
+        )  # eager code pays for each call of a function, so none is made here
+        if "weight" in parameters and "bias" in parameters:
+            weight, bias = parameters["weight"], parameters["bias"]
+        else:  # parametrized
+            weight, bias = self.weight, self.bias
+        if not isinstance(weight, RemoteWeight) or not weight.is_whole or weight.handle.private is not None:
+            return F.linear(x, local_value(self.weight), bias)
         frozen = weight.handle.is_frozen
         if frozen and (mapped := _mapped(self, weight, x)) is not None:
-            return F.linear(x, mapped, own_tensor(self, "bias"))
-        bias = own_tensor(self, "bias")
+            return F.linear(x, mapped, bias)
         if is_strided(x, bias is not None) and is_strided(x := _as_autocast(x), bias is not None):
             return _product_of_strided(self, x, weight, self.out_features)
         if not frozen and (mapped := _mapped(self, weight, x)) is not None:
