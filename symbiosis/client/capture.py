@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,8 @@ from symbiosis.client.stats import Stats
 from symbiosis.errors import CaptureError, ConfigError
 from symbiosis.kernels import with_triton
 from symbiosis.kernels.gpu import shareable_memory
-from symbiosis.protocol import Call
+from symbiosis.protocol import Call, Priority
+from symbiosis.transport.cuda.driver import HIGHEST
 from symbiosis.transport.cuda.weights import unmap_unused
 
 if TYPE_CHECKING:
@@ -37,6 +38,13 @@ Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
 WARM_UP = 2  # runs with new shapes before the capture: they allocate and register everything
 MOST_WARMING = 32  # kinds of arguments without a graph that are remembered
 _ended: "list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool | None]]" = []  # graphs to free when no capture is under way
+
+
+class WarmUp(NamedTuple):
+    """A run before the capture: the calls it made, and what it multiplied by mapped weights."""
+
+    noted: Noted
+    parts: list[Multiplied]
 
 
 @dataclass
@@ -94,11 +102,12 @@ class Captured:
     def __init__(self, function: Callable[..., Any], max_graphs: int) -> None:
         self._function, self._max_graphs = function, max_graphs
         self._graphs: OrderedDict[Any, Graph] = OrderedDict()
-        self._warming: OrderedDict[Any, list[Noted]] = OrderedDict()  # for keys without a graph: the calls of each run
+        self._warming: OrderedDict[Any, list[WarmUp]] = OrderedDict()  # for keys without a graph
         self._in_vain = 0  # how many of these keys were forgotten
         self._asked: OrderedDict[Any, dict[int, tuple[bool, bool]]] = OrderedDict()  # which advice makes a difference
         self._joins: dict[int, int] = {}  # by session: the join at which its weights were mapped
         self._stream: Any = None
+        self._urgent: Any = None  # the stream on which steps that make tokens are captured
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         given, structure = tree_flatten((arguments, named))
@@ -106,6 +115,7 @@ class Captured:
             if not torch.cuda.is_available():
                 raise CaptureError("capture makes CUDA graphs, and there is no CUDA device: call the function itself")
             self._stream = torch.cuda.Stream(_device_of(given))
+            self._urgent = torch.cuda.Stream(_device_of(given), priority=HIGHEST)
         kind = key_of(given, structure)
         _free_ended()
         asked = self._what_is_asked(kind)
@@ -115,12 +125,13 @@ class Captured:
         if graph is None:
             runs = self._warming.get((kind, chosen), [])
             if len(runs) < WARM_UP:
-                with noting() as noted, following(chosen, asked):
+                with noting() as noted, following(chosen, asked) as parts:
                     result = self._aside(lambda: self._function(*arguments, **named))
-                self._is_warming((kind, narrowed(chosen, asked)), noted)
+                self._is_warming((kind, narrowed(chosen, asked)), WarmUp(noted, parts))
                 return result
+            stream = self._urgent if only_makes_tokens(runs[-1], asked) else self._stream
             with following(chosen, asked) as parts:
-                graph = self._capture(given, structure, runs[-1])
+                graph = self._capture(given, structure, runs[-1].noted, stream)
             for part in parts:
                 part.happens(-1)  # a capture computes nothing
             graph.parts, graph.weights = parts, [part.mapped.weights for part in parts]
@@ -146,8 +157,8 @@ class Captured:
             for key in [key for key in self._graphs if any(way.join != joins.get(way.session) for way in key[1])]:
                 del self._graphs[key]
 
-    def _is_warming(self, key: Any, noted: Noted) -> None:
-        self._warming.setdefault(key, []).append(noted)
+    def _is_warming(self, key: Any, run: WarmUp) -> None:
+        self._warming.setdefault(key, []).append(run)
         self._warming.move_to_end(key)
         self._forget_what_does_not_come_again()
 
@@ -172,24 +183,26 @@ class Captured:
         current.wait_stream(self._stream)
         return result
 
-    def _capture(self, given: list[Any], structure: TreeSpec, noted: Noted) -> Graph:
-        """Capture the step in memory that can be shared, with rounds of the calls that were noted. If the step makes other calls this time,
-        capture it once more, without them."""
+    def _capture(self, given: list[Any], structure: TreeSpec, noted: Noted, stream: Any) -> Graph:
+        """Capture the step on that stream, in memory that can be shared, with rounds of the calls that were noted. If the step makes other
+        calls this time, capture it once more, without them."""
         used = [(line, calls) for line, calls in noted if calls]
         if not used:
-            return self._capture_in(None, given, structure, [])
+            return self._capture_in(None, given, structure, [], stream)
         pool = None if any(session.keeps_secrets for session in sessions()) else shareable_memory.new_pool()
         steps: list[tuple[DeviceLine, Step]] = []
         try:
             for line, calls in used:
                 line.begin_step(calls, pool is not None, with_triton("gpu.doorbell"))
-            graph = self._capture_in(pool, given, structure, steps)
+            graph = self._capture_in(pool, given, structure, steps, stream)
         except BaseException:
             for line, step in _ended_steps(used):
                 line.steps.drop(step, _free_ended)
             raise
         steps += _ended_steps(used)
-        return graph if all(step.complete for _, step in steps) else self._capture_in(None, given, structure, [])
+        return (
+            graph if all(step.complete for _, step in steps) else self._capture_in(None, given, structure, [], stream)
+        )
 
     def _capture_in(
         self,
@@ -197,6 +210,7 @@ class Captured:
         given: list[Any],
         structure: TreeSpec,
         steps: "list[tuple[DeviceLine, Step]]",
+        stream: Any,
     ) -> Graph:
         mine = [one.clone() if isinstance(one, Tensor) else one for one in given]
         arguments, named = tree_unflatten(mine, structure)
@@ -206,7 +220,7 @@ class Captured:
         try:
             in_pool: Any = None if pool is None else pool.id
             with (
-                torch.cuda.graph(graph, in_pool, self._stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, in_pool, stream, capture_error_mode="thread_local"),
                 _garbage_is_kept(),
             ):
                 result = tree_map(_owned, self._function(*arguments, **named))
@@ -224,6 +238,13 @@ class Captured:
         rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
         made = [(session, stats) for session, stats in made if stats.calls]
         return Graph(graph, mine, result, made, rings, pool, steps, [], [])
+
+
+def only_makes_tokens(run: WarmUp, asked: dict[int, tuple[bool, bool]]) -> bool:
+    """Whether a step makes tokens and trains nothing. Its kernels go first then, where several programs share the GPU."""
+    called = {call.priority for _, calls in run.noted for call in calls}
+    trains = Priority.TRAIN in called or any(training for _, training in asked.values())
+    return not trains and (Priority.DECODE in called or any(part.tokens for part in run.parts))
 
 
 @contextmanager

@@ -97,6 +97,7 @@ def advised(monkeypatch: pytest.MonkeyPatch, model: nn.Module, advice: Advice) -
         page = session_of(model).mapped._page
         patched.setattr(type(page), "others", advice.others)
         patched.setattr(type(page), "give_way", advice.give_way)
+        patched.setattr(type(page), "is_none", advice.is_none)
         yield
 
 

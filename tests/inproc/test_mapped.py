@@ -5,7 +5,6 @@ import pickle
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,8 +26,10 @@ from symbiosis.executor.account import MOST_COUNTED
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.scheduling import advice
 from symbiosis.protocol import Op, Priority, View
-from symbiosis.transport.base import Direct
+from symbiosis.transport.base import Advice, Direct
 from symbiosis.transport.local import listener, shared_page
+from symbiosis.transport.local.segment import Slab
+from symbiosis.transport.local.shared_page import NBYTES, SharedPage
 from tests.conftest import MODELS, tiny_gpt2, tiny_llama, tiny_mixtral
 from tests.inproc.test_equality import gradients
 from tests.processes import layer_number, save_tiny_llama, until
@@ -54,7 +55,8 @@ def joined(endpoint: str) -> Session:
 
 def advise(session: Session, others: int = 0, give_way: bool = False) -> None:
     """As if the executor did, for as long as this session lives."""
-    page = SimpleNamespace(others=others, give_way=give_way, made=lambda tokens: None, report=lambda *figures: None)
+    page = SharedPage(Slab.create(NBYTES))
+    page.advise(Advice(others, give_way))
     assert session.mapped
     session.mapped._page = page
 
@@ -364,7 +366,7 @@ def test_advice_that_changes_in_the_midst_of_a_step_changes_no_bit(
     class Fickle:
         """Every third time nobody waits."""
 
-        others = 0
+        others, is_none = 0, False
 
         @property
         def give_way(self) -> bool:

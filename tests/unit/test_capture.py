@@ -8,8 +8,12 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import BatchEncoding
 
-from symbiosis.client.capture import key_of
+from symbiosis.client.capture import WarmUp, key_of, only_makes_tokens
+from symbiosis.client.direct.mapped import DirectFigures
+from symbiosis.client.direct.ways import Multiplied
 from symbiosis.errors import CaptureError
+from symbiosis.protocol import Call, Op, Priority
+from symbiosis.transport.base import Tokens
 
 A, B = torch.zeros(2, 3), torch.ones(2, 3)
 
@@ -75,3 +79,30 @@ def test_arguments_that_a_graph_cannot_have() -> None:
         key(nn.Parameter(A))
     with torch.no_grad():
         key(nn.Parameter(A))
+
+
+def run(*priorities: Priority, tokens: Tokens = Tokens.NONE) -> WarmUp:
+    """A run that made calls of these priorities, and directly such tokens."""
+    line: Any = None
+    calls = tuple(Call(Op.FORWARD, 0, "float32", (1, 8), priority=priority) for priority in priorities)
+    mapped: Any = None
+    return WarmUp([(line, calls)], [Multiplied(mapped, DirectFigures(), tokens)])
+
+
+NOBODY_TRAINS, SOMEBODY_TRAINS = {1: (True, False)}, {1: (False, False), 2: (False, True)}
+
+
+@pytest.mark.parametrize(
+    ("made", "asked", "expected"),
+    [
+        (run(Priority.DECODE), NOBODY_TRAINS, True),
+        (run(tokens=Tokens.FEW), NOBODY_TRAINS, True),
+        (run(tokens=Tokens.MANY), {}, True),
+        (run(), {}, False),  # what it is for cannot be told
+        (run(Priority.PREFILL), {}, False),
+        (run(Priority.DECODE, Priority.TRAIN), {}, False),
+        (run(Priority.DECODE), SOMEBODY_TRAINS, False),
+    ],
+)
+def test_what_only_makes_tokens_is_urgent(made: WarmUp, asked: dict[int, tuple[bool, bool]], expected: bool) -> None:
+    assert only_makes_tokens(made, asked) is expected
