@@ -279,7 +279,7 @@ def measured(setting: Setting, model: str, split: Worker, unsplit: Worker, job: 
     return name, f"{took:.2f}", f"{ratio:.3f}", same, f"{direct}", f"{calls}"
 
 
-TURNS = 4  # in which a measurement of one program is divided, so that both sides see the same machine
+TURNS = 8  # in which a measurement of one program is divided, so that both sides see the same machine
 
 
 def ratio_of(setting: Setting, split: Worker, unsplit: Worker, job: Job, captured: bool) -> tuple[float, float]:
