@@ -10,7 +10,7 @@ import msgspec
 
 from symbiosis.config import runtime_dir
 from symbiosis.endpoints import CLUSTERS
-from symbiosis.errors import ConfigError
+from symbiosis.errors import ConfigError, ExecutorUnavailable
 from symbiosis.security.ownership import check_folder
 
 SCHEME = "symbiosis://"
@@ -112,16 +112,19 @@ def is_running(folder: Path) -> bool:
 
 def executors_at(url: str) -> tuple[str, ...]:
     """Return the endpoints of the executors that `symbiosis://MODEL` or `symbiosis://CLUSTER/MODEL` names, the one with the fewest clients
-    first."""
+    first. Raises `ExecutorUnavailable` while none of them has a place yet."""
     cluster, _, model = url.removeprefix(SCHEME).rpartition("/")
     clusters = [told_by(cluster)] if cluster else list(running())
     found = {each.name: each.of_kind("executor", model) for each in clusters if model not in each.retiring}
-    found = {name: [each for each in members if each.url] for name, members in found.items()}  # it has been placed
     having = {name: members for name, members in found.items() if members}
     if len(having) > 1:
         raise ConfigError(f"{url}: several clusters serve it: write {SCHEME}{next(iter(having))}/{model}, for example")
-    for members in having.values():
-        return tuple(each.url for each in sorted(members, key=_last))
+    for name, members in having.items():
+        if placed := [each for each in members if each.url]:
+            return tuple(each.url for each in sorted(placed, key=_last))
+        raise ExecutorUnavailable(
+            f"{url}: the cluster is still starting its executors: symbiosis cluster status {name}"
+        )
     if any(model in each.retiring for each in clusters):
         raise ConfigError(f"{url}: this model retires, and takes no new programs: wrap the one that comes after it")
     known = sorted({f"{SCHEME}{each.model}" for told in running() for each in told.of_kind("executor")})

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from symbiosis import transport
-from symbiosis.clusters import SCHEME, executors_at
+from symbiosis.clusters import SCHEME
 from symbiosis.config import named_endpoints
 from symbiosis.errors import ConfigError, WrapError
 from symbiosis.protocol import FLOATS, Priority
@@ -35,15 +35,16 @@ def flag(name: str, value: Any) -> bool:
 
 
 def endpoints(value: Any) -> tuple[str, ...]:
-    """Return the endpoints of one URL, of several with commas between them (as in $SYMBIOSIS_ENDPOINT), or of a list of URLs, each once."""
+    """Return one URL, several with commas between them (as in $SYMBIOSIS_ENDPOINT), or a list of URLs, each once. Names of models in
+    clusters stay names."""
     several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     urls = [url for one in (value if several else [value]) for url in _urls(one)]
-    named = [each for url in urls for each in (executors_at(url) if url.startswith(SCHEME) else (url,))]
-    if not named:
+    if not urls:
         raise ConfigError(f"{value!r} is an empty list of endpoints: name at least one executor")
-    for url in named:
-        transport.parts_of(url)
-    return tuple(dict.fromkeys(named))
+    for url in urls:
+        if not url.startswith(SCHEME):
+            transport.parts_of(url)
+    return tuple(dict.fromkeys(urls))
 
 
 def _urls(value: Any) -> tuple[str, ...]:

@@ -104,7 +104,7 @@ class Session(Reconnecting):
         connection = super()._join_first()
         if not self._whole or self.keeps_secrets or self.observer or not connection.welcome.has_twins:
             return connection
-        self._whole, told = False, connection.welcome
+        self._whole, self._names, told = False, (), connection.welcome  # no cluster names ranks one by one
         stays, self.endpoint, self.endpoints, every = twins(told, self.endpoint, self.endpoints)
         if told.spread_rows:
             self.spread = Spread.over(self, told, every, self.endpoint, self._with_rank)

@@ -61,11 +61,13 @@ def wrap(
 
     Args:
         endpoint: The executor's URL, or those of several that serve the same model: when the one in use is lost, ends or
-            does not answer in time, the next one goes on. Else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
+            does not answer in time, the next one goes on. `symbiosis://MODEL` names those of a cluster, wherever they are.
+            Else `$SYMBIOSIS_ENDPOINT`, else this host's default socket.
         timeout: Seconds that one call may take before it is sent again; default: `$SYMBIOSIS_CALL_TIMEOUT_S`, else 120.
         patience: Seconds that an executor which is lost may be away, before calls raise; default: `$SYMBIOSIS_PATIENCE_S`, else 60.
             After two seconds a line says what is waited for.
-        wait: Seconds that it may take an executor to come up which is not there when `wrap` is called; default: none.
+        wait: Seconds that it may take an executor to come up which is not there when `wrap` is called; default: none, or
+            as `patience` if a running cluster has it.
         layers: Patterns of layer names (`"model.layers.*"`), or of those that stay here (`"!*.o_proj"`); default: every layer that
             the executor serves.
         priority: "decode", "prefill" or "train" for all calls; default: as it follows from each call.

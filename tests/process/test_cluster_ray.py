@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,24 @@ def free_cpus(nodes: Any) -> float:
         return float(ray.available_resources()["CPU"])
     finally:
         ray.shutdown()
+
+
+KEYED = FILE.replace("backend: ray", "backend: ray\napi_keys: keys")
+
+
+def test_a_program_waits_for_a_cluster_that_starts_and_keys_hold_on_all_nodes(nodes: Any, tmp_path: Path) -> None:
+    """The program finds no cluster, then none that has told of itself, then executors that have no place."""
+    (tmp_path / "keys").write_text("alice alice-key-1\n")
+    model = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+    ids = torch.tensor([list(PROMPT.encode())])
+    wanted, asked = model(ids).logits, {"model": "demo", "prompt": PROMPT, "max_tokens": 1}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(symbiosis.wrap, model, "symbiosis://demo", wait=100, share=False)
+        with cluster(tmp_path, KEYED) as found:
+            assert torch.equal(waiting.result()(ids).logits, wanted)
+            for url in (found.url, *(each.url for each in found.servers())):
+                assert web.post(f"{url}/v1/completions", json=asked, timeout=30).status_code == 401
+                assert client(url, "alice-key-1").completions.create(**asked).choices
 
 
 SMALL = "port: 0\nbackend: ray\nmodels: {demo: {servers: 1, server: {memory: 64MiB}}}"

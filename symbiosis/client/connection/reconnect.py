@@ -21,6 +21,7 @@ from torch import Tensor
 
 from symbiosis import transport
 from symbiosis.client import arguments
+from symbiosis.client.connection import named
 from symbiosis.client.connection.lifetime import beat_every, beat_from_now_on
 from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.stats import Stats
@@ -57,10 +58,14 @@ class Reconnecting:
         share: bool = False,
     ) -> None:
         """With `share`, the served weights are mapped if the executor offers that."""
-        self.endpoints = arguments.endpoints(endpoint)
-        self.endpoint = self.endpoints[0]  # the one in use
+        self._names = arguments.endpoints(endpoint)  # URLs, or names of models in clusters
         self.timeout = arguments.timeout(timeout)
-        self.patience, self.wait = arguments.seconds("patience", patience), arguments.seconds("wait", wait)
+        self.patience, wait = arguments.seconds("patience", patience), arguments.seconds("wait", wait)
+        self.wait = max(
+            wait, self.patience if named.is_by_name(self._names) else 0.0
+        )  # a cluster starts what it tells of
+        self.endpoints = named.located_within(self._names, self.wait, wait)
+        self.endpoint = self.endpoints[0]  # the one in use
         self.priority, self.fingerprint, self.observer = priority, fingerprint, observer
         self.share = arguments.flag("share", share)
         self.mapped: Mapped | None = None  # the served weights, where this client may multiply by itself
@@ -108,7 +113,7 @@ class Reconnecting:
     def _persist(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> Answer | None:
         """Make a call. If the connection is lost, join the next replica, or the same executor again, until the patience is over.
         Returns None if the executor is away and the weights are mapped, so that the caller can compute locally."""
-        end, pause, first = time.perf_counter() + self.patience, FIRST_PAUSE_S, self.endpoint
+        end, pause, lost = time.perf_counter() + self.patience, FIRST_PAUSE_S, 0
         try:
             while True:
                 try:
@@ -129,7 +134,8 @@ class Reconnecting:
                 except BaseException:  # interrupted: the next call must not meet this one's reply
                     self._disconnect()
                     raise
-                if self.endpoint == first:  # all were asked
+                lost += 1
+                if not lost % len(self.endpoints):  # all were asked
                     time.sleep(pause)
                     pause = min(2 * pause, LONGEST_PAUSE_S)
         finally:
@@ -232,16 +238,9 @@ class Reconnecting:
     def _join_within(self, seconds: float) -> transport.Connection:
         """Return one more connection to the executor in use."""
         joined = transport.connect(self.endpoint, self._hello(), seconds, self._device, self._room)
-        self._must_serve_the_same(joined)
+        if self._welcome is not None:
+            must_serve_the_same(joined, self._welcome.manifest, self.endpoint)
         return joined
-
-    def _must_serve_the_same(self, joined: transport.Connection) -> None:
-        """Refuse an executor that serves the same weights as other kinds of layer. (A replica may serve fewer.)"""
-        told = joined.welcome.manifest
-        for now, then in zip(told, self._welcome.manifest if self._welcome else told, strict=True):
-            if now != then and "client" not in (now.kind, then.kind):
-                joined.close()
-                raise CallError(Code.WRONG_MODEL, f"{self.endpoint} now serves {now.name} as another kind of layer")
 
     def _say_who_refuses(self, error: CallError) -> None:
         """Log once that one of several executors does not admit this client and is skipped."""
@@ -278,8 +277,8 @@ class Reconnecting:
         return None, cause
 
     def _turn_to_next(self) -> None:
-        at = self.endpoints.index(self.endpoint)
-        self.endpoint = self.endpoints[(at + 1) % len(self.endpoints)]
+        self.endpoints = named.brought_up_to_date(self.endpoints, self._names)
+        self.endpoint = named.after(self.endpoint, self.endpoints)
 
     def _hello(self, device: str | None = None) -> Hello:
         client = f"pid {os.getpid()}"
@@ -339,6 +338,14 @@ class Reconnecting:
                     mapped.report()
                     if self._connection.is_lost:
                         self._disconnect()
+
+
+def must_serve_the_same(joined: transport.Connection, layers: Sequence[Layer], endpoint: str) -> None:
+    """Refuse an executor that serves the same weights as other kinds of layer. (A replica may serve fewer.)"""
+    for now, then in zip(joined.welcome.manifest, layers, strict=True):
+        if now != then and "client" not in (now.kind, then.kind):
+            joined.close()
+            raise CallError(Code.WRONG_MODEL, f"{endpoint} now serves {now.name} as another kind of layer")
 
 
 @contextmanager
