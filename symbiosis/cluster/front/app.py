@@ -67,6 +67,13 @@ class Front(Keyed):
             return models[0], name  # the server knows
         raise unknown_model(name, self.view.told.names)
 
+    def is_of(self, name: str, model: str) -> bool:
+        """Whether requests for this name go to this model, and to no other."""
+        try:
+            return name not in self.view.told.aliases and self.model_of(name)[0] == model
+        except ApiError:
+            return False
+
     def asking(self, request: Request) -> Tenant:
         """Return who asks for a completion. Raises `ApiError` before the body is read if this tenant may have none now, or if too many
         wait."""
@@ -93,6 +100,7 @@ class Front(Keyed):
 
     def relay(self, request: Request, tenant: Tenant, asked: Asked) -> Relay:
         """Return the answer to a completion, if the tenant may have so many."""
+        self.view.look()  # `shift` and `apply` hold from the next request on
         shares = self.view.told.aliases.get(asked.model)
         model, adapter = self.model_of(version_of(shares, random.random()) if shares else asked.model)
         self._check_count(tenant, model, asked.sequences)
@@ -155,14 +163,16 @@ async def one_model(front: Front, request: Request) -> ASGIApp:
 
 
 async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
-    """Return what one server of each model lists."""
+    """Return what one server of each model lists, as far as it can be asked for here. Adapters of two models may have one name."""
     front.tenant(request)
+    front.view.look()
     found: list[dict[str, Any]] = []
     for model in front.models():
         for seen in front.view.seen.values():
             if seen.member.model == model and seen.state is State.READY:
                 try:
-                    found += (await answer_of(seen.member.url, "/v1/models", _authorized(request)))["data"]
+                    listed = (await answer_of(seen.member.url, "/v1/models", _authorized(request)))["data"]
+                    found += [each for each in listed if front.is_of(each["id"], model)]
                     break
                 except (Lost, KeyError):
                     continue

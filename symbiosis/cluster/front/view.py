@@ -83,7 +83,7 @@ class View:
     """
 
     def __init__(self, cluster: str, limits: dict[str, int], log: TextIO | None = None) -> None:
-        self._file, self._stamp = folder_of(cluster) / "told.json", 0
+        self._file, self._stamp = folder_of(cluster) / "told.json", (0, 0)
         self.limits, self._log = limits, log
         self.room = Room(MOST_WAITING)  # for what waits
         self.told = Told(name=cluster, url="")
@@ -97,11 +97,17 @@ class View:
     async def follow(self) -> None:
         """Keep up with what the cluster tells."""
         while True:
-            with suppress(OSError, msgspec.MsgspecError):
-                if (stamp := self._file.stat().st_mtime_ns) != self._stamp:
-                    self._take(msgspec.json.decode(self._file.read_bytes(), type=Told))
-                    self._stamp = stamp
+            self.look()
             await asyncio.sleep(LOOK_EVERY_S)
+
+    def look(self) -> None:
+        """Take what the cluster tells, if that is new."""
+        with suppress(OSError, msgspec.MsgspecError):
+            status = self._file.stat()
+            stamp = status.st_mtime_ns, status.st_ino  # a file that is replaced twice within 4 ms may have one time
+            if stamp != self._stamp:
+                self._take(msgspec.json.decode(self._file.read_bytes(), type=Told))
+                self._stamp = stamp
 
     def url(self, number: int) -> str:
         """Return where a server answers. Raises `Lost` if it is gone."""

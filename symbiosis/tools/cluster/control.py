@@ -115,7 +115,7 @@ class Control:
         if name not in self._cluster.aliases and not is_new:
             known = ", ".join(self._cluster.aliases) or "none"
             raise ConfigError(f"there is no alias {name!r:.80} (there are: {known}): --new makes one of it")
-        self._cluster.order(lambda: self._cluster.shift(name, shares))
+        self._cluster.do(lambda: self._cluster.shift(name, shares))
         total = sum(shares.values())
         return f"{name}: {', '.join(f'{100 * share / total:g} % {model}' for model, share in shares.items())}"
 

@@ -63,7 +63,7 @@ def apply(cluster: Cluster, file: Path) -> str:
     except BaseException:
         cluster.order(lambda: cluster.give_up(come))
         raise
-    cluster.order(lambda: cluster.take(plan))
+    cluster.do(lambda: cluster.take(plan))
     told = [f"served now: {', '.join(come)}"] if come else []
     told += [f"ending when nobody uses them any more: {', '.join(go)}"] if go else []
     return "; ".join(told) or "the models are as they were"

@@ -98,6 +98,7 @@ class Cluster:
 
     def shift(self, name: str, shares: dict[str, float]) -> None:
         self.aliases = {**self.aliases, name: shares}
+        self._tell()
         logger.info("requests for %s are divided by %s", name, shares)
 
     def add(self, model: str) -> None:
@@ -128,6 +129,7 @@ class Cluster:
         """Go on with another plan. Models that it has no more retire, those that it has besides are to be added, or are there."""
         self.retiring += tuple(model for model in self.plan.models if model not in plan.models)
         self.plan, self.aliases = plan, dict(plan.aliases)
+        self._tell()
 
     def give_up(self, models: Collection[str]) -> None:
         """End the processes of models that were added in vain."""

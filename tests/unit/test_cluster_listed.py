@@ -1,0 +1,104 @@
+"""What a front end lists can be asked for there, and what the cluster tells holds from the next request on."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from symbiosis.cluster.front import app
+from symbiosis.cluster.front.app import Front, make_app
+from symbiosis.cluster.front.view import View
+from symbiosis.clusters import Member, Told, folder_of, tell
+
+LISTED = {  # what the server of each model says
+    "one": ["one", "python", "shout"],
+    "two": ["two", "python", "mine"],
+    "three": ["three", "python", "builtin"],
+}
+URLS = {model: f"http://127.0.0.1:{port}" for port, model in enumerate(LISTED, 1)}  # where nobody listens
+FOLDERS = ("one", "two")  # the models that have a folder of adapters
+
+
+def tell_of(folder: Path, *models: str, **more: Any) -> None:
+    members = tuple(
+        Member(name=f"{model}-server-1", kind="server", model=model, number=n, url=URLS[model], state="ready", batch=8)
+        for n, model in enumerate(models, 1)
+    )
+    adapters = {model: str(folder / model) for model in FOLDERS}
+    tell(Told(name="lab", url="", members=members, adapters=adapters, **more))
+
+
+@pytest.fixture
+def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Front:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    folder_of("lab").mkdir(parents=True)
+    for model in FOLDERS:
+        for name in LISTED[model][1:]:
+            (tmp_path / model / name).mkdir(parents=True)
+            (tmp_path / model / name / "adapter_config.json").touch()
+    models = {URLS[model]: {"data": [{"id": name} for name in names]} for model, names in LISTED.items()}
+
+    async def answer_of(url: str, path: str, headers: dict[str, str]) -> Any:
+        return models[url]
+
+    monkeypatch.setattr(app, "answer_of", answer_of)
+    monkeypatch.setattr(
+        View, "_lose", lambda view, seen: None
+    )  # they do not answer, and get the next request all the same
+    return Front(View("lab", {}), None)
+
+
+def ask(front: Front, method: str, path: str, **body: Any) -> Any:
+    """What is answered, or the model whose server gets the request. (It does not answer.)"""
+    front.view.decisions.clear()
+
+    async def run() -> Any:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://test") as http:
+            answer = asyncio.create_task(http.request(method, path, json=body or None))
+            while not answer.done() and not front.view.decisions:
+                await asyncio.sleep(0.001)
+            if answer.done():
+                return answer.result().json()
+            answer.cancel()
+            return front.view.decisions[0]["model"]
+
+    return asyncio.run(run())
+
+
+def listed(front: Front) -> list[str]:
+    return [each["id"] for each in ask(front, "GET", "/v1/models")["data"]]
+
+
+def goes_to(front: Front, name: str) -> Any:
+    return ask(front, "POST", "/v1/completions", model=name, prompt="a")
+
+
+def test_what_is_listed_is_listed_once_and_can_be_asked_for(front: Front, tmp_path: Path) -> None:
+    tell_of(tmp_path, *LISTED, aliases={"talk": {"one": 1.0}, "shout": {"two": 1.0}})
+    names = listed(front)
+    assert sorted(names) == ["mine", "one", "python", "shout", "talk", "three", "two"]
+    wanted = {"python": "one", "talk": "one", "shout": "two", "mine": "two"}
+    assert {name: goes_to(front, name) for name in names} == {name: wanted.get(name, name) for name in names}
+    assert (
+        "no model 'builtin'" in ask(front, "POST", "/v1/completions", model="builtin", prompt="a")["error"]["message"]
+    )
+
+
+def test_the_only_model_lists_what_its_server_does(front: Front, tmp_path: Path) -> None:
+    tell_of(tmp_path, "three")
+    assert listed(front) == LISTED["three"] and goes_to(front, "builtin") == "three"
+
+
+def test_what_the_cluster_tells_holds_from_the_next_request_on(front: Front, tmp_path: Path) -> None:
+    file = folder_of("lab") / "told.json"
+    tell_of(tmp_path, "one", "two", aliases={"talk": {"one": 1.0}})
+    at = file.stat().st_mtime_ns
+    assert goes_to(front, "talk") == "one"
+    tell_of(tmp_path, "one", "two", aliases={"talk": {"two": 1.0}})
+    os.utime(file, ns=(at, at))  # both were written within one tick of the clock
+    assert goes_to(front, "talk") == "two"
+    tell_of(tmp_path, "one", "two", retiring=("one",))
+    assert listed(front) == LISTED["two"]
