@@ -304,9 +304,8 @@ class VirtLinear(nn.Linear):
 
     @torch.jit.ignore
     def forward(self, x: Tensor) -> Tensor:
-        parameters: dict[str, Any] = (
-            self._parameters
-        )  # eager code pays for each call of a function, so none is made here
+        # eager code pays for each call of a function, so none is made here
+        parameters: dict[str, Any] = self._parameters
         if "weight" in parameters and "bias" in parameters:
             weight, bias = parameters["weight"], parameters["bias"]
         else:  # parametrized
