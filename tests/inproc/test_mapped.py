@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -90,6 +91,26 @@ def test_a_model_is_the_unsplit_one_either_way(
         "called": (True, True),  # what many rows without gradients make is direct
         "unshared": (True, False),
     }[way]
+
+
+def test_an_eager_product_costs_few_calls_of_python(share: Share) -> None:
+    """Eager steps are bound by Python, and a model makes hundreds of products in one."""
+    model = tiny_llama().requires_grad_(False)
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
+    layer, x, called = split.model.layers[0].mlp.up_proj, torch.randn(1, 1, model.config.hidden_size), list[str]()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call":
+            called.append(frame.f_code.co_name)
+
+    with torch.no_grad():
+        layer(x)
+        sys.setprofile(note)
+        try:
+            layer(x)
+        finally:
+            sys.setprofile(None)
+    assert len(called) <= 12, called  # of which torch makes three
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
