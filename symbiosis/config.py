@@ -284,9 +284,11 @@ def read_config_file(file: Path, kind: type[msgspec.Struct] = Options) -> dict[s
     """Read a file whose keys are spelt like options (`max-wait-us`), or with underscores like the fields."""
     import yaml
 
+    from symbiosis.security.yaml_file import read_yaml
+
     try:
-        content = yaml.safe_load(file.read_text()) or {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        content = read_yaml(file) or {}
+    except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"cannot read the configuration file {file}: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{file} must hold `option: value` lines, not a {type(content).__name__}")

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import yaml
 
 from symbiosis.endpoints import is_loopback
 from symbiosis.errors import ConfigError
+from symbiosis.security.yaml_file import read_yaml
 
 NAME = re.compile(r"[\w][\w.-]{0,63}")
 LEAST_FROZEN_S = 1.0  # processes are asked how they are every half second
+MOST_EXECUTORS, MOST_SERVERS, MOST_FRONT_ENDS = 1 << 20, 4096, 256  # of one model; in all
 BACKENDS = ("local", "ray")  # this host; the nodes of a Ray cluster
 OURS = {  # options that the cluster gives itself
     "executor": {"listen", "model", "config", "metrics-port"},
@@ -55,8 +58,8 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         >>> ModelPlan(executors=2, servers=(3, 5), threads=2).bundles
         [{'CPU': 4.0}, {'CPU': 6.0}]
         """
-        served = [n % self.executors for n in range(1, self.reserved + 1)]
-        counts = [1 + served.count(place) for place in range(self.executors)]
+        served = Counter(n % self.executors for n in range(1, self.reserved + 1))
+        counts = [1 + served[place] for place in range(self.executors)]
         gpus = [{"GPU": round(self.gpus * count, 4)} if self.gpus else {} for count in counts]
         return [{"CPU": float(self.threads * count), **gpu} for count, gpu in zip(counts, gpus, strict=True)]
 
@@ -100,8 +103,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                 yield f"{name!r:.80} is no name: letters, digits, dots, hyphens and underscores, at most 64"
         if not self.models:
             yield "models: name at least one"
-        if self.front_ends < 1 or not 0 <= self.port <= 65535:
-            yield "front_ends must be at least 1, and port from 0 to 65535"
+        if not 1 <= self.front_ends <= MOST_FRONT_ENDS or not 0 <= self.port <= 65535:
+            yield f"front_ends must be from 1 to {MOST_FRONT_ENDS}, and port from 0 to 65535"
         for field, least in (("frozen_s", LEAST_FROZEN_S), ("idle_s", 0.0), ("drain_s", 0.1)):
             if not least <= (seconds := getattr(self, field)) < math.inf:
                 yield f"{field}: a number of seconds, at least {least:g}, not {seconds}"
@@ -123,6 +126,8 @@ def _problems_of(name: str, plan: ModelPlan) -> Iterator[str]:
             yield f"models.{name}.{kind}: {sorted(mine)[0]} is given by the cluster itself"
     if plan.executors < 1 or not 0 <= plan.least <= plan.most or plan.threads < 1:
         yield f"models.{name}: at least one executor and thread, and servers: NUMBER or [LEAST, MOST]"
+    elif plan.executors > MOST_EXECUTORS or plan.most > MOST_SERVERS:
+        yield f"models.{name}: at most {MOST_EXECUTORS} executors and {MOST_SERVERS} servers"
     elif not 0 <= plan.gpus <= 1 or round(plan.gpus, 4) != plan.gpus:
         yield f"models.{name}: gpus is a share of one GPU for each process: from 0 to 1, with four decimals"
     elif (most := max(each.get("GPU", 0.0) for each in plan.bundles)) > 1:
@@ -142,13 +147,13 @@ def check_shares(name: str, shares: Mapping[str, float], models: Collection[str]
 def load(file: Path) -> Plan:
     """Read a cluster's file. Raises a `ConfigError` that names what is wrong, and where."""
     try:
-        told = yaml.safe_load(file.read_text())
+        told = read_yaml(file)
         if told is None:
             raise ConfigError(f"{file} is empty: write at least `models: {{NAME: {{}}}}`")
         plan = msgspec.convert(told, Plan)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except yaml.YAMLError as error:
         raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {_with_known(str(error))}") from None

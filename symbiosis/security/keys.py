@@ -146,7 +146,7 @@ def doubt(path: Path) -> str:
     """Return why another user may have written a file, or "" if only this user and root (and a group they chose) can have."""
     found = path.stat()
     if not is_trusted(found.st_uid):
-        return f"{path} belongs to {user_name(found.st_uid)}, who could change it: chown it to the executor's user"
+        return f"{path} belongs to {user_name(found.st_uid)}, who could change it: chown it to {user_name(os.getuid())}"
     if found.st_mode & stat.S_IWOTH and not os.statvfs(path).f_flag & os.ST_RDONLY:
         return f"everybody can write {path}: chmod o-w {path}"
     return ""

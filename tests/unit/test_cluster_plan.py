@@ -1,6 +1,7 @@
 """The file of a cluster: what is wrong with it is said before anything is started, with the place where it is."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from symbiosis.errors import ConfigError
 from symbiosis.tools.cluster.backend import Local
 from symbiosis.tools.cluster.preflight import check
 
+BOMB = (
+    "[&a [1,1,1,1,1,1,1,1,1]," + ",".join(f"&{b} [{','.join([f'*{a}'] * 9)}]" for a, b in pairwise("abcdefghij")) + "]"
+)
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster.yaml"
 
 
@@ -25,6 +29,12 @@ def plan_of(tmp_path: Path, text: str) -> None:
 def test_the_example_is_a_plan() -> None:
     plan = load(EXAMPLE)
     assert plan.name == "cluster" and (plan.models["demo"].least, plan.models["demo"].most) == (1, 3)
+
+
+def test_what_an_alias_brings_may_be_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "lab.yaml"
+    file.write_text("models: {a: &a {model: demo, threads: 2}, b: {<<: *a, threads: 3}}")
+    assert [each.threads for each in load(file).models.values()] == [2, 3]
 
 
 def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> None:
@@ -55,6 +65,18 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
         ("models: [demo]", "lab.yaml: Expected `object`"),
         ("models: {demo: {", "lab.yaml is no YAML"),
         ("models: {demo: {serverz: 2}}", "unknown field `serverz`"),
+        ("models: {demo: {}, demo: {executors: 2}}", "'demo' is there twice"),
+        ("port: 8000\nmodels: {demo: {}}", "'port' is there twice"),
+        ("models: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
+        ("models: &m {demo: *m}", "nested too deeply|found undefined alias|unknown field"),
+        ("models: {demo: {executor: {max-rows: &r {a: *r}}}}", "nested too deeply"),
+        ("name: 2026-99-99\nmodels: {demo: {}}", "is no YAML: a value in it is none"),
+        ("models: !!timestamp x", "is no YAML: a value in it is none"),
+        (f"models: {{demo: {{executor: {{max-rows: {BOMB}}}}}}}", "stands for more than 100000 values"),
+        ("#" * (1 << 20) + "\nmodels: {demo: {}}", "more than 1048576 bytes"),
+        ("models: {demo: {servers: 1000000000}}", "executors and 4096 servers"),
+        ("models: {demo: {}}\nfront_ends: 100000", "front_ends must be from 1 to 256"),
+        ("models: {demo: {}}\nhost: ..", "cannot listen at '..:0'"),
         ("models: {demo: {servers: 0.5}}", r"models\[...\].servers"),
         ("models: {demo: {servers: [3, 1]}}", "models.demo: at least one executor"),
         ("models: {a/b: {}}", "'a/b' is no name"),

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from symbiosis.errors import ConfigError
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.incoming.keyed import Keyed
-from symbiosis.serving.http.keys import Keys, Tenant, read_keys
+from symbiosis.serving.http.keys import LONGEST_FILE, Keys, Tenant, read_keys
 
 
 class Clock:
@@ -168,3 +168,30 @@ def test_only_administrators_change_adapters(tmp_path: Path) -> None:
         keys.administrator("Bearer secret-of-bob")
     assert refused.value.status == 403
     Keys(None).administrator(None)
+
+
+NO_FILES = {
+    "a pipe": (lambda path: os.mkfifo(path), "it is not a file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is not a file"),
+    "too long": (lambda path: path.write_bytes(b"#" * (LONGEST_FILE + 1)), "more than"),
+    "a number that Python does not read": (lambda path: path.write_text(f"a 12345678 requests={'9' * 5000}"), "line 1"),
+    "what everybody may write": (lambda path: (path.write_text("a 12345678"), path.chmod(0o666)), "may be another"),
+}
+
+
+@pytest.mark.parametrize("what", NO_FILES)
+def test_what_is_no_file_of_keys_keeps_the_ones_that_there_are(file: Path, tmp_path: Path, what: str) -> None:
+    """Nobody waits for it, and a request that comes at that moment is answered."""
+    make, told = NO_FILES[what]
+    keys = Keys(file, clock := Clock())
+    make(tmp_path / "other")
+    with pytest.raises(ConfigError, match=told):
+        read_keys(tmp_path / "other")
+    (tmp_path / "other").replace(file)
+    clock.now += 10.0
+    assert keys.tenant("Bearer sk-anna-1234").name == "anna"
+
+
+def test_a_mark_of_its_encoding_is_no_part_of_a_name(file: Path) -> None:
+    file.write_bytes("\ufeffanna sk-anna-1234".encode())
+    assert list(read_keys(file)) == ["anna"]

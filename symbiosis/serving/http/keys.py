@@ -3,19 +3,24 @@
 import hashlib
 import hmac
 import logging
+import os
+import re
+import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis.errors import ConfigError
+from symbiosis.security.keys import doubt
 from symbiosis.serving.http.failures import ApiError, wrong
 
 logger = logging.getLogger("symbiosis")
 
 LINE = "a line of it is `NAME KEY`, and may end in requests=NUMBER, tokens_per_s=NUMBER and admin"
 LOOK_EVERY_S = 1.0
-SHORTEST_KEY = 8
+SHORTEST_KEY, LONGEST_FILE = 8, 16 << 20
+NUMBER = re.compile("[0-9]{1,15}")
 
 
 @dataclass
@@ -165,9 +170,11 @@ class Keys:
 def read_keys(file: Path) -> dict[str, Tenant]:
     """Return the tenants of a file by name. A `ConfigError` never shows a key."""
     try:
-        lines = file.read_text().splitlines()
+        lines, why = _text(file).splitlines(), doubt(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys in {file}: {error}") from None
+    if why:
+        raise ConfigError(f"the API keys may be another user's: {why}")
     found: dict[str, Tenant] = {}
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].split():
@@ -180,6 +187,17 @@ def read_keys(file: Path) -> dict[str, Tenant]:
     return found
 
 
+def _text(file: Path) -> str:
+    """Return what is in a file. A pipe would wait for who writes it, and with it all whose keys are compared meanwhile."""
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError("it is not a file")
+        told = opened.read(LONGEST_FILE + 1)
+    if len(told) > LONGEST_FILE:
+        raise OSError(f"it has more than {LONGEST_FILE} bytes")
+    return told.decode("utf-8-sig")  # as editors on Windows write it
+
+
 def _tenant(words: list[str], where: str) -> Tenant:
     if len(words) < 2 or len(words[1]) < SHORTEST_KEY:
         raise ConfigError(f"{where}: {LINE}; a key has at least {SHORTEST_KEY} characters")
@@ -189,7 +207,7 @@ def _tenant(words: list[str], where: str) -> Tenant:
             tenant.may_change_adapters = True
             continue
         name, _, value = word.partition("=")
-        if name not in ("requests", "tokens_per_s") or not value.isdecimal():
+        if name not in ("requests", "tokens_per_s") or not NUMBER.fullmatch(value):
             raise ConfigError(f"{where}: {LINE}")
         setattr(tenant, name, int(value))
     return tenant

@@ -119,8 +119,9 @@ def bound(options: ServeOptions) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except OSError as error:
-        raise ConfigError(f"cannot listen at {options.host}:{options.port}: {error.strerror or error}") from None
+    except (OSError, UnicodeError) as error:  # the latter for what can be no host's name
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen at {f'{options.host}:{options.port}'!r:.300}: {reason}") from None
     return listener
 
 
