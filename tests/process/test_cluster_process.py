@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,12 @@ import pytest
 
 from symbiosis.cluster.placement import State
 from symbiosis.cluster.plan import ModelPlan, Plan
-from symbiosis.clusters import Member, told_by
-from symbiosis.errors import ConfigError
+from symbiosis.clusters import Member, folder_of, told_by
+from symbiosis.config import read_config_file
+from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.tools.cluster import start
 from symbiosis.tools.cluster.backend import Local
+from symbiosis.tools.cluster.control import Control, send_order
 from symbiosis.tools.cluster.process import Process
 from symbiosis.tools.cluster.up import Cluster, locked
 from tests.serving_api import eventually
@@ -39,6 +43,38 @@ def test_a_frozen_child_of_a_process_that_was_killed_ends_too() -> None:
     eventually(
         lambda: not Path(f"/proc/{child}").exists() or "\nState:\tZ" in Path(f"/proc/{child}/status").read_text()
     )
+
+
+def test_one_that_is_stopped_while_it_starts_is_found() -> None:
+    """It will never say that it is ready, and never end."""
+    process = Process(Member(name="x", kind="server"), ["-c", "import time; time.sleep(600)"])
+    process.start()
+    try:
+        time.sleep(1.0)
+        assert process.silent_s == 0.0
+        os.kill(process.pid, signal.SIGSTOP)
+        eventually(lambda: process.silent_s > 1.0)
+        os.kill(process.pid, signal.SIGCONT)
+        eventually(lambda: process.silent_s == 0.0)
+    finally:
+        process.kill()
+
+
+def test_an_executor_whose_port_was_taken_meanwhile_starts_at_another_one(tmp_path: Path) -> None:
+    executor = start.executor(Plan(name="lab", models={"demo": ModelPlan()}), "demo", 1, tmp_path)
+    file = tmp_path / "demo-executor-1.yaml"
+    executor._code = ["-c", CODE]
+    executor.start()
+    port = port_in(file)
+    executor.kill()
+    with socket.create_server(("127.0.0.1", port)):
+        executor.start()
+        assert port_in(file) != port and executor._health == f"http://127.0.0.1:{port_in(file)}/health"
+        executor.kill()
+
+
+def port_in(file: Path) -> int:
+    return int(read_config_file(file)["metrics_port"])  # type: ignore[call-overload,no-any-return]
 
 
 def test_one_that_comes_back_is_not_missed() -> None:
@@ -113,3 +149,55 @@ def test_the_last_of_a_kind_is_not_drained(unstarted: Cluster) -> None:
     for name in ("demo-executor-1", "demo-server-2"):
         unstarted.release(name)
         assert not unstarted.members[name].comes_back
+
+
+def test_an_order_that_fails_for_a_reason_of_ours_is_no_success(
+    unstarted: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(do: object) -> None:
+        raise RecursionError("too deep")
+
+    Control(unstarted, folder_of("lab"))
+    monkeypatch.setattr(unstarted, "order", fail)
+    with pytest.raises(ConfigError, match="it failed, .*too deep"):
+        send_order("lab", "shift", "chat", shares={"demo": 1.0}, new=True)
+
+
+class Gone:
+    """A cluster that takes an order, and ends or says nothing more."""
+
+    def __init__(self, says: bytes) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind(str(folder_of("lab") / "control.sock"))
+        self._socket.listen()
+        self._says = says
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        with self._socket.accept()[0] as connection:
+            connection.recv(1000)
+            connection.sendall(self._says)
+
+
+def test_only_down_is_done_when_the_cluster_ends(unstarted: Cluster) -> None:
+    for verb, told in (("roll", "ended before"), ("drain", "ended before"), ("down", "")):
+        gone = Gone(b'{"so far": ""}\n')
+        if told:
+            with pytest.raises(SymbiosisError, match=told):
+                send_order("lab", verb)
+        else:
+            assert send_order("lab", verb) == "the cluster has ended"
+        gone._socket.close()
+        (folder_of("lab") / "control.sock").unlink()
+
+
+def test_a_cluster_that_is_stopped_is_not_waited_for(unstarted: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("symbiosis.tools.cluster.control.TAKEN_S", 0.2)
+    path = str(folder_of("lab") / "control.sock")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        with pytest.raises(SymbiosisError, match="cannot reach the cluster"):
+            send_order("lab", "down")
+        listener.bind(path)
+        listener.listen()
+        with pytest.raises(SymbiosisError, match="says nothing"):
+            send_order("lab", "down")

@@ -21,6 +21,7 @@ logger = logging.getLogger("symbiosis")
 
 ORDER_S = 3600.0  # the longest wait for an order to be done
 READY_S = 600.0  # ... for one process to be ready again
+TAKEN_S = 10.0  # ... until the cluster says that it has an order: it does so before it does anything
 KINDS = ("executor", "server", "front")  # in this order they are replaced
 
 
@@ -52,6 +53,7 @@ class Control:
                     stream.write(json.dumps({"so far": line}) + "\n")
                     stream.flush()
 
+            say("")
             try:
                 order = json.loads(stream.readline())
                 told = {"done": self._do(order, say)}
@@ -59,6 +61,9 @@ class Control:
                 told = {"error": str(error)}
             except (ValueError, LookupError, TypeError) as error:
                 told = {"error": f"no order: {error}"}
+            except Exception as error:
+                logger.exception("an order failed")
+                told = {"error": f"it failed, as the log of the cluster says: {error!r:.300}"}
             stream.write(json.dumps(told) + "\n")
 
     def _do(self, order: dict[str, Any], say: Callable[[str], None]) -> str:
@@ -151,14 +156,35 @@ def send_order(
 ) -> str:
     """Have a running cluster do something, and return what it says when that is done. `say` gets what it says meanwhile."""
     told_by(cluster)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(ORDER_S)
-        connection.connect(str(folder_of(cluster) / "control.sock"))
-        with connection.makefile("rw") as stream:
-            stream.write(json.dumps({"verb": verb, "name": name, **more}) + "\n")
-            stream.flush()
-            while "so far" in (told := json.loads(stream.readline() or '{"done": "the cluster has ended"}')):
-                say(told["so far"])
+    try:
+        told = _answer(cluster, {"verb": verb, "name": name, **more}, say)
+    except TimeoutError:
+        raise SymbiosisError(
+            f"the process of `symbiosis cluster up` for {cluster!r} says nothing: it is stopped, or its host is overloaded"
+        ) from None
+    except OSError as error:
+        raise SymbiosisError(f"cannot reach the cluster {cluster!r}: {error.strerror or error}") from None
+    if not told and verb == "down":
+        return "the cluster has ended"
+    if not told:
+        raise SymbiosisError(f"the cluster {cluster!r} ended before it had done this")
     if "error" in told:
         raise ConfigError(told["error"])
     return str(told["done"])
+
+
+def _answer(cluster: str, order: dict[str, Any], say: Callable[[str], None]) -> dict[str, str]:
+    """Send an order and return its end, nothing if the cluster ends before that."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(TAKEN_S)
+        connection.connect(str(folder_of(cluster) / "control.sock"))
+        with connection.makefile("rw") as stream:
+            stream.write(json.dumps(order) + "\n")
+            stream.flush()
+            told: dict[str, str] = json.loads(stream.readline() or "{}")
+            connection.settimeout(ORDER_S)
+            while "so far" in told:
+                if told["so far"]:
+                    say(told["so far"])
+                told = json.loads(stream.readline() or "{}")
+    return told

@@ -110,6 +110,10 @@ def _memory(plan: Plan, names: Collection[str]) -> list[str]:
     return []
 
 
+def path_of(folder: Path, name: str) -> Path:
+    return folder / f"{name}.yaml"
+
+
 def config_file(folder: Path, name: str, options: msgspec.Struct) -> Path:
     """Write options as a file for --config, only those that are no defaults."""
     told = {
@@ -117,6 +121,6 @@ def config_file(folder: Path, name: str, options: msgspec.Struct) -> Path:
         for field in msgspec.structs.fields(options)
         if (value := getattr(options, field.name)) != field.default
     }
-    file = folder / f"{name}.yaml"
+    file = path_of(folder, name)
     file.write_bytes(msgspec.yaml.encode(told))
     return file

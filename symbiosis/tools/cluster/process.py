@@ -5,13 +5,15 @@ import http.client
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 from urllib.parse import urlsplit
 
 from msgspec.structs import replace
@@ -31,16 +33,17 @@ class Process(Watched):
 
     Args:
         code: What Python is to run.
-        health: The page that says whether it works; None: at the URL that it prints.
+        health: Called before each start, returns the page that will say whether it works. None: at the URL that it prints.
         descriptors: That it inherits.
     """
 
     def __init__(
-        self, member: Member, code: list[str], threads: int = 1, health: str | None = None,
-        descriptors: tuple[int, ...] = (),
+        self, member: Member, code: list[str], threads: int = 1,
+        health: Callable[[], str] | None = None, descriptors: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         super().__init__(member)
-        self._code, self._health, self._descriptors = code, health, descriptors
+        self._code, self._place, self._descriptors = code, health, descriptors
+        self._health: str | None = None
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self._process: subprocess.Popen[str] | None = None
         self._family: dict[int, str] = {}  # the processes that it has started, and when they began
@@ -58,6 +61,7 @@ class Process(Watched):
         return (self._process.poll() or 0) if self._process else 0
 
     def _start(self) -> None:
+        self._health = self._place() if self._place else None
         self._process = subprocess.Popen(
             [sys.executable, *self._code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
             env=self._environment, pass_fds=self._descriptors, start_new_session=True,
@@ -94,6 +98,7 @@ class Process(Watched):
         """Wait for the line that says that it is ready; then ask after its health until it ends."""
         assert process.stdout
         with process.stdout as lines:
+            self._await_line(lines, process.pid)
             if not (line := lines.readline()):
                 return
             self._is_ready(line, ready)
@@ -107,6 +112,13 @@ class Process(Watched):
                 )
                 self.health = found or self.health
                 time.sleep(LOOK_EVERY_S)
+
+    def _await_line(self, lines: IO[str], pid: int) -> None:
+        """Wait until it prints something or ends. How long that takes depends on its model, but one that is stopped will never do either."""
+        told = select.poll()
+        told.register(lines, select.POLLIN)
+        while not told.poll(LOOK_EVERY_S * 1000):
+            self.silent_s = self.silent_s + LOOK_EVERY_S if is_stopped(pid) else 0.0
 
     def _works(self) -> dict[str, object] | None:
         """Return what its page of health tells, if it works. A front end does so also without a server."""
@@ -142,6 +154,17 @@ def began_at(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return ""
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped a process, as SIGSTOP does.
+
+    >>> is_stopped(os.getpid())
+    False
+    """
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False
 
 
 def descendants(pid: int) -> Iterator[int]:

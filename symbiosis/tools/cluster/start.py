@@ -9,7 +9,7 @@ import msgspec
 from symbiosis.cluster.front.started import FrontStarted
 from symbiosis.cluster.plan import Plan
 from symbiosis.clusters import Member
-from symbiosis.tools.cluster.preflight import config_file, executor_options, server_options
+from symbiosis.tools.cluster.preflight import config_file, executor_options, path_of, server_options
 from symbiosis.tools.cluster.process import Process
 
 COMMAND = (
@@ -31,14 +31,20 @@ class Beyond(NamedTuple):
 
 def executor(plan: Plan, model: str, number: int, folder: Path, beyond: Beyond | None = None) -> Process:
     name = executor_name(model, number)
-    port, endpoint = free_port(), endpoint_of(folder, name)
+    endpoint = endpoint_of(folder, name)
     ours: dict[str, Any] = {"listen": (endpoint,)}
     if beyond is not None:
         ours = {"listen": (endpoint, beyond.url), "key": str(beyond.key), "tenants": str(beyond.tenants)}
-    options = executor_options(plan.models[model], model, metrics_port=port, **ours)
-    code = COMMAND.format(name=name) + EXECUTOR.format(file=str(config_file(folder, name, options)))
+
+    def placed() -> str:
+        """Give it a port that is free now: while it did not run, another program may have taken the one that it had."""
+        port = free_port()
+        config_file(folder, name, executor_options(plan.models[model], model, metrics_port=port, **ours))
+        return f"http://127.0.0.1:{port}/health"
+
+    code = COMMAND.format(name=name) + EXECUTOR.format(file=str(path_of(folder, name)))
     member = Member(name=name, kind="executor", model=model, url=endpoint)
-    return Process(member, ["-c", code], plan.models[model].threads, f"http://127.0.0.1:{port}/health")
+    return Process(member, ["-c", code], plan.models[model].threads, placed)
 
 
 def server(
