@@ -114,7 +114,7 @@ class Command:
         line = self.process.stdout.readline()
         assert (found := re.search(r"at (http://\S+)/v1, executor at (\S+)", line)), self.errors
         self.url, self.executor = found[1], found[2]
-        eventually(lambda: is_up(self.url))
+        assert is_up(self.url), "it said that it is ready"
 
     def child(self, module: str) -> int:
         """The number of the process that runs this module."""

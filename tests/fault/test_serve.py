@@ -284,6 +284,22 @@ Served.forward = forward
 LIMIT = "resource.setrlimit(resource.RLIMIT_AS, (1 << 20, resource.RLIM_INFINITY))"
 
 
+LATE = """
+from symbiosis.tools.serve import run
+
+def http_code(*given, code=run.http_code):
+    _, module, started = code(*given)
+    return ["-c", f"import runpy, time; time.sleep(4); runpy.run_module({module!r}, run_name='__main__')", started]
+
+run.http_code = http_code
+"""
+
+
+def test_a_server_says_that_it_is_ready_when_it_answers() -> None:
+    """The process that speaks HTTP may come up after the engine."""
+    Command(before=LATE).close()
+
+
 @pytest.mark.parametrize("limit", ["", LIMIT], ids=["a large request", "nothing left"])
 def test_a_server_that_has_no_memory_left_ends(limit: str) -> None:
     """Else it would say that it works, and fail at one request after the other. Where there is memory, only the request has failed."""

@@ -125,6 +125,40 @@ def test_one_request_after_the_other_goes_over_one_connection() -> None:
     at_a_site(test)
 
 
+@pytest.mark.parametrize("framing", [b"content-length: 8388608", b"transfer-encoding: chunked"])
+def test_a_client_that_is_answered_while_it_sends_gets_the_answer(framing: bytes) -> None:
+    body = bytes(LARGE) if b"length" in framing else b"%x\r\n%b\r\n0\r\n\r\n" % (LARGE, bytes(LARGE))
+
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"POST /hello HTTP/1.1\r\nconnection: close\r\n" + framing + b"\r\n\r\n")
+        await site.until_asked("/hello")
+        await asyncio.sleep(0.05)  # it is answered
+        writer.write(body + HELLO)
+        await writer.drain()
+        answer = await ends(reader)
+        assert answer.startswith(b"HTTP/1.1 200") and b"connection: close" in answer and answer.endswith(b"hello")
+        assert site.asked == ["/hello"]
+
+    at_a_site(test)
+
+
+def test_a_client_that_is_answered_does_not_send_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"POST /hello HTTP/1.1\r\nconnection: close\r\ncontent-length: 8388608\r\n\r\n")
+        assert (await ends(reader)).endswith(b"hello")
+        with pytest.raises(ConnectionError):
+            while True:
+                writer.write(b"more")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+
+    at_a_site(test)
+
+
 @pytest.mark.parametrize("head", [b"a:\r\n" * 1000, b"a: " + b"x" * 100_000, b"a" * 100_000])
 def test_a_head_that_is_too_large_is_told_so(head: bytes) -> None:
     async def test(site: Site) -> None:

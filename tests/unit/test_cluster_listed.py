@@ -102,3 +102,20 @@ def test_what_the_cluster_tells_holds_from_the_next_request_on(front: Front, tmp
     assert goes_to(front, "talk") == "two"
     tell_of(tmp_path, "one", "two", retiring=("one",))
     assert listed(front) == LISTED["two"]
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "told"),
+    [
+        ("new", "one", "one retires, and takes no new adapters"),
+        ("new", "nobody", "no model 'nobody' has adapters here: two may have"),
+        ("new", "talk", "no model 'talk' has adapters here: two may have"),
+        ("talk", "two", "'talk' is the name of a model"),
+    ],
+)
+def test_an_adapter_that_cannot_be_sent_is_told_why(
+    front: Front, tmp_path: Path, name: str, model: str, told: str
+) -> None:
+    tell_of(tmp_path, "one", "two", aliases={"talk": {"two": 1.0}}, retiring=("one",))
+    assert told in ask(front, "PUT", f"/v1/adapters/{name}?model={model}")["error"]["message"]
+    assert not list(tmp_path.glob("*/.sent"))

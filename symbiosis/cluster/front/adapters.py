@@ -6,6 +6,7 @@ import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import msgspec
 from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.front.view import View
 from symbiosis.cluster.placement import State
+from symbiosis.clusters import Told
 from symbiosis.serving.http.failures import ApiError, wrong
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,99}")
@@ -21,17 +23,31 @@ SENT = ".sent"  # in the folder: what was sent. A link with the adapter's name l
 PACKAGE = Path(__file__).parents[2]
 
 
+def check_new(told: Told, model: str | None, name: str) -> None:
+    """Raise `ApiError` if no new adapter can have this name, or if its model retires."""
+    if name in told.names:
+        raise wrong(f"{name!r} is the name of a model: choose another", "lora_name")
+    if model in told.retiring:
+        raise _no_model(f"{model} retires, and takes no new adapters: train one for the model that comes after it")
+
+
 def folder_for(view: View, model: str | None, name: str) -> Path:
-    """Return the folder for a new adapter. Raises `ApiError` if there is none."""
+    """Return the folder of a model's adapters, in which one may have this name. Raises `ApiError` if there is none."""
     if not NAME.fullmatch(name):
         raise wrong(f"an adapter cannot be named {name[:200]!r}", "lora_name")
     models = view.told.models
     if model is None and len(models) != 1:
         raise wrong(f"say of which model it is, by ?model=: {', '.join(models)}", "model")
+    if model is not None and model not in (*models, *view.told.retiring):
+        raise _no_model(f"no model {model[:100]!r} has adapters here: {', '.join(models)} may have")
     folder = view.told.adapters.get(model or models[0])
     if folder is None or Path(folder).is_relative_to(PACKAGE):
         raise wrong(f"{model or models[0]} has no folder for adapters: `adapters:` in the cluster's file names one")
     return Path(folder)
+
+
+def _no_model(message: str) -> ApiError:
+    return ApiError(HTTPStatus.NOT_FOUND, message, "model", "model_not_found")
 
 
 def new_folder(folder: Path) -> Path:

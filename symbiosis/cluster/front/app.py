@@ -198,8 +198,8 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
     """Take an adapter for all servers of a model."""
     front.administrator(request)
     name, model = request.path_params["name"], request.query_params.get("model")
-    if name in front.models():
-        raise wrong(f"{name!r} is the name of a model: choose another", "lora_name")
+    front.view.look()
+    adapters.check_new(front.view.told, model, name)
     folder = adapters.folder_for(front.view, model, name)
     sent = adapters.new_folder(folder)
     try:
@@ -214,6 +214,7 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
 async def delete_adapter(front: Front, request: Request) -> ASGIApp:
     front.administrator(request)
     name = request.path_params["name"]
+    front.view.look()
     folder = adapters.folder_for(front.view, request.query_params.get("model"), name)
     if not await asyncio.to_thread(adapters.remove, folder, name):
         raise unknown_model(name, front.view.told.names)

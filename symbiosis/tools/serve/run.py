@@ -71,6 +71,7 @@ class ServeProcesses:
                 gc.collect()
                 gc.freeze()  # the model stays: searching it for garbage takes a tenth of a second
                 self._welcome(engine)
+                self._await_http(endpoint, engine)
                 self._say(endpoint)
                 threading.Thread(target=self._look_at_adapters, args=[engine], name="serve-look", daemon=True).start()
                 while not self._told.wait(LOOK_EVERY_S):
@@ -146,6 +147,11 @@ class ServeProcesses:
         assert self._ours is not None
         welcome = Welcome(model=model_name(self._options), longest=engine.longest, vocabulary=engine.vocabulary)
         self._link = Link(engine, self._ours, welcome, load=Path)
+
+    def _await_http(self, endpoint: str, engine: "Engine") -> None:
+        """Wait until the process that speaks HTTP listens, or until we are told to end."""
+        while not self._listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and not self._told.wait(0.02):
+            self._look(endpoint, engine)
 
     def _say(self, endpoint: str) -> None:
         host, port = self._listener.getsockname()[:2]

@@ -61,13 +61,22 @@ class _Refused(Exception):
     """The parser is to read no further."""
 
 
+class _Answering:
+    """A connection as what answers a request sees it: to close it waits for the rest of the request's body."""
+
+    def __init__(self, connection: "Connection") -> None:
+        self.write, self.is_closing = connection.transport.write, connection.transport.is_closing
+        self.close = connection.end
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol, with bounds.
 
     One request is under way at a time. uvicorn reads all that have come, and each costs a hundred times its bytes. Here a client that sends the
     next request before it has taken the answer is not listened to any more, and hung up on after that answer, as RFC 9112 (9.3.2) lets a
     server do. A head is short, and has few lines. A client that asks nothing, or does not take its answer, is hung up on. Of those that
-    have not shown who they are (`known`) there are only so many.
+    have not shown who they are (`known`) there are only so many. A client that is answered while it sends may send on for a while, because
+    the kernel throws away an answer when a connection closes on bytes that nobody has read.
     """
 
     strangers = Strangers()  # of this process
@@ -75,7 +84,7 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.address = ""
-        self._is_head = self._is_deaf = False
+        self._is_head = self._is_body = self._is_deaf = self._has_ended = False
         self._head = self._lines = self._early = 0
         self._taken_by: float | None = None  # what is left of an answer, else it is hung up on
 
@@ -129,7 +138,10 @@ class Connection(HttpToolsProtocol):
         if self.cycle is not None and (not self.cycle.response_complete or self.transport.get_write_buffer_size()):
             self._stop_reading()
             raise _Refused
+        if self.transport.is_closing():
+            raise _Refused
         super().on_message_begin()
+        self._is_body = True
         self._is_head, self._head, self._lines, self._taken_by = True, 0, 0, None
         self.scope["symbiosis.connection"] = self  # type: ignore[typeddict-unknown-key]
         self.strangers.come(self)
@@ -144,8 +156,24 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._is_head = False
         super().on_headers_complete()
+        self.cycle.transport = _Answering(self)  # type: ignore[assignment]
+
+    def on_message_complete(self) -> None:
+        self._is_body = False
+        super().on_message_complete()
+        if self._has_ended:
+            self.transport.close()
 
     # ------------------------------------------------------------------ hanging up
+
+    def end(self) -> None:
+        """Hang up: after an answer to a request whose body still comes, when that has come, or no more of it for some seconds, or at the
+        second look from now."""
+        if self._is_body and not self.transport.is_closing():
+            self._has_ended = True
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
     def _refuse(self, status: int, message: str, error: Exception | None = None) -> None:
         """Answer a head that nothing can be made of. What is wrong after it ends the connection."""
