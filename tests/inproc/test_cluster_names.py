@@ -65,7 +65,7 @@ def executor(home: Path, name: str) -> symbiosis.Executor:
 
 @contextlib.contextmanager
 def soon(do: Callable[[], object]) -> Iterator[None]:
-    timer = threading.Timer(0.3, do)
+    timer = threading.Timer(0.15, do)
     timer.start()
     try:
         yield

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -235,14 +235,27 @@ def test_dora_merged() -> None:
 # ---------------------------------------------------------------- W + delta
 
 
-@pytest.fixture(params=[False, True], ids=["no reads", "reads"])
-def weight(request: pytest.FixtureRequest) -> Iterator[tuple[RemoteWeight, Tensor]]:
+@contextmanager
+def remote_weight(may_read: bool) -> Iterator[tuple[RemoteWeight, Tensor]]:
     """A remote weight, and what it is."""
     model = build("llama")
-    with symbiosis.Executor(copy.deepcopy(model), allow_read=request.param) as executor:
+    with symbiosis.Executor(copy.deepcopy(model), allow_read=may_read) as executor:
         # exact: one term, if it may be read
         split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint, exact=False)
         yield split.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight.detach()
+
+
+@pytest.fixture(params=[False, True], ids=["no reads", "reads"])
+def weight(request: pytest.FixtureRequest) -> Iterator[tuple[RemoteWeight, Tensor]]:
+    with remote_weight(request.param) as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["no reads", "reads"])
+def kept_weight(request: pytest.FixtureRequest) -> Iterator[tuple[RemoteWeight, Tensor]]:
+    """The same for many tests, none of which changes it."""
+    with remote_weight(request.param) as found:
+        yield found
 
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -288,8 +301,8 @@ PRODUCTS: dict[str, Product] = {
 
 @pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS.keys())
 @pytest.mark.parametrize("total", SUMS.values(), ids=SUMS.keys())
-def test_products_with_sums(total: Product, product: Product, weight: tuple[RemoteWeight, Tensor]) -> None:
-    remote, local = weight
+def test_products_with_sums(total: Product, product: Product, kept_weight: tuple[RemoteWeight, Tensor]) -> None:
+    remote, local = kept_weight
     generator = torch.Generator().manual_seed(1)
     x, delta = torch.randn(2, 5, 64, generator=generator), torch.randn(96, 64, generator=generator)
     with torch.no_grad():

@@ -4,6 +4,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import symbiosis
@@ -25,6 +26,11 @@ TWICE = {
 }  # fmt: skip
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
 def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
     assert node.end_lineno is not None
     first = node.body[0]
@@ -33,8 +39,8 @@ def lines(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> int:
 
 
 def too_long() -> Iterator[str]:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
+    for file, tree in trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 most = LONGEST_CLASS if isinstance(node, ast.ClassDef) else LONGEST_FUNCTION
                 if lines(node) > most:
@@ -48,15 +54,14 @@ def test_only_what_has_a_reason_is_longer() -> None:
 
 
 def test_every_file_says_first_what_it_is_for() -> None:
-    for file in sorted(PACKAGE.rglob("*.py")):
-        first = (ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]
+    for file, tree in trees().items():
+        first = (ast.get_docstring(tree) or "").partition("\n")[0]
         assert len(first.split()) > 3, f"{file.relative_to(PACKAGE)} must begin with a line that says what it is for"
         assert len(first) <= 160, f"the first line of {file.relative_to(PACKAGE)} is too long: say it in a sentence"
 
 
 def test_no_two_classes_have_one_name() -> None:
-    trees = [ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")]
-    names = Counter(node.name for tree in trees for node in tree.body if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for tree in trees().values() for node in tree.body if isinstance(node, ast.ClassDef))
     assert {name for name, count in names.items() if count > 1} == TWICE and max(names.values()) == 2
     told = (PACKAGE.parent / "docs/architecture.md").read_text().partition("## Words")[2].partition("\n## ")[0]
     words = set(re.findall(r"\w+", " ".join(re.findall(r"^\| (.*?) \|", told, re.MULTILINE))))
