@@ -243,3 +243,28 @@ def test_a_relative_state_home_is_ignored(tmp_path: Path, monkeypatch: pytest.Mo
         assert pad_register.folder() == tmp_path / ".local/state/symbiosis/pads"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     assert pad_register.folder() == tmp_path / "state/symbiosis/pads"
+
+
+def test_a_register_on_a_full_disk_is_an_error_before_anything_is_used(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = made()
+    before = file.read_bytes()
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pad_register.os, "pwrite", full)
+    with pytest.raises(ConfigError, match="cannot be written .No space left"):
+        PadFile(file)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize("length", [1 << 34, 1 << 62, (1 << 64) - 1])
+def test_a_head_that_lies_about_its_length_is_refused(made: Made, length: int) -> None:
+    file = made()
+    with file.open("r+b") as opened:
+        opened.seek(8)
+        opened.write(length.to_bytes(8, "little"))
+    with pytest.raises(ConfigError, match="is not a pad file .its head is cut off"):
+        PadFile(file)

@@ -75,14 +75,21 @@ def registered(name: str, streams: int) -> Iterator[Counters]:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}), where the number of used pads is kept: set XDG_STATE_HOME to a folder "
-            "that can be, and that stays"
-        ) from None
+        raise _unwritten(path, error) from None
     try:
         with locked(fd, path):
-            if not os.fstat(fd).st_size:
-                os.pwrite(fd, packed(0) * streams, 0)
+            try:
+                if not os.fstat(fd).st_size:
+                    os.pwrite(fd, packed(0) * streams, 0)
+            except OSError as error:  # the disk is full
+                raise _unwritten(path, error) from None
             yield Counters(fd)
     finally:
         os.close(fd)
+
+
+def _unwritten(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{path} cannot be written ({error.strerror}), where the number of used pads is kept: set XDG_STATE_HOME to a folder "
+        "that can be, and that stays"
+    )

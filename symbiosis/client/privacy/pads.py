@@ -56,6 +56,8 @@ class PadFile:
             magic, length, checksum = HEAD.unpack(self._opening)
             if magic != MAGIC:
                 raise ValueError("it starts with other bytes, or an older version made it")
+            if length > found.st_size:
+                raise ValueError("its head is cut off")
             head = os.pread(self._fd, length, HEAD.size)
             if zlib.crc32(head) != checksum:
                 raise ValueError("its head is damaged")

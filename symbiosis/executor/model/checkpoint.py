@@ -7,9 +7,11 @@ import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 from urllib.parse import urlsplit
 from urllib.request import getproxies
+
+import msgspec
 
 from symbiosis.errors import ConfigError
 
@@ -18,8 +20,17 @@ MODEL = "MODEL is a directory with config.json and *.safetensors, a hub id, or d
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 FILES = re.compile(r"\.(safetensors|json|bin|pt|pth|gguf|ckpt)$")
 REACH_S = 3.0  # longest wait for the hub to accept a connection
+Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 LONGEST_HEADER = 100 << 20  # bytes; the limit of safetensors
 BITS = re.compile(r"\d+")
+
+
+class _Entry(msgspec.Struct):
+    """What a header of safetensors says of a tensor."""
+
+    dtype: str
+    shape: list[Size]
+    data_offsets: tuple[Size, Size]
 
 
 def path_of(name: str) -> Path | None:
@@ -101,7 +112,7 @@ def weight_files(folder: Path) -> list[Path]:
         return [file for file in [folder / "model.safetensors"] if file.is_file()]
     try:
         return [folder / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    except (OSError, ValueError, LookupError, AttributeError, TypeError):
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
         raise ConfigError(f"cannot load {str(folder)!r}: {index.name} is damaged, copy it again") from None
 
 
@@ -122,27 +133,28 @@ def weights_nbytes(files: list[Path], dtype_bits: int | None = None, integers: t
 
 def tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
     """Yield the dtype (F32, BF16, I64, ...) and shape of each tensor, from the file's header."""
-    yield from ((tensor["dtype"], tensor["shape"]) for tensor in _header(file)[0])
+    yield from ((tensor.dtype, tensor.shape) for tensor in _header(file)[0])
 
 
 def check_whole(file: Path) -> None:
     """Raise `ConfigError` if a file is shorter than its header says."""
     found, begin = _header(file)
-    if begin + max((tensor["data_offsets"][1] for tensor in found), default=0) > file.stat().st_size:
+    if begin + max((tensor.data_offsets[1] for tensor in found), default=0) > file.stat().st_size:
         raise _damaged(file)
 
 
-def _header(file: Path) -> tuple[list[dict[str, Any]], int]:
+def _header(file: Path) -> tuple[list[_Entry], int]:
     """Return the header's entry of each tensor, and where the data begin."""
+    if file.exists() and not file.is_file():  # a pipe would wait for ever
+        raise ConfigError(f"cannot load the weights: {file} is not a file")
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(min(length, LONGEST_HEADER)))
-        found = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        assert all({"dtype", "shape", "data_offsets"} <= tensor.keys() for tensor in found)
+            header = msgspec.json.decode(opened.read(min(length, LONGEST_HEADER)), type=dict[str, msgspec.Raw])
+        found = [msgspec.json.decode(told, type=_Entry) for name, told in header.items() if name != "__metadata__"]
     except OSError as error:
         raise ConfigError(f"cannot load the weights: {file}: {error.strerror}") from None
-    except (ValueError, AttributeError, AssertionError):
+    except (ValueError, RecursionError):
         raise _damaged(file) from None
     return found, 8 + length
 

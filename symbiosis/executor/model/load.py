@@ -28,14 +28,19 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
         check_whole(file)  # the last of many files may be cut short: say so before the first is read
     try:
         if elsewhere:
-            return load_part(model_class(config), path or name, torch_dtype(dtype), device, elsewhere).eval()
-        model = model_class(config).from_pretrained(path or name, dtype=torch_dtype(dtype), use_safetensors=True)
+            return load_part(model_class(config), path or name, config, torch_dtype(dtype), device, elsewhere).eval()
+        words = {"config": config, "dtype": torch_dtype(dtype), "use_safetensors": True}
+        model = model_class(config).from_pretrained(path or name, **words)
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"cannot load the weights of {name!r} (only *.safetensors are read): {_in_a_line(error)}") from None  # fmt: skip
     except SafetensorError as error:
         raise ConfigError(
             f"cannot load the weights of {name!r}: a file is damaged or cut short, copy it again: {error}"
         ) from None
+    except (ArithmeticError, ImportError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
+        raise _not_built(name, error) from error
     try:
         return model.eval().to(device)
     except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device
@@ -43,12 +48,28 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
 
 
 def load_config(name: str) -> Any:
-    """Load the model's configuration."""
+    """Load the model's configuration. Nothing in it runs code: neither the checkpoint's own, nor a kernel of the hub for attention."""
     path = path_of(name)
     try:
-        return transformers.AutoConfig.from_pretrained(path or name)
+        config = transformers.AutoConfig.from_pretrained(path or name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load {name!r}: {_in_a_line(error)} {MODEL}") from None
+    except Exception as error:  # whatever transformers makes of it
+        raise _not_built(name, error) from error
+    _forget_kernels(config)
+    return config
+
+
+def _forget_kernels(config: transformers.PreTrainedConfig) -> None:
+    """Leave to transformers how attention and experts are computed. A checkpoint could name a repository, whose code would run."""
+    config._attn_implementation = config._experts_implementation = None
+    for part in vars(config).values():
+        if isinstance(part, transformers.PreTrainedConfig):
+            _forget_kernels(part)
+
+
+def _not_built(name: str, error: Exception) -> ConfigError:
+    return ConfigError(f"transformers cannot load {name!r}: {type(error).__name__}: {_in_a_line(error)}")
 
 
 def _in_a_line(error: Exception) -> str:
@@ -66,8 +87,10 @@ def structure(name: str, dtype: str | None = None) -> nn.Module:
 
 def model_class(config: transformers.PretrainedConfig) -> Any:
     """Return the transformers class that the checkpoint names, else the one for its kind of configuration."""
-    for name in config.architectures or ():
-        if found := getattr(transformers, name, None):
+    names = config.architectures
+    for name in names if isinstance(names, list | tuple) else ():
+        found = getattr(transformers, str(name), None)
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:

@@ -35,7 +35,9 @@ class UnreadTensor:
         return read.to(device=device, dtype=dtype)
 
 
-def load_part(kind: Any, checkpoint: Any, dtype: Any, device: str, elsewhere: Collection[str]) -> nn.Module:
+def load_part(
+    kind: Any, checkpoint: Any, config: Any, dtype: Any, device: str, elsewhere: Collection[str]
+) -> nn.Module:
     """Load a model of the class `kind`, in which the parameters and buffers named `elsewhere` stay on the meta device."""
     places = {"": device, **dict.fromkeys(elsewhere, "meta")}
 
@@ -54,6 +56,6 @@ def load_part(kind: Any, checkpoint: Any, dtype: Any, device: str, elsewhere: Co
             return kind._finalize_model_loading(model, replace(how, device_map=places), info)
 
     OfRank.__name__, OfRank.__qualname__, OfRank.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    model: nn.Module = OfRank.from_pretrained(checkpoint, dtype=dtype, use_safetensors=True)
+    model: nn.Module = OfRank.from_pretrained(checkpoint, config=config, dtype=dtype, use_safetensors=True)
     model.__class__ = kind
     return model
