@@ -201,3 +201,16 @@ def test_a_cluster_that_is_stopped_is_not_waited_for(unstarted: Cluster, monkeyp
         listener.listen()
         with pytest.raises(SymbiosisError, match="says nothing"):
             send_order("lab", "down")
+
+
+def test_an_order_that_nobody_waits_for_when_it_is_read_is_not_done(unstarted: Cluster) -> None:
+    """It has been said to be in vain, while the cluster was stopped."""
+    control = Control(unstarted, folder_of("lab"))
+    for is_gone in (True, False):
+        ours, theirs = socket.socketpair()
+        theirs.sendall(b'{"verb": "down"}\n')
+        if is_gone:
+            theirs.close()
+        control._serve(ours)
+        theirs.close()
+        assert unstarted._ending.is_set() is not is_gone

@@ -53,7 +53,8 @@ class Control:
                     stream.write(json.dumps({"so far": line}) + "\n")
                     stream.flush()
 
-            say("")
+            stream.write(json.dumps({"so far": ""}) + "\n")
+            stream.flush()  # fails if nobody waits any more: what was said to be in vain is not done later
             try:
                 order = json.loads(stream.readline())
                 told = {"done": self._do(order, say)}
