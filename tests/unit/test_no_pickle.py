@@ -13,6 +13,7 @@ MODULES = frozenset(
     ("pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "code", "codeop")
 )
 BUILTINS = frozenset(("eval", "exec", "compile", "__import__"))
+WORDS = ("trust_remote_code", "allow_pickle", "weights_only")
 METHODS = frozenset(("recv_pyobj", "send_pyobj", "recv_serialized", "rebuild_cuda_tensor"))
 TORCH = frozenset(("torch.load", "torch.hub.load", "numpy.load", "np.load", "yaml.load", "yaml.unsafe_load"))
 # What `symbiosis convert` reads, and nothing else does: a pickle that may name only classes of torch's checkpoints, and weights only.
@@ -34,7 +35,7 @@ def faults(source: str) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.Attribute) and (node.attr in METHODS or ast.unparse(node) in TORCH):
             yield ast.unparse(node)
-        elif isinstance(node, ast.keyword) and node.arg in ("trust_remote_code", "allow_pickle", "weights_only"):
+        elif isinstance(node, ast.keyword) and node.arg in WORDS and ast.unparse(node) != "trust_remote_code=False":
             yield str(node.arg)
 
 
@@ -79,6 +80,8 @@ def test_the_check_finds_what_it_looks_for(source: str) -> None:
     assert list(faults(source))
 
 
-@pytest.mark.parametrize("source", ["model.eval()", "yaml.safe_load(f)", "re.compile(p)", "torch.compile(m)"])
+@pytest.mark.parametrize(
+    "source", ["model.eval()", "yaml.safe_load(f)", "re.compile(p)", "torch.compile(m)", "f(trust_remote_code=False)"]
+)
 def test_the_check_leaves_the_harmless_alone(source: str) -> None:
     assert not list(faults(source))

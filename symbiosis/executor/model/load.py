@@ -29,8 +29,8 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
     try:
         if elsewhere:
             return load_part(model_class(config), path or name, config, torch_dtype(dtype), device, elsewhere).eval()
-        words = {"config": config, "dtype": torch_dtype(dtype), "use_safetensors": True}
-        model = model_class(config).from_pretrained(path or name, **words)
+        words = {"config": config, "dtype": torch_dtype(dtype)}
+        model = model_class(config).from_pretrained(path or name, use_safetensors=True, **words)
     except ConfigError:
         raise
     except OSError as error:
