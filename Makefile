@@ -22,9 +22,9 @@ test: setup
 	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(CPU) and not alone" || { test $$? = 1 && $(PYTEST) -m "$(CPU) and not alone" --last-failed; }
 	$(PYTEST) -m "$(CPU) and alone" || { test $$? = 1 && $(PYTEST) -m "$(CPU) and alone" --last-failed; }
 
-# What one runs all day: no test of these starts a process.
+# What one runs all day: no test of these starts a process or takes long.
 test-fast: setup
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(CPU) and not alone" tests/unit tests/inproc
+	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(CPU) and not alone and not long" tests/unit tests/inproc
 
 test-soak: setup
 	$(PYTEST) -m soak

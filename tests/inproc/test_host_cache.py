@@ -21,6 +21,8 @@ from symbiosis.kernels.paged_attention import How
 from tests.conftest import tiny_llama
 from tests.inproc.test_serving_models import CONFIGS, ONE_BY_ONE, built
 
+pytestmark = pytest.mark.long
+
 REFUSED = {"latent": CONFIGS["latent"], **ONE_BY_ONE}
 KINDS = [name for name in CONFIGS if name not in REFUSED]
 PROMPT, NEW = 30, 20

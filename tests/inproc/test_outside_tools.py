@@ -20,6 +20,8 @@ import symbiosis
 from symbiosis.errors import RemoteWeightError, WeightRead
 from tests.conftest import MODELS, tiny_llama, tiny_mixtral
 
+pytestmark = pytest.mark.long
+
 QUERY = "model.layers.0.self_attn.q_proj"
 
 

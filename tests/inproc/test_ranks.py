@@ -27,6 +27,8 @@ from tests.conftest import MODELS, tiny_llama
 from tests.processes import save_tiny_llama, until
 from tests.ranks import free_port, ranks_of
 
+pytestmark = pytest.mark.long
+
 TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"], "mixtral": ["q_proj", "o_proj"]}
 
 

@@ -17,6 +17,8 @@ from symbiosis.serving.choosing import grammar
 from symbiosis.serving.choosing.grammar import Grammars
 from symbiosis.serving.request import Output, Request, Sampling
 
+pytestmark = pytest.mark.long
+
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
 SCHEMA: dict[str, Any] = {
     "type": "object",

@@ -19,6 +19,8 @@ from symbiosis.protocol import Op
 from tests.conftest import tiny_llama
 from tests.processes import until
 
+pytestmark = pytest.mark.long
+
 X = torch.arange(6.0).reshape(2, 3)
 HEARTBEAT_S = 0.8
 
