@@ -39,6 +39,8 @@ def ask(folder: Path, question: str) -> str:
     return str(tokenizer.decode(tokens[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
 
 
+if len(sys.argv) < 2:
+    sys.exit(__doc__)
 checkpoint, questions = Path(sys.argv[1]), sys.argv[2:]
 if not (checkpoint / "config.json").is_file():
     make(checkpoint)

@@ -10,6 +10,8 @@ import torch
 
 import symbiosis
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 PROMPT = "The return value is"
 
 url = os.environ.get("OPENAI_BASE_URL", "http://127.0.0.1:8000/v1")

@@ -76,6 +76,18 @@ def test_what_cannot_be_built_is_the_checkpoints_fault(checkpoint: Path, what: s
         load_model(configure(checkpoint, **WRONG[what]))
 
 
+@pytest.mark.parametrize("elsewhere", [(), ("model.layers.0.mlp.up_proj.weight",)])
+def test_what_a_checkpoint_lacks_is_not_drawn_at_random(checkpoint: Path, elsewhere: tuple[str, ...]) -> None:
+    name = configure(checkpoint, num_hidden_layers=load_config("demo").num_hidden_layers + 1)
+    with pytest.raises(ConfigError, match="lacks 9 of the model's tensors"):
+        load_model(name, elsewhere=elsewhere)
+
+
+def test_a_head_that_clients_train_may_be_new(checkpoint: Path) -> None:
+    model = load_model(configure(checkpoint, architectures=["LlamaForSequenceClassification"]))
+    assert type(model).__name__ == "LlamaForSequenceClassification"
+
+
 @pytest.mark.parametrize("text", ["null", "[]", "[" * 100_000])
 def test_a_configuration_that_is_none(checkpoint: Path, text: str) -> None:
     (checkpoint / "config.json").write_text(text)

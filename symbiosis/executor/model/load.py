@@ -8,6 +8,7 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 
+from symbiosis.choice import HEADS
 from symbiosis.config import check_dtype
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL, MODEL, check_whole, path_of, weight_files
@@ -27,10 +28,14 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
     for file in weight_files(path) if path else ():
         check_whole(file)  # the last of many files may be cut short: say so before the first is read
     try:
+        kind, words = model_class(config), {"config": config, "dtype": torch_dtype(dtype)}
         if elsewhere:
-            return load_part(model_class(config), path or name, config, torch_dtype(dtype), device, elsewhere).eval()
-        words = {"config": config, "dtype": torch_dtype(dtype)}
-        model = model_class(config).from_pretrained(path or name, use_safetensors=True, **words)
+            model, told = load_part(kind, path or name, device, elsewhere, **words)
+        else:
+            model, told = kind.from_pretrained(path or name, use_safetensors=True, output_loading_info=True, **words)
+        _check_complete(name, told["missing_keys"])
+        if elsewhere:
+            return model.eval()
     except ConfigError:
         raise
     except OSError as error:
@@ -45,6 +50,17 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
         return model.eval().to(device)
     except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device
         raise ConfigError(f"--device {device!r}: {str(error).partition(chr(10))[0]}") from None
+
+
+def _check_complete(name: str, missing: Collection[str]) -> None:
+    """Refuse a checkpoint that lacks tensors of its model: transformers would draw them at random. A task's head may be new, since clients
+    train it."""
+    lacking = sorted(key for key in missing if HEADS.isdisjoint(key.split(".")))
+    if lacking:
+        raise ConfigError(
+            f"{name!r} lacks {len(lacking)} of the model's tensors, {lacking[0]!r} among them, which would be random: does its config.json "
+            "belong to these files, and were all files copied?"
+        )
 
 
 def load_config(name: str) -> Any:

@@ -36,9 +36,10 @@ class UnreadTensor:
 
 
 def load_part(
-    kind: Any, checkpoint: Any, config: Any, dtype: Any, device: str, elsewhere: Collection[str]
-) -> nn.Module:
-    """Load a model of the class `kind`, in which the parameters and buffers named `elsewhere` stay on the meta device."""
+    kind: Any, checkpoint: Any, device: str, elsewhere: Collection[str], **words: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """Load a model of the class `kind`, in which the parameters and buffers named `elsewhere` stay on the meta device. Return what
+    `from_pretrained` tells of it, too."""
     places = {"": device, **dict.fromkeys(elsewhere, "meta")}
 
     class OfRank(kind):  # type: ignore[misc]
@@ -56,6 +57,6 @@ def load_part(
             return kind._finalize_model_loading(model, replace(how, device_map=places), info)
 
     OfRank.__name__, OfRank.__qualname__, OfRank.__module__ = kind.__name__, kind.__qualname__, kind.__module__
-    model: nn.Module = OfRank.from_pretrained(checkpoint, config=config, dtype=dtype, use_safetensors=True)
+    model, told = OfRank.from_pretrained(checkpoint, use_safetensors=True, output_loading_info=True, **words)
     model.__class__ = kind
-    return model
+    return model, told
