@@ -67,6 +67,8 @@ WRONG = {
     "sizes that do not fit": {"hidden_size": 10**12},
     "a size that the weights do not have": {"vocab_size": 300},
     "a dtype that is none": {"dtype": "os.system"},
+    "layers without end": {"num_hidden_layers": 10**9},
+    "fewer layers than none": {"num_hidden_layers": -1},
 }
 
 

@@ -1,6 +1,6 @@
 """Loads the base model that an executor serves: a directory, a hub id, or the bundled demo model."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL, MODEL, check_whole, 
 from symbiosis.executor.model.part import load_part
 
 __all__ = ["DEMO_MODEL", "load_config", "load_model", "model_class", "structure", "torch_dtype"]
+
+MOST_LAYERS = 10_000  # of a model: to build very many takes for ever
 
 
 def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhere: Collection[str] = ()) -> nn.Module:
@@ -72,16 +74,21 @@ def load_config(name: str) -> Any:
         raise ConfigError(f"cannot load {name!r}: {_in_a_line(error)} {MODEL}") from None
     except Exception as error:  # whatever transformers makes of it
         raise _not_built(name, error) from error
-    _forget_kernels(config)
+    for part in _parts(config):
+        # left to transformers: a checkpoint could name a repository for them, whose code would run
+        part._attn_implementation = part._experts_implementation = None
+        layers = getattr(part, "num_hidden_layers", 0)
+        if isinstance(layers, int) and not 0 <= layers <= MOST_LAYERS:
+            raise ConfigError(f"cannot load {name!r}: its config.json says num_hidden_layers: {layers}")
     return config
 
 
-def _forget_kernels(config: transformers.PreTrainedConfig) -> None:
-    """Leave to transformers how attention and experts are computed. A checkpoint could name a repository, whose code would run."""
-    config._attn_implementation = config._experts_implementation = None
+def _parts(config: transformers.PreTrainedConfig) -> Iterator[transformers.PreTrainedConfig]:
+    """Yield a configuration and those within it."""
+    yield config
     for part in vars(config).values():
         if isinstance(part, transformers.PreTrainedConfig):
-            _forget_kernels(part)
+            yield from _parts(part)
 
 
 def _not_built(name: str, error: Exception) -> ConfigError:
