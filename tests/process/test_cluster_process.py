@@ -113,9 +113,11 @@ def test_a_server_starts_when_its_own_executor_is_ready(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def unstarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def unstarted(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
     """A cluster of one executor, and one or two servers, none of which has been started."""
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path_factory.mktemp("up")))  # the paths of sockets are short
     plan = Plan(name="lab", models={"demo": ModelPlan(servers=[1, 2])})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         cluster = Cluster(plan, listener, Short(plan, tmp_path))

@@ -29,7 +29,7 @@ def located(urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def located_within(urls: Sequence[str], starts_s: float, comes_s: float) -> tuple[str, ...]:
-    """The same, as soon as one has an endpoint.
+    """Return the endpoints as `located` does, as soon as there is one.
 
     Args:
         starts_s: How long a cluster may take to start them.
