@@ -200,9 +200,9 @@ class Captured:
                 line.steps.drop(step, _free_ended)
             raise
         steps += _ended_steps(used)
-        return (
-            graph if all(step.complete for _, step in steps) else self._capture_in(None, given, structure, [], stream)
-        )
+        if all(step.complete for _, step in steps):
+            return graph
+        return self._capture_in(None, given, structure, [], stream)
 
     def _capture_in(
         self,

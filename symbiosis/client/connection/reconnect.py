@@ -61,9 +61,8 @@ class Reconnecting:
         self._names = arguments.endpoints(endpoint)  # URLs, or names of models in clusters
         self.timeout = arguments.timeout(timeout)
         self.patience, wait = arguments.seconds("patience", patience), arguments.seconds("wait", wait)
-        self.wait = max(
-            wait, self.patience if named.is_by_name(self._names) else 0.0
-        )  # a cluster starts what it tells of
+        # a cluster starts what it tells of
+        self.wait = max(wait, self.patience if named.is_by_name(self._names) else 0.0)
         self.endpoints = named.located_within(self._names, self.wait, wait)
         self.endpoint = self.endpoints[0]  # the one in use
         self.priority, self.fingerprint, self.observer = priority, fingerprint, observer

@@ -108,10 +108,10 @@ class Mapped:
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
         matrix = self._matrices.get(number)
-        if matrix is None or matrix.dtype is not dtype or is_observed() or x.is_cpu is not self._on_cpu:
+        if matrix is None or matrix.dtype is not dtype or is_observed() or not self._has(x):
             return None
         recorded, rows = torch.is_grad_enabled(), x.numel() // matrix.width
-        if not (self._on_cpu or x.device == self.device) or self._should_send(rows, training and recorded):
+        if self._should_send(rows, training and recorded):
             return None
         if recorded and x.requires_grad:  # the gradient's product, too
             self.calls += 1
@@ -158,7 +158,7 @@ class Mapped:
             self.asked_for_training = True
         elif rows <= DECODE_ROWS:
             self.asked_for_tokens = True
-            self.tokens = Tokens.FEW
+            self.tokens = Tokens.FEW  # `made`, which would cost a call
             if page is not None:
                 page.made(Tokens.FEW)
         elif self._priority is Priority.DECODE:

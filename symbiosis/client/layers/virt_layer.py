@@ -311,7 +311,7 @@ class VirtLinear(nn.Linear):
         else:  # parametrized
             weight, bias = self.weight, self.bias
         if not isinstance(weight, RemoteWeight) or not weight.is_whole or weight.handle.private is not None:
-            return F.linear(x, local_value(self.weight), bias)
+            return F.linear(x, local_value(weight), bias)
         frozen = weight.handle.is_frozen
         if frozen and (mapped := _mapped(self, weight, x)) is not None:
             return F.linear(x, mapped, bias)

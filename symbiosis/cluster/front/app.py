@@ -183,13 +183,8 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
 def _alias(name: str, shares: dict[str, float], longest: dict[str, int]) -> dict[str, Any]:
     """Return what is listed of a name for several models: as many tokens as each of them takes."""
     told: dict[str, Any] = {
-        "id": name,
-        "object": "model",
-        "created": 0,
-        "owned_by": "symbiosis",
-        "root": name,
-        "parent": None,
-    }
+        "id": name, "object": "model", "created": 0, "owned_by": "symbiosis", "root": name, "parent": None,
+    }  # fmt: skip
     known = [longest[model] for model, share in shares.items() if share and model in longest]
     return told | ({"max_model_len": min(known)} if known else {})
 

@@ -35,9 +35,6 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
             model, told = load_part(kind, path or name, device, elsewhere, **words)
         else:
             model, told = kind.from_pretrained(path or name, use_safetensors=True, output_loading_info=True, **words)
-        _check_complete(name, told["missing_keys"])
-        if elsewhere:
-            return model.eval()
     except ConfigError:
         raise
     except OSError as error:
@@ -48,6 +45,9 @@ def load_model(name: str, dtype: str | None = None, device: str = "cpu", elsewhe
         ) from None
     except (ArithmeticError, ImportError, LookupError, RuntimeError, TypeError, ValueError, AttributeError) as error:
         raise _not_built(name, error) from error
+    _check_complete(name, told["missing_keys"])
+    if elsewhere:  # it is on its device, as far as it is read
+        return model.eval()
     try:
         return model.eval().to(device)
     except (RuntimeError, AssertionError) as error:  # how torch says that there is no such device

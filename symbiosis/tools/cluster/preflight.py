@@ -110,7 +110,7 @@ def _memory(plan: Plan, names: Collection[str]) -> list[str]:
     return []
 
 
-def path_of(folder: Path, name: str) -> Path:
+def config_path(folder: Path, name: str) -> Path:
     return folder / f"{name}.yaml"
 
 
@@ -121,6 +121,6 @@ def config_file(folder: Path, name: str, options: msgspec.Struct) -> Path:
         for field in msgspec.structs.fields(options)
         if (value := getattr(options, field.name)) != field.default
     }
-    file = path_of(folder, name)
+    file = config_path(folder, name)
     file.write_bytes(msgspec.yaml.encode(told))
     return file

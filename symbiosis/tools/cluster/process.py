@@ -151,9 +151,7 @@ def asked(url: str) -> dict[str, object] | None:
 
 def began_at(pid: int) -> str:
     """Return when a process began, as the kernel counts; nothing if there is none. A number may be given to another one."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    return ""
+    return _stat(pid)[19]
 
 
 def is_stopped(pid: int) -> bool:
@@ -162,9 +160,15 @@ def is_stopped(pid: int) -> bool:
     >>> is_stopped(os.getpid())
     False
     """
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+    return _stat(pid)[0] == "T"
+
+
+def _stat(pid: int) -> list[str]:
+    """Return what the kernel tells of a process after its name; empty words if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return [""] * 50
 
 
 def descendants(pid: int) -> Iterator[int]:

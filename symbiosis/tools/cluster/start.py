@@ -9,7 +9,7 @@ import msgspec
 from symbiosis.cluster.front.started import FrontStarted
 from symbiosis.cluster.plan import Plan
 from symbiosis.clusters import Member
-from symbiosis.tools.cluster.preflight import config_file, executor_options, path_of, server_options
+from symbiosis.tools.cluster.preflight import config_file, config_path, executor_options, server_options
 from symbiosis.tools.cluster.process import Process
 
 COMMAND = (
@@ -42,7 +42,7 @@ def executor(plan: Plan, model: str, number: int, folder: Path, beyond: Beyond |
         config_file(folder, name, executor_options(plan.models[model], model, metrics_port=port, **ours))
         return f"http://127.0.0.1:{port}/health"
 
-    code = COMMAND.format(name=name) + EXECUTOR.format(file=str(path_of(folder, name)))
+    code = COMMAND.format(name=name) + EXECUTOR.format(file=str(config_path(folder, name)))
     member = Member(name=name, kind="executor", model=model, url=endpoint)
     return Process(member, ["-c", code], plan.models[model].threads, placed)
 
