@@ -39,6 +39,7 @@ LATEST_S = 900.0
 FIRST_TOKEN_S = 6.0  # after which a user of S-LoRA's experiments has given up
 PREPARED_S = 60.0
 ENDLESS = 1 << 50  # bytes: all names share a few weights
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Setting:
     compiles: bool = False
     profiles: bool = False
     only: tuple[str, ...] = ()  # of what a load consists of; all, if empty
+    seconds: float | None = None  # of a rate of S-LoRA's load, if said
 
     def wants(self, name: str) -> bool:
         return not self.only or name in self.only
@@ -77,7 +79,14 @@ class Ask:
 class Server:
     """An engine of a random model, with adapters of these ranks in turn under many names."""
 
-    def __init__(self, setting: Setting, names: int, ranks: Sequence[int] = (RANK,), **options: Any) -> None:
+    def __init__(
+        self,
+        setting: Setting,
+        names: int,
+        ranks: Sequence[int] = (RANK,),
+        targets: Sequence[str] = PROJECTIONS,
+        **options: Any,
+    ) -> None:
         self.setting = setting
         fixed = {"max_waiting": 1 << 20, "adapter_memory": ENDLESS, "compiles": setting.compiles}
         options = {"max_batch": 32} | fixed | options
@@ -85,7 +94,7 @@ class Server:
         self.engine = Engine(build(setting.size, setting.device), memory=setting.size.memory, **options)
         self.served: Any = self.engine._served  # type: ignore[attr-defined]
         self.names = [f"adapter-{number}" for number in range(names)]
-        sets = [_weights(self.served, rank) for rank in ranks]
+        sets = [_weights(self.served, rank, targets) for rank in ranks]
         for number, name in enumerate(self.names):
             adapter = LoadedAdapter(name=name, version=Adapter.next_version(), **sets[number % len(sets)])
             self.engine._library._keep(FoundAdapter(adapter, None))  # type: ignore[attr-defined]
@@ -152,11 +161,11 @@ def server(*arguments: Any, **options: Any) -> Iterator[Server]:
         made.close()
 
 
-def _weights(served: Any, rank: int) -> dict[str, Any]:
+def _weights(served: Any, rank: int, targets: Sequence[str]) -> dict[str, Any]:
     """What all adapters of this set have in common."""
     parts = {}
     for name, module in served.model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
+        if name.endswith(tuple(targets)):
             (N, K), like = module.weight.shape, {"dtype": served.dtype}
             parts[name] = Part(down=torch.randn(rank, K, **like) / K**0.5, up=torch.randn(rank, N, **like) * 0.01)
     size = sum(t.nbytes for part in parts.values() for t in part.tensors)
@@ -325,6 +334,7 @@ S_LORA = {  # requests a second at an offered 10, by adapters
     "S2": {5: 7.48, 100: 7.29, 1000: 6.69, 2000: 6.73},
 }
 RANKS = {"S1": (8,), "S2": (64, 32, 16, 8)}
+S_LORA_TARGETS = PROJECTIONS[:4]  # its adapters are of these
 
 
 def gamma_arrivals(rate: float, seconds: float, adapters: Sequence[str], longest: int) -> list[Ask]:
@@ -363,7 +373,9 @@ def slora(report: Report, setting: Setting) -> None:
     for name in filter(setting.wants, settings):
         counts = (5, 20) if setting.tiny else (5, 2000) if setting.quick else tuple(S_LORA[name])
         batch = 8 if setting.tiny else 128
-        with server(setting, counts[-1], RANKS[name], max_batch=batch, first_token_s=FIRST_TOKEN_S) as ours:
+        with server(
+            setting, counts[-1], RANKS[name], S_LORA_TARGETS, max_batch=batch, first_token_s=FIRST_TOKEN_S
+        ) as ours:
             ours.warm_up()
             rows += _with_counts(report, setting, name, counts, ours)
     print_table(("S-LoRA's load", "offered/s", "requests/s", "first token s", "attainment", "satisfaction"), rows)
@@ -395,7 +407,8 @@ def _with_counts(
 
 def _under_load(setting: Setting, name: str, count: int, rates: Sequence[float], ours: Server) -> list[Served]:
     """Rates up to the first that is not kept up with."""
-    seconds, longest = (1.0, 24) if setting.tiny else (12.0, 512) if setting.quick else (120.0, 512)
+    usual, longest = (1.0, 24) if setting.tiny else (12.0, 512) if setting.quick else (120.0, 512)
+    seconds = setting.seconds or usual
     found: list[Served] = []
     for rate in rates:
         progress(f"slora: {name}, {count} adapters, {rate:g} requests/s")

@@ -111,7 +111,9 @@ def on_gpu(args: argparse.Namespace) -> int:
     report, compiles = Report(f"bench_serve {args.what}"), args.compile and not args.tiny
     if args.what in _serve_loads.LOADS:
         size, device = (_serve_gpu.TINY, "cpu") if args.tiny else (_serve_gpu.LOADED, "cuda")
-        setting = _serve_loads.Setting(size, device, args.quick, args.tiny, compiles, args.profile, tuple(args.only))
+        setting = _serve_loads.Setting(
+            size, device, args.quick, args.tiny, compiles, args.profile, tuple(args.only), args.seconds
+        )
         with nullcontext() if args.tiny or args.what != "mixed" else mps.running():
             _serve_loads.LOADS[args.what](report, setting)
     elif args.what == "attention":
@@ -144,6 +146,7 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="of a tiny model, on a CPU; step: by Triton's interpreter")
     parser.add_argument("--quick", action="store_true", help="shorter, and one round")
+    parser.add_argument("--seconds", type=float, help="slora: how long a rate is offered (120; with --quick 12)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=4)

@@ -67,7 +67,7 @@ def executor(
     max_batch_tokens: Annotated[int | None, typer.Option(help="Maximum rows of one product. Default: 4096.")] = None,
     batch_invariant: Annotated[bool | None, typer.Option("--batch-invariant/--no-batch-invariant", help="A client's results never depend on who else is served: they are those of the unsplit model, bit for bit. Calls are not joined then.")] = None,
     workers: Annotated[int | None, typer.Option(help="How many large products a CPU computes at the same time, each with OMP_NUM_THREADS threads. Joined products of few rows use as many threads. Default: 1.")] = None,
-    train_share: Annotated[float | None, typer.Option(help="Share of a GPU's time that large products of training clients get while another client decodes. Default: 0.09; 1: no limit.")] = None,
+    train_share: Annotated[float | None, typer.Option(help="Share of a GPU's time that large products of training clients get while another client decodes. Default: 0.083; 1: no limit.")] = None,
     rounds: Annotated[bool | None, typer.Option("--rounds/--no-rounds", help="Under MPS, the GPU itself answers all calls of a captured step, without the CPU taking part in each. The default.")] = None,
     serve: Annotated[list[str] | None, typer.Option(help="Pattern of layer names to serve, or, after !, to leave out. Repeatable. Default: all linear and expert layers except heads.")] = None,
     allow_read: Annotated[bool | None, typer.Option("--allow-read/--no-allow-read", help="Let clients read weights (merging, methods that need values).")] = None,

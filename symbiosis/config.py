@@ -47,7 +47,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     max_batch_tokens: int = 4096
     batch_invariant: bool = False
     workers: int = 1
-    train_share: float = 0.09
+    train_share: float = 0.083
     rounds: bool = True
     serve: tuple[str, ...] = ()
     allow_read: bool = False

@@ -69,14 +69,15 @@ static int read_all(int fd, char *to, int64_t bytes, int64_t offset) {
     return 0;
 }
 
-/* Put every `step`th matrix from `first` on, of a file, or of its contents unless they are NULL. Returns 0, or the number of an error. */
-int put_matrices(int fd, const char *contents, const Matrix *matrices, int64_t first, int64_t step, int64_t count, const Run *runs, element *pages) {
+/* Put matrices of a file, or of its contents unless they are NULL, into pages: one after the other, until threads with the same `taken` have
+   taken all. Returns 0, or the number of an error. */
+int put_matrices(int fd, const char *contents, const Matrix *matrices, int64_t *taken, int64_t count, const Run *runs, element *pages) {
     int64_t most = 0;
-    for (int64_t n = first; n < count && !contents; n += step)
+    for (int64_t n = 0; n < count && !contents; n++)
         if (matrices[n].bytes > most) most = matrices[n].bytes;
     char *buffer = malloc(most ? most : 1); /* used for one after the other, so it stays in the cache */
     int error = buffer ? 0 : ENOMEM;
-    for (int64_t n = first; n < count && !error; n += step) {
+    for (int64_t n; !error && (n = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED)) < count;) {
         const Matrix *m = matrices + n;
         const Run *run = runs + m->first_run;
         const int64_t size = (int64_t)sizeof(element), wide = m->is_wide ? 4 : 2;

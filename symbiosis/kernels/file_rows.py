@@ -48,25 +48,27 @@ def matrices(sources: Sequence[Source], runs: Sequence[int]) -> Tensor:
     return torch.cat([torch.tensor(rows, dtype=torch.int64), scales[:, None]], dim=1)
 
 
-def put(file: int | Tensor, table: Tensor, runs: Tensor, pages: Tensor, first: int = 0, step: int = 1) -> None:
-    """Put every `step`th matrix of a table from the `first` on into pages. Raises `OSError` if the file cannot be read, or ends too soon.
+def put(file: int | Tensor, table: Tensor, runs: Tensor, pages: Tensor, taken: Tensor) -> None:
+    """Put the matrices of a table into pages. Raises `OSError` if the file cannot be read, or ends too soon.
 
     Args:
         file: Its descriptor, or its contents.
         runs: Rows of one matrix that follow one another in the pages, int64 [runs, 5]: the first row and how many, the first column and how
             many, and where they begin. Those of one matrix come behind those of another.
+        taken: How many matrices have been begun, int64 [1]. Threads that are given the same share the work.
     """
     function = _compiled(pages.dtype)
-    assert function is not None and all(t.is_contiguous() for t in (table, runs, pages))
+    assert function is not None and all(t.is_contiguous() for t in (table, runs, pages, taken))
     fd, contents = (-1, file.data_ptr()) if isinstance(file, Tensor) else (file, None)
-    if error := function(fd, contents, table.data_ptr(), first, step, len(table), runs.data_ptr(), pages.data_ptr()):
+    of = table.data_ptr(), taken.data_ptr(), len(table), runs.data_ptr(), pages.data_ptr()
+    if error := function(fd, contents, *of):
         raise OSError(error, os.strerror(error))
 
 
 @cache
 def _compiled(dtype: torch.dtype) -> "Callable[..., int] | None":
     pointer = ctypes.c_void_p
-    arguments = [ctypes.c_int, pointer, pointer, *[ctypes.c_int64] * 3, pointer, pointer]
+    arguments = [ctypes.c_int, pointer, pointer, pointer, ctypes.c_int64, pointer, pointer]
     flags = "-O3", "-march=native", *DEFINED[dtype]
     library = compile_c.load(SOURCE, *flags, put_matrices=(arguments, ctypes.c_int))
     return None if library is None else library.put_matrices

@@ -53,6 +53,32 @@ def test_beside_who_decodes_they_get_their_share() -> None:
     assert ran * PRODUCT_S == pytest.approx(SHARE, rel=0.1)
 
 
+@pytest.mark.parametrize("late", [0.0, 2e-4, 8e-4])
+def test_they_get_their_share_of_a_host_that_is_late(late: float) -> None:
+    background, now, ran, seconds = Background(SHARE), 1.0, 0, 1e-4
+    while now < 2.0:
+        background.decoded = now
+        if not background and not background.takes(work(), now):
+            background.ran(seconds, now)
+            ran += 1
+        while background.next(now):
+            background.ran(seconds, now)
+            ran += 1
+        now = min(background.wake_at(), now + 1e-5) + late
+    assert ran * seconds == pytest.approx(SHARE, rel=0.05)
+
+
+def test_time_in_which_nobody_called_is_not_made_up_for() -> None:
+    background = Background(SHARE)
+    background.decoded = 10.0
+    background.ran(PRODUCT_S, 1.0)
+    at_once = 0
+    while not background.takes(work(), 10.0):
+        background.ran(PRODUCT_S, 10.0)
+        at_once += 1
+    assert at_once == 1
+
+
 def test_when_nobody_decodes_any_more_they_all_run() -> None:
     background = Background(1e-9)
     background.decoded = 1.0

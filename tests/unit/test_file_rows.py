@@ -1,6 +1,7 @@
 """Matrices of a file come into pages as torch would scale, round and turn them."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,7 @@ def run_table(runs: list, page: int) -> torch.Tensor:  # type: ignore[type-arg]
 
 @settings(deadline=None, max_examples=60)
 @given(MATRICES, DTYPES, st.sampled_from([64, 200, 4096]), st.integers(1, 3))
-def test_they_are_what_torch_makes_of_them(kinds: list, dtype: torch.dtype, page: int, step: int) -> None:  # type: ignore[type-arg]
+def test_they_are_what_torch_makes_of_them(kinds: list, dtype: torch.dtype, page: int, threads: int) -> None:  # type: ignore[type-arg]
     generator = torch.Generator().manual_seed(len(kinds))
     contents, sources, expected = b"head", [], []
     for of, rows, columns, scale, is_transposed in kinds:
@@ -40,8 +41,11 @@ def test_they_are_what_torch_makes_of_them(kinds: list, dtype: torch.dtype, page
         os.write(fd, contents)
         for file in (fd, torch.frombuffer(bytearray(contents), dtype=torch.uint8)):
             pages = torch.zeros(count, page, dtype=dtype)
-            for first in range(step):
-                file_rows.put(file, table, run_table(runs, page), pages, first, step)
+            taken = torch.zeros(1, dtype=torch.int64)
+            given = file, table, run_table(runs, page), pages, taken
+            with ThreadPoolExecutor(threads) as pool:
+                list(pool.map(lambda _, given=given: file_rows.put(*given), range(threads)))
+            assert taken.item() == len(sources) + threads
             for run in runs:
                 found = pages[run.page, run.offset : run.offset + run.rows * run.width].view(run.rows, run.width)
                 of = expected[run.matrix][run.row : run.row + run.rows, run.column : run.column + run.width]
@@ -54,7 +58,7 @@ def test_a_file_that_ends_too_soon_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(bytes(60))
     table = file_rows.matrices([file_rows.Source(0, torch.float32, 4, 4)], [1])
     with (tmp_path / "short").open("rb") as file, pytest.raises(OSError):
-        file_rows.put(file.fileno(), table, run_table(place([(4, 4)], 16)[1], 16), torch.zeros(1, 16))
+        file_rows.put(file.fileno(), table, run_table(place([(4, 4)], 16)[1], 16), torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64))
 
 
 def test_numbers_that_are_neither_are_not_read() -> None:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from symbiosis.executor.work import DeviceWork
 
 DECODES_S = 0.5  # how long after a call a client still counts as decoding: longer than a token takes, or training would slow it further
+LATE_S = 1e-3  # so much of the time by which a call is launched late is made up for: the share would depend on the host's pace otherwise
 
 
 class Background:
@@ -47,7 +48,7 @@ class Background:
 
     def ran(self, seconds: float, now: float) -> None:
         """Note that a call was launched that takes so long."""
-        self._free = now + seconds / self.share
+        self._free = min(now, max(self._free, now - LATE_S)) + seconds / self.share
 
     def wake_at(self) -> float:
         """Return when to call `next` again."""

@@ -109,10 +109,9 @@ def _thread_count() -> int:
     return min(MOST_THREADS, len(os.sched_getaffinity(0)))
 
 
-def in_shares(function: Callable[[int, int], object]) -> None:
-    """Call a function in each of several threads, with the number of the thread and of how many there are."""
-    threads = _thread_count()
-    in_parallel(lambda first: function(first, threads), range(threads))
+def in_each_thread(function: Callable[[], object]) -> None:
+    """Call a function in each of several threads, which share its work as they get on."""
+    in_parallel(lambda _: function(), range(_thread_count()))
 
 
 def in_parallel(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

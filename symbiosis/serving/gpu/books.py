@@ -4,7 +4,6 @@ the records by which kernels find its rows (`symbiosis/kernels/gpu/adapter_rows.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from symbiosis.kernels import file_rows
 from symbiosis.kernels.gpu.records import BEHIND, EXPAND_HEAD
-from symbiosis.serving.adapters.files import in_parallel, in_shares
+from symbiosis.serving.adapters.files import in_each_thread, in_parallel
 from symbiosis.serving.adapters.kinds import Part
 from symbiosis.serving.adapters.residency import NAMES, RowRun, matrices_of, place, shapes_of
 from symbiosis.serving.arena import Arena
@@ -119,7 +118,7 @@ class Fetcher:
         layout, matrices = self._layout(parts), matrices_of(parts)
         pages = self._empty_pages(layout.count)
         if source is not None and (table := self._table(layout, parts, source)) is not None:
-            in_shares(partial(file_rows.put, source.contents, table, layout.run_table, pages))
+            _put(source.contents, table, layout, pages)
             return Packed(layout, pages, table)
 
         def put(run: RowRun) -> None:
@@ -140,9 +139,9 @@ class Fetcher:
     def read_again(self, packed: Packed, file: Path) -> Packed:
         """Read the numbers that `without_numbers` left in their file. Raises `OSError` if they are not there. Any thread may call this."""
         assert packed.matrices is not None
-        pages, runs = self._empty_pages(packed.layout.count), packed.layout.run_table
+        pages = self._empty_pages(packed.layout.count)
         with file.open("rb", buffering=0) as opened:
-            in_shares(partial(file_rows.put, opened.fileno(), packed.matrices, runs, pages))
+            _put(opened.fileno(), packed.matrices, packed.layout, pages)
         return replace(packed, pages=pages)
 
     def _empty_pages(self, count: int) -> Tensor:
@@ -211,6 +210,12 @@ class Fetcher:
                 addresses[entry] = words.data_ptr() + 8 * begin
             found.append(addresses)
         return Book(words, found[0], found[1], *more)
+
+
+def _put(file: int | Tensor, table: Tensor, layout: Layout, pages: Tensor) -> None:
+    """Put an adapter's matrices from its file into pages, by several threads."""
+    taken = torch.zeros(1, dtype=torch.int64)
+    in_each_thread(lambda: file_rows.put(file, table, layout.run_table, pages, taken))
 
 
 def _copy_pages(table: Tensor, pages: Tensor, numbers: list[int]) -> None:
