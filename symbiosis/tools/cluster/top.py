@@ -71,7 +71,7 @@ def _row(member: Member, found: Found, before: Found | None) -> list[str]:
     health = found.health.get(member.name, {})
     load = str(health.get("requests", "")) + (f" of {member.batch}" if member.batch else "")
     if member.kind == "executor":
-        load = f"{member.clients} clients"
+        load = f"{member.clients} client{'' if member.clients == 1 else 's'}"
     tokens = health.get("tokens")
     memory = f"{100 * (1 - health['room'] / tokens):.0f} %" if tokens else ""
     rate = ""
