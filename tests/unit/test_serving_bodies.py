@@ -52,6 +52,15 @@ def test_bytes_that_come_have_time() -> None:
     run(test)
 
 
+def test_a_thousand_that_are_sent_at_once_are_all_read() -> None:
+    async def test() -> None:
+        bodies = Bodies()
+        sent = [asyncio.create_task(bodies.read(request(b"quick", every_s=0.1), 100)) for _ in range(1000)]
+        assert await asyncio.gather(*sent) == [b"quick"] * 1000
+
+    run(test)
+
+
 @pytest.mark.parametrize("bounds", [{"most": 3}, {"most_bytes": 12}])
 def test_too_many_cost_the_slowest(bounds: dict[str, int]) -> None:
     async def test() -> None:

@@ -11,7 +11,7 @@ from symbiosis.serving.http.failures import ApiError
 
 BODY_S = 60.0  # the longest time for a body, besides what its bytes may take
 SLOWEST = 16 << 10  # bytes per second
-MOST, MOST_BYTES = 256, 256 << 20  # bodies that are read at a time
+MOST, MOST_BYTES = 2048, 256 << 20  # bodies that are read at a time; honest clients may send a thousand at once
 
 
 class Bodies:
