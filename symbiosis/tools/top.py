@@ -171,7 +171,13 @@ def _sessions(before: Snapshot, now: Snapshot, seconds: float) -> Table:
     clients = [session for session in now.sessions if not session.observer]
     observers = len(now.sessions) - len(clients)
     several = any(session.rank for session in now.sessions)
-    table = _table(f"{len(clients)} sessions, {observers} observing", *["rank"][:several], "no", "client", "way")
+    table = _table(
+        f"{len(clients)} session{'' if len(clients) == 1 else 's'}, {observers} observing",
+        *["rank"][:several],
+        "no",
+        "client",
+        "way",
+    )
     for name in ("calls/s", "rows/s", "direct rows/s", "calls", "received", "open", "silent", "joined"):
         table.add_column(name, justify="right")
     earlier = {(session.rank, session.number): session for session in before.sessions}

@@ -223,7 +223,8 @@ def test_the_oldest_stranger_goes_and_who_is_known_stays() -> None:
         writer.write(b"GET /known HTTP/1.1\r\n\r\n")
         await site.until_asked("/known")
         opened = [await site.open() for _ in range(5)]
-        assert await ends(opened[0][0]) == b""
+        told = await ends(opened[0][0])
+        assert told.startswith(b"HTTP/1.1 503") and b"try again" in told
         for _, each in opened[1:]:
             each.write(HELLO)
         await site.until_asked("/known", *["/hello"] * 4)
@@ -233,13 +234,26 @@ def test_the_oldest_stranger_goes_and_who_is_known_stays() -> None:
     at_a_site(test)
 
 
+def test_a_stranger_who_does_not_take_its_answer_is_hung_up_on_at_once() -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"GET /large HTTP/1.1\r\n\r\n")
+        await site.until_asked("/large")
+        await asyncio.sleep(0.2)  # what it does not take lies in the server's memory
+        opened = [await site.open() for _ in range(4)]
+        assert len(await ends(reader)) < LARGE
+        del opened
+
+    at_a_site(test)
+
+
 class Caller:
     """A connection from an address, as far as `Strangers` asks."""
 
     def __init__(self, address: str) -> None:
-        self.address, self.hung_up, self.transport = address, False, self
+        self.address, self.hung_up = address, False
 
-    def abort(self) -> None:
+    def turn_away(self) -> None:
         self.hung_up = True
 
 

@@ -162,7 +162,7 @@ def test_once_prints_one_plain_view(llama: nn.Module, serve: Callable, tmp_path:
         model(torch.tensor([[3, 4, 5]]))
     result = run("top", executor.endpoint, "--once", "--interval", "0.2")
     assert result.returncode == 0, result.stderr
-    assert "1 sessions, 1 observing" in result.stdout
+    assert "1 session, 1 observing" in result.stdout
     assert "\x1b" not in result.stdout
     assert result.stdout.count("executor at") == 1
 

@@ -58,7 +58,13 @@ def test_a_file_that_ends_too_soon_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(bytes(60))
     table = file_rows.matrices([file_rows.Source(0, torch.float32, 4, 4)], [1])
     with (tmp_path / "short").open("rb") as file, pytest.raises(OSError):
-        file_rows.put(file.fileno(), table, run_table(place([(4, 4)], 16)[1], 16), torch.zeros(1, 16), torch.zeros(1, dtype=torch.int64))
+        file_rows.put(
+            file.fileno(),
+            table,
+            run_table(place([(4, 4)], 16)[1], 16),
+            torch.zeros(1, 16),
+            torch.zeros(1, dtype=torch.int64),
+        )
 
 
 def test_numbers_that_are_neither_are_not_read() -> None:

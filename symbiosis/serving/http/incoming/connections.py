@@ -14,7 +14,8 @@ STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
 SLOWEST = 16 << 10  # bytes per second at which what is left of an answer is taken
 MOST_HEAD, MOST_LINES = 32 << 10, 128  # bytes of a head, and its lines
 MOST_EARLY = 1 << 20  # bytes that come before they may, and are not looked at
-MOST_STRANGERS, MOST_OF_AN_ADDRESS = 2048, 1024  # connections whose clients are not known
+MOST_STRANGERS, MOST_OF_AN_ADDRESS = 4096, 2048  # connections whose clients are not known
+TOO_MANY = "too many connections have asked nothing yet, or shown no key: try again, or open fewer at once"
 
 
 class Strangers:
@@ -54,7 +55,7 @@ class Strangers:
     def _hang_up(self, there: "dict[Connection, None]") -> None:
         oldest = next(iter(there))
         self.leave(oldest)
-        oldest.transport.abort()
+        oldest.turn_away()
 
 
 class _Refused(Exception):
@@ -174,6 +175,13 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
         else:
             self.transport.close()
+
+    def turn_away(self) -> None:
+        """Hang up now, to make room for others. A client that has nothing to take yet is told why."""
+        if not self.transport.get_write_buffer_size():
+            self._refuse(503, TOO_MANY)
+        if not self.transport.is_closing() or self.transport.get_write_buffer_size():
+            self.transport.abort()
 
     def _refuse(self, status: int, message: str, error: Exception | None = None) -> None:
         """Answer a head that nothing can be made of. What is wrong after it ends the connection."""
