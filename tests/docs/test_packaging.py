@@ -74,6 +74,11 @@ def test_the_page_of_an_index_has_no_link_that_leads_nowhere(metadata: email.mes
     assert [link for link in re.findall(r"\]\(([^)]+)\)", page) if not link.startswith(("https://", "#"))] == []
 
 
+def without_checkout() -> dict[str, str]:
+    """Environment variables by which no program finds the checkout that these tests are of."""
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A fresh virtual environment with the wheel. The dependencies are those of this environment, without what is installed there
@@ -81,7 +86,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True, timeout=100)
     install = [sys.executable, "-m", "pip", "--python", folder, "install", "-q", "--no-deps", "--no-index", wheel]
-    subprocess.run(install, check=True, capture_output=True, timeout=100)
+    subprocess.run(install, check=True, capture_output=True, env=without_checkout(), timeout=100)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder
@@ -89,9 +94,8 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def said(environment: Path, folder: Path, program: str, *arguments: str) -> str:
     """What a program of the environment prints, run where no checkout is in sight."""
-    alone = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     command = [environment / "bin" / program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=alone, timeout=100)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=without_checkout(), timeout=100)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
