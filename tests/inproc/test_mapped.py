@@ -251,15 +251,17 @@ def test_a_weight_that_is_frozen_later_multiplies_as_a_frozen_one(share: Share) 
     torch.manual_seed(3)
     model = nn.ModuleList([nn.Linear(256, 192)])
     split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint, share=False)
-    x = STACKS["transposed"](3)
+    given = [stack(rows) for stack in STACKS.values() for rows in (1, 2, 3, 5, 8)]
     with torch.no_grad():
-        before = model[0](x)
-        assert torch.equal(split[0](x), before)
+        before = [model[0](x) for x in given]
+        assert all(map(torch.equal, (split[0](x) for x in given), before))
         for parameter in (*model.parameters(), *split.parameters()):
             parameter.requires_grad = False
-        assert not torch.equal(model[0](x), before)  # or this test shows nothing
+        after = [model[0](x) for x in given]
         for one in (split, copy.deepcopy(split), pickle.loads(pickle.dumps(split))):
-            assert torch.equal(one[0](x), model[0](x))
+            assert all(map(torch.equal, (one[0](x) for x in given), after))
+    if all(map(torch.equal, before, after)):
+        pytest.skip("this CPU rounds both alike, which shows nothing")
 
 
 @pytest.mark.parametrize("frozen", [False, True])
