@@ -22,7 +22,10 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a CPU tensor: its own memory if that is contiguous, else a copy."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    whole = tensor.detach().contiguous()
+    # One number may be contiguous with a stride of 0, which torch does not view as bytes.
+    flat = whole.as_strided((whole.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data
 
 
 def bytes_tensor(raw: bytes) -> Tensor:
