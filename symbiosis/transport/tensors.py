@@ -22,7 +22,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """Return the bytes of a CPU tensor: its own memory if that is contiguous, else a copy."""
-    whole = tensor.detach().contiguous()
+    whole = tensor.contiguous()
     # One number may be contiguous with a stride of 0, which torch does not view as bytes.
     flat = whole.as_strided((whole.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data

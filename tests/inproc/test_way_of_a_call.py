@@ -16,7 +16,9 @@ import symbiosis
 from symbiosis.executor.ledger import Ledger
 from tests.conftest import tiny_llama
 
-MOST = 136  # functions of ours in all, with those that the executor enters to book the call: a new one costs every call
+MOST = 135  # functions of ours in all, with those that the executor enters to book the call: a new one costs every call
+# By these a side goes to sleep, which on a slow machine, beside this recorder, it does in every call.
+ASLEEP = ("LocalConnection._sleep", "Reactor._sleep", "Reactor._tell_bells", "Reactor._asked", "LocalPeer.sleeping")
 ARCHITECTURE = Path(__file__).parents[2] / "docs" / "architecture.md"
 STEP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`", re.MULTILINE)
 
@@ -29,7 +31,8 @@ class Recorder:
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        if self.on and event == "call" and "/symbiosis/" in code.co_filename:
+        is_ours = "/symbiosis/" in code.co_filename and not code.co_qualname.startswith(ASLEEP)
+        if self.on and event == "call" and is_ours:
             self.entered.append((code.co_filename.rpartition("/symbiosis/")[2], code.co_qualname))
 
     def one_call(self, layer: nn.Module, x: torch.Tensor, ledger: Ledger) -> list[tuple[str, str]]:
@@ -67,7 +70,7 @@ def test_a_call_goes_the_way_that_is_told(recorder: Recorder, tmp_path: Path) ->
             time.sleep(1e-3)
         ledger = executor.server.ledger
         shortest = recorder.one_call(layer, x, ledger)
-        for _ in range(300):  # a side that had to sleep makes some longer
+        for _ in range(300):  # what comes now and then makes some longer
             shortest = min(shortest, recorder.one_call(layer, x, ledger), key=len)
             if len(shortest) <= MOST:
                 break
