@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST = $(VENV)/bin/python -m pytest
 CPU = not gpu and not multi_gpu and not ray and not soak
-WORKERS ?= 2
+# More than cores: tests wait for processes and threads as long as they compute.
+WORKERS ?= 3
 .PHONY: setup demo test test-fast test-soak test-gpu test-cluster test-browser check docs wheel
 
 setup: $(VENV)/.ready

@@ -88,15 +88,17 @@ def test_mean_batch_counts_the_others(llama: nn.Module, serve: Callable, tmp_pat
     sizes: dict[str, list[float]] = {}
     both_are_ready = threading.Barrier(2)
 
-    def client(name: str) -> None:
+    def train(name: str, running: Trainer) -> None:
+        running.train()
+        next(remote_weights(running.model)).handle.session.close()  # or the other would wait for it
+        sizes[name] = [log["executor_mean_batch"] for log in running.state.log_history if "loss" in log]
+
+    threads = []
+    for name in ("one", "two"):  # in one thread: to make a Trainer is to write what accelerate keeps for the whole process
         split = symbiosis.from_executor(executor.endpoint)
         model = get_peft_model(split, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
         running = trainer(model, tmp_path / name, [symbiosis.SymbiosisCallback(), Together(both_are_ready)])
-        running.train()
-        next(remote_weights(model)).handle.session.close()  # or the other would wait for it
-        sizes[name] = [log["executor_mean_batch"] for log in running.state.log_history if "loss" in log]
-
-    threads = [threading.Thread(target=client, args=(name,)) for name in ("one", "two")]
+        threads.append(threading.Thread(target=train, args=(name, running)))
     for thread in threads:
         thread.start()
     for thread in threads:
