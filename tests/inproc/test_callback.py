@@ -94,7 +94,10 @@ def test_mean_batch_counts_the_others(llama: nn.Module, serve: Callable, tmp_pat
         sizes[name] = [log["executor_mean_batch"] for log in running.state.log_history if "loss" in log]
 
     threads = []
-    for name in ("one", "two"):  # in one thread: to make a Trainer is to write what accelerate keeps for the whole process
+    for name in (
+        "one",
+        "two",
+    ):  # in one thread: to make a Trainer is to write what accelerate keeps for the whole process
         split = symbiosis.from_executor(executor.endpoint)
         model = get_peft_model(split, LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
         running = trainer(model, tmp_path / name, [symbiosis.SymbiosisCallback(), Together(both_are_ready)])
