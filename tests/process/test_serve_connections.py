@@ -170,6 +170,52 @@ def test_a_head_that_is_too_large_is_told_so(head: bytes) -> None:
     at_a_site(test)
 
 
+CHUNKED = b"POST /waits HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (CHUNKED + b"0\r\nx: ", b"a" * 65536), (CHUNKED + b"0\r\n", b"a: b\r\n" * 10_000), (CHUNKED + b"0\r\n", b"a" * 65536),
+        (CHUNKED + b"1;", b"a" * 65536), (CHUNKED + b"1;a=", b"a" * 65536), (b"", b"\r\n" * 32768),
+    ],
+)  # fmt: skip
+def test_what_is_no_body_does_not_come_without_end(begin: bytes, more: bytes) -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(begin)
+        await writer.drain()
+        if begin:
+            await site.until_asked("/waits")
+        sent = 0
+        with pytest.raises(ConnectionError):
+            while True:
+                writer.write(more)
+                await writer.drain()
+                sent += len(more)
+                await asyncio.sleep(0)
+                assert sent < 32 << 20
+
+    at_a_site(test)
+
+
+@pytest.mark.parametrize("cut", range(1, 60, 7))
+def test_lines_after_a_body_are_read_and_left_out(cut: int) -> None:
+    body = b"%x\r\n%b\r\n" % (100_000, b"x" * 100_000) * 3 + b"0\r\nx-more: y\r\nx-other: " + b"z" * 9000 + b"\r\n\r\n"
+
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"POST /hello HTTP/1.1\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n")
+        for begin in range(0, len(body), 32768 - cut):
+            writer.write(body[begin : begin + 32768 - cut])
+            await writer.drain()
+            await asyncio.sleep(0.001)
+        answer = await ends(reader)
+        assert answer.startswith(b"HTTP/1.1 200") and answer.endswith(b"hello")
+
+    at_a_site(test)
+
+
 def test_a_path_without_end_is_told_so() -> None:
     async def test(site: Site) -> None:
         reader, writer = await site.open()

@@ -66,10 +66,43 @@ def changed(good: Path, tmp_path: Path, change: dict[str, Any]) -> Path:
     return folder
 
 
+NEVER_ENDS = r"\w+"
+for _ in range(30):
+    NEVER_ENDS = f"(?:{NEVER_ENDS})+"
+LOHA = {"peft_type": "LOHA", "r": 4, "alpha": 4}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {r"^model\.layers\.[01]\.self_attn\.q_proj": 4}},
+        {"rank_pattern": {rf"^model\.layers\.{i}\.[a-z_]+\.{j}_proj": 4 for i in range(40) for j in "qkvo"}},
+        {"megatron_core": "os", "megatron_config": {"a": 1}, "auto_mapping": {"parent_library": "a/b"}},
+    ],
+)
+def test_what_people_write_into_configurations_is_taken(
+    served: Served, good: Path, tmp_path: Path, change: dict[str, Any]
+) -> None:
+    assert Library(served).add("good", changed(good, tmp_path, change)).rank == 4
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"target_modules": "(([a-z0-9_.])+)+!"}, "takes too long"),
+        # what matches each name at once, and not the larger expressions that PEFT makes of it
+        ({"layers_to_transform": [0], "layers_pattern": [f"(?=self_attn){NEVER_ENDS}(?:\\..*)?"]}, "only names"),
+        ({"layers_to_transform": [0], "layers_pattern": f"(?=self_attn){NEVER_ENDS}(?:\\..*)?"}, "only names"),
+        ({"layers_to_transform": [0], "layers_pattern": [["]" + NEVER_ENDS]]}, "only names"),
+        ({"modules_to_save": [f"{NEVER_ENDS}!"]}, "only names"),
+        ({"modules_to_save": {f"{NEVER_ENDS}!": 1}}, "only names"),
+        ({"modules_to_save": f"{NEVER_ENDS}!"}, "only names"),
+        ({**LOHA, "rank_pattern": {f"(?=q_proj){NEVER_ENDS}!": 4}}, "takes too long"),
+        ({"peft_type": "FOURIERFT", "n_frequency_pattern": {f"(?=q_proj){NEVER_ENDS}!": 4}}, "takes too long"),
+        ({"peft_type": "C3A", "block_size_pattern": {f"{NEVER_ENDS}!": 4}}, "takes too long"),
+        ({"peft_type": "NEW", "some_pattern": [f"{NEVER_ENDS}!"]}, "is not a table"),
+        ({"target_modules": ".*nowhere"}, "matches no layer"),
+        ({"target_modules": ".*q_proj", "layers_to_transform": [0]}, "needs a list"),
         ({"rank_pattern": {"(m|m)*(o|o)*((d|.)+)+!": 4}}, "takes too long"),
         ({"target_modules": "(("}, "is not a regular expression"),
         ({"rank_pattern": [1]}, "is not a table"),

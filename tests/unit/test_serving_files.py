@@ -119,3 +119,9 @@ def test_in_parallel_keeps_the_order_and_tells_errors(threads: int, monkeypatch:
             assert in_parallel(lambda n: torch.is_grad_enabled(), range(3)) == [torch.is_grad_enabled()] * 3
         assert zeros.tolist() == list(range(11))
     files._threads.cache_clear()
+
+
+def test_a_header_without_measure_is_not_parsed() -> None:
+    header = b'{"__metadata__": {"a": "' + b"x" * files.MOST_HEADER_BYTES + b'"}}'
+    with pytest.raises(ValueError, match="its header has more than"):
+        parse_tensors(len(header).to_bytes(8, "little") + header)

@@ -18,6 +18,7 @@ from symbiosis.text import shown
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30
+MOST_HEADER_BYTES = 8 << 20  # of the tensors' names and places: of some fifty thousand
 PIECE_BYTES, MOST_THREADS = 4 << 20, 8  # of a file that is read by several threads
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
@@ -175,6 +176,8 @@ def parse_tensors(data: Data) -> dict[str, Tensor]:
     begin = 8 + size
     if len(data) < 8 or begin > len(data):
         raise ValueError("it ends before its header does")
+    if size > MOST_HEADER_BYTES:
+        raise ValueError(f"its header has more than {MOST_HEADER_BYTES} bytes")
     header: dict[str, Any] = json.loads(bytes(data[8:begin]).decode())
     header.pop("__metadata__", None)
     memory = memoryview(bytearray(data) if isinstance(data, bytes) else data)

@@ -1,5 +1,8 @@
-"""Checks the patterns in configurations that strangers wrote. Some regular expressions never end, so each is tried where it can be
-stopped."""
+"""Checks what strangers wrote into configurations: expressions, some of which never end, and sizes.
+
+PEFT builds larger expressions out of what it finds there, and matches them with every layer's name. So none reaches it but plain names, and
+what was tried in a process of its own, which can be stopped.
+"""
 
 import json
 import re
@@ -12,47 +15,101 @@ from symbiosis.errors import AdapterError
 from symbiosis.text import shown
 
 PLAIN = re.compile(r"[\w.-]*")
-LONGEST_S = 2.0
+LONGEST_S = 2.0  # for all of them
+LONGEST_MATCH_S = 0.05  # of the processor, for one that PEFT matches once more, where all others wait
 MOST = 10**6
-FIELDS = ("target_modules", "feedforward_modules", "exclude_modules", "layers_pattern", "modules_to_save")
-BY_PATTERN = ("rank_pattern", "alpha_pattern")
-TRY = """
-import json, re, sys
-patterns, names = json.load(sys.stdin)
-for pattern in patterns:
-    whole, end = re.compile(pattern), re.compile(rf"(.*\\.)?({pattern})$")
+WHOLE = ("target_modules", "feedforward_modules", "exclude_modules")  # each is a list of names, or an expression for whole names
+NAMES = ("layers_pattern", "modules_to_save", "target_parameters")  # which PEFT puts into expressions of its own
+UNREAD = ("megatron_config", "megatron_core", "auto_mapping")  # PEFT imports modules of these names
+TRY = r"""
+import json, re, sys, time
+whole, keys, names = json.load(sys.stdin)
+chosen = {}
+for field, pattern in whole.items():
+    compiled = re.compile(pattern)
+    chosen[field] = [name for name in names if compiled.fullmatch(name)]
+took = {}
+for key in keys:
+    forms = [re.compile(form % key) for form in (r"(.*\.)?(%s)$", r".*\.%s$", "%s")]
+    began = time.process_time()
     for name in names:
-        whole.fullmatch(name), whole.search(name), end.match(name)
+        forms[0].match(name), forms[1].match(name), forms[2].search(name)
+    took[key] = time.process_time() - began
+print(json.dumps([chosen, took]))
 """
 
 
-def check_patterns(config: dict[str, Any], names: Collection[str]) -> None:
-    """Raise `AdapterError` unless all patterns can be compared with these names within two seconds.
+def without_patterns(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the configuration with lists of names where it has expressions, and without what PEFT would import. Raises `AdapterError` for
+    expressions that take long, or stand where names are expected.
 
-    >>> check_patterns({"target_modules": r".*(q|v)_proj"}, ["model.q_proj"])
+    Args:
+        names: Of the layers of the base.
+
+    >>> without_patterns({"target_modules": r".*(q|v)_proj", "r": 4}, ["model.q_proj", "model.o_proj"])
+    {'target_modules': ['model.q_proj'], 'r': 4}
     """
-    patterns = [pattern for pattern in _patterns(config) if not PLAIN.fullmatch(pattern)]
-    if not patterns:
-        return
+    config = {field: value for field, value in config.items() if field not in UNREAD}
+    whole = {field: config[field] for field in WHOLE if isinstance(config.get(field), str) and not _is_plain(config[field])}
+    keys: list[str] = []
+    for field, value in config.items():
+        if field.endswith("_pattern") and field not in NAMES:
+            keys += _keys(field, value)
+        elif field not in WHOLE:
+            _check_plain(field, value)
+    if not whole and not keys:
+        return config
+    if "target_modules" in whole and config.get("layers_to_transform") is not None:
+        raise AdapterError("its layers_to_transform needs a list of target_modules, not a pattern")
+    chosen = _tried(whole, keys, names)
+    if not chosen.get("target_modules", names):
+        raise AdapterError(f"its pattern {shown(whole['target_modules'])} matches no layer: it is for another base")
+    return config | chosen
+
+
+def _tried(whole: dict[str, str], keys: list[str], names: Collection[str]) -> dict[str, list[str]]:
+    """Return which names each expression matches, of those for whole names."""
+    first = shown(next(iter([*whole.values(), *keys])))
     try:
-        subprocess.run(
+        ran = subprocess.run(
             [sys.executable, "-I", "-c", TRY],
-            input=json.dumps([patterns, list(names)]).encode(), timeout=LONGEST_S, capture_output=True, check=True,
+            input=json.dumps([whole, keys, list(names)]).encode(), timeout=LONGEST_S, capture_output=True, check=True,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise AdapterError(f"its pattern {shown(patterns[0])} takes too long: name the modules in a list") from None
+        raise AdapterError(f"its pattern {first} takes too long: name the modules in a list") from None
     except subprocess.CalledProcessError:
-        raise AdapterError(f"its pattern {shown(patterns[0])} is not a regular expression") from None
+        raise AdapterError(f"its pattern {first} is not a regular expression") from None
+    chosen, took = json.loads(ran.stdout)
+    if slow := [key for key, seconds in took.items() if seconds > LONGEST_MATCH_S]:
+        raise AdapterError(f"its pattern {shown(slow[0])} takes too long: give the modules by their names")
+    return chosen  # type: ignore[no-any-return]
 
 
-def _patterns(config: dict[str, Any]) -> Iterator[str]:
-    for field in FIELDS:
-        value = config.get(field)
-        yield from [value] if isinstance(value, str) else [each for each in value or () if isinstance(each, str)]
-    for field in BY_PATTERN:
-        if config.get(field) is not None and not isinstance(config[field], dict):
-            raise AdapterError(f"its {field} is not a table of patterns and numbers")
-        yield from config.get(field) or ()
+def _keys(field: str, value: Any) -> list[str]:
+    """Return the expressions in a table such as `rank_pattern`, of which each kind of adapter has its own."""
+    if not isinstance(value, dict | None):
+        raise AdapterError(f"its {shown(field)} is not a table of patterns and numbers")
+    return [key for key in value or () if not _is_plain(key)]
+
+
+def _check_plain(field: str, value: Any) -> None:
+    """Check what PEFT may put into expressions of its own: items of lists and of tables, whatever the field, because it iterates over
+    what it finds."""
+    if not isinstance(value, list | dict) and field not in NAMES:
+        return
+    waiting = list(value) if isinstance(value, dict) else [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting += each
+        elif isinstance(each, dict):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, str) and not _is_plain(each):
+            raise AdapterError(f"its {shown(field)} has {shown(each)}, where only names of modules can stand")
+
+
+def _is_plain(pattern: str) -> bool:
+    return PLAIN.fullmatch(pattern) is not None
 
 
 def check_numbers(config: dict[str, Any], max_rank: int) -> None:

@@ -12,7 +12,7 @@ from symbiosis.serving.http.failures import ApiError
 HEAD_S = 20.0  # a connection that has not sent the head of a request by then is closed
 STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
 SLOWEST = 16 << 10  # bytes per second at which what is left of an answer is taken
-MOST_HEAD, MOST_LINES = 32 << 10, 128  # bytes of a head, and its lines
+MOST_HEAD, MOST_LINES = 32 << 10, 128  # bytes of a head and of what follows a body in chunks, and lines of both
 MOST_EARLY = 1 << 20  # bytes that come before they may, and are not looked at
 MOST_STRANGERS, MOST_OF_AN_ADDRESS = 4096, 2048  # connections whose clients are not known
 TOO_MANY = "too many connections have asked nothing yet, or shown no key: try again, or open fewer at once"
@@ -86,7 +86,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **more)
         self.address = ""
         self._is_head = self._is_body = self._is_deaf = self._has_ended = False
-        self._head = self._lines = self._early = 0
+        self._lines = self._early = 0
+        self._head = 0  # bytes that were no body, since a body or a request began or ended
         self._taken_by: float | None = None  # what is left of an answer, else it is hung up on
 
     # ------------------------------------------------------------------ what asyncio calls
@@ -109,16 +110,15 @@ class Connection(HttpToolsProtocol):
                 self._ignore(len(data) - begin)
                 return
             piece = data[begin : begin + MOST_HEAD]
+            self._head += len(piece)
             try:
                 self.parser.feed_data(piece)
             except httptools.HttpParserUpgrade:
                 return  # which it does not get: the next request is HTTP, too
             except httptools.HttpParserError as error:
                 self._refuse(400, "this is no HTTP request", error)
-            if self._is_head and not self._is_deaf:
-                self._head += len(piece)
-                if self._head > MOST_HEAD:
-                    self._refuse(431, f"the head of a request has at most {MOST_HEAD} bytes")
+            if self._head > MOST_HEAD:
+                self._refuse(431, f"the head of a request has at most {MOST_HEAD} bytes, and so has what follows a body")
 
     # ------------------------------------------------------------------ pieces of an answer that need not wait
 
@@ -143,24 +143,29 @@ class Connection(HttpToolsProtocol):
             raise _Refused
         super().on_message_begin()
         self._is_body = True
-        self._is_head, self._head, self._lines, self._taken_by = True, 0, 0, None
+        self._is_head, self._lines, self._taken_by = True, 0, None
         self.scope["symbiosis.connection"] = self  # type: ignore[typeddict-unknown-key]
         self.strangers.come(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._lines += 1
         if self._lines > MOST_LINES:
-            self._refuse(431, f"the head of a request has at most {MOST_LINES} lines")
+            self._refuse(431, f"a request has at most {MOST_LINES} lines beside its body")
             raise _Refused
-        super().on_header(name, value)
+        if self._is_head:  # and not what follows a body
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_head = False
         super().on_headers_complete()
         self.cycle.transport = _Answering(self)  # type: ignore[assignment]
 
+    def on_body(self, body: bytes) -> None:
+        self._head = 0
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._is_body = False
+        self._head, self._is_body = 0, False
         super().on_message_complete()
         if self._has_ended:
             self.transport.close()

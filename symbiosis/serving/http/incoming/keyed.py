@@ -1,7 +1,6 @@
 """Who sends a request, by the key that it shows."""
 
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -47,8 +46,10 @@ def is_of_another_site(headers: Headers) -> bool:
 
     >>> is_of_another_site(Headers({"host": "127.0.0.1:8000", "origin": "https://example.org"}))
     True
+    >>> is_of_another_site(Headers({"host": "127.0.0.1:8000", "origin": "http://["}))
+    True
     """
     if site := headers.get("sec-fetch-site"):
         return site not in ("same-origin", "none")
     origin = headers.get("origin")
-    return origin is not None and urlsplit(origin).netloc != headers.get("host")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
