@@ -18,7 +18,11 @@ PLAIN = re.compile(r"[\w.-]*")
 LONGEST_S = 2.0  # for all of them
 LONGEST_MATCH_S = 0.05  # of the processor, for one that PEFT matches once more, where all others wait
 MOST = 10**6
-WHOLE = ("target_modules", "feedforward_modules", "exclude_modules")  # each is a list of names, or an expression for whole names
+WHOLE = (
+    "target_modules",
+    "feedforward_modules",
+    "exclude_modules",
+)  # each is a list of names, or an expression for whole names
 NAMES = ("layers_pattern", "modules_to_save", "target_parameters")  # which PEFT puts into expressions of its own
 UNREAD = ("megatron_config", "megatron_core", "auto_mapping")  # PEFT imports modules of these names
 TRY = r"""
@@ -50,7 +54,9 @@ def without_patterns(config: dict[str, Any], names: Collection[str]) -> dict[str
     {'target_modules': ['model.q_proj'], 'r': 4}
     """
     config = {field: value for field, value in config.items() if field not in UNREAD}
-    whole = {field: config[field] for field in WHOLE if isinstance(config.get(field), str) and not _is_plain(config[field])}
+    whole = {
+        field: config[field] for field in WHOLE if isinstance(config.get(field), str) and not _is_plain(config[field])
+    }
     keys: list[str] = []
     for field, value in config.items():
         if field.endswith("_pattern") and field not in NAMES:

@@ -118,7 +118,9 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError as error:
                 self._refuse(400, "this is no HTTP request", error)
             if self._head > MOST_HEAD:
-                self._refuse(431, f"the head of a request has at most {MOST_HEAD} bytes, and so has what follows a body")
+                self._refuse(
+                    431, f"the head of a request has at most {MOST_HEAD} bytes, and so has what follows a body"
+                )
 
     # ------------------------------------------------------------------ pieces of an answer that need not wait
 
