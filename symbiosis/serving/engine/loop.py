@@ -57,7 +57,7 @@ class Loop:
             self._awake.notify()
 
     def ask(self, do: Callable[[], None]) -> None:
-        """Call `do` between two steps, and return its result."""
+        """Call `do` between two steps, in the engine's thread. This does not wait for it."""
         with self._awake:
             if self._closing:
                 raise ConfigError("the engine is closed")

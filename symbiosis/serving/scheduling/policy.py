@@ -8,7 +8,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -62,9 +62,7 @@ class StepBatch:
     def having(self, version: int, tenant: str) -> "StepBatch":
         tenants = {**(self.tenants or {}), tenant: (self.tenants or {}).get(tenant, 0) + 1}
         versions = self.versions | {version} if version else self.versions
-        return StepBatch(
-            self.sequences + 1, self.most_sequences, versions, self.most_versions, tenants, self.most_of_tenant
-        )
+        return replace(self, sequences=self.sequences + 1, versions=versions, tenants=tenants)
 
 
 def admit(order: Iterable[W], batch: StepBatch, start: Callable[[W], bool]) -> list[W]:

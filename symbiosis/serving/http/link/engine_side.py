@@ -253,8 +253,7 @@ def without_paths(text: str) -> str:
 def _said(error: Exception) -> tuple[str, int]:
     """Return what a client is told of an error, and the status of HTTP."""
     if isinstance(error, SymbiosisError):
-        return without_paths(str(error)), HTTPStatus.NOT_FOUND if type(
-            error
-        ).__name__ == "UnknownAdapter" else HTTPStatus.BAD_REQUEST
+        status = HTTPStatus.NOT_FOUND if isinstance(error, UnknownAdapter) else HTTPStatus.BAD_REQUEST
+        return without_paths(str(error)), status
     logger.error("a request failed", exc_info=error)
     return f"the server failed: {type(error).__name__}. Its log says more", HTTPStatus.INTERNAL_SERVER_ERROR
