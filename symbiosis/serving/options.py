@@ -11,6 +11,7 @@ from symbiosis.config import check_dtype
 from symbiosis.errors import ConfigError
 
 PORT = 8000
+Policy = Literal["fcfs", "abort", "vtc"]  # which waiting request is first; see `symbiosis.serving.scheduling.policy`
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT]iB)?", re.IGNORECASE)
 
@@ -51,7 +52,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     memory: int | float | str | None = None  # bytes, or a share of what is free; see `size`
     adapter_memory: int | float | str | None = None  # of the host's memory
     max_rank: int = 256
-    policy: Literal["fcfs", "abort", "vtc"] = "fcfs"
+    policy: Policy = "fcfs"
     first_token_s: float = 6.0
     prefill_tokens: int = 512
     dtype: str | None = None

@@ -28,8 +28,9 @@ from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.loop import Loop
 from symbiosis.serving.engine.reader import Completion, PartReader, Reader
 from symbiosis.serving.model import bytes_of
+from symbiosis.serving.options import Policy
 from symbiosis.serving.request import Finish, Output, Request
-from symbiosis.serving.scheduling.scheduler import Policy, Scheduler, StepRules
+from symbiosis.serving.scheduling.scheduler import Scheduler, StepRules
 from symbiosis.serving.step import BLOCK, Sequence
 
 

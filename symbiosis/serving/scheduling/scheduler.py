@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from symbiosis.serving.blocks import Blocks
+from symbiosis.serving.options import Policy
 from symbiosis.serving.scheduling import policy
 from symbiosis.serving.step import Segment, Sequence, Step
 
 PREFETCHED = 4  # adapters of the queue that are brought before their turn
-Policy = Literal["fcfs", "abort", "vtc"]
 
 
 class ResidentAdapters(Protocol):
