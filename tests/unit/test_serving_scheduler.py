@@ -12,7 +12,7 @@ from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.blocks import Blocks
 from symbiosis.serving.pool import NoRoom, Pool
 from symbiosis.serving.request import Request, Sampling
-from symbiosis.serving.scheduling.scheduler import Scheduler, StepRules, Unsettled
+from symbiosis.serving.scheduling.scheduler import PREFETCHED, Scheduler, StepRules, Unsettled
 from symbiosis.serving.step import BLOCK, Sequence, Step
 
 LAYERS = 2
@@ -351,6 +351,17 @@ def test_tenants_get_alike_only_under_vtc(policy: Any) -> None:
         server.step()
     others = len([id for id, _ in server.ended if id < 20])
     assert others <= 6 if policy == "vtc" else others == 20
+
+
+def test_the_adapter_that_is_brought_before_its_turn_is_the_next_one_of_the_policy() -> None:
+    server = Server(4000, StepRules(max_batch=1, policy="vtc"))
+    server.scheduler.add(sequences(0, 10, tenant="many", most=20))
+    server.step()
+    for id in range(1, 1 + PREFETCHED):
+        server.scheduler.add(sequences(id, 10, ADAPTERS[0], tenant="many"))
+    server.scheduler.add(sequences(9, 10, ADAPTERS[1], tenant="few"))
+    server.step()
+    assert server.scheduler.running[0].request.id == 0 and ADAPTERS[1] in server.here.pages
 
 
 def of_tenant(tenant: str, ids: range) -> list[list[Sequence]]:

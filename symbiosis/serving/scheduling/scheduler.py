@@ -128,7 +128,7 @@ class Scheduler:
         if self.waiting and self._something_changed:
             self._something_changed = False
             self._admit(now)
-            self._prefetch()
+            self._prefetch(now)
         return self._compose()
 
     def launched(self, step: Step) -> None:
@@ -177,11 +177,11 @@ class Scheduler:
         for sequence in joined:
             self._begin(sequence, now)
 
-    def _prefetch(self) -> None:
-        """Bring adapters of waiting sequences to the device if nothing else needs the room; each only once, so that they do not come and
+    def _prefetch(self, now: float) -> None:
+        """Bring adapters of the sequences that are next to the device if nothing else needs the room; each only once, so that they do not come and
         go at every step."""
         if self._residency is not None:
-            soon = [each.adapter for each in islice(self.waiting, PREFETCHED) if each.adapter]
+            soon = [each.adapter for each in islice(self._order(now), PREFETCHED) if each.adapter]
             self._residency.prefetch(soon)
 
     def _order(self, now: float) -> Iterable[Sequence]:
