@@ -66,14 +66,14 @@ def priority_of(x: Tensor, training: bool) -> Priority:
 
 
 def lies_by_columns(op: Op, x: Tensor) -> bool:
-    """Whether `x` is a stack that libraries multiply column by column, as it lies in a CPU's memory.
+    """Whether `x` is a matrix, or a stack, that libraries multiply column by column, as it lies in a CPU's memory.
 
     >>> lies_by_columns(Op.PRODUCT, torch.zeros(3, 8, 5).mT), lies_by_columns(Op.PRODUCT, torch.zeros(3, 5, 8))
     (True, False)
     """
-    if x.dim() != 3 or x.device.type != "cpu" or "columns" not in op.traits.uses:
+    if x.dim() not in (2, 3) or x.device.type != "cpu" or "columns" not in op.traits.uses:
         return False
-    (_, rows, columns), (_, down, along) = x.shape, x.stride()
+    (*_, rows, columns), (*_, down, along) = x.shape, x.stride()
     return (along != 1 or down < columns) and down == 1 and along >= rows
 
 

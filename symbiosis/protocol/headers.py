@@ -91,7 +91,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
     @cached_property
     def by_rows(self) -> bool:
         """Whether each row makes one row of the reply by itself, so that rows can be computed in slices."""
-        return self.op.traits.by_rows and len(self.shape) == 2
+        return self.op.traits.by_rows and len(self.shape) == 2 and not self.columns
 
     @cached_property
     def rows(self) -> int:

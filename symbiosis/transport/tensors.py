@@ -105,8 +105,9 @@ def split_payload(call: Call, memory: Tensor) -> tuple[Tensor, ...]:
 
 
 def as_multiplied(call: Call, x: Tensor) -> Tensor:
-    """Return the payload with the strides that it has in the unsplit model's product, because rounding depends on them."""
-    return x.mT if call.columns else x
+    """Return the payload with the strides that it has in the unsplit model's product, because rounding depends on them: also on that of a
+    stack of one, which `view` gives to it, as `F.linear` does."""
+    return x.mT.view(call.shape) if call.columns else x
 
 
 def check_values(call: Call, payload: Sequence[Tensor], layer: Layer) -> None:

@@ -1,6 +1,7 @@
 """How rows and gradients lie in memory decides how torch rounds, forward and backward: a split layer follows it, to the last bit."""
 
 import copy
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -23,7 +24,7 @@ def pair(serve: Callable, kind: type[nn.Module], bias: bool = True) -> list[nn.M
 
 
 def bits(*tensors: Tensor | None) -> list[bytes]:
-    return [b"" if t is None else t.detach().contiguous().numpy().tobytes() for t in tensors]
+    return [b"" if t is None else t.detach().flatten().float().numpy().tobytes() for t in tensors]
 
 
 ROWS: dict[str, Callable[[int], Tensor]] = {
@@ -45,6 +46,51 @@ def test_rows_that_lie_column_by_column(serve: Callable, how: str, rows: int) ->
         y.backward(torch.randn(y.shape))
         seen.append((bits(y, x.grad), x.grad.stride() if x.grad is not None else ()))
     assert seen[0] == seen[1]
+
+
+LAYERS = [
+    nn.Linear(257, 320, bias=False),
+    nn.Linear(128, 512, bias=False),
+    nn.Linear(96, 48),
+    nn.Linear(96, 48, bias=False),
+]
+NARROW = [nn.Linear(64, 1, bias=False), nn.Linear(3, 8), nn.Linear(1, 100), Conv1D(17, 257), Conv1D(24, 128)]
+SHAPES: dict[str, Callable[[int, int], Tensor]] = {
+    "rows": lambda rows, width: torch.randn(1, rows, width),
+    "some of a text": lambda rows, width: torch.randn(1, rows + 7, width)[:, 3 : rows + 3],
+    "the last of a text": lambda _, width: torch.randn(1, 9, width)[:, -1:],
+    "the last of texts": lambda _, width: torch.randn(3, 9, width)[:, -1:],
+    "columns": lambda rows, width: torch.randn(width, rows).t()[None],
+    "columns of a stack of one": lambda rows, width: torch.randn(1, width, rows).mT,
+    "columns of two": lambda rows, width: torch.randn(2, width, rows).mT,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
+def test_every_layout_of_rows_and_of_their_gradient(serve: Callable, dtype: torch.dtype) -> None:
+    """Of layers of odd sizes."""
+    torch.manual_seed(0)
+    plain = copy.deepcopy(nn.ModuleList(LAYERS + NARROW)).to(dtype).requires_grad_(False)
+    split = symbiosis.wrap(copy.deepcopy(plain), serve(copy.deepcopy(plain)).endpoint)
+    differ = []
+    for (number, layer), how, rows in itertools.product(enumerate(plain), SHAPES, [1, 2, 12, 33, 100]):
+        is_conv, (outputs, inputs) = isinstance(layer, Conv1D), layer.weight.shape
+        inputs, outputs = (outputs, inputs) if is_conv else (inputs, outputs)
+        given = SHAPES[how](rows, inputs).to(dtype)
+        if is_conv and how in ("the last of texts", "columns of two"):  # which a Conv1D does not take
+            continue
+        for by_columns in (False, True):
+            shape = (*given.shape[:-1], outputs)
+            dy = (torch.randn(shape).to(dtype).mT.contiguous().mT) if by_columns else torch.randn(shape).to(dtype)
+            seen = []
+            for each in (layer, layer, split[number]):
+                x = given.detach().requires_grad_()
+                y = each(x)
+                y.backward(dy)
+                seen.append(bits(y, x.grad))
+            if seen[0] == seen[1] != seen[2]:
+                differ.append((layer, how, tuple(given.shape), "by columns" if by_columns else "by rows"))
+    assert differ == []
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])

@@ -24,29 +24,40 @@ def is_strided(x: Any, has_bias: bool) -> bool:
 
 
 def is_one_matrix(x: Tensor) -> bool:
-    """Whether all rows of a stack can be seen as those of one matrix, without a copy.
+    """Whether `F.linear` sees all rows of a stack as those of one matrix. It looks at the strides of dimensions of one, too.
 
     >>> import torch
     >>> is_one_matrix(torch.zeros(2, 3, 8)[..., :4]), is_one_matrix(torch.zeros(3, 2, 4).transpose(0, 1))
     (True, False)
+    >>> is_one_matrix(torch.zeros(1, 7, 4)[:, -1:])
+    False
     """
     sizes, strides = x.shape, x.stride()
     if len(sizes) == 3:  # which most have
-        return strides[0] == strides[1] * sizes[1] or (sizes[0] == 1 and x.is_contiguous())
+        return strides[0] == strides[1] * sizes[1]
     return all(strides[dim] == strides[dim + 1] * sizes[dim + 1] for dim in range(len(sizes) - 2))
 
 
 def is_by_columns(x: Tensor) -> bool:
-    """Whether all rows of `x` are one matrix that lies column by column in a CPU's memory.
+    """Whether all rows of `x` are one matrix that libraries multiply column by column, as it lies in a CPU's memory.
 
     >>> import torch
     >>> is_by_columns(torch.zeros(8, 3).t()), is_by_columns(torch.zeros(8, 2, 3).permute(1, 2, 0)), is_by_columns(torch.zeros(2, 8, 3).mT)
     (True, True, False)
     """
-    if x.dim() < 2 or x.stride(-1) == 1 or not x.is_cpu:
+    sizes, strides = x.shape, x.stride()
+    if not x.is_cpu:
         return False
-    rows = x.shape[:-1].numel()
-    return x.stride(-2) == 1 and x.stride(-1) == rows > 1 and (x.dim() == 2 or is_one_matrix(x))
+    if len(sizes) == 2:
+        return strides[0] == 1 and strides[1] == sizes[0]
+    if not sizes or strides[-1] == 1:  # as a view of it, a matrix of more than one number lies row by row
+        return x.numel() == 1
+    rows = 1
+    for dim in range(len(sizes) - 2, -1, -1):
+        if sizes[dim] != 1 and strides[dim] != rows:
+            return False
+        rows *= sizes[dim]
+    return strides[-1] == rows > 1
 
 
 def can_be_stacked(x: Tensor, session: Session) -> bool:
@@ -57,7 +68,7 @@ def can_be_stacked(x: Tensor, session: Session) -> bool:
 def product_of_stack(x: Tensor, session: Session, layer: int, op: Op, width: int, priority: Priority) -> Tensor:
     """Multiply each matrix of `x` by the layer's weight, as `op` does."""
     taken = x.shape[-1]
-    x_GTK = x.reshape(1, -1, taken) if is_by_columns(x) else x.reshape(-1, *x.shape[-2:])
+    x_GTK = x.reshape(-1, *x.shape[-2:])
     along = (1, taken) if session.manifest[layer].transposes(op) else (width, 1)
     at_once = max(1, min(LARGEST, session.welcome.limits.max_call_bytes) // (taken * width * x.element_size()))
     parts = []
@@ -67,11 +78,21 @@ def product_of_stack(x: Tensor, session: Session, layer: int, op: Op, width: int
     return unshared(parts[0] if len(parts) == 1 else torch.cat(parts), (*x.shape[:-1], width))
 
 
-def product_by_columns(dy: Tensor, session: Session, layer: int, op: Op, width: int, priority: Priority) -> Tensor:
+def product_of_columns(
+    x: Tensor, session: Session, layer: int, op: Op, width: int, bias: bool, priority: Priority
+) -> Tensor:
+    """Multiply rows that are one matrix, which lies column by column."""
+    taken = x.shape[-1]
+    along = (1, taken) if session.manifest[layer].transposes(op) else (width, 1)
+    view, x_TK = View((taken, width), along, 0), x.reshape(-1, taken)
+    y = session.call(Op.PRODUCT, layer, x_TK, bias=bias, view=view, priority=priority, gradient=op is Op.DGRAD)
+    return unshared(y, (*x.shape[:-1], width))
+
+
+def gradient_by_columns(dy: Tensor, session: Session, layer: int, op: Op, width: int, priority: Priority) -> Tensor:
     """Return the gradient of rows that lie column by column: the columns of `dy`, multiplied by the layer's weight from the left."""
     given = dy.shape[-1]
     along = (given, 1) if session.manifest[layer].transposes(op) else (1, width)
-    view = View((1, width, given), (0, *along), 0)
-    dy_1NT = dy.reshape(-1, given).t()[None]
-    dx_1KT = session.call(Op.LEFT, layer, dy_1NT, view=view, priority=priority, gradient=True)
-    return unshared(dx_1KT[0].t(), (*dy.shape[:-1], width))
+    dy_NT = dy.reshape(-1, given).t()
+    dx_KT = session.call(Op.LEFT, layer, dy_NT, view=View((width, given), along, 0), priority=priority, gradient=True)
+    return unshared(dx_KT.t(), (*dy.shape[:-1], width))

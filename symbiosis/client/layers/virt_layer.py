@@ -26,10 +26,11 @@ from symbiosis.client.layers.bias import add_rest, add_rest_to_rows, who_adds_bi
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.client.layers.stacks import (
     can_be_stacked,
+    gradient_by_columns,
     is_by_columns,
     is_one_matrix,
     is_strided,
-    product_by_columns,
+    product_of_columns,
     product_of_stack,
 )
 from symbiosis.client.requests import is_watched, priority_of, refuse_transforms, unshared
@@ -55,8 +56,10 @@ def _product(
     of `x` is multiplied by itself."""
     if not x.numel():
         return x.new_zeros(*x.shape[:-1], width)
-    if stacked or (not bias and is_by_columns(x) and can_be_stacked(x, session)):
+    if stacked:
         return product_of_stack(x, session, layer, op, width, priority)
+    if is_by_columns(x) and can_be_stacked(x, session):
+        return product_of_columns(x, session, layer, op, width, bias, priority)
     return session.rows(op, (GroupMember(layer, width, bias),), x, priority)[0]
 
 
@@ -80,7 +83,8 @@ class EagerProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, how: tuple[Any, ...], made: tuple[Tensor] | None) -> Tensor:
         """Multiply. `how` are the op's other arguments. `made` is the result, if it is there already; as a tensor of its own it would
         count as an input."""
-        ctx.how, ctx.width, ctx.by_columns = how, x.shape[-1], is_by_columns(x)
+        *_, stacked = how
+        ctx.how, ctx.width, ctx.by_columns = how, x.shape[-1], not stacked and is_by_columns(x)
         return _product(x, *how) if made is None else made[0]
 
     @staticmethod
@@ -92,7 +96,7 @@ class EagerProduct(torch.autograd.Function):
         if dy.requires_grad and torch.is_grad_enabled():
             return _tracked_product(dy, how, None), None, None
         if ctx.by_columns and dy.numel() and can_be_stacked(dy, session):
-            return product_by_columns(dy, session, layer, INVERSE[op], ctx.width, Priority.TRAIN), None, None
+            return gradient_by_columns(dy, session, layer, INVERSE[op], ctx.width, Priority.TRAIN), None, None
         return _product(dy, *how), None, None
 
 
@@ -171,6 +175,10 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     if watched:  # alone: a compiler knows neither a tensor's identity nor its version
         number, priority = handle.session.number, int(priority_of(x, layer.training and torch.is_grad_enabled()))
         y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority, False)
+    elif added and is_by_columns(x):
+        refuse_transforms(x)
+        priority = priority_of(x, layer.training and torch.is_grad_enabled())
+        y = _tracked_product(x, (handle.session, handle.index, Op.FORWARD, width, True, priority, False), None)
     else:
         y = _grouped_product(layer, given, x, handle.session, GroupMember(handle.index, width, added))
     return add_rest_to_rows(y, bias, handle.bias if added else None) if left else y
@@ -185,14 +193,14 @@ def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width
     else:
         if x.dtype is not weight.dtype:
             _refuse_other_rows(x, weight)
-        stacked = handle.is_frozen and (is_by_columns(x) or not is_one_matrix(x)) and can_be_stacked(x, session)
+        stacked = handle.is_frozen and not is_one_matrix(x) and can_be_stacked(x, session)
         training = layer.training and torch.is_grad_enabled()
         if is_watched():
             traced = session.number, handle.index, int(Op.FORWARD), width, False, int(priority_of(x, training)), stacked
             y = torch.ops.symbiosis.product(x, *traced)
-        elif stacked:
+        elif stacked or is_by_columns(x):
             refuse_transforms(x)
-            own = session, handle.index, Op.FORWARD, width, False, priority_of(x, training), True
+            own = session, handle.index, Op.FORWARD, width, False, priority_of(x, training), stacked
             y = _tracked_product(x, own, None)
         else:
             y = _grouped_product(layer, x, x, session, GroupMember(handle.index, width, False))

@@ -85,7 +85,7 @@ def _scaled(side: slice, step: int, count: int, most: int) -> slice:
 
 
 GRIDS: dict[Op, Callable[[Sequence[int]], Grid]] = {  # for calls that do not go by rows
-    Op.PRODUCT: lambda shape: (shape[0], panels(shape[2]), row_blocks(shape[1])),
+    Op.PRODUCT: lambda shape: (*shape[:-2], panels(shape[-1]), row_blocks(shape[-2])),
     Op.LEFT: lambda shape: (*shape[:-2], row_blocks(shape[-2]), panels(shape[-1])),
     Op.GROUPED: lambda shape: (panels(shape[1]), row_blocks(shape[0])),
     Op.LOOKUP: lambda shape: (shape[0],),

@@ -37,8 +37,8 @@ def check_call(call: Call, store: Store, options: Options) -> tuple[int, ...]:
         raise CallError(Code.UNKNOWN_OP, "STATS does not belong to a layer, so it cannot be registered")
     if call.seeded:
         _check_seeded(call, options)
-    if call.columns and len(call.shape) != 3:
-        raise CallError(Code.BAD_SHAPE, f"a stack of matrices may lie column by column, not a shape {call.shape}")
+    if call.columns and len(call.shape) not in (2, 3):
+        raise CallError(Code.BAD_SHAPE, f"matrices may lie column by column, not a shape {call.shape}")
     if call.also:
         _check_group(call, store, options)
     elif call.op is not Op.ECHO:
@@ -99,7 +99,7 @@ def _check_layer(call: Call, store: Store, options: Options) -> None:
         _check_integers(call, layer, store)
     elif call.bias and not layer.bias:
         raise CallError(Code.UNKNOWN_OP, f"{layer.name} has no bias to add")
-    elif call.bias and call.op is Op.PRODUCT and not (call.by_rows and call.view and outputs_of(layer, call.view)):
+    elif call.bias and call.op is Op.PRODUCT and not _has_outputs(call, layer):
         raise CallError(
             Code.BAD_VIEW, f"a bias is added to rows that some outputs of {layer.name} make, and to no others"
         )
@@ -121,6 +121,11 @@ def _check_view(call: Call, view: View, layer: Layer, options: Options) -> None:
             f"{layer.name}: in a view of shape {view.size} with strides {view.stride} elements come more than once, and there are more "
             f"than the {prod(layer.shape)} of the weight: take the weight itself, and expand the result",
         )
+
+
+def _has_outputs(call: Call, layer: Layer) -> bool:
+    """Whether the matrix that a single matrix of rows is multiplied by is what makes some outputs of a layer."""
+    return len(call.shape) == 2 and call.view is not None and outputs_of(layer, call.view) is not None
 
 
 def _are_distinct(size: tuple[int, ...], stride: tuple[int, ...]) -> bool:
