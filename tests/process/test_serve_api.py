@@ -119,6 +119,14 @@ def test_a_stream_has_the_same_text_and_the_usage_last(api: Api) -> None:
     assert len(before) > 4, "text comes piece by piece"
 
 
+def test_each_event_tells_the_usage_so_far(api: Api) -> None:
+    asked = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    *before, last = complete(api, max_tokens=40, **asked)
+    counts = [event.usage.completion_tokens for event in before]
+    assert counts == sorted(set(counts)) and counts[0] < counts[-1] == last.usage.completion_tokens == 40
+    assert {event.usage.prompt_tokens for event in before} == {last.usage.prompt_tokens}
+
+
 def test_several_prompts_and_completions_are_numbered(api: Api) -> None:
     prompts: list[Any] = [PROMPT, list(b"class Tree:")]
     answer = complete(api, prompt=prompts[0:1] + ["class Tree:"], n=2, temperature=1.0, seed=7)

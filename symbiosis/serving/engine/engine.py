@@ -208,7 +208,8 @@ class Engine:
         """Return what is going on now, and what was counted so far."""
         blocks, pool, counts = self._served.blocks, self._served.arena.pool, self._scheduler.counts
         free = pool.free
-        now = Figures(
+        return msgspec.structs.replace(
+            self._loop.figures,
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             prefix_tokens=counts.asked,
@@ -225,9 +226,6 @@ class Engine:
             adapter_evictions=self._residency.evictions,
             finished=dict(self._loop.finished),
         )
-        counted = msgspec.structs.asdict(self._loop.figures)
-        kept = ("steps", "prompt_tokens", "generated_tokens", "first_token_s", "between_tokens_s", "queue_s", "whole_s")
-        return msgspec.structs.replace(now, **{name: counted[name] for name in kept})
 
     @property
     def is_alive(self) -> bool:

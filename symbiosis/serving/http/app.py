@@ -132,7 +132,7 @@ def _reply(front: Front, admission: Admission, body: schemas.Body, words: Words,
     admission.keep(generation.most_tokens)
     generation.begin()
     if body.is_streamed:
-        return Stream(generation, words, admission.end, body.wants_usage, body.continuation)
+        return Stream(generation, words, admission.end, body)
     return Reply(generation, words, admission.end)
 
 
