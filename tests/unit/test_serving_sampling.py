@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from symbiosis.serving.choosing.sampling import choose, logprobs_of, seed_of, uniform
+from symbiosis.serving.choosing.sampling import begin_choice, logprobs_of, seed_of, uniform
 from symbiosis.serving.request import Request, Sampling
 from symbiosis.serving.step import Sequence
 
@@ -22,7 +22,7 @@ def sequence(prompt: tuple[int, ...] = (0,), own: tuple[int, ...] = (), completi
 
 
 def ids(logits: Tensor, sequences: list[Sequence], **more: Any) -> list[int | None]:
-    return [token and token.id for token in choose(logits, sequences, **more)]
+    return [token and token.id for token in begin_choice(logits, sequences, **more).tokens()]
 
 
 def logits_of(rows: int, seed: int = 0) -> Tensor:
@@ -124,9 +124,9 @@ HOW = st.fixed_dictionaries(
 def test_a_row_draws_the_same_whatever_else_runs(hows: list[dict[str, Any]], seed: int) -> None:
     logits = logits_of(len(hows), seed)
     sequences = [sequence(own=(1, 2), **how) for how in hows]
-    together = choose(logits, sequences)
+    together = begin_choice(logits, sequences).tokens()
     for row, one in enumerate(sequences):
-        alone = choose(logits[row : row + 1], [one])[0]
+        alone = begin_choice(logits[row : row + 1], [one]).tokens()[0]
         assert alone == together[row]
 
 
@@ -148,7 +148,7 @@ def test_uniform_numbers_are_uniform() -> None:
 def test_log_probabilities_are_the_models_own() -> None:
     logits = logits_of(1)
     one = sequence(seed=5, temperature=0.3, top_k=2, logit_bias={1: 5.0}, logprobs=4)
-    (token,) = choose(logits, [one])
+    (token,) = begin_choice(logits, [one]).tokens()
     expected = logits.log_softmax(-1)[0]
     assert token is not None and token.logprob == pytest.approx(expected[token.id].item())
     values, which = expected.topk(4)

@@ -48,14 +48,14 @@ class Chosen:
         return tokens
 
 
-def choose(
+def begin_choice(
     logits: Tensor,
     sequences: list[Sequence],
     ends: frozenset[int] = frozenset(),
     allowed: dict[int, Tensor] | None = None,
-) -> list[Token | None]:
-    """Choose a token for each row of `logits` (float32 [sequences, vocabulary]), or None where the model's numbers, or the tokens allowed,
-    leave none.
+) -> Chosen:
+    """Choose a token for each row of `logits` (float32 [sequences, vocabulary]), or none where the model's numbers, or the tokens allowed,
+    leave none. This does not wait for what the device computes.
 
     Args:
         ends: The tokens that end a text.
@@ -63,15 +63,10 @@ def choose(
 
     >>> from symbiosis.serving.request import Request
     >>> greedy = Sequence(Request(id=1, prompt=(0,), sampling=Sampling(temperature=0.0)), 0, [0], None, 0.0)
-    >>> [token.id for token in choose(torch.tensor([[0.5, 2.0, 1.0]]), [greedy])]
+    >>> [token.id for token in begin_choice(torch.tensor([[0.5, 2.0, 1.0]]), [greedy]).tokens()]
     [1]
     """
-    return begin_choice(logits, sequences, ends, allowed or {}).tokens()
-
-
-def begin_choice(logits: Tensor, sequences: list[Sequence], ends: frozenset[int], allowed: dict[int, Tensor]) -> Chosen:
-    """`choose`, without waiting for what the device computes."""
-    scores = _shaped(logits, sequences, ends, allowed)
+    scores = _shaped(logits, sequences, ends, allowed or {})
     best, ids = scores.max(dim=-1)
     drawn = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
     if drawn:
