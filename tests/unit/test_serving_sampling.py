@@ -155,9 +155,9 @@ def test_log_probabilities_are_the_models_own() -> None:
     assert [id for id, _ in token.top] == which.tolist()
     assert [value for _, value in token.top] == pytest.approx(values.tolist())
     assert len(logprobs_of(logits, [0], [50])[0].top) == VOCABULARY
-    assert choose(logits, [sequence(temperature=0.0)])[0].logprob is None  # type: ignore[union-attr]
+    assert begin_choice(logits, [sequence(temperature=0.0)]).tokens()[0].logprob is None  # type: ignore[union-attr]
 
 
 def test_the_least_temperature_is_greedy() -> None:
     cold = sequence(temperature=1e-300, seed=1)
-    assert [token and token.id for token in choose(torch.tensor([[0.5, 2.0, 1.0]]), [cold])] == [1]
+    assert [token and token.id for token in begin_choice(torch.tensor([[0.5, 2.0, 1.0]]), [cold]).tokens()] == [1]
