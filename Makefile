@@ -5,6 +5,7 @@ PYTEST = $(VENV)/bin/python -m pytest
 CPU = not gpu and not multi_gpu and not ray and not soak
 # More than cores: tests wait for processes and threads as long as they compute.
 WORKERS ?= 3
+LONGEST_FIRST = tests/process tests/fault tests/docs tests/inproc tests/unit tests/gpu
 .PHONY: setup demo test test-fast test-soak test-gpu test-cluster test-browser check docs wheel
 
 setup: $(VENV)/.ready
@@ -20,7 +21,8 @@ demo: setup
 # Everything that needs no GPU; tests that measure time come last, one by one. What fails beside others is tried once more by itself,
 # and has failed if it fails again: some tests wait for threads and processes, which a busy machine may hold up.
 test: setup
-	$(PYTEST) -n $(WORKERS) --dist loadfile -m "$(CPU) and not alone" || { test $$? = 1 && $(PYTEST) -m "$(CPU) and not alone" --last-failed; }
+	$(VENV)/bin/python -m compileall -q symbiosis tests scripts
+	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(CPU) and not alone" $(LONGEST_FIRST) || { test $$? = 1 && $(PYTEST) -m "$(CPU) and not alone" --last-failed; }
 	$(PYTEST) -m "$(CPU) and alone" || { test $$? = 1 && $(PYTEST) -m "$(CPU) and alone" --last-failed; }
 
 # What one runs all day: no test of these starts a process or takes long.

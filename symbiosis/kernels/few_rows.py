@@ -22,6 +22,7 @@ from torch import Tensor
 from symbiosis.kernels import compile_c
 
 ROWS_TRIED = (2, 3, 4, 6, 8, 12, 16, 24, 32)
+LEAST_BYTES = 1 << 16  # of a matrix: a smaller one is multiplied sooner than it is called
 BYTES_TRIED = 1 << 26  # so many bytes of matrices are tried in turn, so that they come from memory and not from a cache
 TIMES_TRIED = 3
 SOURCE = Path(__file__).with_suffix(".c")
@@ -79,7 +80,7 @@ class FewRows:
         threads = max(torch.get_num_threads(), min(threads, len(os.sched_getaffinity(0))))
         same: dict[Kind, list[Tensor]] = defaultdict(list)
         for weight in weights:
-            if weight.numel():
+            if weight.nbytes >= LEAST_BYTES:
                 same[weight.shape, weight.dtype].append(weight)
         formulas: list[Formula] = [by_rows, by_columns, by_onednn]
         if sum(weight.nbytes for some in same.values() for weight in some) > BYTES_TRIED:

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +195,7 @@ def uneven(view: OperatorView) -> set[str]:
     return {" ".join(row.attack.split()[:3]) for row in uniformity(view) if row.verdict != "yes"}
 
 
+@cache
 def small_work(public: PublicKnowledge) -> Work:
     """No attack on rows asks what the owner makes of held-out text."""
     work = Work.of(public.tokenizer, SMALL)

@@ -22,6 +22,11 @@ from symbiosis.transport.tensors import DTYPE_NAME
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
+@pytest.fixture(autouse=True)
+def small_matrices_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(few_rows, "LEAST_BYTES", 1)
+
+
 def bound(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """What the rounding of one product may come to: K sums, and the result's own."""
     size = x.double().abs() @ weight.double().abs().t() + (0 if bias is None else bias.double().abs())
@@ -154,3 +159,10 @@ def test_calls_that_run_together_get_their_own_rows(dtype: torch.dtype, rows: in
             weight, bias = store.weights[layer], store.biases[layer] if biased else None
             expected = nn.functional.linear(rows_TK.double(), weight.double(), None if bias is None else bias.double())
             assert ((made.view(expected.shape) - expected).abs() <= bound(rows_TK, weight, bias)).all()
+
+
+def test_what_is_small_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert FewRows([torch.zeros(128, 64), torch.zeros(128, 128)])._chosen.keys() == {
+        (torch.Size((128, 128)), torch.float32)
+    }

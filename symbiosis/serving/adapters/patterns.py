@@ -54,6 +54,9 @@ def without_patterns(config: dict[str, Any], names: Collection[str]) -> dict[str
     {'target_modules': ['model.q_proj'], 'r': 4}
     """
     config = {field: value for field, value in config.items() if field not in UNREAD}
+    for field in WHOLE:
+        if not isinstance(config.get(field), str | list | None):
+            raise TypeError(f"{field} is a {type(config[field]).__name__}")
     whole = {
         field: config[field] for field in WHOLE if isinstance(config.get(field), str) and not _is_plain(config[field])
     }
