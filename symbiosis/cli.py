@@ -14,6 +14,7 @@ import typer.core
 from symbiosis import __version__
 from symbiosis.config import default_endpoints, load_as, load_options
 from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.memory import look_seldom
 from symbiosis.text import shown
 
 
@@ -158,6 +159,7 @@ def serve(
     from symbiosis.tools.serve.preflight import check
 
     listener = check(options)
+    look_seldom()
     set_up_threads()
     from symbiosis.tools.serve.run import serve as run
 
@@ -404,6 +406,7 @@ def main() -> None:
 
 
 def executor_main() -> None:
+    look_seldom()
     set_up_threads()
     executor_app()
 

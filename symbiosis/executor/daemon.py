@@ -1,7 +1,6 @@
 """The `symbiosis-executor` process: loads a model, serves it, drains on SIGTERM."""
 
 import ctypes
-import gc
 import logging
 import os
 import resource
@@ -22,6 +21,7 @@ from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.logs import set_up_logging
+from symbiosis.memory import look_at_what_is_new
 from symbiosis.transport.cuda.words import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3
@@ -100,8 +100,7 @@ def serve_store(store: Store, options: Options, pages: Pages | None, ready: Call
         log(logging.WARNING, "more workers than cores: they take turns", workers=options.workers, cores=cores)
     if options.shares_weights:
         store.share_weights()
-    gc.collect()
-    gc.freeze()  # the model stays: searching it for garbage takes a tenth of a second
+    look_at_what_is_new()
     server = Server(store, options)
     log(logging.INFO, "memory", **memory_plan(store, options))
     server.listen(options.listen)

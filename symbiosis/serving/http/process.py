@@ -1,7 +1,6 @@
 """The process that speaks HTTP. It is started with two sockets: one that listens, and the link to the engine's process."""
 
 import asyncio
-import gc
 import logging
 import os
 import resource
@@ -14,6 +13,7 @@ import msgspec
 import uvicorn
 
 from symbiosis.logs import name_process, set_up_logging
+from symbiosis.memory import look_at_what_is_new, look_seldom
 from symbiosis.serving.http.app import make_app
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.incoming.connections import Connection
@@ -45,8 +45,7 @@ async def serve(listener: socket.socket, link: socket.socket, options: FrontOpti
         server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(LAST_WORDS_S),
     )  # fmt: skip
     server = uvicorn.Server(config)
-    gc.collect()
-    gc.freeze()  # to look at all that was loaded, again and again, would hold up everybody's tokens
+    look_at_what_is_new()
     tasks = [asyncio.create_task(_end(server, remote)), asyncio.create_task(_watch(remote, options.engine))]
     await server.serve(sockets=[listener])
     for task in tasks:
@@ -84,6 +83,7 @@ def main() -> None:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     started = msgspec.json.decode(sys.argv[1], type=Started)
+    look_seldom()
     do_without_torch()
     name_process("http")
     set_up_logging(started.options.log_format)

@@ -1,6 +1,5 @@
 """The engine's process: it starts the other two, starts them again when they die, and drains when it is told to end."""
 
-import gc
 import logging
 import os
 import shutil
@@ -19,6 +18,7 @@ from symbiosis.endpoints import socket_path
 from symbiosis.errors import SymbiosisError
 from symbiosis.executor.model.checkpoint import located
 from symbiosis.logs import name_process, set_up_logging
+from symbiosis.memory import look_at_what_is_new
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.http.link.pulse import SILENT_S
@@ -68,8 +68,7 @@ class ServeProcesses:
                 endpoint = self._options.executor or self._start_executor()
                 self._start_http()  # while the engine is made ready
                 engine = stack.enter_context(self._engine(endpoint))
-                gc.collect()
-                gc.freeze()  # the model stays: searching it for garbage takes a tenth of a second
+                look_at_what_is_new()
                 self._welcome(engine)
                 self._await_http(endpoint, engine)
                 self._say(endpoint)
