@@ -21,7 +21,7 @@ from symbiosis.serving.adapters.library import Library
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
-from symbiosis.serving.choosing.sampling import begin_choice, choose
+from symbiosis.serving.choosing.sampling import begin_choice
 from symbiosis.serving.gpu import runner
 from symbiosis.serving.request import Request, Sampling
 from symbiosis.serving.step import Sequence
@@ -159,8 +159,8 @@ def test_a_step_does_not_wait_for_what_it_chooses() -> None:
     ]  # fmt: skip
     sequences = [Sequence(Request(id=n, prompt=(1,), sampling=how), 0, [1], None, 0.0) for n, how in enumerate(hows)]
     logits = torch.randn(3, 96, device=DEVICE)
-    expected = choose(logits.cpu(), sequences)
-    choose(logits, sequences)
+    expected = begin_choice(logits.cpu(), sequences).tokens()
+    begin_choice(logits, sequences).tokens()
     torch.cuda.set_sync_debug_mode("warn")
     try:
         with warnings.catch_warnings(record=True) as waits:
