@@ -159,8 +159,7 @@ def serve(
     from symbiosis.tools.serve.preflight import check
 
     listener = check(options)
-    look_seldom()
-    set_up_threads()
+    prepare_to_serve()
     from symbiosis.tools.serve.run import serve as run
 
     run(options, listener)
@@ -406,13 +405,13 @@ def main() -> None:
 
 
 def executor_main() -> None:
-    look_seldom()
-    set_up_threads()
+    prepare_to_serve()
     executor_app()
 
 
-def set_up_threads() -> None:
-    """Read when torch is loaded. Threads that have nothing to multiply must not spin: the clients on this machine need the cores.
-    And weights that lie in huge pages come from memory a tenth faster."""
+def prepare_to_serve() -> None:
+    """Set what matters while torch is loaded, or is read then. Threads that have nothing to multiply must not spin: the clients on this
+    machine need the cores. And weights that lie in huge pages come from memory a tenth faster."""
+    look_seldom()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

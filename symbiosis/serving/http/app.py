@@ -132,7 +132,8 @@ def _reply(front: Front, admission: Admission, body: schemas.Body, words: Words,
     admission.keep(generation.most_tokens)
     generation.begin()
     if body.is_streamed:
-        return Stream(generation, words, admission.end, body)
+        how = body.wants_usage, body.continuation, body.tells_usage
+        return Stream(generation, words, admission.end, *how)
     return Reply(generation, words, admission.end)
 
 

@@ -12,7 +12,7 @@ from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.generation import Delta, Generation
 from symbiosis.serving.http.incoming.bodies import until_hung_up
 from symbiosis.serving.http.outlet import EVENTS, JSON, Outlet, outlet_to
-from symbiosis.serving.http.schemas import Body
+from symbiosis.serving.http.schemas import Continuation
 
 FEW = 16  # choices, whose events are made together
 
@@ -51,14 +51,21 @@ class Reply:
 
 
 class Stream(Reply):
-    """An answer as events, one for whatever a choice has gained since the last one."""
+    """An answer as events, one for whatever a choice has gained since the last one.
 
-    def __init__(self, generation: Generation, words: Words, done: Callable[[], None], body: Body) -> None:
+    Args:
+        wants_usage: At the end; `tells_usage`: in each event.
+        before: What another server has told of it.
+    """
+
+    def __init__(
+        self, generation: Generation, words: Words, done: Callable[[], None], wants_usage: bool,
+        before: Continuation | None = None, tells_usage: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__(generation, words, done)
-        self._wants_usage, self._wants_usage_always = body.wants_usage, body.wants_usage_always
-        before, self._begun = body.continuation, False
+        self._wants_usage, self._tells_usage, self._begun = wants_usage, tells_usage, False
         self._tells_tokens, self._opened = before is not None, before.opened if before else 0
-        self._frame = words.frame(body.wants_usage)
+        self._frame = words.frame(wants_usage)
         self._is_light = not words.logprobs and generation.choices <= FEW
 
     async def _answer(self, outlet: Outlet) -> None:
@@ -99,7 +106,7 @@ class Stream(Reply):
 
     def _event(self, choice: dict[str, object]) -> bytes:
         before, after = self._frame
-        if self._wants_usage_always:
+        if self._tells_usage:
             after = b'],"usage":%b}' % msgspec.json.encode(usage(self._generation))
         return b"data: %b%b%b\n\n" % (before, msgspec.json.encode(choice), after)
 

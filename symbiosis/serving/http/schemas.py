@@ -106,7 +106,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def wants_usage_always(self) -> bool:
+    def tells_usage(self) -> bool:
         """Whether each event of a stream is to tell the usage so far."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
