@@ -76,6 +76,8 @@ class ServeProcesses:
                 while not self._told.wait(LOOK_EVERY_S):
                     self._look(endpoint, engine)
                 self._drain()
+            except MemoryError:
+                self._give_up("there is no memory left to serve anything")
             except Ending:
                 logger.info("ended at once")
 
@@ -195,13 +197,15 @@ class ServeProcesses:
 
     def _give_up(self, reason: str) -> NoReturn:
         """End at once, because the engine's thread could keep an orderly end waiting for ever."""
-        logger.critical("%s: the server ends", reason)
-        self._http.stop(signal.SIGKILL)
-        self._executor.stop()
-        for folder in (self._folder, self._uploads):
-            shutil.rmtree(folder, ignore_errors=True)
-        logging.shutdown()
-        os._exit(1)
+        try:
+            logger.critical("%s: the server ends", reason)
+            self._http.stop(signal.SIGKILL)
+            self._executor.stop()
+            for folder in (self._folder, self._uploads):
+                shutil.rmtree(folder, ignore_errors=True)
+            logging.shutdown()
+        finally:  # where there is no memory, any of these may fail
+            os._exit(1)
 
     def _drain(self) -> None:
         assert self._link is not None
