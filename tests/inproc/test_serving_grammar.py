@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -15,6 +16,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.serving import Engine
 from symbiosis.serving.choosing import grammar
 from symbiosis.serving.choosing.grammar import Grammars
+from symbiosis.serving.choosing.schema_cost import check_schema
 from symbiosis.serving.request import Output, Request, Sampling
 
 pytestmark = pytest.mark.long
@@ -101,6 +103,14 @@ def test_a_schema_of_large_numbers_that_cost_nothing_is_taken(schema: dict[str, 
     pytest.importorskip("llguidance")
     with engine() as one:
         assert one.generate("x", schema=json.dumps(schema), max_tokens=4).tokens
+
+
+def test_to_look_at_a_pattern_takes_time_in_proportion_to_its_length() -> None:
+    """Brackets that are never closed took the square of it, a minute and a half for this one, in which others waited."""
+    began = time.process_time()
+    check_schema(json.dumps({"type": "string", "pattern": "[" * 60_000}))
+    check_schema(json.dumps({"type": "string", "pattern": r"[\a" * 20_000}))
+    assert time.process_time() - began < 1
 
 
 def test_without_a_tokenizer_there_is_no_schema() -> None:

@@ -1,8 +1,11 @@
-"""What a JSON schema costs to prepare, told from its text: llguidance bounds all of it but numbers, which may stand for millions of states."""
+"""What a JSON schema costs to prepare. llguidance bounds all of it but numbers, which may stand for millions of states and are told from the
+text, and patterns that hold at once, whose states multiply: many of them are tried in a process of its own, which can be stopped."""
 
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +15,16 @@ MOST_REMAINDERS = (
     10_000  # that have to be told apart: of all different `multipleOf` together, which may have to hold at once
 )
 MOST_REPEATED = 50_000  # pieces that all patterns repeat
-PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(?P<least>\d{0,12})(?:,(?P<most>\d{0,12}))?\}|.", re.DOTALL)
+MOST_UNTRIED = 8  # patterns and formats of a schema, which take some milliseconds if all of them hold at once
+LONGEST_S, MOST_BYTES = 2.0, 1 << 30  # of the process in which more are tried
+TRY = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+from llguidance import LLMatcher, LLTokenizer
+LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(sys.stdin.buffer.read().decode()))
+"""
+# what follows a bracket that is never closed is one piece: to look for its end at each bracket would take the square of the length
+PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{(?P<least>\d{0,12})(?:,(?P<most>\d{0,12}))?\}|.", re.DOTALL)
 
 
 def check_schema(schema: str) -> None:
@@ -27,10 +39,23 @@ def check_schema(schema: str) -> None:
         raise Unfit("schema", f"may have multipleOf up to {MOST_REMAINDERS}, all that differ multiplied")
     if sum(repeated(value) for name, value in values if name == "pattern") > MOST_REPEATED:
         raise Unfit("schema", f"may have patterns that repeat {MOST_REPEATED} pieces")
+    if len({value for name, value in values if name in ("pattern", "format")}) > MOST_UNTRIED:
+        _try(schema)
+
+
+def _try(schema: str) -> None:
+    """Raise `Unfit` for a schema that takes too long to prepare. What else is wrong with it is found later."""
+    command = [sys.executable, "-P", "-c", TRY, str(MOST_BYTES)]
+    try:
+        ran = subprocess.run(command, input=schema.encode(), timeout=LONGEST_S, capture_output=True)
+    except subprocess.TimeoutExpired:
+        raise Unfit("schema", f"may have patterns that take {LONGEST_S} s together") from None
+    if ran.returncode < 0 or b"MemoryError" in ran.stderr:
+        raise Unfit("schema", f"may have patterns that take {MOST_BYTES >> 20} MiB together")
 
 
 def _values(told: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all numbers for `multipleOf` and all patterns."""
+    """Yield all numbers for `multipleOf`, all patterns and all formats."""
     left = [told]
     while left:
         one = left.pop()
@@ -42,6 +67,8 @@ def _values(told: Any) -> Iterator[tuple[str, Any]]:
                 yield "multipleOf", number
             if isinstance(pattern := one.get("pattern"), str):
                 yield "pattern", pattern
+            if isinstance(form := one.get("format"), str):
+                yield "format", form
             if isinstance(names := one.get("patternProperties"), dict):
                 yield from (("pattern", name) for name in names)
 
