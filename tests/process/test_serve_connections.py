@@ -125,6 +125,34 @@ def test_one_request_after_the_other_goes_over_one_connection() -> None:
     at_a_site(test)
 
 
+ASKS_MORE = b"connection: upgrade\r\nupgrade: h2c\r\n"
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 24", b"transfer-encoding: chunked"])
+def test_the_body_of_a_request_for_another_protocol_is_no_request(framing: bytes) -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        writer.write(b"POST /hello HTTP/1.1\r\n" + ASKS_MORE + framing + b"\r\n\r\n")
+        await asyncio.sleep(0.05)  # it is read by itself
+        writer.write(HELLO)
+        answer = await ends(reader)
+        assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1 ") == 1 and not site.asked
+
+    at_a_site(test)
+
+
+def test_who_asks_for_another_protocol_goes_on_with_this_one() -> None:
+    async def test(site: Site) -> None:
+        reader, writer = await site.open()
+        for _ in range(2):
+            writer.write(b"GET /hello HTTP/1.1\r\n" + ASKS_MORE + b"\r\n")
+            assert (await reader.readuntil(b"hello")).startswith(b"HTTP/1.1 200")
+        writer.write(b"GET /hello HTTP/1.1\r\n" + ASKS_MORE + b"\r\n" + HELLO)
+        assert (await ends(reader)).count(b"HTTP/1.1 200") == 1
+
+    at_a_site(test)
+
+
 @pytest.mark.parametrize("framing", [b"content-length: 8388608", b"transfer-encoding: chunked"])
 def test_a_client_that_is_answered_while_it_sends_gets_the_answer(framing: bytes) -> None:
     body = bytes(LARGE) if b"length" in framing else b"%x\r\n%b\r\n0\r\n\r\n" % (LARGE, bytes(LARGE))

@@ -13,6 +13,7 @@ HEAD_S = 20.0  # a connection that has not sent the head of a request by then is
 STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
 SLOWEST = 16 << 10  # bytes per second at which what is left of an answer is taken
 MOST_HEAD, MOST_LINES = 32 << 10, 128  # bytes of a head and of what follows a body in chunks, and lines of both
+FRAMING = b"content-length", b"transfer-encoding"  # what only a request with a body has
 MOST_EARLY = 1 << 20  # bytes that come before they may, and are not looked at
 MOST_STRANGERS, MOST_OF_AN_ADDRESS = 4096, 2048  # connections whose clients are not known
 TOO_MANY = "too many connections have asked nothing yet, or shown no key: try again, or open fewer at once"
@@ -113,8 +114,9 @@ class Connection(HttpToolsProtocol):
             self._head += len(piece)
             try:
                 self.parser.feed_data(piece)
-            except httptools.HttpParserUpgrade:
-                return  # which it does not get: the next request is HTTP, too
+            except httptools.HttpParserUpgrade as upgrade:  # which it does not get: the next request is HTTP, too
+                if upgrade.args[0] < len(piece):
+                    self._stop_reading()  # it has come too early
             except httptools.HttpParserError as error:
                 self._refuse(400, "this is no HTTP request", error)
             if self._head > MOST_HEAD:
@@ -158,6 +160,9 @@ class Connection(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade() and any(name in FRAMING for name, _ in self.headers):
+            self._refuse(400, "a request that has a body cannot ask for another protocol: send it without Upgrade")
+            raise _Refused  # the parser would take the body for the next request
         self._is_head = False
         super().on_headers_complete()
         self.cycle.transport = _Answering(self)  # type: ignore[assignment]
