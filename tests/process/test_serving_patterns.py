@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig, get_peft_model
+from peft import HRAConfig, LoraConfig, get_peft_model
 
 from symbiosis.errors import AdapterError
+from symbiosis.serving.adapters import layers
 from symbiosis.serving.adapters.library import Library
 from symbiosis.serving.alone import make_ready
 from symbiosis.serving.model import Served
@@ -108,6 +109,10 @@ def test_what_people_write_into_configurations_is_taken(
         ({"rank_pattern": [1]}, "is not a table"),
         ({"peft_type": "LOHA", "r": 20_000}, "rank is 20000"),
         ({"modules_to_save": ["zzz"], "r": 20_000}, "rank is 20000"),
+        ({**LOHA, "rank_pattern": {"q_proj": 20_000}}, "rank is 20000"),
+        ({"modules_to_save": ["zzz"], "rank_pattern": {"q_proj": 20_000}}, "rank is 20000"),
+        ({"peft_type": "OFT", "r": 0, "num_cayley_neumann_terms": 2000}, "num_cayley_neumann_terms is 2000"),
+        ({"peft_type": "PEANUT", "depth": 10_000}, "depth is 10000"),
         ({"lora_alpha": float("inf")}, "lora_alpha.* is inf"),
         ({"lora_alpha": 1e38}, "lora_alpha.* is 1e"),
         ({"layers_to_transform": "x"}, "PEFT does not take"),
@@ -119,6 +124,18 @@ def test_a_configuration_that_would_take_the_server_is_refused(
     folder = changed(good, tmp_path, change)
     with pytest.raises(AdapterError, match=told):
         Library(served).add("bad", folder)
+
+
+def test_an_adapter_whose_layers_take_long_is_refused(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps would hold up everybody else."""
+    slow = HRAConfig(r=32, apply_GS=True, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    get_peft_model(tiny_llama(), slow).save_pretrained(tmp_path / "slow")
+    assert Library(served).add("slow", tmp_path / "slow").layers
+    monkeypatch.setattr(layers, "LONGEST_S", 1e-4)
+    with pytest.raises(AdapterError, match="take too long"):
+        Library(served).add("slow", tmp_path / "slow")
 
 
 def test_who_asks_for_what_is_loaded_does_not_wait_for_what_is_read(served: Served, good: Path, tmp_path: Path) -> None:

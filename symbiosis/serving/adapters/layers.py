@@ -6,6 +6,7 @@ very rows of a group, a tap hands out what was computed already; other rows it m
 
 import copy
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -31,6 +32,7 @@ CANNOT = {
     "SHADOW": "it is a model of its own beside the base",
     "OSF": "it replaces the base's weights",
 }
+LONGEST_S, TIMES_BASE = 0.2, 100  # that all layers may take for two rows, and so many times as long as the base's
 FIELDS = ("target_modules", "feedforward_modules", "modules_to_save", "target_parameters")  # that name layers
 OPTIONS = {  # of LoRA
     "alora_invocation_tokens": "it acts from certain tokens of a prompt on only",
@@ -165,28 +167,34 @@ def peft_layers(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict
     untouched = Untouched(base, weights.config)
     try:
         layers = _made(weights, base, skeleton)
+        left = LONGEST_S
         for name, layer in layers.items():
-            _try(name, layer, base)
+            left -= _try(name, layer, base)
+            if left < 0:
+                raise AdapterError("its layers take too long: everybody else would wait for them in each step")
     finally:
         untouched.check()
     return layers
 
 
 @torch.no_grad()
-def _try(name: str, layer: nn.Module, base: Base) -> None:
-    """Run a layer on rows like those of a step."""
+def _try(name: str, layer: nn.Module, base: Base) -> float:
+    """Run a layer on rows like those of a step. Return the seconds of the processor that it took, beyond what goes with the base's own."""
     module = base.modules[name]
     if isinstance(module, nn.Embedding):
         x = torch.zeros(1, 2, dtype=torch.long)
     elif (width := _width(module)) is not None:
         x = torch.ones(1, 2, width, dtype=base.dtype)
     else:
-        return
+        return 0.0
     x = x.to(next(layer.parameters()).device)
     try:
         # without the module's hooks, which are for the rows of the step that the engine computes meanwhile
+        began = time.thread_time()
         y = module.forward(x).clone()
+        made = time.thread_time()
         run_layer(layer, x, y, slice(0, 2))
+        took = time.thread_time() - made - TIMES_BASE * (made - began)
     except SymbiosisError as error:
         raise AdapterError(f"it needs more of the base than its products: {error}") from None
     except Exception as error:  # whatever PEFT's layers raise
@@ -195,6 +203,7 @@ def _try(name: str, layer: nn.Module, base: Base) -> None:
         ) from None
     if not torch.isfinite(y).all():
         raise AdapterError(f"at {name} it makes numbers that are infinite or not numbers: its values are too large")
+    return max(0.0, took)
 
 
 def _width(module: nn.Module) -> int | None:

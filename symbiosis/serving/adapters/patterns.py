@@ -18,6 +18,8 @@ PLAIN = re.compile(r"[\w.-]*")
 LONGEST_S = 2.0  # for all of them
 LONGEST_MATCH_S = 0.05  # of the processor, for one that PEFT matches once more, where all others wait
 MOST = 10**6
+RANKS = ("r", "rank", "init_r", "target_r", "hybrid_r", "subspace_rank")
+REPEATS = {"num_cayley_neumann_terms": 32, "depth": 32, "num_B": 256}  # what is done, or made, so many times at a layer
 WHOLE = (
     "target_modules",
     "feedforward_modules",
@@ -123,12 +125,13 @@ def _is_plain(pattern: str) -> bool:
 
 def check_numbers(config: dict[str, Any], max_rank: int) -> None:
     """Raise `AdapterError` for sizes that nobody can mean, before anything is allocated for them."""
-    for name in ("r", "rank", "init_r", "target_r"):
-        if isinstance(config.get(name), int) and config[name] > max_rank:
-            raise AdapterError(
-                f"its rank is {config[name]} ({name}), and this server takes {max_rank} at most: start it with a larger max_rank"
-            )
     for name, value in _numbers(config):
+        if value > REPEATS.get(name, MOST):
+            raise AdapterError(f"its {shown(name)} is {value}, and may be {REPEATS.get(name, MOST)} at most")
+        if value > max_rank and (name in RANKS or name.endswith("rank_pattern")):
+            raise AdapterError(
+                f"its rank is {value} ({shown(name)}), and this server takes {max_rank} at most: start it with a larger max_rank"
+            )
         if not abs(value) <= MOST:
             raise AdapterError(f"its {shown(name)} is {value}: numbers must be from {-MOST} to {MOST}")
 
