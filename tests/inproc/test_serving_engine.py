@@ -359,12 +359,14 @@ class Fails(nn.Module):
     def __init__(self, inner: nn.Module, error: Exception, poison: int) -> None:
         super().__init__()
         self.inner, self.error, self.poison, self.armed = inner, error, poison, False
+        self.calls = 0
 
     @property
     def weight(self) -> Any:
         return self.inner.weight
 
     def forward(self, ids: torch.Tensor) -> Any:
+        self.calls += self.armed
         if self.armed and (ids == self.poison).any():
             raise self.error
         return self.inner(ids)
@@ -387,6 +389,24 @@ def test_one_requests_error_ends_no_other() -> None:
         assert [one.tokens() for one in good] == [expected(PROMPTS[n], 30)[0] for n in range(3)]
         with pytest.raises(GenerationFailed, match="a defect"):
             engine.generate([1])
+
+
+def test_one_requests_error_costs_many_others_little() -> None:
+    """A step of sixteen was computed by its sixteen segments, and a tenant whose rows always fail made all others slower so."""
+    model, layer = failing(RuntimeError("a defect"))
+    with Engine(model, memory=1 << 24) as engine:
+        begin = threading.Event()
+        engine._loop.ask(lambda: assert_set(begin))
+        many = [Ask(engine, n, PROMPTS[n % 3] + bytes([65 + n]), max_tokens=2, ignore_eos=True) for n in range(15)]
+        bad = Ask(engine, 99, b"\x01\x01")
+        layer.armed = True
+        begin.set()
+        assert {one.all()[0][-1].finish for one in many} == {Finish.LENGTH} and bad.all()[0][-1].finish is Finish.ERROR
+    assert layer.calls < 15
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(60)
 
 
 def test_an_executor_that_stays_away_ends_requests_and_not_the_engine() -> None:

@@ -4,8 +4,9 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from symbiosis.serving.step import Segment, Sequence, Step
 
 logger = logging.getLogger("symbiosis")
 IDLE_S = 0.001  # between looks at adapters on their way
+MANY = 64  # versions of adapters
 LITTLE = 64 << 20  # bytes, which the host has to be asked for: where these cannot be had, requests fail one by one
 
 
@@ -41,6 +43,7 @@ class Loop:
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: Launched | None = None
+        self._suspects: deque[int] = deque(maxlen=MANY)  # versions of adapters whose rows have failed
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._closing = False
@@ -147,7 +150,8 @@ class Loop:
             self.figures.steps += 1
 
     def _launch(self, step: Step) -> Launched | None:
-        """Begin to compute a step. If it fails, each segment is computed by itself, so that one request's error concerns no other."""
+        """Begin to compute a step. If it fails, its parts are computed by themselves, down to single segments, so that one request's error concerns no
+        other."""
         try:
             chosen = self._choose(step)
             self._scheduler.launched(step)
@@ -157,16 +161,34 @@ class Loop:
             self._end_all(str(error))
         except Exception as error:
             self._settle()
-            under_way = [segment for segment in step.segments if self._job_of(segment.sequence) is not None]
             if len(step.segments) > 1:
-                for segment in under_way:
-                    self._launched = self._launch(Step((replace(segment, first=0),)))
+                for part in self._parts(step):
+                    self._launched = self._launch(part)
                     self._settle()
-            elif under_way:
+            elif (job := self._job_of(step.segments[0].sequence)) is not None:
                 logger.warning("a request ends: %s", error, exc_info=not isinstance(error, SymbiosisError))
                 self.is_starved = self.is_starved or not _has_memory(self._served.device)
-                self._end(under_way[0].sequence.request.id, Finish.ERROR, f"{type(error).__name__}: {error}")
+                self._suspect(step.segments[0].sequence.version)
+                self._end(job.request.id, Finish.ERROR, f"{type(error).__name__}: {error}")
         return None
+
+    def _suspect(self, version: int) -> None:
+        if version not in self._suspects:
+            self._suspects.append(version)
+
+    def _parts(self, step: Step) -> Iterator[Step]:
+        """Divide a step that has failed: by the versions of adapters with which others have failed, else into halves. So what one request costs the
+        others grows with the logarithm of their number. Those that have ended meanwhile are left out."""
+        failed = [each for each in step.segments if each.sequence.version in self._suspects]
+        others = [each for each in step.segments if each.sequence.version not in self._suspects]
+        if not failed or not others:
+            half = len(step.segments) // 2
+            failed, others = list(step.segments[:half]), list(step.segments[half:])
+        for part in (failed, others):
+            under_way = [each for each in part if self._job_of(each.sequence) is not None]
+            if under_way:
+                firsts = accumulate((each.rows for each in under_way), initial=0)
+                yield Step(tuple(replace(each, first=first) for each, first in zip(under_way, firsts, strict=False)))
 
     def _job_of(self, sequence: Sequence) -> Job | None:
         """The job of a sequence that has not ended."""
