@@ -119,6 +119,19 @@ def test_a_stream_has_the_same_text_and_the_usage_last(api: Api) -> None:
     assert len(before) > 4, "text comes piece by piece"
 
 
+@pytest.mark.parametrize(
+    "name", ["tokenizer", "messages", "self", "conversation", "tokenize", "options", "kwargs", "bos_token"]
+)
+def test_what_a_chats_template_is_given_is_no_argument_of_ours(api: Api, name: str) -> None:
+    body = {
+        "model": "demo",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 1,
+        "chat_template_kwargs": {name: 1},
+    }
+    assert web.post(f"{api.url}/v1/chat/completions", json=body).status_code in (200, 400)
+
+
 def test_each_event_tells_the_usage_so_far(api: Api) -> None:
     asked = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
     *before, last = complete(api, max_tokens=40, **asked)

@@ -149,6 +149,10 @@ def test_a_file_that_became_wrong_changes_nothing(file: Path) -> None:
         ("anna secret-of-anna requests=-1", "NAME KEY"),
         ("anna secret-of-anna\nanna another-secret", "line 2"),
         ("anna secret-of-anna\nbert secret-of-anna", "line 2"),
+        ("anna secret-of-änna", "of ASCII"),
+        ("an\0na secret-of-anna", "printable"),
+        ("anna secret-of-anna\u2028mallory secret-of-mallory admin", "line 1"),
+        ("anna secret-of-anna\x0bmallory secret-of-mallory admin", "line 1"),
     ],
 )
 def test_what_is_wrong_is_said_by_line_and_without_a_key(tmp_path: Path, text: str, told: str) -> None:

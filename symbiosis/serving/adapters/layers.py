@@ -32,7 +32,8 @@ CANNOT = {
     "SHADOW": "it is a model of its own beside the base",
     "OSF": "it replaces the base's weights",
 }
-LONGEST_S, TIMES_BASE = 0.2, 100  # that all layers may take for two rows, and so many times as long as the base's
+LONGEST_S, TIMES_BASE = 1.0, 100  # that all layers may take for two rows, and so many times as long as the base's
+SOON_S = 0.01  # what takes longer is tried again: the first time something may have been prepared
 FIELDS = ("target_modules", "feedforward_modules", "modules_to_save", "target_parameters")  # that name layers
 OPTIONS = {  # of LoRA
     "alora_invocation_tokens": "it acts from certain tokens of a prompt on only",
@@ -169,7 +170,8 @@ def peft_layers(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict
         layers = _made(weights, base, skeleton)
         left = LONGEST_S
         for name, layer in layers.items():
-            left -= _try(name, layer, base)
+            took = _try(name, layer, base)
+            left -= took if took < SOON_S else min(took, _try(name, layer, base))
             if left < 0:
                 raise AdapterError("its layers take too long: everybody else would wait for them in each step")
     finally:

@@ -167,7 +167,7 @@ def chat_tokens(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: A
     return tuple(tokenizer(chat_text(tokenizer, messages, **options), add_special_tokens=False).input_ids)
 
 
-def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]], **options: Any) -> str:
+def chat_text(tokenizer: Any, messages: Sequence[dict[str, Any]], /, **options: Any) -> str:
     """Return the text of the prompt that `chat_tokens` returns."""
     if getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis import __version__
 from symbiosis.serving.engine.figures import Figures
-from symbiosis.serving.http import metrics, page, schemas
+from symbiosis.serving.http import page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
 from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.front import Front
@@ -223,8 +223,7 @@ async def version(front: Front, request: Request) -> ASGIApp:
 
 
 async def told_metrics(front: Front, request: Request) -> ASGIApp:
-    text = metrics.text(await front.remote.ask(Figures, "figures"), front.answered)
-    return Response(text, media_type="text/plain; version=0.0.4")
+    return Response(await front.metrics(), media_type="text/plain; version=0.0.4")
 
 
 async def figures(front: Front, request: Request) -> ASGIApp:

@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 from starlette.requests import Request as HttpRequest
 
 from symbiosis.serving.engine.detokenize import Stop, Text
+from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.limits import MANY, check_chosen
+from symbiosis.serving.http import metrics
 from symbiosis.serving.http.failures import ApiError, unknown_model, wrong
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.bodies import Bodies, until_hung_up
@@ -36,6 +38,7 @@ class Front(Keyed):
         self._lanes = Lanes(4, "http-made")
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
+        self._metrics: asyncio.Task[bytes] | None = None  # that are being made
 
     @property
     def state(self) -> str:
@@ -48,6 +51,15 @@ class Front(Keyed):
 
     def count(self, path: str, status: int) -> None:
         self.answered[path, status] = self.answered.get((path, status), 0) + 1
+
+    async def metrics(self) -> bytes:
+        """Return the figures as Prometheus reads them. All who ask while they are made get the same ones: nobody needs a key for them."""
+        if self._metrics is None or self._metrics.done():
+            self._metrics = asyncio.create_task(self._made_metrics())
+        return await asyncio.shield(self._metrics)
+
+    async def _made_metrics(self) -> bytes:
+        return metrics.text(await self.remote.ask(Figures, "figures"), self.answered)
 
     async def body(self, request: HttpRequest) -> bytes:
         """Return the whole body of a request, if it is not too large and comes in time."""

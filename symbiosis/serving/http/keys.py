@@ -170,7 +170,7 @@ class Keys:
 def read_keys(file: Path) -> dict[str, Tenant]:
     """Return the tenants of a file by name. A `ConfigError` never shows a key."""
     try:
-        lines, why = _text(file).splitlines(), doubt(file)
+        lines, why = _text(file).split("\n"), doubt(file)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read the API keys in {file}: {error}") from None
     if why:
@@ -201,6 +201,10 @@ def _text(file: Path) -> str:
 def _tenant(words: list[str], where: str) -> Tenant:
     if len(words) < 2 or len(words[1]) < SHORTEST_KEY:
         raise ConfigError(f"{where}: {LINE}; a key has at least {SHORTEST_KEY} characters")
+    if not (words[0].isprintable() and words[1].isascii() and words[1].isprintable()):
+        raise ConfigError(
+            f"{where}: names are of printable characters, and keys of ASCII's, which is all that HTTP's headers have"
+        )
     tenant = Tenant(words[0], _digest(words[1]))
     for word in words[2:]:
         if word == "admin":
