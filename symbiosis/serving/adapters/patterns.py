@@ -75,7 +75,18 @@ def without_patterns(config: dict[str, Any], names: Collection[str]) -> dict[str
     chosen = _tried(whole, keys, names)
     if not chosen.get("target_modules", names):
         raise AdapterError(f"its pattern {shown(whole['target_modules'])} matches no layer: it is for another base")
-    return config | chosen
+    return _with_subset(config | chosen, names) if chosen else config
+
+
+def _with_subset(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the configuration with `feedforward_modules` that are a subset of `target_modules`, as PEFT wants lists of both to be."""
+    targets, feedforward = config.get("target_modules"), config.get("feedforward_modules")
+    if not isinstance(targets, list) or not isinstance(feedforward, list):
+        return config
+    targeted = [name for name in names if any(name == t or name.endswith(f".{t}") for t in targets)]
+    found = [name for name in targeted if name.endswith(tuple(feedforward))]  # no dot before: PEFT's rule here
+    added = [name for name in found if name not in targets]
+    return config | {"target_modules": targets + added, "feedforward_modules": found}
 
 
 def _tried(whole: dict[str, str], keys: list[str], names: Collection[str]) -> dict[str, list[str]]:
