@@ -56,26 +56,40 @@ def without_patterns(config: dict[str, Any], names: Collection[str]) -> dict[str
     {'target_modules': ['model.q_proj'], 'r': 4}
     """
     config = {field: value for field, value in config.items() if field not in UNREAD}
-    for field in WHOLE:
-        if not isinstance(config.get(field), str | list | None):
-            raise TypeError(f"{field} is a {type(config[field]).__name__}")
-    whole = {
-        field: config[field] for field in WHOLE if isinstance(config.get(field), str) and not _is_plain(config[field])
-    }
-    keys: list[str] = []
-    for field, value in config.items():
-        if field.endswith("_pattern") and field not in NAMES:
-            keys += _keys(field, value)
-        elif field not in WHOLE:
-            _check_plain(field, value)
+    whole, keys = _expressions(config)
     if not whole and not keys:
         return config
-    if "target_modules" in whole and config.get("layers_to_transform") is not None:
-        raise AdapterError("its layers_to_transform needs a list of target_modules, not a pattern")
+    if "target_modules" in whole:
+        config = _of_all_layers(config)
     chosen = _tried(whole, keys, names)
     if not chosen.get("target_modules", names):
         raise AdapterError(f"its pattern {shown(whole['target_modules'])} matches no layer: it is for another base")
     return _with_subset(config | chosen, names) if chosen else config
+
+
+def _expressions(config: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Return the expressions for whole names, by field, and those in tables. Raises `AdapterError` for expressions anywhere else."""
+    whole: dict[str, str] = {}
+    keys: list[str] = []
+    for field, value in config.items():
+        if field in WHOLE:
+            if not isinstance(value, str | list | None):
+                raise TypeError(f"{field} is a {type(value).__name__}")
+            if isinstance(value, str) and not _is_plain(value):
+                whole[field] = value
+        elif field.endswith("_pattern") and field not in NAMES:
+            keys += _keys(field, value)
+        else:
+            _check_plain(field, value)
+    return whole, keys
+
+
+def _of_all_layers(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration without `layers_to_transform`. Where a pattern chooses layers PEFT does not look at it, and takes no LoRA
+    with both."""
+    if config.get("layers_to_transform") is not None and config.get("peft_type") == "LORA":
+        raise AdapterError("its layers_to_transform needs a list of target_modules, not a pattern")
+    return {field: value for field, value in config.items() if field != "layers_to_transform"}
 
 
 def _with_subset(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:

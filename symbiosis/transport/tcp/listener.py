@@ -256,12 +256,8 @@ class TcpListener:
 
     def _wire_below(self, frame: zmq.Frame) -> Wire | None:
         """Return the wire by which a message seems to have come. If its connection is gone, it may be another's, but ZeroMQ notices
-        that here, and the next `send` fails. Clients of ZMTP before 3.0, which are not ours, send messages that do not tell."""
-        try:
-            self._handshakes.spoke(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type]
-        except zmq.ZMQError:
-            return None
-        wire = Wire.below(frame)
+        that here, and the next `send` fails."""
+        wire = Wire.below(frame, self._handshakes.spoke)
         self._socket.getsockopt(zmq.EVENTS)
         return wire
 

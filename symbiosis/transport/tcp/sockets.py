@@ -14,7 +14,7 @@ import os
 import resource
 import socket
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
@@ -80,8 +80,15 @@ class Wire(NamedTuple):
         return None
 
     @classmethod
-    def below(cls, frame: zmq.Frame) -> "Wire | None":
-        return cls.of(int(frame.get(zmq.SRCFD)))  # type: ignore[arg-type]
+    def below(cls, frame: zmq.Frame, spoke: Callable[[int], None] = lambda _: None) -> "Wire | None":
+        """Return the connection by which a message came, of whose descriptor `spoke` is told. Messages of ZMTP before 3.0, which are not
+        ours, do not tell."""
+        try:
+            descriptor = int(frame.get(zmq.SRCFD))  # type: ignore[arg-type]
+        except zmq.ZMQError:
+            return None
+        spoke(descriptor)
+        return cls.of(descriptor)
 
     @classmethod
     def all_at(cls, port: int) -> "Iterator[Wire]":
