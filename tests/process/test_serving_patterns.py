@@ -108,6 +108,7 @@ def test_what_people_write_into_configurations_is_taken(
         ({"target_modules": "(("}, "is not a regular expression"),
         ({"rank_pattern": [1]}, "is not a table"),
         ({"peft_type": "LOHA", "r": 20_000}, "rank is 20000"),
+        ({"peft_type": "VBLORA", "num_vectors": 1000, "vector_length": 1000}, "larger than its file"),
         ({"modules_to_save": ["zzz"], "r": 20_000}, "rank is 20000"),
         ({**LOHA, "rank_pattern": {"q_proj": 20_000}}, "rank is 20000"),
         ({"modules_to_save": ["zzz"], "rank_pattern": {"q_proj": 20_000}}, "rank is 20000"),

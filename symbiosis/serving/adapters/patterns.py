@@ -19,7 +19,12 @@ LONGEST_S = 2.0  # for all of them
 LONGEST_MATCH_S = 0.05  # of the processor, for one that PEFT matches once more, where all others wait
 MOST = 10**6
 RANKS = ("r", "rank", "init_r", "target_r", "hybrid_r", "subspace_rank")
-REPEATS = {"num_cayley_neumann_terms": 32, "depth": 32, "num_B": 256}  # what is done, or made, so many times at a layer
+REPEATS = {
+    "num_cayley_neumann_terms": 32,
+    "depth": 32,
+    "num_B": 256,
+    "boft_n_butterfly_factor": 32,
+}  # what is done, or made, so many times at a layer
 WHOLE = (
     "target_modules",
     "feedforward_modules",
@@ -159,6 +164,18 @@ def check_numbers(config: dict[str, Any], max_rank: int) -> None:
             )
         if not abs(value) <= MOST:
             raise AdapterError(f"its {shown(name)} is {value}: numbers must be from {-MOST} to {MOST}")
+
+
+def check_bank(config: dict[str, Any], numbers: int) -> None:
+    """Raise `AdapterError` if a bank of vectors, which PEFT makes before it compares shapes, is larger than all that the file holds.
+
+    >>> check_bank({"peft_type": "VBLORA", "num_vectors": 16, "vector_length": 64}, numbers=2000)
+    """
+    bank = config.get("num_vectors", 0), config.get("vector_length", 0)
+    if all(isinstance(size, int) for size in bank) and bank[0] * bank[1] > numbers:
+        raise AdapterError(
+            f"its bank of {bank[0]} vectors of {bank[1]} numbers is larger than its file, which has {numbers}"
+        )
 
 
 def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, float]]:
