@@ -18,7 +18,7 @@ import msgspec
 from symbiosis.errors import Code, ProtocolError
 from symbiosis.protocol.ops import DTYPES, ITEMSIZE, MAX_DIM, MAX_GROUP, SEED_BYTES, Op, Priority
 
-VERSION = 12
+VERSION = 13
 MAGIC_CALL = b"SYMc"
 MAGIC_REPLY = b"SYMr"
 LONGEST_TEXT = 1024  # bytes of a refusal's text
