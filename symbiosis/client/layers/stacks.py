@@ -17,9 +17,10 @@ from symbiosis.protocol import Op, Priority, View
 
 
 def is_strided(x: Any, has_bias: bool) -> bool:
-    """Whether `F.linear` does not take `x` for contiguous rows. Without a bias it looks at strides alone, also at those of a dimension of one."""
+    """Whether `x` is a stack that `F.linear` does not take for contiguous rows. Without a bias it looks at strides alone, also at those of a
+    dimension of one."""
     if not isinstance(x, Tensor) or x.dim() < 3:
-        return not has_bias and isinstance(x, Tensor) and is_by_columns(x)
+        return False
     return not x.is_contiguous() or (not has_bias and not is_one_matrix(x))
 
 
@@ -65,11 +66,16 @@ def can_be_stacked(x: Tensor, session: Session) -> bool:
     return not session.keeps_secrets and x.numel() * x.element_size() <= LARGEST
 
 
+def _strides(session: Session, layer: int, op: Op, taken: int, width: int) -> tuple[int, int]:
+    """Return those of the matrix of `taken` rows by which `op` multiplies."""
+    return (1, taken) if session.manifest[layer].transposes(op) else (width, 1)
+
+
 def product_of_stack(x: Tensor, session: Session, layer: int, op: Op, width: int, priority: Priority) -> Tensor:
     """Multiply each matrix of `x` by the layer's weight, as `op` does."""
     taken = x.shape[-1]
     x_GTK = x.reshape(-1, *x.shape[-2:])
-    along = (1, taken) if session.manifest[layer].transposes(op) else (width, 1)
+    along = _strides(session, layer, op, taken, width)
     at_once = max(1, min(LARGEST, session.welcome.limits.max_call_bytes) // (taken * width * x.element_size()))
     parts = []
     for part in x_GTK.split(at_once):  # as many as libraries may copy the weight for
@@ -83,8 +89,8 @@ def product_of_columns(
 ) -> Tensor:
     """Multiply rows that are one matrix, which lies column by column."""
     taken = x.shape[-1]
-    along = (1, taken) if session.manifest[layer].transposes(op) else (width, 1)
-    view, x_TK = View((taken, width), along, 0), x.reshape(-1, taken)
+    view = View((taken, width), _strides(session, layer, op, taken, width), 0)
+    x_TK = x.reshape(-1, taken)
     y = session.call(Op.PRODUCT, layer, x_TK, bias=bias, view=view, priority=priority, gradient=op is Op.DGRAD)
     return unshared(y, (*x.shape[:-1], width))
 
@@ -92,7 +98,7 @@ def product_of_columns(
 def gradient_by_columns(dy: Tensor, session: Session, layer: int, op: Op, width: int, priority: Priority) -> Tensor:
     """Return the gradient of rows that lie column by column: the columns of `dy`, multiplied by the layer's weight from the left."""
     given = dy.shape[-1]
-    along = (given, 1) if session.manifest[layer].transposes(op) else (1, width)
-    dy_NT = dy.reshape(-1, given).t()
-    dx_KT = session.call(Op.LEFT, layer, dy_NT, view=View((width, given), along, 0), priority=priority, gradient=True)
+    down, along = _strides(session, layer, op, given, width)
+    view, dy_NT = View((width, given), (along, down), 0), dy.reshape(-1, given).t()
+    dx_KT = session.call(Op.LEFT, layer, dy_NT, view=view, priority=priority, gradient=True)
     return unshared(dx_KT.t(), (*dy.shape[:-1], width))

@@ -175,10 +175,6 @@ def remote_product(layer: nn.Module, x: Tensor, weight: RemoteWeight, width: int
     if watched:  # alone: a compiler knows neither a tensor's identity nor its version
         number, priority = handle.session.number, int(priority_of(x, layer.training and torch.is_grad_enabled()))
         y = torch.ops.symbiosis.product(x, number, handle.index, int(Op.FORWARD), width, added, priority, False)
-    elif added and is_by_columns(x):
-        refuse_transforms(x)
-        priority = priority_of(x, layer.training and torch.is_grad_enabled())
-        y = _tracked_product(x, (handle.session, handle.index, Op.FORWARD, width, True, priority, False), None)
     else:
         y = _grouped_product(layer, given, x, handle.session, GroupMember(handle.index, width, added))
     return add_rest_to_rows(y, bias, handle.bias if added else None) if left else y
@@ -198,9 +194,9 @@ def _product_of_strided(layer: nn.Module, x: Tensor, weight: RemoteWeight, width
         if is_watched():
             traced = session.number, handle.index, int(Op.FORWARD), width, False, int(priority_of(x, training)), stacked
             y = torch.ops.symbiosis.product(x, *traced)
-        elif stacked or is_by_columns(x):
+        elif stacked:
             refuse_transforms(x)
-            own = session, handle.index, Op.FORWARD, width, False, priority_of(x, training), stacked
+            own = session, handle.index, Op.FORWARD, width, False, priority_of(x, training), True
             y = _tracked_product(x, own, None)
         else:
             y = _grouped_product(layer, x, x, session, GroupMember(handle.index, width, False))
@@ -237,6 +233,9 @@ def _grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Sessio
     if made is not None and not tracked:
         return made
     priority = priority_of(x, layer.training and torch.is_grad_enabled())
+    how = session, member.layer, Op.FORWARD, member.width, member.bias, priority, False
+    if made is None and is_by_columns(x):  # by itself, as it lies
+        return _tracked_product(x, how, None)
     if made is None:
         group = groups.begin(given, x.dtype, member)
         if len(group) > 1 and x.numel():
@@ -244,7 +243,6 @@ def _grouped_product(layer: nn.Module, given: Tensor, x: Tensor, session: Sessio
                 return groups.keep(given, group, list(GroupProduct.apply(x, session, group, priority)))  # type: ignore[no-untyped-call]
             made = groups.keep(given, group, session.rows(Op.FORWARD, group, x.detach() if tracked else x, priority))
     if tracked:
-        how = session, member.layer, Op.FORWARD, member.width, member.bias, priority, False
         return _tracked_product(x, how, None if made is None else (made,))
     if made is None and x.numel():
         return session.rows(Op.FORWARD, (member,), x, priority)[0]
