@@ -11,7 +11,7 @@ from symbiosis.executor.model.store import Store
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import norms
 from symbiosis.kernels.product import product
-from symbiosis.protocol import Call, Op, outputs_of
+from symbiosis.protocol import Call, Op
 from symbiosis.transport.tensors import TORCH_DTYPE, as_multiplied, check_ids
 
 Index = tuple[slice, ...]
@@ -53,18 +53,8 @@ class Ops:
         *stack, panels, blocks = box
         columns, rows = columns_of(panels, out.shape[-1]), rows_of(blocks, out.shape[-2])
         x = self._here(as_multiplied(call, payload[0])[(*stack, rows)])
-        return (*stack, rows, columns), product(
-            x, self._operand(call, *stack, slice(None), columns), self._bias(call, columns)
-        )
-
-    def _bias(self, call: Call, columns: slice) -> Tensor | None:
-        if not call.bias or call.view is None:
-            return None
-        bias, outputs = (
-            self._store.bias(call.layer, call.dtype),
-            outputs_of(self._store.manifest[call.layer], call.view),
-        )
-        return None if bias is None or outputs is None else bias[outputs][columns]
+        v, (bias,) = self._operand(call, *stack, slice(None), columns), self._store.biases_of(call)
+        return (*stack, rows, columns), product(x, v, None if bias is None else bias[columns])
 
     def _left(self, call: Call, payload: Payload, out: Tensor, box: Box) -> Part:
         *stack, blocks, panels = box

@@ -12,7 +12,7 @@ from symbiosis.executor.calls.cut import columns_of, panels
 from symbiosis.executor.model.store import Store
 from symbiosis.kernels.integers import modular_product
 from symbiosis.kernels.product import product
-from symbiosis.protocol import WEIGHT_BITS, Call, Op, outputs_of
+from symbiosis.protocol import WEIGHT_BITS, Call, Op
 
 ALIGNED = 64  # bytes
 ONE_PRODUCT = (Op.FORWARD, Op.PRODUCT)  # ops whose reply holds each layer's product; those of DGRAD are added
@@ -42,7 +42,7 @@ class Products:
         if call.dtype in WEIGHT_BITS:  # only FORWARD and DGRAD take integers
             multiply = forward = modular_product
         if call.op in ONE_PRODUCT:
-            biases = self.biases(call)
+            biases = self.store.biases_of(call)
             outs: Sequence[Tensor | None] = out or [None] * len(matrices)
             return [forward(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
         if call.op is not Op.DGRAD:
@@ -55,7 +55,7 @@ class Products:
 
     def multiply_panels(self, call: Call, x: list[Tensor], outs: list[Tensor], side: slice) -> None:
         """Compute some columns (`side`) of a call's results, into `outs`."""
-        biases = self.biases(call)
+        biases = self.store.biases_of(call)
         multiply: Callable[..., Tensor] = modular_product if call.dtype in WEIGHT_BITS else product
         if call.op is Op.DGRAD:
             columns = columns_of(side, outs[0].shape[1])
@@ -79,14 +79,6 @@ class Products:
     def gathers_for(self, call: Call) -> bool:
         """Whether weights are brought here for a call, so that it must not be captured as a graph."""
         return False
-
-    def biases(self, call: Call) -> list[Tensor | None]:
-        """Return the bias of each layer, or None for each if the call does not ask for them."""
-        if not call.bias:
-            return [None] * len(call.layers)
-        biases = [self.store.bias(layer, call.dtype) for layer in call.layers]
-        outputs = None if call.view is None else outputs_of(self.store.manifest[call.layer], call.view)
-        return biases if outputs is None else [None if bias is None else bias[outputs] for bias in biases]
 
     def here(self, tensor: Tensor) -> Tensor:
         """Return a payload on this device, aligned as torch's own memory is, because products must not depend on the transport. The

@@ -160,7 +160,7 @@ class Launcher:
         key = call.layers, call.view, call.bias, call.dtype, padded(rows)
         if key not in self._few:
             matrices = [self._store.matrix(layer, call.op, call.view) for layer in call.layers]
-            biases = self._products.biases(call)
+            biases = self._products.store.biases_of(call)
             as_it_is = matrices[0].dtype == TORCH_DTYPE[call.dtype] and takes(matrices, rows)
             self._few[key] = FewRowsKernel(matrices, biases, rows) if as_it_is else None
         return self._few[key]

@@ -15,7 +15,7 @@ from symbiosis.errors import CallError, Code, ConfigError
 from symbiosis.kernels.integers import quantise, warm
 from symbiosis.kernels.operand import cast, matrix_of
 from symbiosis.names import modules_in_base, parameter_in_base
-from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Layer, Op, View
+from symbiosis.protocol import ELSEWHERE, MAX_DIM, WEIGHT_BITS, Call, Layer, Op, View, outputs_of
 from symbiosis.security.fingerprint import digest, model_fingerprint
 from symbiosis.security.keystream import KEY_BYTES, keystream
 from symbiosis.transport.local import shared_weights
@@ -219,6 +219,14 @@ class Store:
     def bias(self, layer: int, dtype: str) -> Tensor | None:
         bias = self.biases[layer]
         return None if bias is None else bias.to(TORCH_DTYPE[dtype])
+
+    def biases_of(self, call: Call) -> list[Tensor | None]:
+        """Return the bias of each layer, or None for each if the call does not ask for them."""
+        if not call.bias:
+            return [None] * len(call.layers)
+        biases = [self.bias(layer, call.dtype) for layer in call.layers]
+        outputs = None if call.view is None else outputs_of(self.manifest[call.layer], call.view)
+        return biases if outputs is None else [None if bias is None else bias[outputs] for bias in biases]
 
 
 def _check_view(weight: Tensor, view: View) -> None:
