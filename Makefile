@@ -19,7 +19,8 @@ demo: setup
 	$(VENV)/bin/symbiosis demo
 
 # Everything that needs no GPU; tests that measure time come last, one by one. What fails beside others is tried once more by itself,
-# and has failed if it fails again: some tests wait for threads and processes, which a busy machine may hold up.
+# and has failed if it fails again: some tests wait for threads and processes, which a busy machine may hold up. Where Python may not write
+# bytecode, each process would compile all again, so that is done first.
 test: setup
 	$(VENV)/bin/python -m compileall -q symbiosis tests scripts
 	$(PYTEST) -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "$(CPU) and not alone" $(LONGEST_FIRST) || { test $$? = 1 && $(PYTEST) -m "$(CPU) and not alone" --last-failed; }

@@ -65,9 +65,8 @@ class Paged(Served):
     @torch.inference_mode()
     def logits(self, step: Step, rows: Tensor) -> Tensor:
         for mapped in [session.mapped for session in self._sessions if session.mapped is not None]:
-            mapped.made(
-                Tokens.MANY
-            )  # training beside it gives way, though a step may have more rows than a decoding client's
+            # training beside it gives way, though a step may have more rows than a decoding client's
+            mapped.made(Tokens.MANY)
         if self.runner is not None:
             self.runner.make_room(step)
         for tell in self.before:

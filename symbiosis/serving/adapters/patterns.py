@@ -19,17 +19,10 @@ LONGEST_S = 2.0  # for all of them
 LONGEST_MATCH_S = 0.05  # of the processor, for one that PEFT matches once more, where all others wait
 MOST = 10**6
 RANKS = ("r", "rank", "init_r", "target_r", "hybrid_r", "subspace_rank")
-REPEATS = {
-    "num_cayley_neumann_terms": 32,
-    "depth": 32,
-    "num_B": 256,
-    "boft_n_butterfly_factor": 32,
-}  # what is done, or made, so many times at a layer
-WHOLE = (
-    "target_modules",
-    "feedforward_modules",
-    "exclude_modules",
-)  # each is a list of names, or an expression for whole names
+# what is done, or made, so many times at a layer
+REPEATS = {"num_cayley_neumann_terms": 32, "depth": 32, "num_B": 256, "boft_n_butterfly_factor": 32}
+# each is a list of names, or an expression for whole names
+WHOLE = ("target_modules", "feedforward_modules", "exclude_modules")
 NAMES = ("layers_pattern", "modules_to_save", "target_parameters")  # which PEFT puts into expressions of its own
 UNREAD = ("megatron_config", "megatron_core", "auto_mapping")  # PEFT imports modules of these names
 TRY = r"""

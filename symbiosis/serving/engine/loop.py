@@ -23,7 +23,7 @@ from symbiosis.serving.step import Segment, Sequence, Step
 
 logger = logging.getLogger("symbiosis")
 IDLE_S = 0.001  # between looks at adapters on their way
-MANY = 64  # versions of adapters
+MOST_SUSPECTS = 64  # versions of adapters
 LITTLE = 64 << 20  # bytes, which the host has to be asked for: where these cannot be had, requests fail one by one
 
 
@@ -43,7 +43,7 @@ class Loop:
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: Launched | None = None
-        self._suspects: deque[int] = deque(maxlen=MANY)  # versions of adapters whose rows have failed
+        self._suspects: deque[int] = deque(maxlen=MOST_SUSPECTS)  # versions of adapters whose rows have failed
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._closing = False

@@ -132,8 +132,7 @@ def _reply(front: Front, admission: Admission, body: schemas.Body, words: Words,
     admission.keep(generation.most_tokens)
     generation.begin()
     if body.is_streamed:
-        how = body.wants_usage, body.continuation, body.tells_usage
-        return Stream(generation, words, admission.end, *how)
+        return Stream(generation, words, admission.end, body.wants_usage, body.continuation, body.tells_usage)
     return Reply(generation, words, admission.end)
 
 
