@@ -137,3 +137,22 @@ def test_the_gradient_of_a_bias(serve: Callable, kind: type[nn.Module], how: str
         layer(torch.randn(2, 12, IN)).backward(GRADIENTS[how]())
         seen.append(bits(bias.grad))
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
+@pytest.mark.parametrize("rows", [1, 3, 4, 9, 40])
+def test_rows_times_the_weight_itself(serve: Callable, kind: type[nn.Module], rows: int) -> None:
+    """As methods do that take a product of the weight for an adapter's: forward, backward, and with the bias."""
+    seen = []
+    for layer in pair(serve, kind):
+        torch.manual_seed(1)
+        weight = layer.weight if kind is Conv1D else layer.weight.t()  # [IN, OUT]
+        found = []
+        for x in (torch.randn(IN, rows).t(), torch.randn(rows, IN)):
+            found += [x @ weight, torch.addmm(layer.bias, x, weight)]
+        for a in (torch.randn(rows, OUT).t(), torch.randn(OUT, rows)):
+            a.requires_grad_()
+            (weight @ a).backward(torch.randn(IN, rows))
+            found += [weight @ a, a.grad]
+        seen.append(bits(*found))
+    assert seen[0] == seen[1]

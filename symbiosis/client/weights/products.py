@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.layers.bias import add_rest, who_adds_bias
-from symbiosis.client.requests import is_watched, priority_of
+from symbiosis.client.requests import is_watched, lies_by_columns, priority_of
 from symbiosis.client.weights.view import RemoteView, stand_in
 from symbiosis.protocol import Op, View, contiguous_stride
 
@@ -44,11 +44,18 @@ def _op_by(weight: RemoteView) -> Op:
     return Op.PRODUCT
 
 
+def _op_for(x: Tensor, weight: RemoteView) -> tuple[Op, View | None]:
+    """Return the op for these rows, and the view that it takes. Rows that lie column by column are multiplied as they lie."""
+    by_columns = lies_by_columns(Op.PRODUCT, x) and not weight.handle.session.keeps_secrets
+    op = Op.PRODUCT if by_columns else _op_by(weight)
+    return op, weight.view_of() if op is Op.PRODUCT else None
+
+
 def _rows_times(x: Tensor, weight: RemoteView) -> Tensor:
     if x.numel() == 0:
         return x.new_zeros(*x.shape[:-1], weight.shape[-1])
-    op = _op_by(weight)
-    return _call(op, weight, x.to(weight.dtype), weight.view_of() if op is Op.PRODUCT else None)
+    op, view = _op_for(x, weight)
+    return _call(op, weight, x.to(weight.dtype), view)
 
 
 def _is_folded(weight: RemoteView) -> bool:
@@ -82,8 +89,9 @@ def _plus(bias: Any, x: Any, weight: Any, *, beta: float = 1, alpha: float = 1) 
         handle = weight.handle
         added, left = who_adds_bias(handle, bias, x.dtype, is_watched())
         if added:
-            priority = priority_of(x, _in_backward() or torch.is_grad_enabled())
-            y = handle.session.call(Op.FORWARD, handle.index, x, bias=True, priority=priority, gradient=_in_backward())
+            (op, view), gradient = _op_for(x, weight), _in_backward()
+            priority = priority_of(x, gradient or torch.is_grad_enabled())
+            y = handle.session.call(op, handle.index, x, bias=True, view=view, priority=priority, gradient=gradient)
             return add_rest(y, bias, handle.bias) if left else y
     y = times(x, weight)
     return NotImplemented if y is NotImplemented else beta * bias + alpha * y
