@@ -1,4 +1,5 @@
-"""What `bench_shard.py --trainers` measures: LoRA trainers on a base that several devices hold, against as many FSDP jobs as are wanted there."""
+"""What `bench_shard.py --trainers` and `--clients` measure: LoRA programs on a base that several devices hold, against as many FSDP jobs as are
+wanted there, or on other devices than the base."""
 
 import json
 import os
@@ -25,13 +26,14 @@ HERE = Path(__file__).parent
 
 
 class Load(NamedTuple):
-    """The base, what each trainer does, how many there are, and on which devices."""
+    """The base, what each program does, how many there are, and on which devices. `homes`: of the programs, if they are not those of the base."""
 
     shape: Shape
     job: Job
-    trainers: int
+    programs: int
     devices: tuple[str, ...]
     seconds: float
+    homes: tuple[str, ...] = ()
     fsdp_jobs: tuple[int, ...] = (1, 2)  # at once: the best of these counts
 
     @property
@@ -42,11 +44,22 @@ class Load(NamedTuple):
 def llama_13b(layers: int, gpus: Sequence[int], seconds: float) -> Load:
     """Eight trainers on a base with so many of Llama-13B's layers."""
     shape = Shape(layers=layers, hidden=5120, inner=13824, heads=40)
-    return Load(shape, Job("train", 2, 512), 8, tuple(f"cuda:{gpu}" for gpu in gpus), seconds)
+    return Load(shape, Job("train", 2, 512), 8, named(gpus), seconds)
 
 
-class Trainer(Program):
-    """A LoRA trainer on one of the devices."""
+def gemma_27b(layers: int, gpus: Sequence[int], homes: Sequence[int], seconds: float) -> Load:
+    """Four programs, on GPUs of their own, on a base with so many of Gemma2-27B's layers."""
+    others = (("num_key_value_heads", 16), ("head_dim", 128))
+    shape = Shape(layers, 4608, 36864, 32, 256000, "gemma2", others)
+    return Load(shape, Job("train", 2, 512), 4, named(gpus), seconds, named(homes))
+
+
+def named(gpus: Sequence[int]) -> tuple[str, ...]:
+    return tuple(f"cuda:{gpu}" for gpu in gpus)
+
+
+class Tenant(Program):
+    """A LoRA program on one of the devices."""
 
     def __init__(self, endpoint: str, shape: Shape, device: str) -> None:
         if device != "cpu":
@@ -62,7 +75,7 @@ def used_bytes(devices: Sequence[str]) -> list[int]:
 
 
 class Found(NamedTuple):
-    """Tokens a second of all trainers together, the seconds of a step of one alone, and the memory of each device that was in use."""
+    """Tokens a second of all programs together, the seconds of a step of one alone, and the memory of each device that was in use."""
 
     rate: float
     alone_s: float
@@ -82,9 +95,13 @@ def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
         load.shape.build(load.devices[0]).save_pretrained(Path(folder) / "model")
         if load.is_cuda:
             torch.cuda.empty_cache()
-        one = split(load._replace(trainers=1), Path(folder), (f"--device={load.devices[0]}", "--share-weights"))
+        with crowd_at(
+            load._replace(programs=1), Path(folder), (f"--device={load.devices[0]}", "--share-weights")
+        ) as crowd:
+            one = split(load, crowd)
         for name, options in ways.items():
-            rates[name], alone_s, memory = split(load, Path(folder), options)
+            with crowd_at(load, Path(folder), options) as crowd:
+                rates[name], alone_s, memory = split(load, crowd)
             rows.append((name, f"{rates[name]:.0f}", gib(memory)))
             made.figure(f"{name}_tokens_per_s".replace(" ", "_"), round(rates[name], 1))
             made.figure(f"{name}_gib".replace(" ", "_"), gib(memory))
@@ -95,7 +112,7 @@ def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
             rows.append((f"FSDP, {count} jobs", f"{found[count]:.0f}", gib(memory)))
             made.figure(f"fsdp_{count}_jobs_tokens_per_s", round(found[count], 1))
             made.figure(f"fsdp_{count}_jobs_gib", gib(memory))
-    print_table((f"{load.trainers} trainers, {load.job.batch} × {load.job.length}", "tokens/s", "GiB a GPU"), rows)
+    print_table((f"{load.programs} trainers, {load.job.batch} × {load.job.length}", "tokens/s", "GiB a GPU"), rows)
     made.figure("layers", load.shape.layers)
     made.figure("aim", AIM)
     made.bar("trainers_over_fsdp", round(max(rates.values()) / max(found.values()), 3), ">=", PAPER)
@@ -106,29 +123,64 @@ def gib(memory: Sequence[int]) -> str:
     return " ".join(f"{nbytes / 2**30:.1f}" for nbytes in memory)
 
 
-def split(load: Load, folder: Path, options: tuple[str, ...]) -> Found:
-    """What trainers do at a service, each on its device; the first one also alone."""
+def measure_elsewhere(load: Load, jobs: Sequence[Job], ways: dict[str, tuple[str, ...]]) -> Report:
+    """What programs that are on other devices than the base do of each job, one alone and all together, at a service laid out in each of these
+    ways."""
+    made, rows = Report("bench_shard_elsewhere"), []
+    with tempfile.TemporaryDirectory() as folder:
+        load.shape.build(load.devices[0]).save_pretrained(Path(folder) / "model")
+        if load.is_cuda:
+            torch.cuda.empty_cache()
+        for name, options in ways.items():
+            with crowd_at(load, Path(folder), options) as crowd:
+                for job in jobs:
+                    rate, alone_s, memory = split(load._replace(job=job), crowd)
+                    what = f"{job.kind} {job.batch} × {job.length}"
+                    rows.append(
+                        (name, what, f"{1e3 * alone_s:.1f}", f"{job.tokens / alone_s:.0f}", f"{rate:.0f}", gib(memory))
+                    )
+                    key = f"{name}_{job.kind}_{job.batch}x{job.length}".replace(" ", "_")
+                    made.figure(f"{key}_alone_ms", round(1e3 * alone_s, 2))
+                    made.figure(f"{key}_tokens_per_s", round(rate, 1))
+                    made.figure(f"{key}_gib", gib(memory))
+    columns = ("held by", "each of them", "one alone, ms", "tokens/s", f"{load.programs} together", "GiB a GPU")
+    print_table(columns, rows)
+    made.figure("layers", load.shape.layers)
+    made.figure("programs", load.programs)
+    return made
+
+
+@contextmanager
+def crowd_at(load: Load, folder: Path, options: tuple[str, ...]) -> Iterator[list[Worker]]:
+    """Programs, each on its device, that have joined a service which is started with these options."""
     url = f"local://{folder}/{time.monotonic_ns()}.sock"
+    homes = load.homes or load.devices
     with ExitStack() as stack:
-        crowd: list[Worker] = stack.enter_context(idle_workers(Trainer, load.trainers))
+        crowd: list[Worker] = stack.enter_context(idle_workers(Tenant, load.programs))
         stack.enter_context(executor(folder / "model", 1, f"--listen={url}", *options))
+        progress("the base is served")
         for number, worker in enumerate(crowd):
-            worker.begin(url, load.shape, load.devices[number % len(load.devices)])
+            worker.begin(url, load.shape, homes[number % len(homes)])
         for worker in crowd:
             worker.result()
-        for worker in crowd:
-            worker.send("prepare", load.job, load.is_cuda)
-        for worker in crowd:
-            worker.result()
-        progress("trainers are ready")
-        together(crowd, "run", 1.0, load.job, load.is_cuda)
-        alone = together(crowd[:1], "run", load.seconds / 2, load.job, load.is_cuda)[0]
-        paces = together(crowd, "run", load.seconds, load.job, load.is_cuda)
-        memory = used_bytes(load.devices) if load.is_cuda else []
-        rate = sum(load.job.tokens * len(pace.steps) / pace.elapsed for pace in paces)
-        alone_s = statistics.median(alone.steps)
-        progress(f"{rate:.0f} tokens/s; one alone takes {1e3 * alone_s:.1f} ms a step")
-        return Found(rate, alone_s, memory)
+        yield crowd
+
+
+def split(load: Load, crowd: Sequence[Worker]) -> Found:
+    """What they do of the job together; the first one also alone."""
+    for worker in crowd:
+        worker.send("prepare", load.job, load.is_cuda)
+    for worker in crowd:
+        worker.result()
+    progress("programs are ready")
+    together(crowd, "run", 1.0, load.job, load.is_cuda)
+    alone = together(crowd[:1], "run", load.seconds / 2, load.job, load.is_cuda)[0]
+    paces = together(crowd, "run", load.seconds, load.job, load.is_cuda)
+    memory = used_bytes(load.devices + load.homes) if load.is_cuda else []
+    rate = sum(load.job.tokens * len(pace.steps) / pace.elapsed for pace in paces)
+    alone_s = statistics.median(alone.steps)
+    progress(f"{rate:.0f} tokens/s; one alone takes {1e3 * alone_s:.1f} ms a step")
+    return Found(rate, alone_s, memory)
 
 
 def by_fsdp(load: Load, folder: Path, count: int) -> tuple[float, list[int]]:

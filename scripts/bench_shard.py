@@ -7,6 +7,7 @@ latter with few rows spread over all. They take turns, so that what else the mac
     python scripts/bench_shard.py --called    # clients map no weights: every product is a call
     python scripts/bench_shard.py --gpus 0-1  # products of 4096 × 11008, one after another, at ranks on these GPUs
     python scripts/bench_shard.py --gpus 0-1 --trainers --layers 40  # eight LoRA trainers on Llama-13B's shapes, and FSDP jobs
+    python scripts/bench_shard.py --gpus 0-1 --clients 2-3 --layers 46  # Gemma2-27B's shapes; four trainers, then four decoders, on other GPUs
 """
 
 import argparse
@@ -71,9 +72,14 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=4096, help="one side of these products")
     parser.add_argument("--inner", type=int, default=11008, help="the other; Llama-13B: 5120 and 13824")
     parser.add_argument("--trainers", action="store_true", help="measure eight trainers there, against FSDP jobs")
-    parser.add_argument("--layers", type=int, default=40, help="of the base that they train on")
+    parser.add_argument(
+        "--clients", metavar="GPUS", help="measure trainers and decoders on these, which are not those of the base"
+    )
+    parser.add_argument("--layers", type=int, default=40, help="of the base of trainers or clients")
     options = parser.parse_args()
     prepare(threads=1)
+    if options.gpus and options.clients:
+        return elsewhere(options.gpus, options.clients, options.layers, 1.0 if options.tiny else 4.0).finish()
     if options.gpus and options.trainers:
         return trainers(options.gpus, options.layers, 1.0 if options.tiny else 6.0).finish()
     if options.gpus:
@@ -222,6 +228,24 @@ def trainers(devices: str, layers: int, seconds: float) -> Report:
     load = llama_13b(layers, gpus_of(devices), seconds)
     with mps.running():
         return measure(load, {"layers": (f"--devices={devices}", "--share-weights")})
+
+
+def elsewhere(devices: str, homes: str, layers: int, seconds: float) -> Report:
+    """Trainers, then decoders, on GPUs that hold nothing of the base, so that every product is a call to another GPU."""
+    from _gpu import Job
+    from _shard_trainers import gemma_27b, measure_elsewhere
+
+    from symbiosis.config import gpus_of
+
+    load = gemma_27b(layers, gpus_of(devices), gpus_of(homes), seconds)
+    parts = (f"--devices={devices}", "--shard=fsdp")
+    ways = {
+        "layers": (f"--devices={devices}",),
+        "parts": parts,
+        "parts, few rows spread": (*parts, f"--spread-rows={SPREAD_ROWS}"),
+    }
+    with mps.running():
+        return measure_elsewhere(load, [load.job, Job("decode", 1, 128)], ways)
 
 
 if __name__ == "__main__":
