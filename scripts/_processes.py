@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AGAIN = "again"
+LAST_CHARACTERS = 10_000  # of an executor's log
 RESULT_S = 600.0  # the longest wait for an answer
 TOGETHER_S = 0.3  # from the order to the common start of several processes
 VOCABULARY = 2048
@@ -58,6 +59,9 @@ def executor(model: Path, threads: int, *options: str) -> Iterator[processes.Chi
     ):
         try:
             yield child
+        except Exception:
+            progress(f"with this executor, which has written:\n{child.log[-LAST_CHARACTERS:]}")
+            raise
         finally:
             child.still_runs()  # or says why not
 

@@ -49,6 +49,11 @@ class Child:
                 self.lines.append(line.rstrip())
 
     @property
+    def log(self) -> str:
+        """What it has written to stderr."""
+        return self._errors.read_text(errors="replace").strip()
+
+    @property
     def endpoints(self) -> list[str]:
         """The endpoints of an executor, from its first line."""
         return self.lines[0].rpartition(" at ")[2].split()
@@ -71,7 +76,7 @@ class Child:
         self._reader.join(STOP_S)
         if status:
             how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-            raise ProcessError(f"{self.name} {how}. It wrote:\n{self._errors.read_text(errors='replace').strip()}")
+            raise ProcessError(f"{self.name} {how}. It wrote:\n{self.log}")
         return False
 
     def close(self) -> None:

@@ -1,11 +1,14 @@
-"""How ranks on GPUs get the descriptors of each other's parts: each hands out those that it has, to processes of its own user."""
+"""How ranks on GPUs get the descriptors of each other's parts: each hands out those that it has, to processes of its own user.
+
+A rank keeps the descriptors of all parts, for one that is started again: CUDA exports an allocation only in the process that made it.
+"""
 
 import logging
 import os
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from symbiosis.executor.observe.log import log
 from symbiosis.security.ownership import peer_uid
@@ -20,15 +23,15 @@ class Exchange:
     """Answers at `address` for as long as this process lives."""
 
     def __init__(self) -> None:
-        self._parts: dict[int, Callable[[], list[int]]] = {}
+        self._parts: dict[int, list[int]] = {}
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("")  # a name that no file has, which the kernel chooses
         self._listener.listen(64)
         self.address: str = self._listener.getsockname().hex()
         threading.Thread(target=self._serve, name="symbiosis-exchange", daemon=True).start()
 
-    def hold(self, rank: int, descriptors: Callable[[], list[int]]) -> None:
-        """Hand out the part of a rank from now on. `descriptors` makes some, which are closed afterwards."""
+    def hold(self, rank: int, descriptors: list[int]) -> None:
+        """Hand out the part of a rank from now on. The descriptors stay open."""
         self._parts[rank] = descriptors
 
     def _serve(self) -> None:
@@ -44,17 +47,13 @@ class Exchange:
 
     def _answer(self, sock: socket.socket) -> None:
         (rank,) = COUNT.unpack(sock.recv(COUNT.size))
-        make = self._parts.get(rank)
-        if make is None:
+        descriptors = self._parts.get(rank)
+        if descriptors is None:
             sock.send(COUNT.pack(-1))
             return
-        descriptors = make()
-        try:
-            sock.send(COUNT.pack(len(descriptors)))
-            for begin in range(0, len(descriptors), MOST_AT_ONCE):
-                socket.send_fds(sock, [BEHIND], descriptors[begin : begin + MOST_AT_ONCE])
-        finally:
-            close(descriptors)
+        sock.send(COUNT.pack(len(descriptors)))
+        for begin in range(0, len(descriptors), MOST_AT_ONCE):
+            socket.send_fds(sock, [BEHIND], descriptors[begin : begin + MOST_AT_ONCE])
 
 
 def part_of(rank: int, address: str, timeout: float = ANSWER_S) -> list[int] | None:

@@ -5,6 +5,7 @@ Its first line of stdin is an `Order`. stdin stays open for as long as the servi
 
 import logging
 import os
+import resource
 import signal
 import sys
 import threading
@@ -24,11 +25,13 @@ from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.ranks.board import Ranks
-from symbiosis.executor.ranks.exchange import Exchange, close
+from symbiosis.executor.ranks.exchange import Exchange
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.partition import SizedTensor, whole_layers
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.transport.local.striped_weights import mapped, opened
+
+FOR_CLIENTS = 512  # descriptors, at least
 
 
 def main() -> None:
@@ -123,22 +126,21 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
     check_patterns(structure(order.model, options.dtype), options.serve)
     striped = StripedModel(order.model, options.dtype)
     layout = striped_weights.RunLayout(striped.manifest, options.all_shares, striped.tied)
+    must_have_descriptors(len(layout.runs))
     if kept := ranks.kept_by_others():
-        handles, digest = [imported(fd) for fd in kept[0]], kept[1]
-        close(kept[0])
+        mine, digest = kept
+        handles = {order.rank: [imported(descriptor) for descriptor in mine]}
     else:
         part = striped_weights.DevicePart(layout, order.rank, device)
         striped.read(part)
-        handles, digest = part.sealed(), striped.digest
+        handles, digest = {order.rank: part.sealed()}, striped.digest
+        mine = [exported(handle) for handle in handles[order.rank]]
     exchange = Exchange()
-    exchange.hold(order.rank, lambda: [exported(handle) for handle in handles])
-    every = {order.rank: handles}
-    for rank, fds in ranks.parts(exchange, digest).items():
-        every[rank] = [imported(fd) for fd in fds]
-        close(fds)
-    held, tensors = striped_weights.mapped(layout, every, device)
-    for rank in every:
-        exchange.hold(rank, lambda rank=rank: [exported(handle) for handle in every[rank]])  # type: ignore[misc]
+    exchange.hold(order.rank, mine)
+    for rank, theirs in ranks.parts(exchange, digest).items():
+        exchange.hold(rank, theirs)
+        handles[rank] = [imported(descriptor) for descriptor in theirs]
+    held, tensors = striped_weights.mapped(layout, handles, device)
     store = Store(striped.fill(tensors, device), options.serve, options.integers)
     store.rank, store.ranks = order.rank, ranks.ranks
     cuts = {number: layout.cuts(number) for number in layout.begins}
@@ -156,6 +158,15 @@ def gather_bytes(store: Store, wanted: int) -> int:
     if 0 < wanted < least:
         raise ConfigError(f"--gather-buffers {wanted} holds no two of the largest weights: give {least} bytes or more")
     return wanted
+
+
+def must_have_descriptors(runs: int) -> None:
+    """Raise `ConfigError` unless this process may keep a descriptor of each run, and others for its clients."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if runs + FOR_CLIENTS > limit:
+        raise ConfigError(
+            f"--shard fsdp keeps {runs} descriptors open on GPUs, and this process may have {limit} in all: allow more (ulimit -Hn), or use --shard layers"
+        )
 
 
 def must_reach_each_other(places: Sequence[str]) -> None:

@@ -219,10 +219,6 @@ class DeviceRange(DeviceMemory):
         self.address = address.value
         self._set_access(self.address, _READ)
 
-    def fds(self) -> list[int]:
-        """Return a descriptor for each piece. The caller closes them."""
-        return [exported(handle) for handle in self._handles]
-
     def close(self) -> None:
         """Unmap and release the memory. Nothing may use it any more."""
         if not self.address:
@@ -252,7 +248,7 @@ def imported(fd: int) -> int:
 
 
 def exported(handle: int) -> int:
-    """Return a descriptor of an allocation. The caller closes it."""
+    """Return a descriptor of an allocation that this process has made; CUDA refuses others. The caller closes it."""
     fd = ctypes.c_int(-1)
     check(_driver().cuMemExportToShareableHandle(ctypes.byref(fd), ctypes.c_uint64(handle), _POSIX_FD, ctypes.c_ulonglong(0)), "cuMemExportToShareableHandle")  # fmt: skip
     return fd.value
