@@ -11,7 +11,7 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.calls.plan import CallPlan, plan_of_round
 from symbiosis.protocol import Call, Op
-from symbiosis.transport.base import GpuPeer, Peer, RoundWords
+from symbiosis.transport.base import NO_MEMORY, GpuPeer, Peer, RoundWords
 from symbiosis.transport.tensors import cut
 
 ALIGNED = 16  # a GPU copies a row word by word if its bytes are a multiple of this
@@ -180,5 +180,5 @@ def call_error(error: Exception) -> CallError:
     if isinstance(error, CallError):
         return error
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or "allocate memory" in str(error):
-        return CallError(Code.RESOURCE, "the executor has no memory for this call: send fewer rows at once")
+        return CallError(Code.RESOURCE, NO_MEMORY)
     return CallError(Code.INTERNAL, f"the call failed in the executor: {type(error).__name__} {error}".splitlines()[0])

@@ -13,6 +13,7 @@ from symbiosis.security.keys import Keyring
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tensors import Shapes, bytes_tensor
 
+NO_MEMORY = "the executor has no memory for this call: send fewer rows at once"
 UNJOINED_S = 10.0  # a connection that has not joined by then is ended
 
 

@@ -3,6 +3,7 @@
 With memory that only looks like a GPU's.
 """
 
+import itertools
 import os
 import socket
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ from symbiosis.protocol import (
     encode_control,
 )
 from symbiosis.transport.cuda import peer as cuda
-from symbiosis.transport.cuda.words import BELL, CURRENT
+from symbiosis.transport.cuda.elsewhere import Place, Staging
+from symbiosis.transport.cuda.words import BELL, CURRENT, aligned
 
 NBYTES, ROWS = 4096, (4, 8)
 CALL = call_body(Call(Op.FORWARD, 0, "float32", ROWS))
@@ -98,11 +100,12 @@ class Inbox:
 
 
 class Peer(cuda.DevicePeer):
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: bool = False) -> None:
         self._socket, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._inbox: Any = Inbox()
         self._segments, self._calls, self._uses, self._remote, self._replies, self._rounds = {}, {}, {}, {}, {}, {}
-        self._elsewhere = self._looking = False
+        self._looking = False
+        self._staging = Staging(self._inbox.device) if elsewhere else None
         self.words: Any = [0] * 256
         self._words: Any = SimpleNamespace(at=lambda index: 4 * index)
         self.dropped = False
@@ -186,3 +189,44 @@ def test_a_round_that_was_forgotten_is_not_taken_for_an_unanswered_call() -> Non
     peer._resume()
     assert peer.words[BELL] == 0 and peer._looking
     peer.close()
+
+
+def test_calls_of_another_gpu_lie_in_one_place() -> None:
+    """A client has one call under way at a time, so many registered calls need no more memory here than the largest."""
+    peer, numbers = Peer(elsewhere=True), range(1, 200)
+    peer.ask(Segment(0, NBYTES))
+    for number in numbers:
+        assert peer.ask(Register(number, CALL, 0, 0, ((0, 1024), (0, 2048)))) == Registered(ROWS)
+    of_each = [peer._calls[number].tensors for number in numbers]
+    assert len({tensor.untyped_storage().data_ptr() for tensors in of_each for tensor in tensors}) == 1
+    for tensors in of_each:
+        places = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors)
+        assert len(places) == 3 and all(end <= begin for (_, end), (begin, _) in itertools.pairwise(places))
+    assert peer.ask(Forget(tuple(numbers))) == Done()
+    peer.close()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_memory_for_larger_calls_doubles(order: int) -> None:
+    staging, blocks = Staging(torch.device("cpu")), {}
+    for rows in range(1, 500)[::order]:
+        (tensor,) = staging.tensors([Place(Memory(0), 0, "float32", (rows, 64))])  # type: ignore[arg-type]
+        assert tensor.shape == (rows, 64)
+        storage = tensor.untyped_storage()
+        blocks[storage.data_ptr()] = storage
+    assert sum(storage.nbytes() for storage in blocks.values()) <= 3 * aligned(500 * 64 * 4)
+
+
+def test_without_memory_a_call_is_refused_and_the_session_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer(elsewhere=True)
+    peer.ask(Segment(0, NBYTES))
+    with monkeypatch.context() as full:
+        full.setattr(torch.Tensor, "new_empty", fails)
+        refused = peer.ask(Register(1, CALL, 0, 0))
+    assert isinstance(refused, Refusal) and refused.code == Code.RESOURCE and "no memory" in refused.message
+    assert not peer.dropped and peer.ask(Register(1, CALL, 0, 0)) == Registered(ROWS)
+    peer.close()
+
+
+def fails(*_: Any) -> None:
+    raise torch.OutOfMemoryError("of a GPU")

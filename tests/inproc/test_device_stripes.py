@@ -1,6 +1,7 @@
 """Where tensors lie that several GPUs hold in parts, and how ranks get descriptors of each other's parts."""
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
@@ -10,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from symbiosis.errors import ProtocolError
+from symbiosis.errors import ConfigError, ProtocolError
 from symbiosis.executor.ranks.exchange import Exchange, close, part_of
+from symbiosis.executor.ranks.rank import must_have_descriptors
 from symbiosis.protocol import Layer
 from symbiosis.transport.cuda import striped_weights
 from symbiosis.transport.cuda.striped_weights import PAGE, RunLayout
@@ -146,3 +148,10 @@ def test_an_exchange_outlives_whoever_says_nothing() -> None:
 def test_nobody_at_an_address_is_an_error() -> None:
     with pytest.raises(OSError, match="refused"):
         part_of(0, b"\0symbiosis-nobody".hex())
+
+
+def test_descriptors_that_may_not_be_kept_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (4096, 4096))
+    must_have_descriptors(3000)
+    with pytest.raises(ConfigError, match="keeps 4000 descriptors open .* may have 4096 in all: allow more"):
+        must_have_descriptors(4000)

@@ -7,7 +7,7 @@ import socket
 import struct
 from math import prod
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ from symbiosis.transport import control
 from symbiosis.transport.base import PeerHome, Prepared, PreparedRound, RoundWords
 from symbiosis.transport.control import answer, received
 from symbiosis.transport.cuda.driver import WRITE_32, CudaError, DeviceMemory, MemOp, MemOps, WordPage, copy, why_not
+from symbiosis.transport.cuda.elsewhere import Place, RemoteCopies, Staging
 from symbiosis.transport.cuda.words import (
     ANSWERED,
     BATCHED,
@@ -64,28 +65,6 @@ from symbiosis.transport.cuda.words import (
 from symbiosis.transport.local.shared_page import Offer
 
 
-class RemoteTensor(NamedTuple):
-    """The address of a tensor in a client's memory, and the tensor itself; if the client is on another GPU, one of ours in its place."""
-
-    address: int
-    tensor: Tensor
-
-
-class RemoteCopies:
-    """Copies a call's payload here from another GPU, and its results back."""
-
-    def __init__(self, payload: list[RemoteTensor], results: list[RemoteTensor]) -> None:
-        self._payload, self._results = payload, results
-
-    def fetch(self, stream: int) -> None:
-        for address, tensor in self._payload:
-            copy(tensor.data_ptr(), address, tensor.nbytes, stream)
-
-    def deliver(self, stream: int) -> None:
-        for address, tensor in self._results:
-            copy(address, tensor.data_ptr(), tensor.nbytes, stream)
-
-
 class DevicePeer:
     """The executor's end of one connection whose calls a GPU makes."""
 
@@ -103,7 +82,7 @@ class DevicePeer:
         if reason is not None:
             raise CallError(Code.UNKNOWN_OP, f"this executor takes no calls of GPUs: {reason}")
         check_words(fds[0])
-        self._elsewhere = hello.device != device_name(self._inbox.device)
+        self._staging = None if hello.device == device_name(self._inbox.device) else Staging(self._inbox.device)
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._words = WordPage(fds[0])
@@ -141,7 +120,7 @@ class DevicePeer:
         weights: list[int] = []
         try:
             with received(self._socket, decode_from_client) as (message, fds):
-                if isinstance(message, Share) and message.weights and not self._elsewhere:
+                if isinstance(message, Share) and message.weights and self.here:
                     weights = self.offer.descriptors(on_gpu=True)
                 said = self._control(message, fds)
             if said is None:
@@ -232,26 +211,24 @@ class DevicePeer:
         if len(places_of) != len(shapes):
             raise CallError(Code.BAD_FRAME, "each result of a call has one place")
         kinds = [(call.payload_dtype, call.payload_shape), ("int32", (call.groups,))]
-        payload = [self._place(message.segment, start, *kind) for start, kind in zip(starts, kinds, strict=False)]
-        outs = [self._place(*place, call.dtype, part) for place, part in zip(places_of, shapes, strict=True)]
-        tensors, results = (tuple(place.tensor for place in places) for places in (payload, outs))
-        self._calls[message.number] = self._inbox.prepare(self, message.number, call, tensors, results)
-        if self._elsewhere:
-            self._remote[message.number] = RemoteCopies(payload, outs)
+        places = [self._place(message.segment, start, *kind) for start, kind in zip(starts, kinds, strict=False)]
+        parts = len(places)
+        places += [self._place(*place, call.dtype, part) for place, part in zip(places_of, shapes, strict=True)]
+        tensors = self._staging.tensors(places) if self._staging else [place.tensor() for place in places]
+        prepared = self._inbox.prepare(self, message.number, call, tuple(tensors[:parts]), tuple(tensors[parts:]))
+        self._calls[message.number] = prepared
+        if self._staging:
+            self._remote[message.number] = RemoteCopies(places, tensors, parts)
         self._uses[message.number] = frozenset([message.segment, *(segment for segment, _ in places_of)])
         return shape
 
-    def _place(self, segment: int, start: int, dtype: str, shape: tuple[int, ...]) -> RemoteTensor:
+    def _place(self, segment: int, start: int, dtype: str, shape: tuple[int, ...]) -> Place:
         if segment not in self._segments or start < 0 or start % ROW_ALIGNED:
             raise CallError(Code.BAD_FRAME, "there is no such place in the client's device memory")
         memory = self._segments[segment]
         if (end := start + prod(shape) * ITEMSIZE[dtype]) > memory.nbytes:
             raise CallError(Code.GROW, str(end))
-        if self._elsewhere:
-            here = torch.empty(shape, dtype=getattr(torch, dtype), device=self._inbox.device)
-        else:
-            here = memory.tensor(start, dtype, shape)
-        return RemoteTensor(memory.address + start, here)
+        return Place(memory, start, dtype, shape)
 
     def _resume(self) -> None:
         """Look at the bell from now on. A call that an earlier executor left unanswered counts as having come again."""
@@ -286,7 +263,7 @@ class DevicePeer:
         if prepared is None:
             self._listener.drop(self)
             return True
-        if self._elsewhere:
+        if self._staging:
             self._remote[number].fetch(self._inbox.stream)
         return self._inbox.on_doorbell(prepared)
 
@@ -319,7 +296,7 @@ class DevicePeer:
     @property
     def here(self) -> bool:
         """Whether the client's memory is on the executor's own GPU."""
-        return not self._elsewhere
+        return self._staging is None
 
     def answer(self, number: int) -> tuple[int, int]:
         """Return the address of the word that tells the client of an answer, and the value that it must take."""
@@ -381,6 +358,8 @@ class DevicePeer:
             self._word(ROUNDS_OVER)
         self._calls.clear()
         self._remote.clear()
+        if self._staging:
+            self._staging.clear()
         for memory in self._segments.values():
             memory.close()
         self._words.close()

@@ -34,14 +34,14 @@ from symbiosis.protocol import (
     parse_call_body,
     split_call,
 )
-from symbiosis.transport.base import Prepared, ServerPort, refuse
+from symbiosis.transport.base import NO_MEMORY, Prepared, ServerPort, refuse
 from symbiosis.transport.cuda.driver import new_stream
 from symbiosis.transport.cuda.peer import device_name
 from symbiosis.transport.cuda.words import aligned
 from symbiosis.transport.nccl import driver as nccl_driver
 from symbiosis.transport.nccl.driver import UNIQUE_BYTES, Communicator, NcclError
 from symbiosis.transport.reactor import CAN_SPIN
-from symbiosis.transport.tcp.peer import NO_MEMORY, TcpHome, TcpPeer
+from symbiosis.transport.tcp.peer import TcpHome, TcpPeer
 from symbiosis.transport.tcp.sockets import Wire
 from symbiosis.transport.tensors import bytes_of, tensor_at
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import Call, Limits, parse_call_body, split_call
-from symbiosis.transport.base import ServerPort, refuse
+from symbiosis.transport.base import NO_MEMORY, ServerPort, refuse
 from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.discard import Discard
-from symbiosis.transport.tcp.peer import NO_MEMORY, TcpPeer
+from symbiosis.transport.tcp.peer import TcpPeer
 from symbiosis.transport.tcp.sockets import cut, most_frames, sizes
 from symbiosis.transport.tcp.unread import Unread
 from symbiosis.transport.tensors import empty, tensor_at, tensor_of_frame

@@ -15,8 +15,6 @@ from symbiosis.transport.reactor import Reactor
 from symbiosis.transport.tcp.sockets import COPY_BELOW, Wire, cut
 from symbiosis.transport.tensors import bytes_of
 
-NO_MEMORY = "the executor has no memory for this call: send fewer rows at once"
-
 
 class TcpHome(Protocol):
     """What a peer needs of the listener that it came by."""

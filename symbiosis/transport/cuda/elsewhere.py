@@ -1,0 +1,76 @@
+"""Calls of clients on another GPU of the host: their rows and results lie in memory of the executor's GPU meanwhile."""
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from symbiosis.errors import CallError, Code
+from symbiosis.transport.base import NO_MEMORY
+from symbiosis.transport.cuda.driver import DeviceMemory, copy
+from symbiosis.transport.cuda.words import aligned
+from symbiosis.transport.tensors import TORCH_DTYPE, tensor_at
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a client's memory."""
+
+    memory: DeviceMemory
+    start: int
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def address(self) -> int:
+        return self.memory.address + self.start
+
+    def tensor(self) -> Tensor:
+        return self.memory.tensor(self.start, self.dtype, self.shape)
+
+
+class Staging:
+    """Memory here for the calls of one client. They come one by one, so all begin at the same place. When one needs more, other memory is
+    taken, in which the next ones lie, too; calls that were registered before stay where they are."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def clear(self) -> None:
+        """Give the memory back, when the client is gone and nothing uses it any more."""
+        self._memory = self._memory.new_empty(0)
+
+    def tensors(self, places: Sequence[Place]) -> list[Tensor]:
+        """Return a tensor here for each of these, one behind the other."""
+        sizes = [aligned(torch.Size(place.shape).numel() * TORCH_DTYPE[place.dtype].itemsize) for place in places]
+        *starts, nbytes = itertools.accumulate(sizes, initial=0)
+        if nbytes > len(self._memory):
+            self._memory = self._taken(max(nbytes, 2 * len(self._memory)))
+        return [
+            tensor_at(self._memory, start, place.dtype, place.shape)
+            for start, place in zip(starts, places, strict=True)
+        ]
+
+    def _taken(self, nbytes: int) -> Tensor:
+        try:
+            return self._memory.new_empty(nbytes)
+        except torch.OutOfMemoryError:
+            raise CallError(Code.RESOURCE, NO_MEMORY) from None
+
+
+class RemoteCopies:
+    """Copies a call's payload here from another GPU, and its results back."""
+
+    def __init__(self, places: Sequence[Place], tensors: Sequence[Tensor], parts: int) -> None:
+        """`parts`: how many of them, the first, are the payload."""
+        pairs = [(place.address, tensor) for place, tensor in zip(places, tensors, strict=True)]
+        self._payload, self._results = pairs[:parts], pairs[parts:]
+
+    def fetch(self, stream: int) -> None:
+        for address, tensor in self._payload:
+            copy(tensor.data_ptr(), address, tensor.nbytes, stream)
+
+    def deliver(self, stream: int) -> None:
+        for address, tensor in self._results:
+            copy(address, tensor.data_ptr(), tensor.nbytes, stream)
