@@ -6,6 +6,7 @@ latter with few rows spread over all. They take turns, so that what else the mac
     python scripts/bench_shard.py --tiny      # on a CPU, about a minute and a half on two cores
     python scripts/bench_shard.py --called    # clients map no weights: every product is a call
     python scripts/bench_shard.py --gpus 0-1  # products of 4096 × 11008, one after another, at ranks on these GPUs
+    python scripts/bench_shard.py --gpus 0 --ranks 2  # ... at two ranks that share one
     python scripts/bench_shard.py --gpus 0-1 --trainers --layers 40  # eight LoRA trainers on Llama-13B's shapes, and FSDP jobs
     python scripts/bench_shard.py --gpus 0-1 --clients 2-3 --layers 46  # Gemma2-27B's shapes; four trainers, then four decoders, on other GPUs
 """
@@ -83,7 +84,9 @@ def main() -> int:
     if options.gpus and options.trainers:
         return trainers(options.gpus, options.layers, 1.0 if options.tiny else 6.0).finish()
     if options.gpus:
-        return on_gpus(options.gpus, (1024, 2048, 2) if options.tiny else (options.hidden, options.inner, 3)).finish()
+        return on_gpus(
+            options.gpus, options.ranks, (1024, 2048, 2) if options.tiny else (options.hidden, options.inner, 3)
+        ).finish()
     hidden, layers, seconds = (512, 8, 0.8) if options.tiny else (1024, 16, 3.0)
     found = sides(options.ranks)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -169,16 +172,18 @@ def report(found: Sequence[Side], ranks: int, nbytes: int) -> Report:
     return made
 
 
-def on_gpus(devices: str, sizes: tuple[int, int, int]) -> Report:
-    """Products at one executor, and at ranks that hold whole layers or parts of all, called from the first GPU. `sizes`: hidden, inner, layers."""
+def on_gpus(devices: str, ranks: int, sizes: tuple[int, int, int]) -> Report:
+    """Products at one executor, and at ranks that hold whole layers or parts of all, called from the first GPU. `ranks`: how many share the GPU, if
+    there is but one. `sizes`: hidden, inner, layers."""
     from _shard_gpu import LayerByLayer, save_wide
 
     hidden, inner, layers = sizes
-    parts = (f"--devices={devices}", "--shard=fsdp")
+    layers_on = (f"--devices={devices}", *((f"--ranks={ranks}",) if devices.isdecimal() else ()))
+    parts = (*layers_on, "--shard=fsdp")
     first = f"cuda:{devices.partition('-')[0].partition(',')[0]}"
     found = {
         ONE: (f"--device={first}",),
-        "layers": (f"--devices={devices}",),
+        "layers": layers_on,
         "fsdp, in place": parts,
         "fsdp, gathered": (*parts, f"--gather-buffers={6 * 2 * hidden * inner}"),
         "fsdp, on shards": (*parts, "--spread-rows=1024"),

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from symbiosis.errors import CallError, Code
-from symbiosis.transport.base import NO_MEMORY
 from symbiosis.transport.cuda.driver import DeviceMemory, copy
 from symbiosis.transport.cuda.words import aligned
 from symbiosis.transport.tensors import TORCH_DTYPE, tensor_at
@@ -37,26 +35,16 @@ class Staging:
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def clear(self) -> None:
-        """Give the memory back, when the client is gone and nothing uses it any more."""
-        self._memory = self._memory.new_empty(0)
-
     def tensors(self, places: Sequence[Place]) -> list[Tensor]:
         """Return a tensor here for each of these, one behind the other."""
         sizes = [aligned(torch.Size(place.shape).numel() * TORCH_DTYPE[place.dtype].itemsize) for place in places]
         *starts, nbytes = itertools.accumulate(sizes, initial=0)
         if nbytes > len(self._memory):
-            self._memory = self._taken(max(nbytes, 2 * len(self._memory)))
+            self._memory = self._memory.new_empty(max(nbytes, 2 * len(self._memory)))
         return [
             tensor_at(self._memory, start, place.dtype, place.shape)
             for start, place in zip(starts, places, strict=True)
         ]
-
-    def _taken(self, nbytes: int) -> Tensor:
-        try:
-            return self._memory.new_empty(nbytes)
-        except torch.OutOfMemoryError:
-            raise CallError(Code.RESOURCE, NO_MEMORY) from None
 
 
 class RemoteCopies:

@@ -36,7 +36,7 @@ from symbiosis.protocol import (
 )
 from symbiosis.security.ownership import peer_pid
 from symbiosis.transport import control
-from symbiosis.transport.base import PeerHome, Prepared, PreparedRound, RoundWords
+from symbiosis.transport.base import NO_MEMORY, PeerHome, Prepared, PreparedRound, RoundWords
 from symbiosis.transport.control import answer, received
 from symbiosis.transport.cuda.driver import WRITE_32, CudaError, DeviceMemory, MemOp, MemOps, WordPage, copy, why_not
 from symbiosis.transport.cuda.elsewhere import Place, RemoteCopies, Staging
@@ -128,6 +128,8 @@ class DevicePeer:
                 self._listener.drop(self)
         except BlockingIOError:
             pass
+        except torch.OutOfMemoryError:
+            control.tell_refusal(self._socket, CallError(Code.RESOURCE, NO_MEMORY))
         except (CallError, CudaError, OSError) as error:
             control.tell_refusal(self._socket, error)
         try:
@@ -215,8 +217,8 @@ class DevicePeer:
         parts = len(places)
         places += [self._place(*place, call.dtype, part) for place, part in zip(places_of, shapes, strict=True)]
         tensors = self._staging.tensors(places) if self._staging else [place.tensor() for place in places]
-        prepared = self._inbox.prepare(self, message.number, call, tuple(tensors[:parts]), tuple(tensors[parts:]))
-        self._calls[message.number] = prepared
+        parted = tuple(tensors[:parts]), tuple(tensors[parts:])
+        self._calls[message.number] = self._inbox.prepare(self, message.number, call, *parted)
         if self._staging:
             self._remote[message.number] = RemoteCopies(places, tensors, parts)
         self._uses[message.number] = frozenset([message.segment, *(segment for segment, _ in places_of)])
@@ -358,8 +360,7 @@ class DevicePeer:
             self._word(ROUNDS_OVER)
         self._calls.clear()
         self._remote.clear()
-        if self._staging:
-            self._staging.clear()
+        self._staging = self._staging and Staging(self._inbox.device)
         for memory in self._segments.values():
             memory.close()
         self._words.close()
