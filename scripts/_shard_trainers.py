@@ -91,16 +91,11 @@ def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
     """
     made, rows = Report("bench_shard_trainers"), []
     rates: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        load.shape.build(load.devices[0]).save_pretrained(Path(folder) / "model")
-        if load.is_cuda:
-            torch.cuda.empty_cache()
-        with crowd_at(
-            load._replace(programs=1), Path(folder), (f"--device={load.devices[0]}", "--share-weights")
-        ) as crowd:
+    with saved(load) as folder:
+        with crowd_at(load._replace(programs=1), folder, (f"--device={load.devices[0]}", "--share-weights")) as crowd:
             one = split(load, crowd)
         for name, options in ways.items():
-            with crowd_at(load, Path(folder), options) as crowd:
+            with crowd_at(load, folder, options) as crowd:
                 rates[name], alone_s, memory = split(load, crowd)
             rows.append((name, f"{rates[name]:.0f}", gib(memory)))
             made.figure(f"{name}_tokens_per_s".replace(" ", "_"), round(rates[name], 1))
@@ -108,7 +103,7 @@ def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
             made.bar(f"{name}_step_over_one".replace(" ", "_"), round(alone_s / one.alone_s, 3), "<=", ONE_BAR)
         found: dict[int, float] = {}
         for count in load.fsdp_jobs:
-            found[count], memory = by_fsdp(load, Path(folder), count)
+            found[count], memory = by_fsdp(load, folder, count)
             rows.append((f"FSDP, {count} jobs", f"{found[count]:.0f}", gib(memory)))
             made.figure(f"fsdp_{count}_jobs_tokens_per_s", round(found[count], 1))
             made.figure(f"fsdp_{count}_jobs_gib", gib(memory))
@@ -127,12 +122,9 @@ def measure_elsewhere(load: Load, jobs: Sequence[Job], ways: dict[str, tuple[str
     """What programs that are on other devices than the base do of each job, one alone and all together, at a service laid out in each of these
     ways."""
     made, rows = Report("bench_shard_elsewhere"), []
-    with tempfile.TemporaryDirectory() as folder:
-        load.shape.build(load.devices[0]).save_pretrained(Path(folder) / "model")
-        if load.is_cuda:
-            torch.cuda.empty_cache()
+    with saved(load) as folder:
         for name, options in ways.items():
-            with crowd_at(load, Path(folder), options) as crowd:
+            with crowd_at(load, folder, options) as crowd:
                 for job in jobs:
                     rate, alone_s, memory = split(load._replace(job=job), crowd)
                     what = f"{job.kind} {job.batch} × {job.length}"
@@ -148,6 +140,16 @@ def measure_elsewhere(load: Load, jobs: Sequence[Job], ways: dict[str, tuple[str
     made.figure("layers", load.shape.layers)
     made.figure("programs", load.programs)
     return made
+
+
+@contextmanager
+def saved(load: Load) -> Iterator[Path]:
+    """A folder in which the base lies as `model`; gone when this ends."""
+    with tempfile.TemporaryDirectory() as folder:
+        load.shape.build(load.devices[0]).save_pretrained(Path(folder) / "model")
+        if load.is_cuda:
+            torch.cuda.empty_cache()
+        yield Path(folder)
 
 
 @contextmanager

@@ -2,14 +2,18 @@
 
 import itertools
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from symbiosis.protocol import ITEMSIZE
 from symbiosis.transport.cuda.driver import DeviceMemory, copy
 from symbiosis.transport.cuda.words import aligned
-from symbiosis.transport.tensors import TORCH_DTYPE, tensor_at
+from symbiosis.transport.tensors import tensor_at
+
+Kind = tuple[str, tuple[int, ...]]  # dtype and shape
 
 
 class Place(NamedTuple):
@@ -37,14 +41,17 @@ class Staging:
 
     def tensors(self, places: Sequence[Place]) -> list[Tensor]:
         """Return a tensor here for each of these, one behind the other."""
-        sizes = [aligned(torch.Size(place.shape).numel() * TORCH_DTYPE[place.dtype].itemsize) for place in places]
-        *starts, nbytes = itertools.accumulate(sizes, initial=0)
+        lies, nbytes = lay_out([(place.dtype, place.shape) for place in places])
         if nbytes > len(self._memory):
             self._memory = self._memory.new_empty(max(nbytes, 2 * len(self._memory)))
-        return [
-            tensor_at(self._memory, start, place.dtype, place.shape)
-            for start, place in zip(starts, places, strict=True)
-        ]
+        return [tensor_at(self._memory, *lie) for lie in lies]
+
+
+def lay_out(kinds: Sequence[Kind]) -> tuple[list[tuple[int, str, tuple[int, ...]]], int]:
+    """Return start, dtype and shape of tensors of these kinds, one behind the other, and the bytes of all."""
+    sizes = [aligned(prod(shape) * ITEMSIZE[dtype]) for dtype, shape in kinds]
+    *starts, nbytes = itertools.accumulate(sizes, initial=0)
+    return [(start, *kind) for start, kind in zip(starts, kinds, strict=True)], nbytes
 
 
 class RemoteCopies:

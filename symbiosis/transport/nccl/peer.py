@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf, prod
+from math import inf
 from time import monotonic, sleep
 
 import torch
@@ -25,7 +25,6 @@ from torch import Tensor
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import (
     CALL_SIZE,
-    ITEMSIZE,
     Call,
     Hello,
     Reply,
@@ -36,8 +35,8 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.base import NO_MEMORY, Prepared, ServerPort, refuse
 from symbiosis.transport.cuda.driver import new_stream
+from symbiosis.transport.cuda.elsewhere import Kind, lay_out
 from symbiosis.transport.cuda.peer import device_name
-from symbiosis.transport.cuda.words import aligned
 from symbiosis.transport.nccl import driver as nccl_driver
 from symbiosis.transport.nccl.driver import UNIQUE_BYTES, Communicator, NcclError
 from symbiosis.transport.reactor import CAN_SPIN
@@ -257,7 +256,7 @@ class NcclPeer(TcpPeer):
 
     def _new_place(self, call: Call, body: bytes, admitted: bool) -> CallBuffers:
         """Return a place for a call's rows. If the call is admitted, the place is kept, with one for the result."""
-        lies, nbytes = lay_out(call, self._inbox.shape(call) if admitted else ())
+        lies, nbytes = lay_out(kinds_of(call, self._inbox.shape(call) if admitted else ()))
         if nbytes > self._memory.numel():
             self._grow(nbytes)
         *payload, out = (tensor_at(self._memory, *lie) for lie in lies)
@@ -412,13 +411,7 @@ def why_not_by_nccl(inbox: ServerPort, wire: Wire | None, hello: Hello) -> str |
     return None if CAN_SPIN else "nothing wakes up its processor when they are there"
 
 
-def lay_out(call: Call, result: tuple[int, ...]) -> tuple[list[tuple[int, str, tuple[int, ...]]], int]:
-    """Start, dtype and shape of each tensor of a call's payload and of its result, one behind the other; and the bytes of all."""
-    kinds: list[tuple[str, tuple[int, ...]]] = [(call.payload_dtype, call.payload_shape)]
-    if call.groups:
-        kinds.append(("int32", (call.groups,)))
-    kinds.append((call.dtype, result))
-    *starts, nbytes = itertools.accumulate(
-        (aligned(prod(shape) * ITEMSIZE[dtype]) for dtype, shape in kinds), initial=0
-    )
-    return [(start, *kind) for start, kind in zip(starts, kinds, strict=True)], nbytes
+def kinds_of(call: Call, result: tuple[int, ...]) -> list[Kind]:
+    """Return dtype and shape of each tensor of a call's payload and of its result."""
+    ends: list[Kind] = [("int32", (call.groups,))] if call.groups else []
+    return [(call.payload_dtype, call.payload_shape), *ends, (call.dtype, result)]
