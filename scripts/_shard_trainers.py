@@ -1,6 +1,7 @@
 """What `bench_shard.py --trainers` and `--clients` measure: LoRA programs on a base that several devices hold, against as many FSDP jobs as are
 wanted there, or on other devices than the base."""
 
+import gc
 import json
 import os
 import statistics
@@ -147,6 +148,7 @@ def saved(load: Load) -> Iterator[Path]:
     """A folder in which the base lies as `model`; gone when this ends."""
     with tempfile.TemporaryDirectory() as folder:
         load.shape.build(load.devices[0]).save_pretrained(Path(folder) / "model")
+        gc.collect()
         if load.is_cuda:
             torch.cuda.empty_cache()
         yield Path(folder)

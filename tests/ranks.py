@@ -81,7 +81,7 @@ def ranks_of(
 
     with ThreadPoolExecutor() as pool:
         servers = list(pool.map(make, range(ranks)))
-    threads = [Thread(target=server.run, daemon=True) for server in servers]
+    threads = [Thread(target=server.run, args=[lambda: None], daemon=True) for server in servers]
     for server, thread in zip(servers, threads, strict=True):
         server.listen(server.options.listen)
         thread.start()

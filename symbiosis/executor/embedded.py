@@ -3,6 +3,7 @@
 import atexit
 import os
 import threading
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -55,13 +56,19 @@ class Executor:
             store.share_weights()
         self.server = self.server_class(store, chosen)
         self.server.listen(chosen.listen or (new_url(),))
+        self._ready = Future[None]()
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
         atexit.register(self.close)  # a thread that computes while the interpreter goes away takes the process down
         self._thread.start()
+        self._ready.result()
 
     def _run(self) -> None:
         try:
-            self.server.run()
+            self.server.run(lambda: self._ready.set_result(None))
+        except BaseException as error:
+            if self._ready.done():
+                raise
+            self._ready.set_exception(error)  # for the program that starts it
         finally:
             atexit.unregister(self.close)
 

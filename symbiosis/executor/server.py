@@ -6,6 +6,7 @@ import os
 import resource
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
@@ -80,10 +81,12 @@ class Server:
 
     # ------------------------------------------------------------------ the loop
 
-    def run(self) -> None:
-        """Serve until `stop`, or until `drain` has answered everything."""
+    def run(self, ready: Callable[[], None]) -> None:
+        """Serve until `stop`, or until `drain` has answered everything. `ready` is called when nothing more is to be prepared, which may
+        take long on a GPU whose kernels have yet to be compiled."""
         self.register.began()
         self.gpu.use_stream()
+        ready()
         self.batcher.rules.join_below = self.gpu.join_below
         others = [threading.Thread(target=self._work, daemon=True) for _ in range(self.options.workers - 1)]
         for thread in others:

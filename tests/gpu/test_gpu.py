@@ -1,6 +1,7 @@
 """On a CUDA device: an executor there, clients there or on the CPU, over every transport, bit for bit."""
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,13 +11,16 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
+from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.config import Options
 from symbiosis.executor.daemon import memory_plan
 from symbiosis.executor.model.store import Store
 from symbiosis.kernels.integers import modular_product, product_by_parts, quantise
+from symbiosis.tools.processes import executor
 from symbiosis.transport.cuda import driver as cuda_driver
 from symbiosis.transport.cuda.driver import PinnedMemory
+from symbiosis.transport.patience import JOIN_S
 from tests.conftest import MODELS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -49,6 +53,16 @@ def test_the_memory_plan_has_the_gpu_s_memory() -> None:
     total = torch.cuda.mem_get_info()[1]
     assert 0 < plan["gpu_free_mib"] <= total >> 20 and plan["gpu_session_at_least_mib"] == 64
     assert plan["free_mib"] != plan["gpu_free_mib"] and plan["gpu_headroom_mib"] > 0
+
+
+def test_who_is_told_that_an_executor_is_ready_can_join_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where its kernels have yet to be compiled."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none yet"))
+    MODELS["llama"]().bfloat16().save_pretrained(tmp_path / "model")
+    with executor(tmp_path, str(tmp_path / "model"), "--device=cuda", f"--listen=local://{tmp_path}/a.sock") as started:
+        begun = time.monotonic()
+        Session(started.endpoints[0]).close()
+        assert time.monotonic() - begun < JOIN_S / 4, started.log
 
 
 def test_without_stream_memory_operations_calls_go_through_the_host(

@@ -1,8 +1,10 @@
 """Endpoints of an executor: addresses in use, stale sockets, several at once."""
 
 import logging
+import signal
 import socket
 import stat
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,12 @@ import torch
 import symbiosis
 import symbiosis.client.session
 from symbiosis.client.session import Session
+from symbiosis.config import Options
 from symbiosis.errors import ConfigError
+from symbiosis.executor.daemon import serve_store
+from symbiosis.executor.gpu.launcher import Launcher
+from symbiosis.executor.model.store import Store
+from symbiosis.executor.server import Server
 from symbiosis.transport.local import listener as local
 from symbiosis.transport.reactor import Reactor
 from tests.conftest import tiny_llama
@@ -61,6 +68,47 @@ def test_an_executor_on_a_gpu_says_whom_local_is_for(
         local.LocalListener(f"{tmp_path}/socket", loop, SimpleNamespace(device=torch.device(device))).close()  # type: ignore[arg-type]
     assert ("tenants of one owner only" in caplog.text) == (device == "cuda")
     loop.close()
+
+
+@pytest.fixture
+def prepares(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What an executor has prepared, for which it takes its time, as a GPU does whose kernels have yet to be compiled."""
+    done: list[str] = []
+
+    def slowly(_: Launcher) -> None:
+        time.sleep(0.3)
+        done.append("the GPU")
+
+    monkeypatch.setattr(Launcher, "use_stream", slowly)
+    return done
+
+
+def test_a_program_has_its_executor_when_that_is_ready(prepares: list[str], serve: Callable) -> None:
+    serve(tiny_llama())
+    assert prepares
+
+
+def test_the_daemon_says_that_it_is_ready_when_it_is(prepares: list[str], tmp_path: Path) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    found: list[list[str]] = []
+
+    def ready(server: Server) -> None:
+        found.append([*prepares])
+        server.drain()
+
+    serve_store(Store(tiny_llama()), Options(listen=(f"local://{tmp_path}/a.sock",)), None, ready)
+    for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+        signal.signal(number, handler)
+    assert found == [["the GPU"]]
+
+
+def test_an_executor_that_cannot_prepare_tells_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Launcher) -> None:
+        raise RuntimeError("no GPU any more")
+
+    monkeypatch.setattr(Launcher, "use_stream", fails)
+    with pytest.raises(RuntimeError, match="no GPU any more"):
+        symbiosis.Executor(tiny_llama())
 
 
 def test_an_executor_answers_at_several_addresses(tmp_path: Path, serve: Callable) -> None:

@@ -63,9 +63,10 @@ class Launcher:
     # ------------------------------------------------------------------ the device
 
     def use_stream(self) -> None:
-        """Run the products of this thread on the launcher's stream from now on."""
+        """Run the products of this thread on the launcher's stream from now on. The first time on a machine this compiles kernels."""
         if not self.stream:
             return
+        begun = perf_counter()
         torch.cuda.set_device(self.device)
         torch.empty(1, device=self.device)  # makes the device's context this thread's
         torch.cuda.synchronize(self.device)  # the weights are there
@@ -84,6 +85,7 @@ class Launcher:
         if any(weight.dim() == 2 for weight in self._store.held):
             self._pace = Pace(self._store.held)
         keep_headroom(self._store.held, self._most_rows, self.device)
+        log(logging.INFO, "the GPU is ready", seconds=round(perf_counter() - begun, 1))
 
     @property
     def join_below(self) -> int:
