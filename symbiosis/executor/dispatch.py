@@ -235,6 +235,7 @@ class Dispatch:
         payload: tuple[Tensor, ...],
         results: tuple[Tensor, ...],
         seq: int = 0,
+        at: Callable[[Tensor], int] | None = Tensor.data_ptr,
     ) -> DeviceCall:
         if call.seeded or call.op is Op.LOOKUP:
             raise CallError(
@@ -246,7 +247,7 @@ class Dispatch:
             peer=peer, plan=plan, number=number, priority=_priority(peer.session, call), call=call, payload=payload,
             results=results, seq=seq, large=not takes_turns and self.gpu.join_below <= plan.rows <= self._batcher.rules.max_rows,
         )  # fmt: skip
-        self.gpu.note_addresses(made)
+        self.gpu.note_addresses(made, at)
         return made
 
     def compose(self, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool) -> Round:

@@ -103,11 +103,16 @@ class DeviceCall(Repeated, _OneCall):
 class RowAddresses:
     """The places of a call's rows and results, as pairs of an address and the bytes of a row, and the word that answers it."""
 
-    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], answer: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        answer: tuple[int, int],
+        at: Callable[[Tensor], int] = Tensor.data_ptr,
+    ) -> None:
+        """`at` returns the address of a tensor, if that is not its own."""
         self.rows, self.answer = len(inputs[0]), answer
-        self.inputs, self.outputs = (
-            [(part.data_ptr(), part[0].nbytes) for part in parts] for parts in (inputs, outputs)
-        )
+        self.inputs, self.outputs = ([(at(part), part[0].nbytes) for part in parts] for parts in (inputs, outputs))
 
     @property
     def aligned(self) -> bool:

@@ -33,6 +33,9 @@ class View(NamedTuple):
     offset: int
 
 
+Kind = tuple[str, tuple[int, ...]]  # dtype and shape of a tensor
+
+
 class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
     """One op on one layer, or on a group of layers, for the rows of one session. Its number is sent beside it.
 
@@ -75,12 +78,17 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, dict=True):
         return (SEED_BYTES,) if self.seeded else self.shape
 
     @cached_property
-    def parts(self) -> tuple[int, ...]:
-        """The bytes of each tensor of the payload: the rows, and the group offsets if there are any."""
+    def payload_kinds(self) -> tuple[Kind, ...]:
+        """What lies in memory as the payload: the rows, and the group offsets if there are any."""
         if not self.op.traits.has_payload:
             return ()
-        rows = prod(self.payload_shape) * ITEMSIZE[self.payload_dtype]
-        return (rows, 4 * self.groups) if self.groups else (rows,)
+        rows = self.payload_dtype, self.payload_shape
+        return (rows, ("int32", (self.groups,))) if self.groups else (rows,)
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The bytes of each tensor of the payload."""
+        return tuple(prod(shape) * ITEMSIZE[dtype] for dtype, shape in self.payload_kinds)
 
     @cached_property
     def nbytes(self) -> int:

@@ -263,9 +263,11 @@ class ServerPort(Protocol):
         payload: tuple[Tensor, ...],
         results: tuple[Tensor, ...],
         seq: int = 0,
+        at: Callable[[Tensor], int] | None = Tensor.data_ptr,
     ) -> Prepared:
         """Prepare a call that will come again and again, by this number, with payload and results always in the same places. `results`
-        is one tensor for the whole reply, or one for each result. Its replies have this `seq`."""
+        is one tensor for the whole reply, or one for each result. Its replies have this `seq`. `at` returns the address where kernels find
+        what these tensors stand for in the client's memory; it is None if they cannot reach that."""
         ...
 
     def compose(self, number: int, prepared: Sequence[Prepared], words: RoundWords, again: bool) -> PreparedRound:

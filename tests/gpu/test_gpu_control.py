@@ -87,8 +87,8 @@ class Inbox:
     def results(self, call: Call) -> tuple[tuple[int, ...], ...]:
         return ((4, 4), (4, 4))
 
-    def prepare(self, peer: Any, number: int, call: Call, payload: tuple[Tensor, ...], results: Any) -> Any:
-        return SimpleNamespace(tensors=[*payload, *results])
+    def prepare(self, peer: Any, number: int, call: Call, payload: tuple[Tensor, ...], results: Any, at: Any) -> Any:
+        return SimpleNamespace(tensors=[*payload, *results], at=at)
 
     def compose(self, number: int, prepared: Any, words: Any, again: bool) -> Any:
         return SimpleNamespace(tensors=[tensor for work in prepared for tensor in work.tensors], large=False)
@@ -100,12 +100,12 @@ class Inbox:
 
 
 class Peer(cuda.DevicePeer):
-    def __init__(self, elsewhere: bool = False) -> None:
+    def __init__(self, elsewhere: bool = False, in_reach: bool = True) -> None:
         self._socket, self.client = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._inbox: Any = Inbox()
         self._segments, self._calls, self._uses, self._remote, self._replies, self._rounds = {}, {}, {}, {}, {}, {}
         self._looking = False
-        self._staging = Staging(self._inbox.device) if elsewhere else None
+        self._staging = Staging(self._inbox.device, in_reach) if elsewhere else None
         self.words: Any = [0] * 256
         self._words: Any = SimpleNamespace(at=lambda index: 4 * index)
         self.dropped = False
@@ -206,11 +206,31 @@ def test_calls_of_another_gpu_lie_in_one_place() -> None:
     peer.close()
 
 
+def test_a_kernel_finds_a_call_of_another_gpu_where_the_client_has_it() -> None:
+    """Rows, results, and parts of them. Out of reach, nobody is told where that is."""
+    peer = Peer(elsewhere=True)
+    peer.ask(Segment(0, NBYTES))
+    peer.ask(Segment(1, NBYTES))
+    peer._segments[1].address = 1 << 30
+    assert peer.ask(Register(1, CALL, 0, 256, ((1, 1024), (0, 2048)))) == Registered(ROWS)
+    (rows, first, second), at = peer._calls[1].tensors, peer._calls[1].at
+    assert [at(rows), at(first), at(second)] == [Memory.address + 256, (1 << 30) + 1024, Memory.address + 2048]
+    assert at(rows[1:]) == Memory.address + 256 + rows[0].nbytes and at(second[3:]) == at(second) + 3 * second[0].nbytes
+    with pytest.raises(ValueError, match="no part"):
+        at(torch.empty(1))
+    assert peer.ask(Forget((1,))) == Done()
+    peer.close()
+    far = Peer(elsewhere=True, in_reach=False)
+    far.ask(Segment(0, NBYTES))
+    assert far.ask(Register(1, CALL, 0, 256)) == Registered(ROWS) and far._calls[1].at is None
+    far.close()
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_memory_for_larger_calls_doubles(order: int) -> None:
-    staging, blocks = Staging(torch.device("cpu")), {}
+    staging, blocks = Staging(torch.device("cpu"), in_reach=True), {}
     for rows in range(1, 500)[::order]:
-        (tensor,) = staging.tensors([Place(Memory(0), 0, "float32", (rows, 64))])  # type: ignore[arg-type]
+        (tensor,) = staging.copies([Place(Memory(0), 0, "float32", (rows, 64))], 1).tensors  # type: ignore[arg-type]
         assert tensor.shape == (rows, 64)
         storage = tensor.untyped_storage()
         blocks[storage.data_ptr()] = storage

@@ -15,6 +15,7 @@ from tests.conftest import tiny_llama
 from tests.gpu.test_gpu_line import (
     WAIT_S,
     Processes,
+    decode_forever,
     holds_no_more,
     line_of,
     lora,
@@ -90,21 +91,22 @@ def test_the_other_gpu_need_not_be_the_current_one(captured: bool, start: Callab
     assert line_of(model).device == torch.device("cuda:1")
 
 
-def decode_on(endpoint: str, said: Any, device: int) -> None:
-    with torch.cuda.device(device), torch.no_grad():
-        model = tiny_llama().cuda()
-        split = symbiosis.wrap(copy.deepcopy(model), endpoint)
-        worst = 0.0
-        for turn in range(60):
-            ids = torch.randint(3, 100, (1 + turn % 3, 5), device="cuda")
-            worst = max(worst, (split(ids).logits - model(ids).logits).abs().max().item())
-        said.put(worst)
+def decode_on(endpoint: str, said: Any, seed: int, all_there: Any, device: int) -> None:
+    with torch.cuda.device(device):
+        decode_forever(endpoint, said, seed, 200, all_there)
 
 
-def test_clients_of_both_gpus_at_once(start: Callable, processes: Processes) -> None:
-    endpoint = start()[1]
-    queues = [processes.start(decode_on, endpoint, number % 2)[1] for number in range(4)]
-    assert max(queue.get(timeout=WAIT_S) for queue in queues) < 1e-5  # one product's rounding, in float32
+@pytest.mark.parametrize("policy", ["opportunistic", "lockstep"])
+@pytest.mark.parametrize("homes", [(0, 1, 0, 1), (1, 1, 1, 1)], ids=["both", "other"])
+def test_decoders_are_joined_wherever_they_are(
+    homes: tuple[int, ...], policy: str, processes: Processes, tmp_path: Path
+) -> None:
+    _, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock", policy)
+    endpoint, all_there = ready.get(timeout=WAIT_S), processes.context.Barrier(len(homes))
+    queues = [processes.start(decode_on, endpoint, seed, all_there, home)[1] for seed, home in enumerate(homes)]
+    found = [queue.get(timeout=WAIT_S) for queue in queues]
+    assert max(worst for worst, _ in found) < 1e-5, "one product's rounding, in float32"
+    assert policy != "lockstep" or min(batch for _, batch in found) > 1.5, found
 
 
 def test_the_executor_is_killed_and_the_other_gpu_goes_on(start: Callable, ids: Tensor) -> None:

@@ -138,7 +138,7 @@ class Engine:
         self.refuses: Any = None
         self.gpu = self
 
-    def note_addresses(self, call: DeviceCall) -> None: ...
+    def note_addresses(self, call: DeviceCall, at: Any) -> None: ...
 
     def estimate(self, work: DeviceWork, rows: int) -> float:
         return self.seconds[Priority(work.calls[0].priority)]

@@ -25,7 +25,7 @@ BELL, REPLY, ERROR = 0, (ROUND_REPLY - ROUND_BELL) // 4, 100
 class Client:
     """A captured step of `CALLS` calls, as the executor sees it; every other call is of a group of two layers."""
 
-    session = None
+    session, here = None, True
 
     def __init__(self, gpu: Gpu, rounds: Any, rows: int = 2, large: bool = False) -> None:
         self.gpu, self.words = gpu, gpu.new_words(128)

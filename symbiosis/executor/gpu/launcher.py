@@ -133,10 +133,11 @@ class Launcher:
         """How many calls `join` takes at most; 0 if it takes none."""
         return 0 if self._gatherer is None else self._gatherer.most
 
-    def note_addresses(self, call: DeviceCall) -> None:
-        """Note the addresses of a call's rows and results, if others can join the call."""
-        if self._gatherer is not None and call.call.by_rows and call.peer.here:
-            addresses = RowAddresses(call.inputs(), call.outputs(), call.peer.answer(call.number))
+    def note_addresses(self, call: DeviceCall, at: Callable[[Tensor], int] | None = Tensor.data_ptr) -> None:
+        """Note the addresses of a call's rows and results, if others can join the call. `at` returns that of a tensor; None if they are
+        out of reach."""
+        if self._gatherer is not None and call.call.by_rows and at is not None:
+            addresses = RowAddresses(call.inputs(), call.outputs(), call.peer.answer(call.number), at)
             call.addresses = addresses if addresses.aligned else None
 
     def join(self, works: Sequence[DeviceWork]) -> float:

@@ -55,7 +55,11 @@ class Rounds:
 
     def key_of(self, calls: Sequence[DeviceCall], most: float) -> RoundKey:
         """Return the key of a round of these calls. Raises `CallError` if they cannot be a round, or if one has `most` rows or more."""
-        if not calls or any(call.addresses is None or call.plan.rows >= most for call in calls):
+        if (
+            not calls
+            or not calls[0].peer.here
+            or any(call.addresses is None or call.plan.rows >= most for call in calls)
+        ):
             raise CallError(
                 Code.UNKNOWN_OP, "a round has calls of few rows, which a program on the executor's own GPU makes"
             )

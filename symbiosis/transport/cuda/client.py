@@ -363,12 +363,11 @@ class DeviceLine:
         """Register a call, to be made at byte `start` of the newest segment."""
         number, shape = self._link.register(call, self._newest, start)
         memory = self._link.segments[self._newest]
-        payload = [memory.tensor(start, call.payload_dtype, call.payload_shape)]
-        if call.groups:
-            payload.append(memory.tensor(start + aligned(call.parts[0]), "int32", (call.groups,)))
-        out = memory.tensor(start + sum(map(aligned, call.parts)), call.dtype, shape)
+        *starts, behind = itertools.accumulate(map(aligned, call.parts), initial=start)
+        payload = tuple(memory.tensor(at, *kind) for at, kind in zip(starts, call.payload_kinds, strict=True))
+        out = memory.tensor(behind, call.dtype, shape)
         assert prod(shape) * ITEMSIZE[call.dtype] == out.nbytes
-        return RegisteredCall(call, number, tuple(payload), out, MemOps(doorbell(self._link, number)))
+        return RegisteredCall(call, number, payload, out, MemOps(doorbell(self._link, number)))
 
     def _grow(self, nbytes: int) -> None:
         """Add a segment for the calls that are registered from now on. Earlier calls stay where they are."""

@@ -22,6 +22,7 @@ HIGHEST = -5  # the priority of a stream; if the GPU has fewer, its highest
 _POSIX_FD, _PINNED, _ON_DEVICE, _READ, _READ_WRITE = 1, 1, 1, 1, 3
 _PORTABLE_MAPPED = 3
 _CAN_USE_STREAM_MEM_OPS, _CAN_SHARE_BY_FD, _IS_SERVED_BY_MPS = 122, 103, 133
+_HAS_ATOMICS = 3  # of a pair of devices
 _WAIT, _WRITE, _AT_LEAST, _EQUAL, _AS_IT_IS = 1, 2, 0, 1, 0
 WAIT_EQUAL, WAIT_AT_LEAST, WRITE_32 = (_WAIT, _EQUAL), (_WAIT, _AT_LEAST), (_WRITE, _AS_IT_IS)
 _NON_BLOCKING = 1
@@ -105,6 +106,13 @@ def shares_time(device: torch.device) -> bool:
         return not _attribute(_IS_SERVED_BY_MPS, _device(device))
     except CudaError:
         return True
+
+
+def has_atomics(device: torch.device, other: int) -> bool:
+    """Whether `device` makes atomic operations in the memory of another one, as kernels do that answer calls. PCIe alone has none."""
+    value = ctypes.c_int()
+    code = _driver().cuDeviceGetP2PAttribute(ctypes.byref(value), _HAS_ATOMICS, _device(device), other)
+    return not code and bool(value.value)
 
 
 def _attribute(attribute: int, device: int) -> int:

@@ -38,7 +38,17 @@ from symbiosis.security.ownership import peer_pid
 from symbiosis.transport import control
 from symbiosis.transport.base import NO_MEMORY, PeerHome, Prepared, PreparedRound, RoundWords
 from symbiosis.transport.control import answer, received
-from symbiosis.transport.cuda.driver import WRITE_32, CudaError, DeviceMemory, MemOp, MemOps, WordPage, copy, why_not
+from symbiosis.transport.cuda.driver import (
+    WRITE_32,
+    CudaError,
+    DeviceMemory,
+    MemOp,
+    MemOps,
+    WordPage,
+    copy,
+    has_atomics,
+    why_not,
+)
 from symbiosis.transport.cuda.elsewhere import Place, RemoteCopies, Staging
 from symbiosis.transport.cuda.words import (
     ANSWERED,
@@ -82,7 +92,7 @@ class DevicePeer:
         if reason is not None:
             raise CallError(Code.UNKNOWN_OP, f"this executor takes no calls of GPUs: {reason}")
         check_words(fds[0])
-        self._staging = None if hello.device == device_name(self._inbox.device) else Staging(self._inbox.device)
+        self._staging = staging_for(hello.device, self._inbox.device)
         self._awake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
             self._words = WordPage(fds[0])
@@ -212,15 +222,16 @@ class DevicePeer:
         shapes = self._inbox.results(call) if message.results else (shape,)
         if len(places_of) != len(shapes):
             raise CallError(Code.BAD_FRAME, "each result of a call has one place")
-        kinds = [(call.payload_dtype, call.payload_shape), ("int32", (call.groups,))]
-        places = [self._place(message.segment, start, *kind) for start, kind in zip(starts, kinds, strict=False)]
+        of_payload = zip(starts, call.payload_kinds, strict=True)
+        places = [self._place(message.segment, start, *kind) for start, kind in of_payload]
         parts = len(places)
         places += [self._place(*place, call.dtype, part) for place, part in zip(places_of, shapes, strict=True)]
-        tensors = self._staging.tensors(places) if self._staging else [place.tensor() for place in places]
-        parted = tuple(tensors[:parts]), tuple(tensors[parts:])
-        self._calls[message.number] = self._inbox.prepare(self, message.number, call, *parted)
-        if self._staging:
-            self._remote[message.number] = RemoteCopies(places, tensors, parts)
+        remote = self._staging and self._staging.copies(places, parts)
+        tensors = remote.tensors if remote else [place.tensor() for place in places]
+        parted, at = (tuple(tensors[:parts]), tuple(tensors[parts:])), remote.at if remote else Tensor.data_ptr
+        self._calls[message.number] = self._inbox.prepare(self, message.number, call, *parted, at=at)
+        if remote:
+            self._remote[message.number] = remote
         self._uses[message.number] = frozenset([message.segment, *(segment for segment, _ in places_of)])
         return shape
 
@@ -290,8 +301,7 @@ class DevicePeer:
 
     def enqueue_reply(self) -> None:
         """Enqueue what the stream does after the product: it delivers the results, and writes the reply word."""
-        remote = self._remote.get(self.words[CURRENT])
-        if remote is not None:
+        if remote := self._remote.get(self.words[CURRENT]):
             remote.deliver(self._inbox.stream)
         self._ring()
 
@@ -360,7 +370,7 @@ class DevicePeer:
             self._word(ROUNDS_OVER)
         self._calls.clear()
         self._remote.clear()
-        self._staging = self._staging and Staging(self._inbox.device)
+        self._staging = self._staging and Staging(self._inbox.device, in_reach=False)
         for memory in self._segments.values():
             memory.close()
         self._words.close()
@@ -376,6 +386,14 @@ def why_not_by_gpu(sock: socket.socket, device: torch.device) -> str | None:
     if pid == os.getpid():  # CUDA may wait for everything that its context has queued before it loads a kernel
         return "it lives in the client's own process, where neither may wait for the other"
     return why_not(device)
+
+
+def staging_for(client: str | None, device: torch.device) -> Staging | None:
+    """Return memory on `device` for the calls of a client on the GPU of this name, or None if that is the same GPU."""
+    if client == device_name(device):
+        return None
+    seen = {device_name(torch.device("cuda", index)): index for index in range(torch.cuda.device_count())}
+    return Staging(device, in_reach=client in seen and has_atomics(device, seen[client]))
 
 
 def check_words(fd: int) -> None:

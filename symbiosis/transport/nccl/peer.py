@@ -27,6 +27,7 @@ from symbiosis.protocol import (
     CALL_SIZE,
     Call,
     Hello,
+    Kind,
     Reply,
     Welcome,
     encode_reply,
@@ -35,7 +36,7 @@ from symbiosis.protocol import (
 )
 from symbiosis.transport.base import NO_MEMORY, Prepared, ServerPort, refuse
 from symbiosis.transport.cuda.driver import new_stream
-from symbiosis.transport.cuda.elsewhere import Kind, lay_out
+from symbiosis.transport.cuda.elsewhere import lay_out
 from symbiosis.transport.cuda.peer import device_name
 from symbiosis.transport.nccl import driver as nccl_driver
 from symbiosis.transport.nccl.driver import UNIQUE_BYTES, Communicator, NcclError
@@ -413,5 +414,4 @@ def why_not_by_nccl(inbox: ServerPort, wire: Wire | None, hello: Hello) -> str |
 
 def kinds_of(call: Call, result: tuple[int, ...]) -> list[Kind]:
     """Return dtype and shape of each tensor of a call's payload and of its result."""
-    ends: list[Kind] = [("int32", (call.groups,))] if call.groups else []
-    return [(call.payload_dtype, call.payload_shape), *ends, (call.dtype, result)]
+    return [*call.payload_kinds, (call.dtype, result)]

@@ -32,10 +32,9 @@ class FrameJoiner:
 
     def __init__(self, call: Call, frames: Sequence[zmq.Frame], for_gpu: bool) -> None:
         """The frames are let go as they are copied."""
-        kinds = [(call.payload_dtype, call.payload_shape), ("int32", (call.groups,))][: len(call.parts)]
         self._memory = [empty((nbytes,), torch.uint8, for_gpu) for nbytes in call.parts]
         self.payload: tuple[Tensor, ...] = tuple(
-            tensor_at(memory, 0, *kind) for memory, kind in zip(self._memory, kinds, strict=True)
+            tensor_at(memory, 0, *kind) for memory, kind in zip(self._memory, call.payload_kinds, strict=True)
         )
         self._frames, self._targets = deque(frames), deque[memoryview]()
         for memory in reversed(self._memory):
@@ -171,9 +170,7 @@ def check_sizes(call: Call, frames: list[zmq.Frame], encrypted: bool) -> None:
 def payload_of(call: Call, message: Frames, for_gpu: bool) -> tuple[Tensor, ...] | None:
     """Return the tensors of a payload: the rows, whose frames come last, and the ends of groups; or None if more of its frames must be
     joined first."""
-    kinds = zip(
-        reversed(message[2:]), ((call.payload_dtype, call.payload_shape), ("int32", (call.groups,))), strict=False
-    )
+    kinds = zip(reversed(message[2:]), call.payload_kinds, strict=False)
     try:
         if message.joining is None and len(message) > 2 + len(call.parts):
             message.joining = FrameJoiner(call, message[2:], for_gpu)
