@@ -243,12 +243,11 @@ def elsewhere(devices: str, homes: str, layers: int, seconds: float) -> Report:
     from symbiosis.config import gpus_of
 
     load = gemma_27b(layers, gpus_of(devices), gpus_of(homes), seconds)
-    parts = (f"--devices={devices}", "--shard=fsdp")
-    ways = {
-        "layers": (f"--devices={devices}",),
-        "parts": parts,
-        "parts, few rows spread": (*parts, f"--spread-rows={SPREAD_ROWS}"),
-    }
+    layers_on = (f"--devices={devices}",)
+    parts = (*layers_on, "--shard=fsdp")
+    ways = {"layers": layers_on, "parts": parts, "parts, few rows spread": (*parts, f"--spread-rows={SPREAD_ROWS}")}
+    if devices.isdecimal():
+        ways = {ONE: layers_on}
     with mps.running():
         return measure_elsewhere(load, [load.job, Job("decode", 1, 128)], ways)
 

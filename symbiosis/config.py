@@ -135,7 +135,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         count = len(self.places)
         if count > MOST_RANKS:
             raise ConfigError(f"a service has at most {MOST_RANKS} ranks, not {count}")
-        if self.devices is not None and self.device.partition(":")[0] not in ("cpu", self.places[0].partition(":")[0]):
+        if self.devices is not None and self.device not in ("cpu", self.places[0].partition(":")[0], *self.places):
             raise ConfigError(
                 f"device {self.device} and devices {self.devices} contradict each other: leave out --device"
             )
@@ -261,8 +261,13 @@ def load_options(given: dict[str, object], file: Path | None = None) -> Options:
 
     >>> load_options({"policy": "lockstep"}).policy
     'lockstep'
+    >>> load_options({"devices": "1"}).device
+    'cuda:1'
     """
-    return load_as(Options, given, file, "symbiosis-executor")
+    options = load_as(Options, given, file, "symbiosis-executor")
+    if options.devices and len(options.places) == 1:
+        return msgspec.structs.replace(options, device=options.places[0], devices=None)
+    return options
 
 
 def load_as(kind: type[OptionsType], given: dict[str, object], file: Path | None, command: str) -> OptionsType:

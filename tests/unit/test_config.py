@@ -125,6 +125,13 @@ def test_what_an_executor_may_be_told_is_what_clients_take(name: str, llama: nn.
             load_options({name: value})
 
 
+@pytest.mark.parametrize(("devices", "device"), [("2", "cuda:2"), ("0", "cuda:0"), ("cpu", "cpu")])
+def test_one_of_several_devices_is_the_device(devices: str, device: str) -> None:
+    """What loads a model on one device knows of no others: it served `--devices 0` on the CPU."""
+    options = load_options({"devices": devices})
+    assert options.device == device and options.places == (device,) and options.on_gpu == (device != "cpu")
+
+
 def test_ranks_have_devices_and_endpoints_of_their_own() -> None:
     assert Options().places == ("cpu",) and Options(ranks=2).places == ("cpu", "cpu")
     assert Options(device="cuda:1", ranks=2).places == ("cuda:1", "cuda:1")
@@ -172,6 +179,7 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("devices: 0,1,1", "name each GPU once"),
         ("devices: 0-1\nranks: 3", "3 ranks cannot be equally many on each of 2 devices"),
         ("device: cuda:0\ndevices: cpu", "device cuda:0 and devices cpu contradict each other"),
+        ("device: cuda:1\ndevices: \"0\"", "device cuda:1 and devices 0 contradict each other"),
         ("ranks: 65", "a service has at most 64 ranks, not 65"),
         ("ranks: 2\nshares: [1, 2, 3]", "shares must be one positive number for each of 2 ranks, as 3,1, not 1,2,3"),
         ("spread-rows: 4\nranks: 2", "spread-rows needs several ranks with --shard fsdp"),
