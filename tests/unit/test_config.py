@@ -179,7 +179,7 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("devices: 0,1,1", "name each GPU once"),
         ("devices: 0-1\nranks: 3", "3 ranks cannot be equally many on each of 2 devices"),
         ("device: cuda:0\ndevices: cpu", "device cuda:0 and devices cpu contradict each other"),
-        ("device: cuda:1\ndevices: \"0\"", "device cuda:1 and devices 0 contradict each other"),
+        ('device: cuda:1\ndevices: "0"', "device cuda:1 and devices 0 contradict each other"),
         ("ranks: 65", "a service has at most 64 ranks, not 65"),
         ("ranks: 2\nshares: [1, 2, 3]", "shares must be one positive number for each of 2 ranks, as 3,1, not 1,2,3"),
         ("spread-rows: 4\nranks: 2", "spread-rows needs several ranks with --shard fsdp"),
