@@ -4,6 +4,7 @@ import logging
 import signal
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +21,10 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.daemon import serve_store
 from symbiosis.executor.gpu.launcher import Launcher
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.server import Server
 from symbiosis.transport.local import listener as local
 from symbiosis.transport.reactor import Reactor
 from tests.conftest import tiny_llama
+from tests.processes import Client, Say, killed_at_the_end
 from tests.transports import anything, echoed
 
 
@@ -70,36 +71,35 @@ def test_an_executor_on_a_gpu_says_whom_local_is_for(
     loop.close()
 
 
-@pytest.fixture
-def prepares(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What an executor has prepared, for which it takes its time, as a GPU does whose kernels have yet to be compiled."""
-    done: list[str] = []
+def prepare_slowly(then: Callable[[], object]) -> Callable[[Launcher], None]:
+    """Takes its time, as a GPU does whose kernels have yet to be compiled."""
 
-    def slowly(_: Launcher) -> None:
+    def use_stream(_: Launcher) -> None:
         time.sleep(0.3)
-        done.append("the GPU")
+        then()
 
-    monkeypatch.setattr(Launcher, "use_stream", slowly)
-    return done
+    return use_stream
 
 
-def test_a_program_has_its_executor_when_that_is_ready(prepares: list[str], serve: Callable) -> None:
+def test_a_program_has_its_executor_when_that_is_ready(monkeypatch: pytest.MonkeyPatch, serve: Callable) -> None:
+    prepared = threading.Event()
+    monkeypatch.setattr(Launcher, "use_stream", prepare_slowly(prepared.set))
     serve(tiny_llama())
-    assert prepares
+    assert prepared.is_set()
 
 
-def test_the_daemon_says_that_it_is_ready_when_it_is(prepares: list[str], tmp_path: Path) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    found: list[list[str]] = []
+def daemon_that_prepares(say: Say, where: str) -> None:
+    Launcher.use_stream = prepare_slowly(lambda: say("prepared"))  # type: ignore[method-assign, assignment]
+    serve_store(Store(tiny_llama()), Options(listen=(where,)), None, lambda _: say("ready"))
 
-    def ready(server: Server) -> None:
-        found.append([*prepares])
-        server.drain()
 
-    serve_store(Store(tiny_llama()), Options(listen=(f"local://{tmp_path}/a.sock",)), None, ready)
-    for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
-        signal.signal(number, handler)
-    assert found == [["the GPU"]]
+def test_the_daemon_says_that_it_is_ready_when_it_is(tmp_path: Path) -> None:
+    with killed_at_the_end() as processes:
+        daemon = Client(daemon_that_prepares, f"local://{tmp_path}/a.sock")
+        processes.append(daemon)
+        assert [daemon.heard(), daemon.heard()] == ["prepared", "ready"]
+        daemon.signal(signal.SIGTERM)
+        assert daemon.wait() == 0
 
 
 def test_an_executor_that_cannot_prepare_tells_its_program(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,7 +273,7 @@ def on_a_pretended_gpu(fake_mps: Path, tmp_path: Path, monkeypatch: pytest.Monke
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     seen: list[PipesState] = []
 
-    def end(server: Server) -> None:
+    def end(server: Server, ready: Any) -> None:
         seen.append(mps.state(mps.places()[0]))
         for listener in server.listeners:
             listener.close()
