@@ -78,6 +78,8 @@ def main() -> int:
     )
     parser.add_argument("--layers", type=int, default=40, help="of the base of trainers or clients")
     options = parser.parse_args()
+    if (options.clients or options.trainers) and not options.gpus:
+        parser.error("--clients and --trainers need --gpus: where the base lies")
     prepare(threads=1)
     if options.gpus and options.clients:
         return elsewhere(options.gpus, options.clients, options.layers, 1.0 if options.tiny else 4.0).finish()

@@ -135,7 +135,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         count = len(self.places)
         if count > MOST_RANKS:
             raise ConfigError(f"a service has at most {MOST_RANKS} ranks, not {count}")
-        if self.devices is not None and self.device not in ("cpu", self.places[0].partition(":")[0], *self.places):
+        if self.devices is not None and self.device not in (
+            "cpu",
+            self.places[0].partition(":")[0],
+            *(self.places if len(set(self.places)) == 1 else ()),
+        ):
             raise ConfigError(
                 f"device {self.device} and devices {self.devices} contradict each other: leave out --device"
             )
@@ -332,6 +336,8 @@ def _of_its_kind(name: str, value: object, hints: dict[str, Any], command: str) 
     if name not in hints:
         known = ", ".join(sorted(hints))
         raise ConfigError(f"unknown option {name}. Known: {known} ({command} --help says what each one takes)")
+    if name == "devices" and type(value) is int:  # a file has it as a number
+        value = str(value)
     try:
         return msgspec.convert(value, hints[name])
     except msgspec.ValidationError:

@@ -95,7 +95,7 @@ def ready_line(model_name: str, layers: int, nbytes: int, endpoints: str) -> str
 
 
 def serve_store(store: Store, options: Options, pages: Pages | None, ready: Callable[[Server], None]) -> None:
-    """Serve these weights until SIGTERM or SIGINT. `ready` is called when clients are answered."""
+    """Serve these weights until SIGTERM or SIGINT. `ready` is called when clients are answered, unless it is to end by then."""
     if options.workers > (cores := len(os.sched_getaffinity(0))):
         log(logging.WARNING, "more workers than cores: they take turns", workers=options.workers, cores=cores)
     if options.shares_weights:
@@ -110,7 +110,7 @@ def serve_store(store: Store, options: Options, pages: Pages | None, ready: Call
         signal.signal(signal.SIGHUP, lambda *_: setattr(server.register, "reopen", True))
     if pages:
         pages.show(server, PrometheusCollector(server.snapshot))
-    server.run(lambda: ready(server))
+    server.run(lambda: None if server.dispatch.draining else ready(server))
     log(logging.INFO, "stopped", calls=sum(totals.calls for totals in server.ledger.totals.values()))
 
 

@@ -85,15 +85,26 @@ class Server:
         """Serve until `stop`, or until `drain` has answered everything. `ready` is called when nothing more is to be prepared, which may
         take long on a GPU whose kernels have yet to be compiled."""
         self.register.began()
-        self.gpu.use_stream()
-        ready()
-        self.batcher.rules.join_below = self.gpu.join_below
+        try:
+            self.gpu.use_stream()
+            self.batcher.rules.join_below = self.gpu.join_below
+            self._next_tick = monotonic()
+            ready()
+            self._run_workers()
+        finally:
+            self._close()
+        if self._failure:
+            raise self._failure
+
+    def _run_workers(self) -> None:
         others = [threading.Thread(target=self._work, daemon=True) for _ in range(self.options.workers - 1)]
         for thread in others:
             thread.start()
         self._work()
         for thread in others:
             thread.join()
+
+    def _close(self) -> None:
         for session in self.sessions.values():
             session.ends_for = "executor stopped"
         for listener in self.listeners:
@@ -103,8 +114,6 @@ class Server:
         self.store.close_files()
         if self.contention:
             self.contention.close()
-        if self._failure:
-            raise self._failure
 
     def _work(self) -> None:
         """Run one worker. One worker at a time runs the loop: it listens, decides and answers. To compute a long product, it leaves the

@@ -1,6 +1,7 @@
 """Digests, by which client and executor know that they have the same weights."""
 
 import hashlib
+import json
 from collections.abc import Iterable
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from symbiosis.protocol import Layer
 
 _BLOCK = 16 << 20
+NOT_THE_MODEL = frozenset(("_name_or_path", "name_or_path", "transformers_version"))
 
 
 def digest(tensor: Tensor) -> str:
@@ -22,7 +24,20 @@ def digest(tensor: Tensor) -> str:
 
 def model_fingerprint(config_json: str, manifest: Iterable[Layer]) -> str:
     """Return one digest of a whole model: its configuration, and each weight's name, shape, dtype and digest."""
-    sha = hashlib.sha256(config_json.encode())
+    sha = hashlib.sha256(of_the_model(config_json).encode())
     for layer in manifest:
         sha.update(f"{layer.name}|{layer.shape}|{layer.dtype}|{layer.digest}\n".encode())
     return sha.hexdigest()
+
+
+def of_the_model(config_json: str) -> str:
+    """Return what of a configuration is the model's, and not where its checkpoint lay or what wrote it.
+
+    >>> of_the_model('{"_name_or_path": "a", "layers": 2}')
+    '{"layers": 2}'
+    """
+    try:
+        config = json.loads(config_json)
+        return json.dumps({name: config[name] for name in sorted(config.keys() - NOT_THE_MODEL)})
+    except (ValueError, RecursionError, AttributeError):
+        return config_json

@@ -102,13 +102,16 @@ def test_the_daemon_says_that_it_is_ready_when_it_is(tmp_path: Path) -> None:
         assert daemon.wait() == 0
 
 
-def test_an_executor_that_cannot_prepare_tells_its_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_that_cannot_prepare_tells_its_program(monkeypatch: pytest.MonkeyPatch, serve: Callable) -> None:
     def fails(_: Launcher) -> None:
         raise RuntimeError("no GPU any more")
 
-    monkeypatch.setattr(Launcher, "use_stream", fails)
-    with pytest.raises(RuntimeError, match="no GPU any more"):
-        symbiosis.Executor(tiny_llama())
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError, match="no GPU any more"):
+        broken.setattr(Launcher, "use_stream", fails)
+        symbiosis.Executor(tiny_llama(), listen=["inproc://once"])
+    session = Session(serve(tiny_llama(), listen=["inproc://once"]).endpoint)  # it has left its address
+    assert echoed(session, anything((3, 5)))
+    session.close()
 
 
 def test_an_executor_answers_at_several_addresses(tmp_path: Path, serve: Callable) -> None:

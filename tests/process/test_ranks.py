@@ -124,6 +124,13 @@ def test_clients_go_on_when_a_rank_is_killed_and_started_again(service: Executor
     assert all(parts_mapped(pid_of(service, rank)) == parts for rank in (0, 1))  # no second copy
 
 
+def test_what_a_library_writes_to_stdout_is_for_the_log(service: Executor) -> None:
+    with Path(f"/proc/{pid_of(service, 1)}/fd/1").open("a") as stdout:
+        stdout.write("NCCL version 2.27\n")
+    until(lambda: "NCCL version" in service.log.read_text(), "its line")
+    assert torch.equal(symbiosis.from_executor(service.endpoint)(IDS).logits, tiny_llama()(IDS).logits)
+
+
 def test_a_rank_may_be_killed_while_it_is_started_again(service: Executor) -> None:
     for _ in range(3):
         rank = children(service.pid)[-1]

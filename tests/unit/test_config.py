@@ -125,9 +125,9 @@ def test_what_an_executor_may_be_told_is_what_clients_take(name: str, llama: nn.
             load_options({name: value})
 
 
-@pytest.mark.parametrize(("devices", "device"), [("2", "cuda:2"), ("0", "cuda:0"), ("cpu", "cpu")])
-def test_one_of_several_devices_is_the_device(devices: str, device: str) -> None:
-    """What loads a model on one device knows of no others: it served `--devices 0` on the CPU."""
+@pytest.mark.parametrize(("devices", "device"), [("2", "cuda:2"), (0, "cuda:0"), ("cpu", "cpu")])
+def test_one_of_several_devices_is_the_device(devices: str | int, device: str) -> None:
+    """A file has it as a number. What loads a model on one device knows of no others: it served `--devices 0` on the CPU."""
     options = load_options({"devices": devices})
     assert options.device == device and options.places == (device,) and options.on_gpu == (device != "cpu")
 

@@ -136,7 +136,7 @@ class Launcher:
     def note_addresses(self, call: DeviceCall, at: Callable[[Tensor], int] | None = Tensor.data_ptr) -> None:
         """Note the addresses of a call's rows and results, if others can join the call. `at` returns that of a tensor; None if they are
         out of reach."""
-        if self._gatherer is not None and call.call.by_rows and at is not None:
+        if self._gatherer is not None and call.call.by_rows and call.plan.rows and at is not None:
             addresses = RowAddresses(call.inputs(), call.outputs(), call.peer.answer(call.number), at)
             call.addresses = addresses if addresses.aligned else None
 

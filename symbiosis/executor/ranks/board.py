@@ -15,6 +15,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from symbiosis.errors import ConfigError
 from symbiosis.executor.ranks.exchange import Exchange, part_of
 from symbiosis.protocol import ELSEWHERE, Layer
+from symbiosis.security.fingerprint import of_the_model
 from symbiosis.transport.local.striped_weights import opened
 
 LONGEST_LOAD = timedelta(hours=6)  # that a rank waits for the others to load their parts
@@ -140,7 +141,7 @@ class Ranks:
 
 def _model(config: str, manifest: Sequence[Layer]) -> str:
     shapes = "\n".join(f"{layer.name}|{layer.shape}|{layer.dtype}" for layer in manifest)
-    return hashlib.sha256(f"{config}\n{shapes}".encode()).hexdigest()
+    return hashlib.sha256(f"{of_the_model(config)}\n{shapes}".encode()).hexdigest()
 
 
 def merged(manifest: Sequence[Layer], told: Sequence[RankDigests]) -> list[Layer]:

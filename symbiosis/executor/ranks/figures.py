@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from urllib.error import HTTPError
 from urllib.request import ProxyHandler, build_opener
@@ -39,7 +40,9 @@ class RankFigures(Collector):
 
 def health_of(ports: Mapping[int, int], ranks: int) -> tuple[str, float, int]:
     """Return the worst status of all ranks, the longest time since a loop ran, and the most clients that one has."""
-    told = [json.loads(page(port, "/health") or '{"status": "stalled"}') for port in list(ports.values())]
+    with ThreadPoolExecutor(ranks) as pool:  # several may be stalled
+        pages = list(pool.map(lambda port: page(port, "/health"), list(ports.values())))
+    told = [json.loads(text or '{"status": "stalled"}') for text in pages]
     told += [{"status": "starting"}] * (ranks - len(told))
     worst = max((str(one["status"]) for one in told), key=WORST_LAST.index)
     return worst, max(float(one.get("turned_s", 0.0)) for one in told), max(int(one.get("clients", 0)) for one in told)

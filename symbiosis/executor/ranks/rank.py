@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from itertools import permutations
+from typing import BinaryIO
 
 import msgspec
 import torch
@@ -36,13 +37,15 @@ FOR_CLIENTS = 512  # descriptors, at least
 
 def main() -> None:
     """Run the rank that stdin orders, and exit with 2 if what the user asked for cannot be."""
+    said = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else is written to stdout, by NCCL for one, is for the log
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # noqa: PTH123  (a thread that waits at a buffer could not be ended)
         order = msgspec.json.decode(stdin.readline(), type=Order)
     threading.Thread(target=_end_with_the_service, name="symbiosis-service", daemon=True).start()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while it loads; a rank that serves drains
     try:
         ranks = Ranks.at(order.file, order.rank, len(order.options.places))
-        run(order, ranks, lambda store, port: tell_service(order, store, port), ("127.0.0.1", 0))
+        run(order, ranks, lambda store, port: tell_service(said, order, store, port), ("127.0.0.1", 0))
     except SymbiosisError as error:
         for line in str(error).splitlines():
             print(f"error: rank {order.rank}: {line}", file=sys.stderr)
@@ -56,12 +59,12 @@ def _end_with_the_service() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def tell_service(order: Order, store: Store, port: int | None) -> None:
+def tell_service(said: BinaryIO, order: Order, store: Store, port: int | None) -> None:
     """Tell the service that clients can join this rank."""
     part = store.striped[order.rank].fileno() if store.striped else None
     told = Ready(len(store.served()), store.nbytes, port, part)
-    sys.stdout.buffer.write(msgspec.json.encode(told) + b"\n")
-    sys.stdout.buffer.flush()
+    said.write(msgspec.json.encode(told) + b"\n")
+    said.flush()
 
 
 def run(

@@ -118,9 +118,13 @@ class Service:
         if len(self._parts) == len(self._orders):
             files = [self._parts[rank].fileno() for rank in range(len(self._orders))]
             order = replace(order, parts=tuple(f"/proc/{os.getpid()}/fd/{file}" for file in files))
+        if self._ending:
+            return
         self._starts[order.rank] += 1
         rank = self._ranks[order.rank] = Rank(order)
         self._selector.register(rank.stdout, selectors.EVENT_READ, lambda _: self._heard(rank))
+        if self._ending:  # since it was being made, when nobody could tell it
+            rank.signal(signal.SIGTERM)
 
     def _heard(self, rank: Rank) -> None:
         """Read what a rank says: that it is ready, or, by its end, nothing more."""
@@ -137,11 +141,15 @@ class Service:
         if ready.port is not None:
             self.ports[rank.number] = ready.port
         if ready.part is not None and rank.number not in self._parts:
-            part = os.open(f"/proc/{rank.pid}/fd/{ready.part}", os.O_RDONLY | os.O_CLOEXEC)
-            self._parts[rank.number] = os.fdopen(part, "rb", buffering=0)
-        if not self._told and all(one.ready for one in self._ranks.values()):
+            with suppress(FileNotFoundError):  # it has died since, as its next line will tell
+                part = os.open(f"/proc/{rank.pid}/fd/{ready.part}", os.O_RDONLY | os.O_CLOEXEC)
+                self._parts[rank.number] = os.fdopen(part, "rb", buffering=0)
+        if not (self._told or self._ending) and self._all_are_ready():
             self._told = True
             self._say_that_all_are_ready()
+
+    def _all_are_ready(self) -> bool:
+        return len(self._ranks) == len(self._orders) and all(rank.ready for rank in self._ranks.values())
 
     def _say_that_all_are_ready(self) -> None:
         told = [rank.ready for rank in self._ranks.values() if rank.ready]

@@ -1,7 +1,7 @@
 """Calls of clients on another GPU of the host: their rows and results lie in memory of the executor's GPU meanwhile."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -38,7 +38,12 @@ class RemoteCopies:
         self.tensors = tensors
         self._pairs = [(place.address, tensor) for place, tensor in zip(places, tensors, strict=True)]
         self._payload, self._results = self._pairs[:parts], self._pairs[parts:]
-        self.at = self._there if in_reach else None
+        self._in_reach = in_reach
+
+    @property
+    def at(self) -> Callable[[Tensor], int] | None:
+        """What returns the address of a tensor in the client's memory; None if that is out of reach."""
+        return self._there if self._in_reach else None
 
     def _there(self, tensor: Tensor) -> int:
         """Return the address, in the client's memory, of what `tensor` holds here: one of these tensors, or a part of one."""
@@ -57,7 +62,7 @@ class RemoteCopies:
 
 
 class Staging:
-    """Memory here for the calls of one client. They come one by one, so all begin at the same place. When one needs more, other memory is
+    """Memory here for the calls of one client. Its calls come one by one, so all begin at the same place. When one needs more, other memory is
     taken, in which the next ones lie, too; calls that were registered before stay where they are."""
 
     def __init__(self, device: torch.device, in_reach: bool) -> None:

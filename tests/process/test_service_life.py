@@ -1,0 +1,126 @@
+"""The life of a service's ranks, at moments that real processes seldom meet: with ranks that are pipes."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from threading import Barrier, Thread
+from typing import Any
+
+import msgspec
+import pytest
+
+from symbiosis.config import Options, load_options
+from symbiosis.executor.model.store import Store
+from symbiosis.executor.ranks import figures, service
+from symbiosis.executor.ranks.orders import Order, Ready
+from tests.conftest import tiny_llama
+
+
+class Rank:
+    """As much of a rank as a service uses."""
+
+    def __init__(self, order: Order) -> None:
+        self.order, self.number, self.pid = order, order.rank, os.getpid()
+        self.ready: Ready | None = None
+        self.told: list[int] = []
+        self.status = 0
+        stdout, self._says = os.pipe()
+        self.stdout = os.fdopen(stdout, "rb")
+
+    def says(self, ready: Ready) -> None:
+        os.write(self._says, msgspec.json.encode(ready) + b"\n")
+
+    def ends(self, status: int = 0) -> None:
+        if self._says >= 0:
+            self.status, says, self._says = status, self._says, -1
+            os.close(says)
+
+    def signal(self, number: int) -> None:
+        self.told.append(number)
+        self.ends()
+
+    def ended(self) -> int:
+        self.stdout.close()
+        return self.status
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[service.Service, Any], None]], list[Any]]:
+    """Runs a service of three ranks to its end. `made` is called with the service and each rank while the rank is being made."""
+
+    def run(made: Callable[[service.Service, Any], None]) -> list[Any]:
+        ranks: list[Any] = []
+
+        def new(order: Order) -> Any:
+            ranks.append(Rank(order))
+            made(served, ranks[-1])
+            return ranks[-1]
+
+        monkeypatch.setattr(service, "Rank", new)
+        served = service.Service("a model", load_options({"ranks": 3, "listen": ["local:///a.sock"]}), "/none")
+        status: list[int] = []
+        thread = Thread(target=lambda: status.append(served.run()), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive(), "it has not ended"
+        return [*status, ranks]
+
+    return run
+
+
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_a_service_that_is_told_to_end_while_it_starts_ends(at: int, run: Callable) -> None:
+    def made(served: service.Service, rank: Any) -> None:
+        if rank.number == at:
+            served.end()
+
+    status, ranks = run(made)
+    assert status == 0 and len(ranks) == at + 1 and all(signal.SIGTERM in rank.told for rank in ranks)
+
+
+def test_a_service_that_fails_says_not_that_it_is_ready(run: Callable, capsys: pytest.CaptureFixture) -> None:
+    def made(_: service.Service, rank: Any) -> None:
+        if rank.number == 0:
+            rank.ends(2)
+        else:  # what it has said is read after the other's end
+            rank.says(Ready(1, 1))
+
+    status, _ = run(made)
+    assert status == 2 and "ready" not in capsys.readouterr().out
+
+
+def test_a_rank_that_dies_when_it_has_just_become_ready_is_started_again(run: Callable) -> None:
+    def made(served: service.Service, rank: Any) -> None:
+        if rank.number == 0 and not rank.order.options.operator:
+            rank.order = msgspec.structs.replace(rank.order, options=Options(operator="again"))
+            rank.says(Ready(1, 1, part=1 << 20))  # a descriptor that is there no more
+            rank.ends(-signal.SIGKILL)
+        elif rank.order.options.operator:
+            served.end()
+
+    status, ranks = run(made)
+    assert status == 0 and [rank.number for rank in ranks] == [0, 1, 2, 0]
+
+
+def test_the_health_of_ranks_is_asked_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page whose ranks are frozen says so before those who ask give up."""
+    everybody = Barrier(4)
+
+    def page(port: int, path: str) -> None:
+        everybody.wait(10)
+
+    monkeypatch.setattr(figures, "page", page)
+    assert figures.health_of(dict.fromkeys(range(4), 1), 4)[0] == "stalled"
+
+
+def test_the_fingerprint_is_the_model_s_wherever_it_lies(tmp_path: Path) -> None:
+    found = set()
+    for name in ("here", "there"):
+        model = tiny_llama()
+        model.config._name_or_path = str(tmp_path / name)
+        found.add(Store(model).fingerprint)
+    assert len(found) == 1
+    other = tiny_llama()
+    other.config.rms_norm_eps *= 2
+    assert Store(other).fingerprint not in found
