@@ -3,18 +3,23 @@
 import os
 import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
 
 import msgspec
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from symbiosis.config import Options, load_options
+from symbiosis.errors import ConfigError
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.ranks import figures, service
+from symbiosis.executor.ranks.board import Ranks
 from symbiosis.executor.ranks.orders import Order, Ready
 from tests.conftest import tiny_llama
+from tests.processes import Client, Say, killed_at_the_end
 
 
 class Rank:
@@ -124,3 +129,33 @@ def test_the_fingerprint_is_the_model_s_wherever_it_lies(tmp_path: Path) -> None
     other = tiny_llama()
     other.config.rms_norm_eps *= 2
     assert Store(other).fingerprint not in found
+
+
+def rank_that_waits(say: Say, file: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # as a rank that loads does
+    ranks = Ranks.at(file, 0, 2)
+    say("waits")
+    ranks.wait_for("what nobody says")
+
+
+def test_a_rank_that_waits_for_another_can_be_ended(tmp_path: Path) -> None:
+    with killed_at_the_end() as processes:
+        rank = Client(rank_that_waits, str(tmp_path / "board"))
+        processes.append(rank)
+        assert rank.heard() == "waits"
+        rank.signal(signal.SIGTERM)
+        assert rank.wait(10) == 0
+
+
+def test_ranks_agree_on_the_configuration_also_when_one_is_started_again() -> None:
+    """Weights may be the same while the model is another."""
+    board, config, manifest = HashStore(), '{"rms_norm_eps": 1e-6}', Store(tiny_llama()).manifest
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda rank: Ranks(board, rank, 2).agree(config, manifest), range(2)))
+    Ranks(board, 1, 2).agree(config, manifest)
+    for other in (('{"rms_norm_eps": 1e-5}', manifest), (config, manifest[:-1])):
+        with pytest.raises(ConfigError, match="rank 1 was started again and finds another checkpoint"):
+            Ranks(board, 1, 2).agree(*other)
+    board.set("model1", "another")
+    with pytest.raises(ConfigError, match="rank 1 reads another checkpoint than rank 0"):
+        Ranks(board, 0, 2).agree(config, manifest)

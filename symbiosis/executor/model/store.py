@@ -73,8 +73,7 @@ class Store:
     ) -> None:
         """`board`: where the ranks of a service tell each other the digests of what they hold."""
         model.requires_grad_(False)
-        config = getattr(model, "config", None)
-        self.config_json = config.to_json_string(use_diff=False) if isinstance(config, PreTrainedConfig) else "{}"
+        self.config_json = config_json(model)
         self.model_class = type(model).__name__
         self.weights: list[Tensor] = []
         self.biases: list[Tensor | None] = []
@@ -235,6 +234,12 @@ def _check_view(weight: Tensor, view: View) -> None:
     last = view.offset + sum((n - 1) * s for n, s in zip(view.size, view.stride, strict=True))
     if 0 in view.size or last >= weight.numel():
         raise CallError(Code.BAD_VIEW, f"view {tuple(view)} reaches beyond a weight of shape {tuple(weight.shape)}")
+
+
+def config_json(model: nn.Module) -> str:
+    """Return the configuration of a model as JSON."""
+    config = getattr(model, "config", None)
+    return str(config.to_json_string(use_diff=False)) if isinstance(config, PreTrainedConfig) else "{}"
 
 
 def _digest(tensor: Tensor) -> str:

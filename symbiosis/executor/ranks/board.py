@@ -19,6 +19,7 @@ from symbiosis.security.fingerprint import of_the_model
 from symbiosis.transport.local.striped_weights import opened
 
 LONGEST_LOAD = timedelta(hours=6)  # that a rank waits for the others to load their parts
+TURN_S = 0.05  # of waiting for what a rank has yet to tell
 PAUSE_S = 0.2  # between two attempts to ask a rank that is started again
 
 
@@ -34,6 +35,10 @@ class PartPlace(msgspec.Struct, frozen=True):
 
     path: str
     digest: str
+
+
+OTHER_CHECKPOINT = "rank {} reads another checkpoint than rank {}: give all ranks the same one"
+OTHER_THAN_BEFORE = "rank {} was started again and finds another checkpoint than before: start the service anew"
 
 
 class Ranks:
@@ -54,6 +59,16 @@ class Ranks:
         told = RankDigests(_model(config, manifest), mine)
         self._tell(told)
         return merged(manifest, [told if rank == self.rank else self._heard(rank) for rank in range(self.ranks)])
+
+    def agree(self, config: str, manifest: Sequence[Layer]) -> None:
+        """Raise `ConfigError` unless all ranks have read one configuration and tensors of the same shapes, this one in its earlier life, too."""
+        mine, key = _model(config, manifest), f"model{self.rank}"
+        if self._store.check([key]) and self._get(key) != mine:
+            raise ConfigError(OTHER_THAN_BEFORE.format(self.rank))
+        self._store.set(key, mine)
+        for rank in range(self.ranks):
+            if self._get(f"model{rank}") != mine:
+                raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
 
     def files(self, file: BinaryIO, phases: Sequence[int], digest: str) -> list[BinaryIO]:
         """Tell the others of this rank's file, and return the files of all. They are opened by way of the processes that made them.
@@ -84,7 +99,7 @@ class Ranks:
     def names(self, mine: str) -> tuple[str, ...]:
         """Tell the others the name of this rank's GPU, and return those of all."""
         self._store.set(f"gpu{self.rank}", mine)
-        return tuple(self._store.get(f"gpu{rank}").decode() for rank in range(self.ranks))
+        return tuple(self._get(f"gpu{rank}") for rank in range(self.ranks))
 
     def note(self, what: str) -> None:
         """Note that something is done, which others wait for."""
@@ -92,12 +107,12 @@ class Ranks:
 
     def wait_for(self, what: str) -> None:
         """Wait until another rank has noted this."""
-        self._store.get(what)
+        self._get(what)
 
     def all_ready(self, layers: int, nbytes: int) -> list[tuple[int, int]]:
         """Tell the others how many layers and bytes this rank serves; to the first, return those of all, once all are ready."""
         self._store.set(f"ready{self.rank}", f"{layers} {nbytes}")
-        told = [self._store.get(f"ready{rank}").decode().split() for rank in range(self.ranks * (self.rank == 0))]
+        told = [self._get(f"ready{rank}").split() for rank in range(self.ranks * (self.rank == 0))]
         return [(int(one), int(two)) for one, two in told]
 
     def _part(self, rank: int, mine: PartPlace) -> list[int]:
@@ -119,24 +134,29 @@ class Ranks:
 
     def _place(self, rank: int, mine: PartPlace | None = None) -> PartPlace:
         """Return what a rank has told, which must have read what is `mine`."""
-        place = msgspec.json.decode(self._store.get(f"file{rank}"), type=PartPlace)
+        place = msgspec.json.decode(self._get(f"file{rank}"), type=PartPlace)
         if mine is not None and place.digest != mine.digest:
-            raise ConfigError(
-                f"rank {rank} reads another checkpoint than rank {self.rank}: give all ranks the same one"
-            )
+            raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
         return place
 
     def _tell(self, told: RankDigests) -> None:
         """Tell the others. A rank that was started again must hold what it held before."""
         key, raw = f"rank{self.rank}", msgspec.json.encode(told).decode()
         if self._store.check([key]) and self._store.get(key).decode() != raw:
-            raise ConfigError(
-                f"rank {self.rank} was started again and finds another checkpoint than before: start the service anew"
-            )
+            raise ConfigError(OTHER_THAN_BEFORE.format(self.rank))
         self._store.set(key, raw)
 
     def _heard(self, rank: int) -> RankDigests:
-        return msgspec.json.decode(self._store.get(f"rank{rank}"), type=RankDigests)
+        return msgspec.json.decode(self._get(f"rank{rank}"), type=RankDigests)
+
+    def _get(self, key: str) -> str:
+        """Wait until a rank has told this. The wait is in short turns: a store would let no signal handler run, and so nobody end it."""
+        end = time.monotonic() + LONGEST_LOAD.total_seconds()
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                raise ConfigError(f"no rank has told {key}: start the service anew")
+            time.sleep(TURN_S)
+        return self._store.get(key).decode()
 
 
 def _model(config: str, manifest: Sequence[Layer]) -> str:

@@ -21,7 +21,7 @@ from symbiosis.config import Options
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
 from symbiosis.executor.model.load import load_model, structure
-from symbiosis.executor.model.store import OnGpus, Store, check_patterns, entries
+from symbiosis.executor.model.store import OnGpus, Store, check_patterns, config_json, entries
 from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
@@ -106,6 +106,7 @@ def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
     """Load this rank's part of every tensor, and map the parts of all."""
     check_patterns(structure(order.model, options.dtype), options.serve)
     striped = StripedModel(order.model, options.dtype)
+    ranks.agree(config_json(striped.model), striped.manifest)
     if order.parts:
         files = list(map(opened, order.parts))
     else:
@@ -128,6 +129,7 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
     must_reach_each_other(order.options.places)
     check_patterns(structure(order.model, options.dtype), options.serve)
     striped = StripedModel(order.model, options.dtype)
+    ranks.agree(config_json(striped.model), striped.manifest)
     layout = striped_weights.RunLayout(striped.manifest, options.all_shares, striped.tied)
     must_have_descriptors(len(layout.runs))
     if kept := ranks.kept_by_others():
