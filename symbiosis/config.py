@@ -135,11 +135,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         count = len(self.places)
         if count > MOST_RANKS:
             raise ConfigError(f"a service has at most {MOST_RANKS} ranks, not {count}")
-        if self.devices is not None and self.device not in (
-            "cpu",
-            self.places[0].partition(":")[0],
-            *(self.places if len(set(self.places)) == 1 else ()),
-        ):
+        kind = self.places[0].partition(":")[0]
+        if self.devices is not None and self.device not in ("cpu", kind) and {self.device} != set(self.places):
             raise ConfigError(
                 f"device {self.device} and devices {self.devices} contradict each other: leave out --device"
             )

@@ -24,9 +24,8 @@ PAUSE_S = 0.2  # between two attempts to ask a rank that is started again
 
 
 class RankDigests(msgspec.Struct, frozen=True):
-    """What a rank tells: a digest of the model's configuration and of the shapes of its tensors, and the digests of those that it holds."""
+    """What a rank tells: the digests of the tensors that it holds."""
 
-    model: str
     digests: dict[int, str]
 
 
@@ -37,7 +36,7 @@ class PartPlace(msgspec.Struct, frozen=True):
     digest: str
 
 
-OTHER_CHECKPOINT = "rank {} reads another checkpoint than rank {}: give all ranks the same one"
+OTHER_CHECKPOINT = "rank {} reads another checkpoint than rank {}: the models' configurations or tensors differ. Give all ranks the same one"
 OTHER_THAN_BEFORE = "rank {} was started again and finds another checkpoint than before: start the service anew"
 
 
@@ -56,16 +55,15 @@ class Ranks:
     def complete(self, config: str, manifest: list[Layer]) -> list[Layer]:
         """Return the manifest with the digests of all ranks, or raise `ConfigError` if they have not loaded parts of one checkpoint."""
         mine = {number: layer.digest for number, layer in enumerate(manifest) if layer.kind != ELSEWHERE}
-        told = RankDigests(_model(config, manifest), mine)
-        self._tell(told)
+        self.agree(config, manifest)
+        told = RankDigests(mine)
+        self._tell(f"rank{self.rank}", msgspec.json.encode(told).decode())
         return merged(manifest, [told if rank == self.rank else self._heard(rank) for rank in range(self.ranks)])
 
     def agree(self, config: str, manifest: Sequence[Layer]) -> None:
         """Raise `ConfigError` unless all ranks have read one configuration and tensors of the same shapes, this one in its earlier life, too."""
-        mine, key = _model(config, manifest), f"model{self.rank}"
-        if self._store.check([key]) and self._get(key) != mine:
-            raise ConfigError(OTHER_THAN_BEFORE.format(self.rank))
-        self._store.set(key, mine)
+        mine = _model(config, manifest)
+        self._tell(f"model{self.rank}", mine)
         for rank in range(self.ranks):
             if self._get(f"model{rank}") != mine:
                 raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
@@ -139,12 +137,11 @@ class Ranks:
             raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
         return place
 
-    def _tell(self, told: RankDigests) -> None:
-        """Tell the others. A rank that was started again must hold what it held before."""
-        key, raw = f"rank{self.rank}", msgspec.json.encode(told).decode()
-        if self._store.check([key]) and self._store.get(key).decode() != raw:
+    def _tell(self, key: str, said: str) -> None:
+        """Tell the others something that is the same in each life of this rank."""
+        if self._store.check([key]) and self._get(key) != said:
             raise ConfigError(OTHER_THAN_BEFORE.format(self.rank))
-        self._store.set(key, raw)
+        self._store.set(key, said)
 
     def _heard(self, rank: int) -> RankDigests:
         return msgspec.json.decode(self._get(f"rank{rank}"), type=RankDigests)
@@ -168,14 +165,9 @@ def merged(manifest: Sequence[Layer], told: Sequence[RankDigests]) -> list[Layer
     """Return the manifest with the digests that all ranks told.
 
     >>> part = Layer("up", ELSEWHERE, (4, 4), "float32", "")
-    >>> merged([part], [RankDigests("m", {}), RankDigests("m", {0: "d"})])[0].digest
+    >>> merged([part], [RankDigests({}), RankDigests({0: "d"})])[0].digest
     'd'
     """
-    for rank, one in enumerate(told):
-        if one.model != told[0].model:
-            raise ConfigError(
-                f"rank {rank} reads another checkpoint than rank 0: the models' configurations or tensors differ. Give all ranks the same one"
-            )
     digests: dict[int, str] = {}
     for one in told:
         digests |= one.digests

@@ -27,7 +27,6 @@ from symbiosis.protocol import (
     CALL_SIZE,
     Call,
     Hello,
-    Kind,
     Reply,
     Welcome,
     encode_reply,
@@ -257,7 +256,7 @@ class NcclPeer(TcpPeer):
 
     def _new_place(self, call: Call, body: bytes, admitted: bool) -> CallBuffers:
         """Return a place for a call's rows. If the call is admitted, the place is kept, with one for the result."""
-        lies, nbytes = lay_out(kinds_of(call, self._inbox.shape(call) if admitted else ()))
+        lies, nbytes = lay_out([*call.payload_kinds, (call.dtype, self._inbox.shape(call) if admitted else ())])
         if nbytes > self._memory.numel():
             self._grow(nbytes)
         *payload, out = (tensor_at(self._memory, *lie) for lie in lies)
@@ -410,8 +409,3 @@ def why_not_by_nccl(inbox: ServerPort, wire: Wire | None, hello: Hello) -> str |
     if (mine := nccl_driver.version()) != hello.nccl:
         return f"it has NCCL {mine or 'not installed'}, the client {hello.nccl}"
     return None if CAN_SPIN else "nothing wakes up its processor when they are there"
-
-
-def kinds_of(call: Call, result: tuple[int, ...]) -> list[Kind]:
-    """Return dtype and shape of each tensor of a call's payload and of its result."""
-    return [*call.payload_kinds, (call.dtype, result)]
