@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import multiprocessing
 import os
 import signal
@@ -132,6 +133,9 @@ class Processes:
 
     def start(self, function: Callable, where: str, *args: Any, **words: Any) -> tuple[Any, Any]:
         queue = self.context.Queue()
+        inspect.signature(function).bind(
+            where, queue, *args, **words
+        )  # raises here, and not in a child that nobody watches
         process = self.context.Process(target=function, args=(where, queue, *args), kwargs=words, daemon=True)
         process.start()
         self.started.append(process)
