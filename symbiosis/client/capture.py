@@ -5,12 +5,11 @@ all of them as one round, without a CPU between them. It maps the memory in whic
 copied (`transport.cuda.step.Step`).
 """
 
-import gc
 import logging
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,6 +24,7 @@ from symbiosis.client.stats import Stats
 from symbiosis.errors import CaptureError, ConfigError
 from symbiosis.kernels import with_triton
 from symbiosis.kernels.gpu import shareable_memory
+from symbiosis.kernels.gpu.graphs import captured, capturing, nothing_captured
 from symbiosis.protocol import Call, Priority
 from symbiosis.transport.cuda.driver import HIGHEST
 from symbiosis.transport.cuda.weights import unmap_unused
@@ -85,12 +85,13 @@ class Graph:
 
 
 def _free_ended() -> None:
-    """Free graphs that are not used any more. Called in a thread that captures nothing: when an executor knows that they are gone, or before
-    another step runs. CUDA takes memory back only when all streams are done, and other threads have to run while it waits for that."""
+    """Free graphs that are not used any more, unless something is being captured: when an executor knows that they are gone, or before another
+    step runs. CUDA takes memory back only when all streams are done, and other threads have to run while it waits for that."""
     unmap_unused()
-    if _ended and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()
-        while _ended:
+    with nothing_captured() as free:
+        if free and _ended:
+            torch.cuda.synchronize()
+        while free and _ended:
             graph, pool = _ended.pop()
             graph.reset()
             del graph, pool
@@ -216,19 +217,18 @@ class Captured:
         arguments, named = tree_unflatten(mine, structure)
         before = [(session, session.stats.copy()) for session in sessions()]
         recorded = [(line, line.recorded) for line in lines()]
-        graph = torch.cuda.CUDAGraph()
+        results: list[Any] = []
         try:
-            in_pool: Any = None if pool is None else pool.id
-            with (
-                torch.cuda.graph(graph, in_pool, stream, capture_error_mode="thread_local"),
-                _garbage_is_kept(),
-            ):
-                result = tree_map(_owned, self._function(*arguments, **named))
+            with capturing, torch.cuda.stream(stream):
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()  # as much as can be had for the graph
+                graph = captured(
+                    lambda: results.append(tree_map(_owned, self._function(*arguments, **named))),
+                    torch.cuda.graph_pool_handle() if pool is None else pool.id,
+                )
         except CaptureError:
-            _mend_random_numbers()
             raise
         except RuntimeError as error:
-            _mend_random_numbers()
             raise CaptureError(
                 f"this step cannot be captured as a CUDA graph: {error}. Look for what needs the values of tensors on the "
                 "CPU (.item(), .cpu(), printing, branches on them), or for shapes that change within the step"
@@ -237,7 +237,7 @@ class Captured:
             made = [(session, session.stats.taken_back(old)) for session, old in before]
         rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
         made = [(session, stats) for session, stats in made if stats.calls]
-        return Graph(graph, mine, result, made, rings, pool, steps, [], [])
+        return Graph(graph, mine, results[0], made, rings, pool, steps, [], [])
 
 
 def only_makes_tokens(run: WarmUp, asked: dict[int, tuple[bool, bool]]) -> bool:
@@ -245,25 +245,6 @@ def only_makes_tokens(run: WarmUp, asked: dict[int, tuple[bool, bool]]) -> bool:
     called = {call.priority for _, calls in run.noted for call in calls}
     trains = Priority.TRAIN in called or any(training for _, training in asked.values())
     return not trains and (Priority.DECODE in called or any(part.tokens for part in run.parts))
-
-
-@contextmanager
-def _garbage_is_kept() -> Iterator[None]:
-    """Collect what is found unused in the block only after it. A session that ends, or memory that is unmapped, waits for the GPU, which
-    would break a capture."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _mend_random_numbers() -> None:
-    """Let torch draw random numbers again. After a capture that failed it draws none outside of graphs, until another capture succeeds."""
-    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.zeros(1, device="cuda")
 
 
 def _ended_steps(used: Noted) -> "list[tuple[DeviceLine, Step]]":

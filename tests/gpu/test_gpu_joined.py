@@ -23,6 +23,7 @@ from symbiosis.config import Options
 from symbiosis.errors import Code
 from symbiosis.executor.calls.plan import make_plan
 from symbiosis.executor.compute.engine import Engine
+from symbiosis.executor.gpu.launcher import GRAPH_AFTER
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.scheduling.queue import Batch, Item, Slice
 from symbiosis.executor.scheduling.ranking import AGING_S
@@ -219,6 +220,27 @@ def test_few_rows_overtake_many_but_not_for_ever() -> None:
         engine.gpu.drain(client, lambda: None)
         for work in (small, large):
             check(work, store)
+
+
+@pytest.mark.usefixtures("own_stream")
+def test_calls_are_captured_also_when_all_that_were_have_gone() -> None:
+    """Torch does not use a pool of memory again whose graphs are all gone."""
+    torch.manual_seed(1)
+    store = Store(nn.Sequential(nn.Linear(256, 512)).to(DEVICE))
+    engine = Engine(store, lambda *_: None, lambda _: None)
+    engine.gpu.use_stream()
+    client = Client()
+    client.count = lambda batch: None  # type: ignore[method-assign]
+    client.enqueue_reply = lambda: None  # type: ignore[attr-defined]
+    for number, large in enumerate((False, False, True, True), 1):
+        work, _ = call_of(client, store, Call(Op.FORWARD, 0, "float32", (3, 256)), number)
+        work.payload[0].normal_()
+        work.large = large
+        for _ in range(GRAPH_AFTER + 1):
+            engine.gpu.launch(work)
+        assert work.graph is not None
+        engine.gpu.forget([work])
+        check(work, store)
 
 
 def exact(work: DeviceCall, store: Store) -> list[Bounded]:

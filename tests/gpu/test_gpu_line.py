@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 import symbiosis
+from symbiosis.client import capture as client_capture
 from symbiosis.client.capture import MOST_WARMING
 from symbiosis.client.weights.remote_weight import remote_weights
-from symbiosis.errors import CallError
+from symbiosis.errors import CallError, CaptureError
 from symbiosis.executor.gpu.launcher import Launcher
+from symbiosis.kernels.gpu.graphs import capturing
 from symbiosis.protocol import Op
 from symbiosis.transport.cuda import client as cuda_client
 from symbiosis.transport.cuda.driver import PinnedMemory
@@ -312,6 +314,61 @@ def test_what_cannot_be_captured_says_so(endpoint: str, ids: Tensor) -> None:
         captured(ids)
     with torch.no_grad():  # and nothing is broken
         assert torch.equal(split(ids).logits, tiny_llama().cuda()(ids).logits)
+
+
+def fail_then_drop(endpoint: str, said: Any) -> None:
+    """A step that cannot be captured, then steps that are captured and dropped: what is broken then, and what a step leaves."""
+    split = lora(symbiosis.wrap(tiny_llama().cuda(), endpoint))
+    ids = torch.randint(3, 100, (2, 9)).cuda()
+    failing, before = symbiosis.capture(lambda ids: split(ids).logits.sum().item()), torch.cuda.current_stream()
+    failing(ids), failing(ids)
+    with pytest.raises(CaptureError, match="cannot be captured"):
+        failing(ids)
+    torch.rand(1, device="cuda")
+    held: list[tuple[int, int]] = []
+    for _ in range(4):
+        step = symbiosis.capture(trainer(split))
+        for _ in range(5):
+            step(ids)
+        del step
+        gc.collect()
+        split(ids)  # the executor is told of those that are dropped
+        torch.cuda.synchronize()
+        held.append((torch.cuda.memory_reserved(), len(line_of(split)._link.segments)))
+    said.put((torch.cuda.current_stream() == before, held))
+
+
+def test_after_a_step_that_cannot_be_captured_others_end_without_harm(endpoint: str, processes: Processes) -> None:
+    """Torch ends a process that frees a graph's memory while it believes that something is being captured."""
+    _, said = processes.start(fail_then_drop, endpoint)
+    same_stream, held = said.get(timeout=WAIT_S)
+    assert same_stream
+    assert held[-1] == held[1], held
+
+
+def test_graphs_are_freed_when_nothing_is_captured(endpoint: str, ids: Tensor) -> None:
+    split = lora(symbiosis.wrap(tiny_llama().cuda(), endpoint))
+    step = symbiosis.capture(trainer(split))
+    for _ in range(4):
+        step(ids)
+    captured_elsewhere, over = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with capturing:
+            captured_elsewhere.set()
+            over.wait(WAIT_S)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    captured_elsewhere.wait(WAIT_S)
+    del step
+    gc.collect()
+    split(ids)
+    waiting = len(client_capture._ended)
+    over.set()
+    thread.join(WAIT_S)
+    client_capture._free_ended()
+    assert waiting == 1 and not client_capture._ended
 
 
 def test_the_first_that_a_thread_does_with_cuda_is_a_call(endpoint: str) -> None:

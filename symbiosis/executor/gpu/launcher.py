@@ -4,6 +4,7 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,8 @@ class Launcher:
             self._stream = torch.cuda.Stream(self.device, priority=HIGHEST)
             self._aside = torch.cuda.Stream(self.device)
             self._pool, self._pool_aside = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+            # a graph of each pool: torch does not use a pool again whose graphs are all gone
+            self._first: list[torch.cuda.CUDAGraph] = []
             self.stream = self._stream.cuda_stream
 
     # ------------------------------------------------------------------ the device
@@ -70,9 +73,11 @@ class Launcher:
         torch.cuda.set_device(self.device)
         torch.empty(1, device=self.device)  # makes the device's context this thread's
         torch.cuda.synchronize(self.device)  # the weights are there
-        for stream in (self._aside, self._stream):
+        for stream, pool in ((self._aside, self._pool_aside), (self._stream, self._pool)):
             torch.cuda.set_stream(stream)
             torch.cuda.current_blas_handle()  # for which torch takes memory now
+            with suppress(RuntimeError):  # nothing can be captured here, for example with CUDA_LAUNCH_BLOCKING
+                self._first.append(captured(lambda: torch.zeros(1, device=self.device), pool))
         self._gatherer = _gatherer(self._products, self._pool)
         if self._gatherer is not None:
             from symbiosis.executor.gpu.rounds import Rounds
@@ -224,8 +229,9 @@ class Launcher:
             return
         try:
             call.graph = captured(lambda: self._run_and_reply(call), self._pool_aside if call.large else self._pool)
-        except RuntimeError:  # grouped products of some dtypes ask the GPU for sizes
-            call.launches = -sys.maxsize
+        except RuntimeError as error:
+            # grouped products of some dtypes ask the GPU for sizes: they are never captured
+            call.launches = 0 if isinstance(error, torch.OutOfMemoryError) else -sys.maxsize
             self._launch_first(call)
         else:
             call.graph.replay()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import Code, ProtocolError
+from symbiosis.kernels.gpu.graphs import nothing_captured
 from symbiosis.protocol import ITEMSIZE, Layer
 from symbiosis.transport.cuda.driver import CudaError, DeviceMemory, enter, whole
 from symbiosis.transport.local.shared_weights import in_file
@@ -108,10 +109,12 @@ _unused: list[Mapping] = []  # there is no tensor over them any more
 
 
 def unmap_unused() -> None:
-    """Unmap what no tensor lies over, unless this thread captures a graph."""
-    if not _unused or torch.cuda.is_current_stream_capturing():
-        return
-    with suppress(CudaError, RuntimeError):  # CUDA is broken: it stays mapped until the program ends
-        torch.cuda.synchronize(_unused[0].user)  # what is launched may still read it
-        while _unused:
+    """Unmap what no tensor lies over, unless something is being captured."""
+    with (
+        suppress(CudaError, RuntimeError),
+        nothing_captured() as free,
+    ):  # if CUDA is broken, it stays mapped until the program ends
+        if free and _unused:
+            torch.cuda.synchronize(_unused[0].user)  # what is launched may still read it
+        while free and _unused:
             _unused.pop().close()
