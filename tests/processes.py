@@ -37,8 +37,8 @@ from tests import tally
 from tests.conftest import tiny_llama
 
 WAIT_S = 60.0  # the longest wait for anything: machines that run tests are busy
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.preload"])
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["tests.preload"])
 both_transports = pytest.mark.parametrize("scheme", ["local", "tcp"])
 
 
@@ -66,12 +66,12 @@ def p99(times: Sequence[float]) -> float:
 
 def turns() -> Any:
     """What a child waits for, as often as it is released here."""
-    return _context.Semaphore(0)
+    return context.Semaphore(0)
 
 
 def pipe() -> tuple[Connection, Connection]:
     """Between two children."""
-    return _context.Pipe()
+    return context.Pipe()
 
 
 class Process:
@@ -80,7 +80,7 @@ class Process:
     killed_ones = ""  # as what its kills are counted
 
     def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        self._process = _context.Process(target=target, args=arguments, daemon=True)
+        self._process = context.Process(target=target, args=arguments, daemon=True)
         self._process.start()
         assert self._process.pid
         self.pid = self._process.pid
@@ -134,7 +134,7 @@ class Executor(Process):
 
     def __init__(self, model: Path | str, *options: str, log: Path) -> None:
         self.model, self.options, self.log, self._ended = model, options, log, False
-        reader, writer = _context.Pipe(duplex=False)
+        reader, writer = context.Pipe(duplex=False)
         super().__init__(_run_executor, writer, str(log), [str(model), "--no-share-weights", *options])
         writer.close()
         self.line = self._first_line(reader)
@@ -310,7 +310,7 @@ class Client(Process):
     killed_ones = tally.CLIENTS
 
     def __init__(self, program: Callable[..., Any], *arguments: Any) -> None:
-        self._ear, mouth = _context.Pipe(duplex=False)
+        self._ear, mouth = context.Pipe(duplex=False)
         super().__init__(_run_client, mouth, program, arguments)
         mouth.close()
 

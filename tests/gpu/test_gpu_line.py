@@ -1,9 +1,9 @@
 """Clients on a GPU whose calls no CPU waits for: eager, captured, several at once, and over the death of either side."""
 
+import atexit
 import copy
 import gc
 import inspect
-import multiprocessing
 import os
 import signal
 import threading
@@ -30,7 +30,7 @@ from symbiosis.transport.cuda import client as cuda_client
 from symbiosis.transport.cuda.driver import PinnedMemory
 from symbiosis.transport.cuda.words import ANSWERED, ENQUEUED
 from tests.conftest import tiny_llama, tiny_mixtral, wide_llama
-from tests.processes import until, watching
+from tests.processes import context, until, watching
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WAIT_S = 60
@@ -126,19 +126,28 @@ def holds_no_more(executor: Any, held: list[tuple[int, int]]) -> None:
         held[-1] = holdings(executor)
 
 
+def run_in(environment: dict[str, str], function: Callable, *args: Any, **words: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # that of the test, for example where MPS listens
+    function(*args, **words)
+    atexit._run_exitfuncs()  # which a process of multiprocessing skips: sessions leave
+
+
 class Processes:
-    """Children that are killed at the end."""
+    """Children that are killed at the end. They are forked from a process that has imported everything and has never used CUDA."""
+
+    context = context
 
     def __init__(self) -> None:
-        self.context = multiprocessing.get_context("spawn")
         self.started: list[Any] = []
 
     def start(self, function: Callable, where: str, *args: Any, **words: Any) -> tuple[Any, Any]:
         queue = self.context.Queue()
         inspect.signature(function).bind(
             where, queue, *args, **words
-        )  # raises here, and not in a child that nobody watches
-        process = self.context.Process(target=function, args=(where, queue, *args), kwargs=words, daemon=True)
+        )  # raises here, not in a child that nobody watches
+        given = (dict(os.environ), function, where, queue, *args)
+        process = self.context.Process(target=run_in, args=given, kwargs=words, daemon=True)
         process.start()
         self.started.append(process)
         return process, queue
