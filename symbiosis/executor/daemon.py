@@ -103,11 +103,11 @@ def serve_store(store: Store, options: Options, pages: Pages | None, ready: Call
     look_at_what_is_new()
     server = Server(store, options)
     log(logging.INFO, "memory", **memory_plan(store, options))
-    server.listen(options.listen)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.drain())
     if options.audit_log:
         signal.signal(signal.SIGHUP, lambda *_: setattr(server.register, "reopen", True))
+    server.listen(options.listen)
     if pages:
         pages.show(server, PrometheusCollector(server.snapshot))
     server.run(lambda: None if server.dispatch.draining else ready(server))

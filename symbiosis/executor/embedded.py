@@ -60,7 +60,11 @@ class Executor:
         self._thread = threading.Thread(target=self._run, name="symbiosis-executor", daemon=True)
         atexit.register(self.close)  # a thread that computes while the interpreter goes away takes the process down
         self._thread.start()
-        self._ready.result()
+        try:
+            self._ready.result()
+        except BaseException:  # it failed, or this program is interrupted
+            self.close(drain=False)
+            raise
 
     def _run(self) -> None:
         try:

@@ -76,8 +76,14 @@ class Server:
         self._no_descriptor = Alarm()
 
     def listen(self, urls: tuple[str, ...]) -> None:
-        """Answer at these endpoints as well."""
-        self.listeners += [listen(url, self.reactor, self.dispatch) for url in urls]
+        """Answer at these endpoints as well; at none, if one cannot be had."""
+        try:
+            for url in urls:
+                self.listeners.append(listen(url, self.reactor, self.dispatch))
+        except BaseException:
+            for listener in self.listeners:
+                listener.close()
+            raise
 
     # ------------------------------------------------------------------ the loop
 

@@ -1,6 +1,7 @@
 """Endpoints of an executor: addresses in use, stale sockets, several at once."""
 
 import logging
+import os
 import signal
 import socket
 import stat
@@ -31,6 +32,31 @@ from tests.transports import anything, echoed
 def test_an_address_in_use_is_refused(executor: symbiosis.Executor) -> None:
     with pytest.raises(ConfigError, match="already|cannot listen"):
         symbiosis.Executor(tiny_llama(), listen=[executor.endpoint])
+
+
+def test_one_that_is_in_use_leaves_none_behind(executor: symbiosis.Executor, tmp_path: Path, serve: Callable) -> None:
+    url = f"local://{tmp_path}/first.sock"
+    with pytest.raises(ConfigError, match="already|cannot listen"):
+        symbiosis.Executor(tiny_llama(), listen=[url, executor.endpoint])
+    assert not (tmp_path / "first.sock").exists()
+    assert serve(tiny_llama(), listen=[url]).endpoint == url
+
+
+def test_a_program_that_is_interrupted_while_its_executor_starts_has_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By ctrl-C, for example: nobody could close it."""
+    before = threading.active_count()
+
+    def interrupt() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+
+    monkeypatch.setattr(Launcher, "use_stream", prepare_slowly(interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        symbiosis.Executor(tiny_llama(), listen=[f"local://{tmp_path}/x.sock"])
+    assert not (tmp_path / "x.sock").exists()
+    assert threading.active_count() == before
 
 
 def test_a_stale_socket_is_replaced_and_another_file_is_not(tmp_path: Path, serve: Callable) -> None:

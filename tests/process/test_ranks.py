@@ -82,9 +82,9 @@ def same(got: list[Tensor], expected: list[Tensor]) -> bool:
     return len(got) == len(expected) and all(map(torch.equal, got, expected))
 
 
-def page(service: Executor, name: str) -> str:
+def page(service: Executor, name: str, query: str = "") -> str:
     url = service.log.read_text().partition(f'{name}="')[2].partition('"')[0]
-    with urlopen(url, timeout=10) as answer:
+    with urlopen(url + query, timeout=10) as answer:
         return str(answer.read().decode())
 
 
@@ -103,6 +103,8 @@ def test_a_service_has_one_name_and_one_page(service: Executor) -> None:
         ]
         assert len(calls) == 1 and float(calls[0].split()[-1]) > 0
     assert figures.count("# TYPE symbiosis_weights_bytes ") == 1
+    one = page(service, "metrics", "?name[]=symbiosis_weights_bytes")
+    assert one.count("\nsymbiosis_weights_bytes{") == 2 and "symbiosis_queue_depth" not in one
 
 
 @pytest.mark.parametrize("share", [False, True], ids=["called", "mapped"])

@@ -22,10 +22,6 @@ class RankFigures(Collector):
     def __init__(self, ports: Mapping[int, int]) -> None:
         self._ports = ports
 
-    def describe(self) -> list[Metric]:
-        """Return nothing: what a registry would otherwise ask the ranks for when it gets to know this collector."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Yield every metric once, with the samples of all ranks."""
         found: dict[str, Metric] = {}
