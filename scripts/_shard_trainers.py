@@ -70,9 +70,15 @@ class Tenant(Program):
 
 def used_bytes(devices: Sequence[str]) -> list[int]:
     """The memory of each device that is in use, by whomever."""
-    query = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
-    said = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()
-    return [int(said[int(device.partition(":")[2])]) << 20 for device in devices]
+    query = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
+    said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    used = dict(line.split(", ") for line in said.splitlines())
+    return [int(used[uuid_of(device)]) << 20 for device in devices]
+
+
+def uuid_of(device: str) -> str:
+    """The name of a GPU in every process, whichever others that may use."""
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 class Found(NamedTuple):
@@ -213,8 +219,7 @@ def fsdp_job(load: Load, place: Path) -> Iterator["subprocess.Popen[bytes]"]:
         "length": load.job.length, "seconds": load.seconds,
     }  # fmt: skip
     (place / "job.json").write_text(json.dumps(job))
-    devices = ",".join(device.partition(":")[2] for device in load.devices)
-    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": devices} if load.is_cuda else {})
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ",".join(map(uuid_of, load.devices))} if load.is_cuda else {})
     words = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--log-dir={place}", f"--nproc-per-node={len(load.devices)}",
     ]  # fmt: skip
