@@ -14,10 +14,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from _gpu import ATTENTION, Job, Program, Shape
 from _processes import Worker, executor, idle_workers, progress, together
 
+import symbiosis
 from symbiosis.tools.reporting import Report, print_table
 
 PAPER, AIM = 4.0, 8.0  # times the throughput of FSDP
@@ -67,6 +69,11 @@ class Tenant(Program):
             torch.cuda.set_device(device)
         super().__init__(endpoint, shape, device)
 
+    def called(self) -> tuple[int, int]:
+        """How many calls it has made, and how many ran in the products of these."""
+        stats = symbiosis.stats(self._model)
+        return stats.calls, stats.batched_calls
+
 
 def used_bytes(devices: Sequence[str]) -> list[int]:
     """The memory of each device that is in use, by whomever."""
@@ -82,11 +89,13 @@ def uuid_of(device: str) -> str:
 
 
 class Found(NamedTuple):
-    """Tokens a second of all programs together, the seconds of a step of one alone, and the memory of each device that was in use."""
+    """Tokens a second of all programs together, the seconds of a step of one alone, the memory of each device that was in use, and how many calls of
+    all together were one product, at the mean; 0 if there were none."""
 
     rate: float
     alone_s: float
     memory: list[int]
+    joined: float
 
 
 def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
@@ -103,7 +112,7 @@ def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
             one = split(load, crowd)
         for name, options in ways.items():
             with crowd_at(load, folder, options) as crowd:
-                rates[name], alone_s, memory = split(load, crowd)
+                rates[name], alone_s, memory, _ = split(load, crowd)
             rows.append((name, f"{rates[name]:.0f}", gib(memory)))
             made.figure(f"{name}_tokens_per_s".replace(" ", "_"), round(rates[name], 1))
             made.figure(f"{name}_gib".replace(" ", "_"), gib(memory))
@@ -133,16 +142,19 @@ def measure_elsewhere(load: Load, jobs: Sequence[Job], ways: dict[str, tuple[str
         for name, options in ways.items():
             with crowd_at(load, folder, options) as crowd:
                 for job in jobs:
-                    rate, alone_s, memory = split(load._replace(job=job), crowd)
+                    rate, alone_s, memory, joined = split(load._replace(job=job), crowd)
                     what = f"{job.kind} {job.batch} × {job.length}"
-                    rows.append(
-                        (name, what, f"{1e3 * alone_s:.1f}", f"{job.tokens / alone_s:.0f}", f"{rate:.0f}", gib(memory))
-                    )
+                    rows.append((
+                        name, what, f"{1e3 * alone_s:.1f}", f"{job.tokens / alone_s:.0f}", f"{rate:.0f}", f"{joined:.2f}", gib(memory),
+                    ))  # fmt: skip
                     key = f"{name}_{job.kind}_{job.batch}x{job.length}".replace(" ", "_")
                     made.figure(f"{key}_alone_ms", round(1e3 * alone_s, 2))
                     made.figure(f"{key}_tokens_per_s", round(rate, 1))
+                    made.figure(f"{key}_calls_a_product", round(joined, 2))
                     made.figure(f"{key}_gib", gib(memory))
-    columns = ("held by", "each of them", "one alone, ms", "tokens/s", f"{load.programs} together", "GiB a GPU")
+    columns = (
+        "held by", "each of them", "one alone, ms", "tokens/s", f"{load.programs} together", "calls a product", "GiB a GPU",
+    )  # fmt: skip
     print_table(columns, rows)
     made.figure("layers", load.shape.layers)
     made.figure("programs", load.programs)
@@ -185,12 +197,15 @@ def split(load: Load, crowd: Sequence[Worker]) -> Found:
     progress("programs are ready")
     together(crowd, "run", 1.0, load.job, load.is_cuda)
     alone = together(crowd[:1], "run", load.seconds / 2, load.job, load.is_cuda)[0]
+    before = [worker.call("called") for worker in crowd]
     paces = together(crowd, "run", load.seconds, load.job, load.is_cuda)
+    made = [np.subtract(worker.call("called"), then) for worker, then in zip(crowd, before, strict=True)]
+    calls, batched = np.sum(made, axis=0)
     memory = used_bytes(load.devices + load.homes) if load.is_cuda else []
     rate = sum(load.job.tokens * len(pace.steps) / pace.elapsed for pace in paces)
     alone_s = statistics.median(alone.steps)
     progress(f"{rate:.0f} tokens/s; one alone takes {1e3 * alone_s:.1f} ms a step")
-    return Found(rate, alone_s, memory)
+    return Found(rate, alone_s, memory, float(batched / calls) if calls else 0.0)
 
 
 def by_fsdp(load: Load, folder: Path, count: int) -> tuple[float, list[int]]:
