@@ -9,7 +9,7 @@ SymbiosisError
 │   ├── WeightRead              ... its values (and the executor does not allow reads)
 │   └── WeightWrite             ... to change it
 ├── ConnectionLost              the connection broke; the session reconnects and resends by itself
-│   ├── HandshakeFailed         ... before it was there: the keys do not agree
+│   ├── HandshakeFailed         ... before it was there: the keys do not agree, or nobody let us in
 │   └── ExecutorUnavailable     ... and no executor answered within the patience
 ├── PadsUsedUp                  a file of pads has none left for a call
 ├── OutOfHostMemory             keys and values need more memory than the host has
@@ -102,7 +102,7 @@ class ConnectionLost(SymbiosisError, ConnectionError):
 
 
 class HandshakeFailed(ConnectionLost):
-    """The executor at the endpoint has other keys than the endpoint names, or is just ending."""
+    """The executor at the endpoint has other keys than the endpoint names, is just ending, or does not answer those who connect."""
 
 
 class ExecutorUnavailable(ConnectionLost):

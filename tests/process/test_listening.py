@@ -16,16 +16,17 @@ import torch
 
 import symbiosis
 import symbiosis.client.session
+from symbiosis.client.connection import reconnect
 from symbiosis.client.session import Session
 from symbiosis.config import Options
-from symbiosis.errors import ConfigError
+from symbiosis.errors import ConfigError, ExecutorUnavailable
 from symbiosis.executor.daemon import serve_store
 from symbiosis.executor.gpu.launcher import Launcher
 from symbiosis.executor.model.store import Store
 from symbiosis.transport.local import listener as local
 from symbiosis.transport.reactor import Reactor
 from tests.conftest import tiny_llama
-from tests.processes import Client, Say, killed_at_the_end
+from tests.processes import Client, Executor, Say, killed_at_the_end, save_tiny_llama
 from tests.transports import anything, echoed
 
 
@@ -138,6 +139,19 @@ def test_an_executor_that_cannot_prepare_tells_its_program(monkeypatch: pytest.M
     session = Session(serve(tiny_llama(), listen=["inproc://once"]).endpoint)  # it has left its address
     assert echoed(session, anything((3, 5)))
     session.close()
+
+
+def test_one_that_is_stopped_is_not_told_to_be_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reconnect, "JOIN_S", 0.5)
+    with killed_at_the_end() as processes:
+        stopped = Executor(
+            save_tiny_llama(tmp_path / "model"), f"--listen=local://{tmp_path}/a.sock", log=tmp_path / "log"
+        )
+        processes.append(stopped)
+        stopped.signal(signal.SIGSTOP)
+        with pytest.raises(ExecutorUnavailable, match="takes connections, and does not answer") as told:
+            _ = Session(stopped.endpoint).welcome
+        assert "Start one" not in str(told.value)
 
 
 def test_an_executor_answers_at_several_addresses(tmp_path: Path, serve: Callable) -> None:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from symbiosis.errors import Code, ConnectionLost, ProtocolError
+from symbiosis.errors import Code, ConnectionLost, HandshakeFailed, ProtocolError
 from symbiosis.protocol import (
     CALL_SIZE,
     LONGEST_TEXT,
@@ -78,6 +78,12 @@ class LocalConnection:
             raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
         try:
             self._join(hello)
+        except TimeoutError:
+            self._socket.close()
+            raise HandshakeFailed(
+                f"the executor at {self._url} takes connections, and does not answer within {timeout:g} s: it is still starting, "
+                "hangs, or is stopped. See its log"
+            ) from None
         except OSError as error:
             self._socket.close()
             raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
