@@ -352,7 +352,7 @@ def test_after_a_step_that_cannot_be_captured_others_end_without_harm(endpoint: 
     _, said = processes.start(fail_then_drop, endpoint)
     same_stream, held = said.get(timeout=WAIT_S)
     assert same_stream
-    assert held[-1] == held[1], held
+    assert all(now <= then for now, then in zip(held[-1], held[1], strict=True)), held
 
 
 def test_graphs_are_freed_when_nothing_is_captured(endpoint: str, ids: Tensor) -> None:
