@@ -149,7 +149,7 @@ def test_one_that_is_stopped_is_not_told_to_be_absent(tmp_path: Path, monkeypatc
         )
         processes.append(stopped)
         stopped.signal(signal.SIGSTOP)
-        with pytest.raises(ExecutorUnavailable, match="takes connections, and does not answer") as told:
+        with pytest.raises(ExecutorUnavailable, match="takes connections, and says nothing") as told:
             _ = Session(stopped.endpoint).welcome
         assert "Start one" not in str(told.value)
 

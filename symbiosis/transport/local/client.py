@@ -81,8 +81,8 @@ class LocalConnection:
         except TimeoutError:
             self._socket.close()
             raise HandshakeFailed(
-                f"the executor at {self._url} takes connections, and does not answer within {timeout:g} s: it is still starting, "
-                "hangs, or is stopped. See its log"
+                f"no executor answers at {self._url}: what listens there takes connections, and says nothing within {timeout:g} s. If it is "
+                "an executor, it hangs, is stopped, or is still starting: see its log"
             ) from None
         except OSError as error:
             self._socket.close()
