@@ -189,25 +189,30 @@ class Captured:
         calls this time, capture it once more, without them."""
         used = [(line, calls) for line, calls in noted if calls]
         if not used:
-            return self._capture_in(None, given, structure, [], stream)
+            return self._capture_in(torch.cuda.graph_pool_handle(), given, structure, [], stream)
         pool = None if any(session.keeps_secrets for session in sessions()) else shareable_memory.new_pool()
         steps: list[tuple[DeviceLine, Step]] = []
         try:
             for line, calls in used:
                 line.begin_step(calls, pool is not None, with_triton("gpu.doorbell"))
-            graph = self._capture_in(pool, given, structure, steps, stream)
+            pool_id = torch.cuda.graph_pool_handle() if pool is None else pool.id
+            graph = self._capture_in(pool_id, given, structure, steps, stream)
+            graph.pool = pool
         except BaseException:
             for line, step in _ended_steps(used):
                 line.steps.drop(step, _free_ended)
+            if pool is not None:
+                _ended.append((torch.cuda.CUDAGraph(), pool))
+                pool = None  # the traceback would hold it
             raise
         steps += _ended_steps(used)
         if all(step.complete for _, step in steps):
             return graph
-        return self._capture_in(None, given, structure, [], stream)
+        return self._capture_in(torch.cuda.graph_pool_handle(), given, structure, [], stream)
 
     def _capture_in(
         self,
-        pool: "torch.cuda.MemPool | None",
+        pool: Any,
         given: list[Any],
         structure: TreeSpec,
         steps: "list[tuple[DeviceLine, Step]]",
@@ -222,10 +227,7 @@ class Captured:
             with capturing, torch.cuda.stream(stream):
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()  # as much as can be had for the graph
-                graph = captured(
-                    lambda: results.append(tree_map(_owned, self._function(*arguments, **named))),
-                    torch.cuda.graph_pool_handle() if pool is None else pool.id,
-                )
+                graph = captured(lambda: results.append(tree_map(_owned, self._function(*arguments, **named))), pool)
         except CaptureError:
             raise
         except RuntimeError as error:
@@ -237,7 +239,8 @@ class Captured:
             made = [(session, session.stats.taken_back(old)) for session, old in before]
         rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
         made = [(session, stats) for session, stats in made if stats.calls]
-        return Graph(graph, mine, results[0], made, rings, pool, steps, [], [])
+        assert graph is not None  # no other thread captures
+        return Graph(graph, mine, results[0], made, rings, None, steps, [], [])
 
 
 def only_makes_tokens(run: WarmUp, asked: dict[int, tuple[bool, bool]]) -> bool:

@@ -101,6 +101,13 @@ def call_of(client: Client, store: Store, call: Call, number: int) -> tuple[Devi
     return work, memory
 
 
+def new_call(client: Client, store: Store, number: int) -> DeviceCall:
+    """A call of few rows that hold something."""
+    work, _ = call_of(client, store, Call(Op.FORWARD, 0, "float32", (3, 256)), number)
+    work.payload[0].normal_()
+    return work
+
+
 @pytest.fixture(autouse=True)
 def partial_sums_in_float32() -> Iterator[None]:
     settings = torch.backends.cuda.matmul
@@ -233,13 +240,51 @@ def test_calls_are_captured_also_when_all_that_were_have_gone() -> None:
     client.count = lambda batch: None  # type: ignore[method-assign]
     client.enqueue_reply = lambda: None  # type: ignore[attr-defined]
     for number, large in enumerate((False, False, True, True), 1):
-        work, _ = call_of(client, store, Call(Op.FORWARD, 0, "float32", (3, 256)), number)
-        work.payload[0].normal_()
+        work = new_call(client, store, number)
         work.large = large
         for _ in range(GRAPH_AFTER + 1):
             engine.gpu.launch(work)
         assert work.graph is not None
         engine.gpu.forget([work])
+        check(work, store)
+
+
+@pytest.mark.usefixtures("own_stream")
+@pytest.mark.parametrize(("error", "again"), [(RuntimeError, False), (torch.OutOfMemoryError, True)])
+def test_a_call_that_cannot_be_captured_keeps_no_other_from_it(
+    error: type[Exception], again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that asks the GPU for sizes is not captured again; one for which there was no memory is. Torch does not use a pool again in which a
+    capture failed."""
+    torch.manual_seed(1)
+    store = Store(nn.Sequential(nn.Linear(256, 512)).to(DEVICE))
+    engine = Engine(store, lambda *_: None, lambda _: None)
+    engine.gpu.use_stream()
+    client = Client()
+    client.count = lambda batch: None  # type: ignore[method-assign]
+    client.enqueue_reply = lambda: None  # type: ignore[attr-defined]
+    bad, good = (new_call(client, store, number) for number in (1, 2))
+    run, failing = engine.gpu._run, [True]
+
+    def run_or_fail(call: DeviceCall) -> None:
+        run(call)
+        if call is bad and failing and torch.cuda.is_current_stream_capturing():
+            if error is RuntimeError:
+                call.out.sum().item()  # spoils the capture
+            raise error("no memory")
+
+    monkeypatch.setattr(engine.gpu, "_run", run_or_fail)
+    for _ in range(GRAPH_AFTER + 1):
+        engine.gpu.launch(bad)
+    assert bad.graph is None
+    failing.clear()
+    for _ in range(GRAPH_AFTER + 1):
+        engine.gpu.launch(good)
+        engine.gpu.launch(bad)
+    assert good.graph is not None and (bad.graph is not None) is again
+    engine.gpu.wait()
+    torch.rand(1, device=DEVICE)
+    for work in (good, bad):
         check(work, store)
 
 

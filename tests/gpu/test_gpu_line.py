@@ -127,6 +127,7 @@ def holds_no_more(executor: Any, held: list[tuple[int, int]]) -> None:
 
 
 def run_in(environment: dict[str, str], function: Callable, *args: Any, **words: Any) -> None:
+    assert not torch.cuda._is_in_bad_fork(), "who imports everything must not use CUDA"
     os.environ.clear()
     os.environ.update(environment)  # that of the test, for example where MPS listens
     function(*args, **words)
@@ -360,6 +361,8 @@ def test_graphs_are_freed_when_nothing_is_captured(endpoint: str, ids: Tensor) -
     step = symbiosis.capture(trainer(split))
     for _ in range(4):
         step(ids)
+    gc.collect()
+    client_capture._free_ended()  # those of others
     captured_elsewhere, over = threading.Event(), threading.Event()
 
     def capture() -> None:

@@ -1,5 +1,6 @@
-"""For which arguments a captured step's graph may be replayed."""
+"""For which arguments a captured step's graph may be replayed; and one capture at a time."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from symbiosis.client.capture import WarmUp, key_of, only_makes_tokens
 from symbiosis.client.direct.mapped import DirectFigures
 from symbiosis.client.direct.ways import Multiplied
 from symbiosis.errors import CaptureError
+from symbiosis.kernels.gpu import graphs
 from symbiosis.protocol import Call, Op, Priority
 from symbiosis.transport.base import Tokens
+from tests.processes import WAIT_S
 
 A, B = torch.zeros(2, 3), torch.ones(2, 3)
 
@@ -106,3 +109,24 @@ NOBODY_TRAINS, SOMEBODY_TRAINS = {1: (True, False)}, {1: (False, False), 2: (Fal
 )
 def test_what_only_makes_tokens_is_urgent(made: WarmUp, asked: dict[int, tuple[bool, bool]], expected: bool) -> None:
     assert only_makes_tokens(made, asked) is expected
+
+
+def test_one_thread_captures_at_a_time() -> None:
+    """Whoever could wait for the other does not."""
+    begun, over = threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with graphs.capturing:
+            begun.set()
+            over.wait(WAIT_S)
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    assert begun.wait(WAIT_S)
+    assert graphs.captured(lambda: None, (0, 1)) is None
+    with graphs.nothing_captured() as free:
+        assert not free
+    over.set()
+    thread.join(WAIT_S)
+    with graphs.nothing_captured() as free:
+        assert free

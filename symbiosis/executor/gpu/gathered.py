@@ -10,14 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from symbiosis.executor.work import DeviceCall, RowAddresses, addresses_of
 from symbiosis.kernels.gpu import gather as rows
-from symbiosis.kernels.gpu.graphs import captured
+from symbiosis.kernels.gpu.graphs import GraphPool
 from symbiosis.protocol import Call
 
 GRAPHS_KEPT = 4096
@@ -54,7 +53,7 @@ class Gatherer:
 
     most = rows.PLACES  # calls in one product
 
-    def __init__(self, multiply: Multiply, pool: Any) -> None:
+    def __init__(self, multiply: Multiply, pool: GraphPool) -> None:
         self._multiply, self._pool = multiply, pool
         rows.load()
         self._table, self._turn = rows.new_table()
@@ -76,7 +75,7 @@ class Gatherer:
         memory[8 * rows.IN : 8 * rows.IN + len(page.copies_in)] = page.copies_in
         memory[8 * rows.OUT : 8 * rows.OUT + len(page.copies_out)] = page.copies_out
         if recipe.graph is None and recipe.runs:
-            recipe.graph = captured(lambda: self._enqueue(recipe), self._pool)
+            recipe.graph = self._pool.captured(lambda: self._enqueue(recipe))
         if recipe.graph is None:
             self._enqueue(recipe)
         else:

@@ -4,7 +4,6 @@ import logging
 import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from symbiosis.executor.observe.log import log
 from symbiosis.executor.scheduling.ranking import AGING_S
 from symbiosis.executor.scheduling.rules import JOIN_BELOW
 from symbiosis.executor.work import DeviceCall, DeviceWork, Round, RowAddresses, Work, call_error
-from symbiosis.kernels.gpu.graphs import captured
+from symbiosis.kernels.gpu.graphs import GraphPool
 from symbiosis.protocol import Call, Op, Reply
 from symbiosis.transport.base import Peer, refuse
 from symbiosis.transport.cuda.driver import HIGHEST, shares_time
@@ -58,9 +57,7 @@ class Launcher:
         if self.device.type == "cuda":
             self._stream = torch.cuda.Stream(self.device, priority=HIGHEST)
             self._aside = torch.cuda.Stream(self.device)
-            self._pool, self._pool_aside = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
-            # a graph of each pool: torch does not use a pool again whose graphs are all gone
-            self._first: list[torch.cuda.CUDAGraph] = []
+            self._pool, self._pool_aside = GraphPool(), GraphPool()
             self.stream = self._stream.cuda_stream
 
     # ------------------------------------------------------------------ the device
@@ -73,11 +70,9 @@ class Launcher:
         torch.cuda.set_device(self.device)
         torch.empty(1, device=self.device)  # makes the device's context this thread's
         torch.cuda.synchronize(self.device)  # the weights are there
-        for stream, pool in ((self._aside, self._pool_aside), (self._stream, self._pool)):
+        for stream in (self._aside, self._stream):
             torch.cuda.set_stream(stream)
             torch.cuda.current_blas_handle()  # for which torch takes memory now
-            with suppress(RuntimeError):  # nothing can be captured here, for example with CUDA_LAUNCH_BLOCKING
-                self._first.append(captured(lambda: torch.zeros(1, device=self.device), pool))
         self._gatherer = _gatherer(self._products, self._pool)
         if self._gatherer is not None:
             from symbiosis.executor.gpu.rounds import Rounds
@@ -223,19 +218,23 @@ class Launcher:
 
     def _launch_first(self, call: DeviceCall) -> None:
         call.launches += 1
-        if call.launches <= GRAPH_AFTER or self._products.gathers_for(call.call):
+        if call.launches > GRAPH_AFTER and not self._products.gathers_for(call.call):
+            self._capture(call)
+        if call.graph is None:
             self._run(call)
             call.peer.reply(Reply(call.seq, Code.OK, call.call.dtype), call.out)
-            return
-        try:
-            call.graph = captured(lambda: self._run_and_reply(call), self._pool_aside if call.large else self._pool)
-        except RuntimeError as error:
-            # grouped products of some dtypes ask the GPU for sizes: they are never captured
-            call.launches = 0 if isinstance(error, torch.OutOfMemoryError) else -sys.maxsize
-            self._launch_first(call)
         else:
             call.graph.replay()
             call.peer.count(1)
+
+    def _capture(self, call: DeviceCall) -> None:
+        pool = self._pool_aside if call.large else self._pool
+        try:
+            call.graph = pool.captured(lambda: self._run_and_reply(call))
+        except torch.OutOfMemoryError:
+            call.launches = 0  # there may be memory later
+        except RuntimeError:  # grouped products of some dtypes ask the GPU for sizes
+            call.launches = -sys.maxsize
 
     def _run_and_reply(self, call: DeviceCall) -> None:
         self._run(call)
@@ -278,7 +277,7 @@ def _in_range(call: DeviceCall) -> tuple[Tensor, ...]:
     return rows, ends.clamp(0, len(rows)).cummax(0).values.to(torch.int32)
 
 
-def _gatherer(products: Products, pool: Any) -> "Gatherer | None":
+def _gatherer(products: Products, pool: GraphPool) -> "Gatherer | None":
     """Make the gatherer, or return None where Triton, or the compiler that it needs, does not work."""
     try:
         from symbiosis.executor.gpu.gathered import Gatherer

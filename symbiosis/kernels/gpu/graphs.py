@@ -1,4 +1,4 @@
-"""Captures work of this process as a CUDA graph."""
+"""Captures work of this process as CUDA graphs, one at a time."""
 
 import gc
 import threading
@@ -9,6 +9,28 @@ from typing import Any
 import torch
 
 capturing = threading.RLock()  # held during a capture
+_under_way: list["torch.cuda.CUDAGraph"] = []
+
+
+class GraphPool:
+    """Where graphs take their memory that run one after another on one stream. torch does not use a pool again whose graphs are all gone, or in
+    which a capture failed: then this takes another one."""
+
+    def __init__(self) -> None:
+        self._id: Any = None
+        self._first: torch.cuda.CUDAGraph | None = None  # holds the pool
+
+    def captured(self, run: Callable[[], object]) -> "torch.cuda.CUDAGraph | None":
+        """Return the graph of what `run` enqueues on the current stream, or None (`captured`)."""
+        try:
+            if self._id is None:
+                pool = torch.cuda.graph_pool_handle()
+                self._first = captured(lambda: torch.zeros(1, device="cuda"), pool)
+                self._id = None if self._first is None else pool
+            return None if self._id is None else captured(run, self._id)
+        except BaseException:
+            self._id = None
+            raise
 
 
 @contextmanager
@@ -17,46 +39,60 @@ def nothing_captured() -> Iterator[bool]:
     would spoil it, and who freed a pool of memory would be ended by torch."""
     free = not torch.cuda.is_current_stream_capturing() and capturing.acquire(blocking=False)
     try:
-        yield free
+        yield free and not _under_way
     finally:
         if free:
             capturing.release()
 
 
-def captured(run: Callable[[], object], pool: Any) -> "torch.cuda.CUDAGraph":
-    """Return the graph of what `run` enqueues on the current stream, with memory of the pool of this id. Garbage is not collected meanwhile:
-    what ended then, and gave memory back to CUDA or waited for the GPU, would spoil the capture."""
-    with capturing:
-        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-        gc.disable()
-        try:
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                run()
-            finally:
-                graph.capture_end()
-        except BaseException:
+def captured(run: Callable[[], object], pool: Any) -> "torch.cuda.CUDAGraph | None":
+    """Return the graph of what `run` enqueues on the current stream, with memory of the pool of this id. Return None if another thread captures
+    now, which may wait for this one. Garbage is not collected meanwhile: what ended then, and gave memory back to CUDA or waited for the GPU,
+    would spoil the capture."""
+    if not capturing.acquire(blocking=False):
+        return None
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    _under_way.append(graph)
+    gc.disable()
+    try:
+        _capture(graph, run, pool)
+    except BaseException:
+        with suppress(RuntimeError):  # CUDA is broken
             _mend(pool)
-            raise
-        finally:
-            if collects:
-                gc.enable()
+        raise
+    finally:
+        if collects:
+            gc.enable()
+        _under_way.pop()
+        capturing.release()
     return graph
+
+
+def _capture(graph: "torch.cuda.CUDAGraph", run: Callable[[], object], pool: Any) -> None:
+    graph.capture_begin(pool, capture_error_mode="thread_local")
+    try:
+        run()
+    finally:
+        graph.capture_end()
 
 
 def _mend(pool: Any) -> None:
     """Mend what a capture that failed leaves in torch: it takes the capture for one under way, so that freeing a pool would end the process; and
     it draws no random numbers outside of graphs, until another capture succeeds."""
-    device = torch.cuda.current_device()
-    with suppress(RuntimeError):  # the capture did not come so far, or was ended
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
+    _end(pool)
     if torch.cuda.is_current_stream_capturing():  # it was within another one
         return
-    graph = torch.cuda.CUDAGraph()
+    own = torch.cuda.graph_pool_handle()
+    try:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            _capture(torch.cuda.CUDAGraph(), lambda: torch.zeros(1, device="cuda"), own)
+    except RuntimeError:
+        _end(own)
+
+
+def _end(pool: Any) -> None:
+    """Have torch know that nothing is being captured in a pool, if it has not noticed."""
+    device = torch.cuda.current_device()
     with suppress(RuntimeError):
-        graph.capture_begin(capture_error_mode="thread_local")
-        try:
-            torch.zeros(1, device="cuda")
-        finally:
-            graph.capture_end()
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
