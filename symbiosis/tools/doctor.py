@@ -29,6 +29,7 @@ ECHOES, ECHO_VALUES = 200, 1024
 SLAB_BYTES = 4 << 20  # what a session on this host begins with
 LITTLE_SHM = 64 << 20  # docker's default
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+TORCH_ON_GPUS = 2, 11  # the newest that is known to be right there
 FEW_CLIENTS = 16  # an executor should have file descriptors for more than these
 
 
@@ -114,6 +115,11 @@ def check_gpus() -> Check:
     build = importlib.metadata.version("torch")
     if "+cpu" in build:
         return Check("warn", "devices", "; ".join(gpus), f"torch {build} cannot use them: install torch's CUDA build")
+    if tuple(map(int, build.split(".")[:2])) > TORCH_ON_GPUS:
+        return Check(
+            "warn", "devices", "; ".join(gpus),
+            f"torch {build} frees memory of CUDA graphs that are in use when others are dropped (PyTorch's issue 193402): take torch 2.11",
+        )  # fmt: skip
     return Check("ok", "devices", "; ".join(gpus))
 
 

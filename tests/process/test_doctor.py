@@ -115,6 +115,18 @@ def test_gpus_are_those_that_the_driver_lists(driver: Callable) -> None:
     assert doctor.check_gpus().state == "FAIL"
 
 
+@pytest.mark.parametrize(
+    ("build", "state"), [("2.11.0", "ok"), ("2.11.1+cu130", "ok"), ("2.12.0", "warn"), ("3.0", "warn")]
+)
+def test_a_torch_that_frees_what_graphs_use(
+    build: str, state: str, driver: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver("nvidia-smi", 'echo "NVIDIA H200, 143771 MiB"')
+    monkeypatch.setattr("importlib.metadata.version", lambda name: build)
+    check = doctor.check_gpus()
+    assert check.state == state and ("take torch 2.11" in str(check)) == (state == "warn")
+
+
 def test_a_cuda_build_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr("torch.version.cuda", None)
