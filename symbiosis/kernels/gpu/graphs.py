@@ -25,9 +25,8 @@ class GraphPool:
         try:
             if self._id is None:
                 pool = torch.cuda.graph_pool_handle()
-                self._first = captured(
-                    torch.zeros(1, device="cuda").zero_, pool
-                )  # takes no memory: there may be none left
+                # without memory of the pool: there may be none left
+                self._first = captured(torch.zeros(1, device="cuda").zero_, pool)
                 self._id = None if self._first is None else pool
             return None if self._id is None else captured(run, self._id)
         except BaseException:
@@ -86,9 +85,8 @@ def _mend(pool: Any) -> None:
         return
     own = torch.cuda.graph_pool_handle()
     try:
-        with torch.cuda.stream(
-            torch.cuda.Stream()
-        ):  # torch 2.12 frees what graphs of a stream use when one of them is dropped
+        # on another stream: torch 2.12 frees what graphs of a stream use when one of them is dropped
+        with torch.cuda.stream(torch.cuda.Stream()):
             _capture(torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda").zero_, own)
     except RuntimeError:
         _end(own)
