@@ -20,6 +20,7 @@ from symbiosis import transport
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code, ConnectionLost
 from symbiosis.executor.gpu.launcher import Launcher
+from symbiosis.kernels.gpu.graphs import GraphPool
 from symbiosis.protocol import REPLY_SIZE, Call, Hello, Op, decode_reply, encode_call
 from symbiosis.transport.nccl import client as nccl_client
 from symbiosis.transport.nccl import driver as nccl_driver
@@ -93,7 +94,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-client"))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda rows, stream: None)
-    monkeypatch.setattr(Launcher, "_pool", None, raising=False)  # of graphs, which there are none of
+    monkeypatch.setattr(Launcher, "_pool", GraphPool(), raising=False)
     monkeypatch.setattr(nccl, "new_stream", lambda device: Stream())
     monkeypatch.setattr(nccl, "_free_streams", [])
     monkeypatch.setattr(nccl, "Communicator", Queues)
