@@ -21,6 +21,7 @@ from _processes import Worker, executor, idle_workers, progress, together
 
 import symbiosis
 from symbiosis.tools.reporting import Report, print_table
+from symbiosis.transport.cuda.peer import device_name
 
 PAPER, AIM = 4.0, 8.0  # times the throughput of FSDP
 ONE_BAR = 1.15  # of a step of one trainer alone, over that at one executor
@@ -84,8 +85,8 @@ def used_bytes(devices: Sequence[str]) -> list[int]:
 
 
 def uuid_of(device: str) -> str:
-    """The name of a GPU in every process, whichever others that may use."""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    """What the driver's tools and CUDA_VISIBLE_DEVICES call a GPU."""
+    return f"GPU-{device_name(torch.device(device))}"
 
 
 class Found(NamedTuple):

@@ -88,10 +88,13 @@ def _free_ended() -> None:
     """Free graphs that are not used any more, unless something is being captured: when an executor knows that they are gone, or before another
     step runs. CUDA takes memory back only when all streams are done, and other threads have to run while it waits for that."""
     unmap_unused()
+    if not _ended:
+        return
     with nothing_captured() as free:
-        if free and _ended:
-            torch.cuda.synchronize()
-        while free and _ended:
+        if not free:
+            return
+        torch.cuda.synchronize()
+        while _ended:
             graph, pool = _ended.pop()
             graph.reset()
             del graph, pool
@@ -189,14 +192,13 @@ class Captured:
         calls this time, capture it once more, without them."""
         used = [(line, calls) for line, calls in noted if calls]
         if not used:
-            return self._capture_in(torch.cuda.graph_pool_handle(), given, structure, [], stream)
+            return self._capture_in(None, given, structure, [], stream)
         pool = None if any(session.keeps_secrets for session in sessions()) else shareable_memory.new_pool()
         steps: list[tuple[DeviceLine, Step]] = []
         try:
             for line, calls in used:
                 line.begin_step(calls, pool is not None, with_triton("gpu.doorbell"))
-            pool_id = torch.cuda.graph_pool_handle() if pool is None else pool.id
-            graph = self._capture_in(pool_id, given, structure, steps, stream)
+            graph = self._capture_in(None if pool is None else pool.id, given, structure, steps, stream)
             graph.pool = pool
         except BaseException:
             for line, step in _ended_steps(used):
@@ -208,16 +210,17 @@ class Captured:
         steps += _ended_steps(used)
         if all(step.complete for _, step in steps):
             return graph
-        return self._capture_in(torch.cuda.graph_pool_handle(), given, structure, [], stream)
+        return self._capture_in(None, given, structure, [], stream)
 
     def _capture_in(
         self,
-        pool: Any,
+        pool: tuple[int, int] | None,
         given: list[Any],
         structure: TreeSpec,
         steps: "list[tuple[DeviceLine, Step]]",
         stream: Any,
     ) -> Graph:
+        """`pool`: the id of that which the graph's memory is taken from, if it is not one of its own."""
         mine = [one.clone() if isinstance(one, Tensor) else one for one in given]
         arguments, named = tree_unflatten(mine, structure)
         before = [(session, session.stats.copy()) for session in sessions()]
@@ -227,7 +230,10 @@ class Captured:
             with capturing, torch.cuda.stream(stream):
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()  # as much as can be had for the graph
-                graph = captured(lambda: results.append(tree_map(_owned, self._function(*arguments, **named))), pool)
+                graph = captured(
+                    lambda: results.append(tree_map(_owned, self._function(*arguments, **named))),
+                    pool or torch.cuda.graph_pool_handle(),
+                )
         except CaptureError:
             raise
         except RuntimeError as error:

@@ -101,6 +101,18 @@ def call_of(client: Client, store: Store, call: Call, number: int) -> tuple[Devi
     return work, memory
 
 
+def one_layer() -> tuple[Engine, Store, Client]:
+    """An engine with a layer of 256 × 512, and a client whose calls it may launch alone."""
+    torch.manual_seed(1)
+    store = Store(nn.Sequential(nn.Linear(256, 512)).to(DEVICE))
+    engine = Engine(store, lambda *_: None, lambda _: None)
+    engine.gpu.use_stream()
+    client = Client()
+    client.count = lambda batch: None  # type: ignore[method-assign]
+    client.enqueue_reply = lambda: None  # type: ignore[attr-defined]
+    return engine, store, client
+
+
 def new_call(client: Client, store: Store, number: int) -> DeviceCall:
     """A call of few rows that hold something."""
     work, _ = call_of(client, store, Call(Op.FORWARD, 0, "float32", (3, 256)), number)
@@ -193,13 +205,7 @@ def test_joined_calls_are_right_to_within_one_rounding(dtype: torch.dtype, case:
 @pytest.mark.usefixtures("own_stream")
 def test_few_rows_overtake_many_but_not_for_ever() -> None:
     """While the stream of large calls is held up: each large call is answered behind that, the others until they have to wait."""
-    torch.manual_seed(1)
-    store = Store(nn.Sequential(nn.Linear(256, 512)).to(DEVICE))
-    engine = Engine(store, lambda *_: None, lambda _: None)
-    engine.gpu.use_stream()
-    client = Client()
-    client.count = lambda batch: None  # type: ignore[method-assign]
-    client.enqueue_reply = lambda: None  # type: ignore[attr-defined]
+    engine, store, client = one_layer()
     rows = (1, engine.gpu.join_below)
     (small, _), (large, _) = (
         call_of(client, store, Call(Op.FORWARD, 0, "float32", (count, 256)), number)
@@ -232,13 +238,7 @@ def test_few_rows_overtake_many_but_not_for_ever() -> None:
 @pytest.mark.usefixtures("own_stream")
 def test_calls_are_captured_also_when_all_that_were_have_gone() -> None:
     """Torch does not use a pool of memory again whose graphs are all gone."""
-    torch.manual_seed(1)
-    store = Store(nn.Sequential(nn.Linear(256, 512)).to(DEVICE))
-    engine = Engine(store, lambda *_: None, lambda _: None)
-    engine.gpu.use_stream()
-    client = Client()
-    client.count = lambda batch: None  # type: ignore[method-assign]
-    client.enqueue_reply = lambda: None  # type: ignore[attr-defined]
+    engine, store, client = one_layer()
     for number, large in enumerate((False, False, True, True), 1):
         work = new_call(client, store, number)
         work.large = large
@@ -256,13 +256,7 @@ def test_a_call_that_cannot_be_captured_keeps_no_other_from_it(
 ) -> None:
     """One that asks the GPU for sizes is not captured again; one for which there was no memory is. Torch does not use a pool again in which a
     capture failed."""
-    torch.manual_seed(1)
-    store = Store(nn.Sequential(nn.Linear(256, 512)).to(DEVICE))
-    engine = Engine(store, lambda *_: None, lambda _: None)
-    engine.gpu.use_stream()
-    client = Client()
-    client.count = lambda batch: None  # type: ignore[method-assign]
-    client.enqueue_reply = lambda: None  # type: ignore[attr-defined]
+    engine, store, client = one_layer()
     bad, good = (new_call(client, store, number) for number in (1, 2))
     run, failing = engine.gpu._run, [True]
 

@@ -144,9 +144,8 @@ class Processes:
 
     def start(self, function: Callable, where: str, *args: Any, **words: Any) -> tuple[Any, Any]:
         queue = self.context.Queue()
-        inspect.signature(function).bind(
-            where, queue, *args, **words
-        )  # raises here, not in a child that nobody watches
+        # raises here, and not in a child that nobody watches
+        inspect.signature(function).bind(where, queue, *args, **words)
         given = (dict(os.environ), function, where, queue, *args)
         process = self.context.Process(target=run_in, args=given, kwargs=words, daemon=True)
         process.start()

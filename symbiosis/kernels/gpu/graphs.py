@@ -26,9 +26,11 @@ class GraphPool:
             if self._id is None:
                 pool = torch.cuda.graph_pool_handle()
                 # without memory of the pool: there may be none left
-                self._first = captured(torch.zeros(1, device="cuda").zero_, pool)
-                self._id = None if self._first is None else pool
-            return None if self._id is None else captured(run, self._id)
+                first = captured(torch.zeros(1, device="cuda").zero_, pool)
+                if first is None:
+                    return None
+                self._first, self._id = first, pool
+            return captured(run, self._id)
         except BaseException:
             self._id = None
             raise

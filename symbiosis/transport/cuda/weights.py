@@ -110,11 +110,12 @@ _unused: list[Mapping] = []  # there is no tensor over them any more
 
 def unmap_unused() -> None:
     """Unmap what no tensor lies over, unless something is being captured."""
-    with (
-        suppress(CudaError, RuntimeError),
-        nothing_captured() as free,
-    ):  # if CUDA is broken, it stays mapped until the program ends
-        if free and _unused:
-            torch.cuda.synchronize(_unused[0].user)  # what is launched may still read it
-        while free and _unused:
+    if not _unused:
+        return
+    # if CUDA is broken, it stays mapped until the program ends
+    with suppress(CudaError, RuntimeError), nothing_captured() as free:
+        if not free:
+            return
+        torch.cuda.synchronize(_unused[0].user)  # what is launched may still read it
+        while _unused:
             _unused.pop().close()
