@@ -7,9 +7,9 @@ copied (`transport.cuda.step.Step`).
 
 import logging
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,6 +38,14 @@ Noted = list[tuple["DeviceLine", tuple[Call, ...]]]
 WARM_UP = 2  # runs with new shapes before the capture: they allocate and register everything
 MOST_WARMING = 32  # kinds of arguments without a graph that are remembered
 _ended: "list[tuple[torch.cuda.CUDAGraph, torch.cuda.MemPool | None]]" = []  # graphs to free when no capture is under way
+_idle: "dict[int, list[Streams]]" = defaultdict(list)  # by GPU, of captured functions that are gone
+
+
+class Streams(NamedTuple):
+    """The streams of one captured function. Others use them when it is gone: of each stream that ever multiplied, cuBLAS keeps workspaces."""
+
+    usual: torch.cuda.Stream
+    urgent: torch.cuda.Stream  # on which steps that make tokens are captured
 
 
 class WarmUp(NamedTuple):
@@ -110,16 +118,14 @@ class Captured:
         self._in_vain = 0  # how many of these keys were forgotten
         self._asked: OrderedDict[Any, dict[int, tuple[bool, bool]]] = OrderedDict()  # which advice makes a difference
         self._joins: dict[int, int] = {}  # by session: the join at which its weights were mapped
-        self._stream: Any = None
-        self._urgent: Any = None  # the stream on which steps that make tokens are captured
+        self._streams: Streams | None = None
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         given, structure = tree_flatten((arguments, named))
-        if self._stream is None:
+        if self._streams is None:
             if not torch.cuda.is_available():
                 raise CaptureError("capture makes CUDA graphs, and there is no CUDA device: call the function itself")
-            self._stream = torch.cuda.Stream(_device_of(given))
-            self._urgent = torch.cuda.Stream(_device_of(given), priority=HIGHEST)
+            self._streams = _streams_on(_device_of(given))
         kind = key_of(given, structure)
         _free_ended()
         asked = self._what_is_asked(kind)
@@ -130,10 +136,10 @@ class Captured:
             runs = self._warming.get((kind, chosen), [])
             if len(runs) < WARM_UP:
                 with noting() as noted, following(chosen, asked) as parts:
-                    result = self._aside(lambda: self._function(*arguments, **named))
+                    result = _aside(self._streams.usual, lambda: self._function(*arguments, **named))
                 self._is_warming((kind, narrowed(chosen, asked)), WarmUp(noted, parts))
                 return result
-            stream = self._urgent if only_makes_tokens(runs[-1], asked) else self._stream
+            stream = self._streams.urgent if only_makes_tokens(runs[-1], asked) else self._streams.usual
             with following(chosen, asked) as parts:
                 graph = self._capture(given, structure, runs[-1].noted, stream)
             for part in parts:
@@ -177,15 +183,6 @@ class Captured:
                 "that change as tensors, and pad what comes in many lengths",
                 MOST_WARMING,
             )
-
-    def _aside(self, run: Callable[[], Any]) -> Any:
-        """Run on the stream on which graphs are captured, because autograd remembers the stream on which it ran first."""
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            result = run()
-        current.wait_stream(self._stream)
-        return result
 
     def _capture(self, given: list[Any], structure: TreeSpec, noted: Noted, stream: Any) -> Graph:
         """Capture the step on that stream, in memory that can be shared, with rounds of the calls that were noted. If the step makes other
@@ -247,6 +244,28 @@ class Captured:
         made = [(session, stats) for session, stats in made if stats.calls]
         assert graph is not None  # no other thread captures
         return Graph(graph, mine, results[0], made, rings, None, steps, [], [])
+
+    def __del__(self) -> None:
+        if self._streams is not None and not sys.is_finalizing():
+            _idle[self._streams.usual.device.index].append(self._streams)
+
+
+def _streams_on(device: torch.device | None) -> Streams:
+    """Return streams on a GPU that no other captured function uses."""
+    number = torch.cuda.current_device() if device is None else device.index
+    with suppress(IndexError):
+        return _idle[number].pop()
+    return Streams(torch.cuda.Stream(number), torch.cuda.Stream(number, priority=HIGHEST))
+
+
+def _aside(stream: torch.cuda.Stream, run: Callable[[], Any]) -> Any:
+    """Run on the stream on which graphs are captured, because autograd remembers the stream on which it ran first."""
+    current = torch.cuda.current_stream(stream.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        result = run()
+    current.wait_stream(stream)
+    return result
 
 
 def only_makes_tokens(run: WarmUp, asked: dict[int, tuple[bool, bool]]) -> bool:

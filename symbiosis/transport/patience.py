@@ -12,6 +12,10 @@ logger = logging.getLogger("symbiosis")
 JOIN_S = 10.0  # how long an executor may take to let a client in
 LONGEST_PAUSE_S = 0.5  # between two attempts to find one
 SILENT_S = 2.0  # a shorter wait is not worth a line
+SAYS_NOTHING = (
+    "what listens there takes connections, and says nothing. If it is an executor, it hangs, is stopped, or is still starting: "
+    "see its log"
+)
 _lock = threading.Lock()
 _waits: dict[tuple[str, ...], list["Patience"]] = {}  # the waits under way, by endpoints
 
@@ -64,4 +68,6 @@ def unavailable(endpoints: Sequence[str], cause: Exception) -> ExecutorUnavailab
     """Return the error of a wait in vain, which says what to do about it."""
     if isinstance(cause, HandshakeFailed):
         return ExecutorUnavailable(str(cause))
+    if isinstance(cause, TimeoutError):
+        return ExecutorUnavailable(f"no executor answers at {' or '.join(endpoints)}: {SAYS_NOTHING}")
     return ExecutorUnavailable(f"no executor at {' or '.join(endpoints)} ({cause}). {how_to_start_one(endpoints[0])}")

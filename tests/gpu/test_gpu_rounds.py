@@ -4,6 +4,7 @@ All that uses CUDA is a process of its own: it joins MPS only when it starts.
 """
 
 import gc
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -453,6 +454,8 @@ def test_who_is_never_answered_is_told() -> None:
 
 
 def test_without_mps_calls_go_one_by_one(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # forked ones have CUDA loaded, which has read where MPS listens
+    monkeypatch.setattr(processes, "context", multiprocessing.get_context("spawn"))
     monkeypatch.setenv(mps.PIPES, str(tmp_path / "nothing"))
     _, endpoint = served(processes, tmp_path)
     _, said = processes.start(decode, endpoint, 1, 20)

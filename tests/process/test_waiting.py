@@ -144,3 +144,8 @@ def test_ctrl_c_ends_a_wait_that_is_told_of(program: str, scheme: str, tmp_path:
     running.wait()
     assert time.monotonic() - begun < SOON_S
     assert "KeyboardInterrupt" in running.errors()
+
+
+def test_what_answers_nothing_is_not_told_to_be_absent() -> None:
+    error = patience.unavailable(["local:///x.sock"], TimeoutError("timed out"))
+    assert "says nothing" in str(error) and "Start one" not in str(error)

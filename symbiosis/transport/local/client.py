@@ -51,6 +51,7 @@ from symbiosis.transport.local.segment import (
     ring,
 )
 from symbiosis.transport.local.shared_page import SharedPage
+from symbiosis.transport.patience import SAYS_NOTHING
 from symbiosis.transport.reactor import CAN_SPIN, fence, spin
 from symbiosis.transport.tensors import CPU, Shapes
 
@@ -80,10 +81,7 @@ class LocalConnection:
             self._join(hello)
         except TimeoutError:
             self._socket.close()
-            raise HandshakeFailed(
-                f"no executor answers at {self._url}: what listens there takes connections, and says nothing within {timeout:g} s. If it is "
-                "an executor, it hangs, is stopped, or is still starting: see its log"
-            ) from None
+            raise HandshakeFailed(f"no executor answers at {self._url}: {SAYS_NOTHING}") from None
         except OSError as error:
             self._socket.close()
             raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
