@@ -20,8 +20,8 @@ class Handshakes:
     """Reads what ZeroMQ tells of the connections to one socket.
 
     ZeroMQ names the descriptor of a connection when it comes and when it goes, and in between says only that one has failed. That one
-    goes next, unless another of ZeroMQ's threads tells of its own connections meanwhile. One that goes at once may be told of as gone
-    before it is told of as there.
+    goes next, unless another of ZeroMQ's threads tells of its own connections meanwhile. The thread that accepts a connection hands it
+    on before it tells of it, so a message may have come from it by then, and it may be gone.
     """
 
     def __init__(
@@ -36,9 +36,7 @@ class Handshakes:
         the address."""
         self._socket, self._reactor, self._has_keys = socket, reactor, has_keys
         self._came, self._failed = came, failed
-        self._from: dict[
-            int, str | None
-        ] = {}  # the addresses of connections by descriptor; None once a message has come
+        self._open: dict[int, tuple[Wire, bool]] = {}  # by descriptor; whether a message has come
         self._failures: deque[str] = deque()  # of connections that have not gone yet
         place = f"inproc://symbiosis-handshakes-{id(self)}"
         socket.monitor(place, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | FAILED)
@@ -53,8 +51,9 @@ class Handshakes:
         """Note that a message has come from a connection, so that its handshake has not failed."""
         while self._read(AT_ONCE):  # an earlier connection with this descriptor may not have been told yet as gone
             pass
-        if fd in self._from:
-            self._from[fd] = None
+        wire = self._open[fd][0] if fd in self._open else Wire.of(fd)
+        if wire:
+            self._open[fd] = wire, True
 
     def _read_some(self) -> None:
         if self._read(AT_ONCE):
@@ -72,16 +71,16 @@ class Handshakes:
     def _attend(self, event: int, value: int) -> None:
         if event == zmq.EVENT_ACCEPTED:
             wire = Wire.of(value)
-            address = str(wire.other_end[0]) if wire else ""  # it may be gone already
-            self._came(address)
-            if wire:
-                self._from[value] = address
+            self._came(_address(wire))
+            known, _ = self._open.get(value, (None, False))
+            if wire and wire != known:
+                self._open[value] = wire, False
         elif event & FAILED:
             self._failures.append(self._why(event, value))
-        elif (gone := self._from.pop(value, "")) is not None:
-            why = self._failures.popleft() if self._failures else "NOTHING_SAID"
-            if why:
-                self._failed(why, gone)
+        else:
+            wire, has_spoken = self._open.pop(value, (None, False))
+            if not has_spoken and (why := self._failures.popleft() if self._failures else "NOTHING_SAID"):
+                self._failed(why, _address(wire))
 
     def _why(self, event: int, value: int) -> str:
         """Return why a handshake failed, "" if the door tells it."""
@@ -98,3 +97,7 @@ class Handshakes:
         self._reactor.forget(self._fd)
         self._socket.disable_monitor()
         self._events.close()
+
+
+def _address(wire: Wire | None) -> str:
+    return str(wire.other_end[0]) if wire else ""  # it was gone before ZeroMQ told of it
