@@ -201,6 +201,7 @@ def test_a_heartbeat_survives_zeromq() -> None:
     with symbiosis.Executor(tiny_llama(), listen=["tcp://127.0.0.1:0"]) as executor:
         session = Session(executor.endpoint)
         assert echoed(session, anything((3, 5)))
+        session._connection._socket.disable_monitor()  # else ZeroMQ's thread would wait for ever to tell of the end
         session._connection._monitor.close()
         session.beat()
         assert echoed(session, anything((3, 5)))
