@@ -128,5 +128,9 @@ class CallError(SymbiosisError, RuntimeError):
         return type(self), (self.code, self.message, self.retry_s)
 
 
+class CallNotTaken(CallError):
+    """The executor refused a GPU's call before any stream knew of it. Others may come after what they made void."""
+
+
 class ProtocolError(CallError):
     """Bytes that are not a well-formed message of this protocol version."""

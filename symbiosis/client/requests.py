@@ -6,6 +6,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.overrides import _get_current_function_mode_stack
@@ -19,6 +20,7 @@ from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
 FEWEST = 64  # rows of a part of them
+FIRST_OF_TWO = "_checkpoint_hook"  # where torch keeps tensors of what a checkpoint computes for the first time
 TRACERS = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
 
 
@@ -103,6 +105,12 @@ def is_observed() -> bool:
     return _len_torch_function_stack() > 0 and any(
         not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
     )
+
+
+def will_be_made_again() -> bool:
+    """Whether a checkpoint will compute anew what is computed now, before the backward."""
+    hooks = _top_saved_tensors_default_hooks(False)
+    return hooks is not None and hooks[0].__qualname__.startswith(FIRST_OF_TWO)
 
 
 def unshared(y: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -35,7 +35,7 @@ from symbiosis.client.requests import (
     rows_call,
     unshared,
 )
-from symbiosis.errors import CaptureError, ConnectionLost
+from symbiosis.errors import CallError, CallNotTaken, CaptureError, Code, ConnectionLost
 from symbiosis.kernels import with_triton
 from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, shape_of_reply
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 LANE_AFTER_S = 0.5e-3  # a thread that waited so long for the others gets a connection of its own
 MOST_LANES, OF_A_TENANT = 16, 4  # in a process: of the sessions that a tenant may have, one in so many
 LANE_JOIN_S = 2.0
+OF_ITS_ROWS = Code.TOO_LARGE, Code.NON_FINITE  # why a call is refused that somebody who multiplies himself may make
 OPTIONS = ("patience", "timeout", "exact", "share")
 
 
@@ -170,8 +171,12 @@ class Session(Reconnecting):
         if x.is_cuda and op.traits.multiplies and (line := self._line(x.device)):
             if made := self._locally(call, payload, x.device):
                 return made[0]
+            try:
+                y = line.call(call, payload)
+            except CallNotTaken as error:
+                return self._despite(error, call, payload)[0]
             self.stats.enqueue(call)
-            return line.call(call, payload)
+            return y
         return self._by_cpu(call, payload, x.device)[0]
 
     def rows(self, op: Op, group: tuple[GroupMember, ...], x: Tensor, priority: Priority) -> list[Tensor]:
@@ -182,8 +187,12 @@ class Session(Reconnecting):
         if x.is_cuda and (line := self._line(x.device)):
             if made := self._locally(call, payload, x.device, shapes):
                 return made
+            try:
+                results = line.rows(call, x, shapes)
+            except CallNotTaken as error:
+                return self._despite(error, call, payload, shapes)
             self.stats.enqueue(call)
-            return line.rows(call, x, shapes)
+            return results
         return self._by_cpu(call, payload, x.device, shapes)
 
     def _locally(
@@ -194,6 +203,16 @@ class Session(Reconnecting):
         if mapped is not None and (not payload or device == mapped.device) and mapped.takes(call):
             return [result.to(device) for result in mapped.answer(call, payload, shapes)]
         return None if self.spread is None else self.spread.answer(call, payload, shapes)
+
+    def _despite(self, error: CallError, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:
+        """Answer a call that the executor refuses for its rows by mapped weights, as if nobody else were there: then it is not even sent.
+        Raises the error if there are none."""
+        mapped = self.mapped
+        if error.code not in OF_ITS_ROWS or mapped is None or not mapped.knows(call):
+            raise error
+        if payload and payload[0].device != mapped.device:
+            raise error
+        return mapped.answer(call, payload, shapes)
 
     def _by_cpu(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
@@ -246,7 +265,7 @@ class Session(Reconnecting):
             line.kernel = with_triton("gpu.small_call")
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
             if mapped is not None and mapped.suffices:
-                self.mapped = mapped
+                self._use_mapped(mapped)
         elif transport.may_go_by_nccl(self.endpoint):
             self._join_for(device)
         return line
@@ -273,10 +292,13 @@ class Session(Reconnecting):
         lane = self._lanes.mine.lane
         if (lane is None or lane.closed) and self._lock.locked():
             lane = self._contended()
-        made = lane.attempt(call, payload, self.timeout, shapes) if lane else None
-        if made is None:
-            with self._lock:
-                made = self._persist(call, payload, shapes)
+        try:
+            made = lane.attempt(call, payload, self.timeout, shapes) if lane else None
+            if made is None:
+                with self._lock:
+                    made = self._persist(call, payload, shapes)
+        except CallError as error:
+            return self._despite(error, call, payload, shapes)
         if made is None:
             assert self.mapped
             return self.mapped.answer(call, payload, shapes)

@@ -5,6 +5,7 @@ within a few roundings of float32; tokens are the same.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from transformers import StaticCache
 
 import symbiosis
 from tests.conftest import tiny_llama
-from tests.gpu.test_gpu_line import WAIT_S, Processes, line_of, lora, serve_forever
+from tests.gpu.test_gpu_line import WAIT_S, Processes, line_of, lora, serve_forever, trainer
+from tests.gpu.test_gpu_mapped import Served
 
 DEVICE = "cuda"
 LAYERS = 14  # that are served: seven in each of two blocks; compiled code makes a call for each
@@ -51,6 +53,23 @@ def check_calls(split: nn.Module, before: int, made: int) -> None:
     """Every call was made by the program itself, whatever the compiler replays."""
     assert symbiosis.stats(split).calls - before == made
     assert line_of(split).recorded == 0
+
+
+def test_a_compiled_and_captured_step_by_mapped_weights(ids: Tensor, tmp_path: Path) -> None:
+    processes = Processes()
+    served = Served(processes, tmp_path)
+    try:
+        losses = []
+        for model in (tiny_llama().to(DEVICE), symbiosis.wrap(tiny_llama().to(DEVICE), served.endpoint)):
+            adapted = lora(model).train()
+            if losses:
+                adapted.forward = torch.compile(adapted.forward)  # type: ignore[method-assign]
+            run = symbiosis.capture(trainer(adapted))
+            losses.append(torch.stack([run(ids).detach().clone() for _ in range(6)]))
+        torch.testing.assert_close(*losses, **CLOSE)
+        assert symbiosis.stats(model).calls == 0 and symbiosis.stats(model).direct > 0 and len(run._graphs) == 1
+    finally:
+        processes.end()
 
 
 def test_decoding_with_a_static_cache(endpoint: str, ids: Tensor) -> None:

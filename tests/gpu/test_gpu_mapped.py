@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import weakref
 from collections import Counter
@@ -135,6 +136,63 @@ def test_a_model_is_the_unsplit_one_either_way(
         assert figures.calls > 0 and figures.direct == before
 
 
+def test_what_the_executor_refuses_for_its_rows_is_multiplied_directly(
+    start: Callable[..., Served], ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, split = tiny_llama().cuda(), symbiosis.wrap(tiny_llama().cuda(), start(max_rows=10).endpoint)
+    made = []
+    with advised(monkeypatch, split, Advice(others=1, give_way=True)):
+        for model in (lora(whole).train(), lora(split).train()):
+            step = trainer(model)
+            made.append([step(ids).clone() for _ in range(3)])
+        torch.cuda.synchronize()
+    assert all(map(torch.equal, *made)) and symbiosis.stats(split).direct > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_makes_again_is_counted_as_often_as_it_is_made(
+    reentrant: bool, llama: Served, ids: Tensor
+) -> None:
+    whole, split = tiny_llama().cuda(), symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)
+    gradients = []
+    for model in (adapter(whole, "llama"), adapter(split, "llama")):
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+        model.enable_input_require_grads()  # type: ignore[operator]
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
+    assert len(gradients[0]) == len(gradients[1]) > 0 and all(map(torch.equal, *gradients))
+    figures = symbiosis.stats(split)
+    assert (figures.direct, figures.direct_rows) == (3 * 14, 3 * 14 * ids.numel()), "forward, once more, and gradients"
+
+
+def test_a_pickled_model_maps_by_itself(llama: Served, ids: Tensor) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)
+    with torch.no_grad():
+        expected = split(ids).logits
+        other = pickle.loads(pickle.dumps(split))
+        assert torch.equal(other(ids).logits, expected)
+    assert session_of(other) is not session_of(split) and session_of(other).mapped is not None
+    assert symbiosis.stats(other).calls == 0
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_several_adapters_by_mapped_weights(dora: bool, llama: Served, ids: Tensor) -> None:
+    made = []
+    for model in (tiny_llama().cuda(), symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)):
+        torch.manual_seed(3)
+        options = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False, "use_dora": dora}
+        adapted = get_peft_model(model, LoraConfig(**options), adapter_name="one").train()  # type: ignore[arg-type]
+        adapted.add_adapter("two", LoraConfig(**options))
+        for name in ("two", "one"):
+            adapted.set_adapter(name)
+            loss = adapted(input_ids=ids, labels=ids).loss
+            loss.backward()
+            made.append([loss.detach(), *(p.grad for p in adapted.parameters() if p.grad is not None)])
+    assert all(torch.equal(a, b) for i in (0, 1) for a, b in zip(made[i], made[i + 2], strict=True))
+    assert symbiosis.stats(adapted).calls == 0
+
+
 def test_weights_lie_once_in_the_memory_of_the_gpu(start: Callable[..., Served], ids: Tensor) -> None:
     """Neither the executor's allocator nor the client's holds a copy."""
     served = start("wide")
@@ -228,12 +286,18 @@ def test_a_client_goes_on_without_its_executor_and_maps_anew(
         run = symbiosis.capture(lambda ids: split(ids).logits)
         first, eager = [run(ids).clone() for _ in range(4)], split(ids).logits  # a captured step may round otherwise
         old = next(iter(mapped.weights.values())).data_ptr()
+        told = symbiosis.stats(split).direct_rows
+        with watching(served.endpoint) as look:
+            until(lambda: look().direct_rows == told, "the heartbeat's figures")
         served.kill()
         until(lambda: "goes on with the weights" in caplog.text, "the loss of the executor")
         for _ in range(20):
             assert torch.equal(run(ids), first[-1]) and torch.equal(split(ids).logits, eager)
-        start()
+        rest = symbiosis.stats(split).direct_rows - told
+        again = start()
         until(lambda: mapped.joins == 2, "the next executor", 30)
+        with watching(again.endpoint) as look:
+            until(lambda: look().direct_rows == rest, "what was multiplied while none was there")
         for expected in first:  # two runs without a graph, then with a new one
             assert torch.equal(run(ids), expected) and torch.equal(split(ids).logits, eager)
     assert next(iter(mapped.weights.values())).data_ptr() != old

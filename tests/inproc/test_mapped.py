@@ -93,6 +93,49 @@ def test_a_model_is_the_unsplit_one_either_way(
     }[way]
 
 
+@pytest.mark.parametrize(
+    "limits", [{"max_rows": 20}, {"max_call_bytes": 1 << 14}, {"max_call_multiplications": 1 << 16}, {}], ids=str
+)
+def test_what_the_executor_refuses_for_its_rows_is_multiplied_directly(
+    limits: dict[str, int], share: Share, ids: Tensor
+) -> None:
+    """Else a program that works alone would fail once somebody else decodes. Without limits, the rows hold an infinity."""
+    endpoint, ids = share(tiny_llama(), **limits).endpoint, ids.repeat(4, 1)
+    x = tiny_llama().get_input_embeddings()(ids).detach()
+    if not limits:
+        x[0, 0, 0] = torch.inf
+
+    def trained(one: nn.Module) -> list[Tensor]:
+        torch.manual_seed(3)
+        adapted = get_peft_model(one, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).train()
+        loss = adapted(inputs_embeds=x, labels=ids).loss
+        loss.backward()
+        return [loss.detach(), *(p.grad for p in adapted.parameters() if p.grad is not None)]
+
+    split = symbiosis.wrap(tiny_llama(), endpoint)
+    advise(session_of(split), give_way=True)
+    got, expected = trained(split), trained(tiny_llama())
+    assert len(got) == len(expected) > 2 and all(
+        torch.equal(mine.nan_to_num(), its.nan_to_num()) for mine, its in zip(got, expected, strict=True)
+    )
+    assert symbiosis.stats(split).direct > 0
+    with pytest.raises(CallError, match="TOO_LARGE" if limits else "NON_FINITE"):
+        trained(symbiosis.wrap(tiny_llama(), endpoint, share=False))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_makes_again_is_counted_as_often_as_it_is_made(
+    reentrant: bool, share: Share, ids: Tensor
+) -> None:
+    split = symbiosis.wrap(tiny_llama(), share(tiny_llama()).endpoint)
+    adapted = get_peft_model(split, LoraConfig(r=4, target_modules="all-linear")).train()
+    adapted.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    adapted.enable_input_require_grads()
+    adapted(input_ids=ids, labels=ids).loss.backward()
+    figures = symbiosis.stats(adapted)
+    assert (figures.direct, figures.direct_rows) == (3 * 14, 3 * 14 * ids.numel()), "forward, once more, and gradients"
+
+
 def test_an_eager_product_costs_few_calls_of_python(share: Share) -> None:
     """Eager steps are bound by Python, and a model makes hundreds of products in one."""
     model = tiny_llama().requires_grad_(False)
@@ -318,6 +361,8 @@ def test_a_replica_is_mapped_in_place_of_the_one_that_ends(
     with torch.no_grad():
         expected = model(ids).logits
         assert torch.equal(split(ids).logits, expected) and session.endpoint == urls[0]
+        told = symbiosis.stats(split).direct_rows
+        until(lambda: first.server.sessions.usage[""].direct_rows == told, "figures told to the first")
         first.close()
         assert torch.equal(split(ids).logits, expected)
         until(
@@ -326,7 +371,8 @@ def test_a_replica_is_mapped_in_place_of_the_one_that_ends(
         )
         assert torch.equal(split(ids).logits, expected)
     assert symbiosis.stats(split).calls == 0 and session.stats.reconnects == 1
-    until(lambda: sum(s.direct.rows for s in second.server.sessions.values()) > 0, "figures told to the other one")
+    rest = symbiosis.stats(split).direct_rows - told
+    until(lambda: second.server.sessions.usage[""].direct_rows == rest, "what was multiplied while none was there, too")
 
 
 CALLS: list[tuple[Callable[[], nn.Module], str, Op, tuple[int, ...], dict[str, Any]]] = [

@@ -118,12 +118,23 @@ def test_another_model_in_the_place_of_the_first_is_not_mapped(
 
 def test_a_provider_that_no_longer_shares_is_called(executor: Executor, processes: list[Process]) -> None:
     model, expected = symbiosis.from_executor(executor.endpoint), logits(tiny_llama())
+    logits(model)
     executor.kill()
-    processes.append(executor.again("--no-share-weights"))
+    second = executor.again("--no-share-weights")
+    processes.append(second)
     session = session_of(model)
     until(lambda: session._connection is not None and session.mapped is None, "joining again")
     assert torch.equal(logits(model), expected) and symbiosis.stats(model).calls > 0
-    assert not session.may_read
+    assert not session.may_read and symbiosis.stats(model).direct == 14
+    second.kill()
+    processes.append(second.again("--share-weights"))
+    logits(model)
+    until(lambda: session.mapped is not None, "joining once more")
+    before = symbiosis.stats(model).direct
+    logits(model)
+    assert symbiosis.stats(model).direct == before + 14 >= 28, (
+        "what was multiplied by the first one's weights stays counted"
+    )
 
 
 def _write_to_a_weight(say: Callable[[Any], None], endpoint: str) -> None:

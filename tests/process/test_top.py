@@ -1,5 +1,6 @@
 """`symbiosis top`: what it shows is what happened, and watching holds nobody up."""
 
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from symbiosis.executor.observe.snapshot import of_service
 from symbiosis.protocol import Op
 from symbiosis.tools import top
 from tests.conftest import tiny_llama
-from tests.processes import run
+from tests.processes import run, until
 from tests.ranks import ranks_of
 
 LAYER = "model.layers.0.self_attn.q_proj"
@@ -29,8 +30,8 @@ def number_of(session: Session, name: str) -> int:
 
 
 @contextmanager
-def joined(endpoint: str, observer: bool = False) -> Iterator[Session]:
-    session = Session(endpoint, observer=observer)
+def joined(endpoint: str, **options: bool) -> Iterator[Session]:
+    session = Session(endpoint, **options)  # type: ignore[arg-type]
     assert session.welcome
     yield session
     session.close()
@@ -119,6 +120,19 @@ def test_rates_are_those_between_two_snapshots(llama: nn.Module, serve: Callable
     assert f"{1 / seconds:.0f} calls/s" in text
     assert f"{4 / seconds:.0f} rows/s" in text
     assert LAYER in text
+
+
+def test_what_clients_multiply_themselves_is_shown(llama: nn.Module, serve: Callable, tmp_path: Path) -> None:
+    executor = serve(llama, listen=[f"local://{tmp_path}/executor.sock"], share_weights=True, heartbeat_s=0.5)
+    with joined(executor.endpoint, share=True) as client, joined(executor.endpoint, observer=True) as observer:
+        before = top.snapshot(observer)
+        client.call(Op.FORWARD, number_of(client, LAYER), torch.ones(300, 64))
+        until(lambda: top.snapshot(observer).direct_rows == 300, "a heartbeat")
+        now = top.snapshot(observer)
+    whole, by_session = re.findall(
+        r"300\b", shown(top.render(type(now)(**{**fields(before), "uptime_s": now.uptime_s - 1}), now))
+    )
+    assert whole == by_session
 
 
 def test_after_a_restart_rates_begin_anew(llama: nn.Module, serve: Callable) -> None:

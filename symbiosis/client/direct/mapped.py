@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.direct.rule import should_send
-from symbiosis.client.requests import DECODE_ROWS, is_observed, unshared
+from symbiosis.client.requests import DECODE_ROWS, is_observed, unshared, will_be_made_again
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
 from symbiosis.kernels.product import product
@@ -33,6 +33,11 @@ class DirectFigures(NamedTuple):
     def since(self, before: "DirectFigures") -> "DirectFigures":
         return DirectFigures(
             self.calls - before.calls, self.rows - before.rows, self.multiplications - before.multiplications
+        )
+
+    def after(self, before: "DirectFigures") -> "DirectFigures":
+        return DirectFigures(
+            self.calls + before.calls, self.rows + before.rows, self.multiplications + before.multiplications
         )
 
 
@@ -62,7 +67,7 @@ class Mapped:
         self._page: Any = None
         self._biases = {layer.name: number for number, layer in enumerate(manifest) if layer.name.endswith(".bias")}
         self.calls = self.rows = self.multiplications = 0
-        self._reported = DirectFigures()  # when the executor was joined that is joined now
+        self._told = self._told_before = DirectFigures()  # to any executor, and to those before the one that is joined
 
     def join(self, weights: dict[int, Tensor], page: Any) -> None:
         """Use the weights of the executor that this client has just joined."""
@@ -75,7 +80,7 @@ class Mapped:
         self.joins += 1
         matrices = [weight.nbytes for weight in weights.values() if weight.dim() > 1]
         self._nbytes = sum(matrices) / max(1, len(matrices))
-        self._reported = self.figures
+        self._told_before = self._told
 
     def leave(self) -> None:
         """Note that the executor is away. The weights stay mapped."""
@@ -91,9 +96,10 @@ class Mapped:
         return DirectFigures(self.calls, self.rows, self.multiplications)
 
     def report(self) -> None:
-        """Tell the executor how much was multiplied since this client joined it."""
+        """Tell the executor, while it is there, how much was multiplied that no other was told."""
         if (page := self._page) is not None:
-            page.report(*self.figures.since(self._reported))
+            self._told = self.figures
+            page.report(*self._told.since(self._told_before))
 
     def advice(self) -> Advice:
         """Return what the executor advises now. While it is away, that is to send nothing."""
@@ -113,7 +119,7 @@ class Mapped:
         recorded, rows = torch.is_grad_enabled(), x.numel() // matrix.width
         if self._should_send(rows, training and recorded):
             return None
-        if recorded and x.requires_grad:  # the gradient's product, too
+        if recorded and x.requires_grad and not will_be_made_again():  # the gradient's product, too
             self.calls += 1
             rows *= 2
         self.calls += 1
@@ -145,7 +151,7 @@ class Mapped:
         }
         if len(found) < len(wanted) or self._should_send(rows, training and recorded):
             return {}
-        products = 2 if recorded and x.requires_grad else 1
+        products = 2 if recorded and x.requires_grad and not will_be_made_again() else 1
         for weight in found.values():
             self.count(products, products * rows, products * rows * prod(weight.shape[-2:]))
         return found

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from symbiosis.errors import CallError, Code
+from symbiosis.errors import CallError, CallNotTaken, Code
 from symbiosis.kernels.gpu import LET_GO
 from symbiosis.protocol import ITEMSIZE, Call, Welcome
 from symbiosis.transport.cuda.driver import (
@@ -346,7 +346,7 @@ class DeviceLine:
             except CallError as error:
                 needed = sum(map(aligned, call.parts)) + self._link.answers.nbytes(call)
                 if error.code is not Code.GROW or needed <= self._link.segments[self._newest].nbytes:
-                    raise
+                    raise CallNotTaken(error.code, error.message) from None
                 self._grow(2 * needed)
             else:
                 return prepared

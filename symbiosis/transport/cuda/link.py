@@ -222,7 +222,6 @@ class Link:
     def _unmap(self) -> None:
         """Take leave of the executor's advice, because one side is leaving. The weights stay mapped as long as something uses them."""
         if self._sharing is not None:
-            self._sharing.report()
             self._sharing.leave()
         if self._page is not None:
             self._page.close()

@@ -208,6 +208,8 @@ class LocalConnection:
 
     @property
     def is_lost(self) -> bool:
+        if self._socket.fileno() < 0:  # closed by the collector
+            return True
         watched = select.poll()
         watched.register(self._socket, select.POLLIN)  # the executor never speaks first: only a hang-up can be read
         return bool(watched.poll(0))
