@@ -1,9 +1,10 @@
 """Builds the headers of a client's calls, from a cache where possible, and refuses inputs that no call can carry."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 from torch._C import _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -90,6 +91,18 @@ def pieces_of(x_TK: Tensor) -> Sequence[Tensor]:
     """Split rows into parts, each of which goes in a call of its own."""
     most = LARGEST // max(1, x_TK.shape[1] * x_TK.element_size())
     return x_TK.split(max(FEWEST, most // FEWEST * FEWEST))
+
+
+def in_parts(
+    call: Call, x: Tensor, shapes: Shapes, make: Callable[[Call, tuple[Tensor, ...], Shapes], list[Tensor]]
+) -> list[Tensor]:
+    """Make a large call part by part, and return its results."""
+    results = []
+    for part in pieces_of(x.reshape(call.shape)):
+        some = replace(call, shape=tuple(part.shape))
+        results.append(make(some, (part,), tuple((len(part), shape[-1]) for shape in shapes)))
+    whole = [torch.cat(parts) for parts in zip(*results, strict=True)]
+    return [unshared(y, shape) for y, shape in zip(whole, shapes, strict=True)] if shapes else whole
 
 
 def is_watched() -> bool:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from msgspec.structs import replace
 from torch import Tensor
 
 from symbiosis import transport
@@ -23,19 +22,18 @@ from symbiosis.client.connection.lanes import Lane, Lanes
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S, Reconnecting
 from symbiosis.client.connection.service import ServiceSessions, beside, twins
 from symbiosis.client.connection.spread import Spread
-from symbiosis.client.direct.mapped import Mapped
+from symbiosis.client.direct.mapped import Mapped, answered_despite
 from symbiosis.client.layers.groups import GroupMember, Groups
 from symbiosis.client.requests import (
     call_of,
     goes_in_parts,
+    in_parts,
     lies_by_columns,
-    pieces_of,
     refuse_tracers,
     refuse_transforms,
     rows_call,
-    unshared,
 )
-from symbiosis.errors import CallError, CallNotTaken, CaptureError, Code, ConnectionLost
+from symbiosis.errors import CallError, CallNotTaken, CaptureError, ConnectionLost
 from symbiosis.kernels import with_triton
 from symbiosis.protocol import Call, Hello, Layer, Op, Priority, View, shape_of_reply
 from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
@@ -46,7 +44,6 @@ if TYPE_CHECKING:
 LANE_AFTER_S = 0.5e-3  # a thread that waited so long for the others gets a connection of its own
 MOST_LANES, OF_A_TENANT = 16, 4  # in a process: of the sessions that a tenant may have, one in so many
 LANE_JOIN_S = 2.0
-OF_ITS_ROWS = Code.TOO_LARGE, Code.NON_FINITE  # why a call is refused that somebody who multiplies himself may make
 OPTIONS = ("patience", "timeout", "exact", "share")
 
 
@@ -169,14 +166,8 @@ class Session(Reconnecting):
         groups, shape = 0 if ends is None else ends.numel(), tuple(x.shape)
         call = call_of(op, layer, dtype or x.dtype, shape, bias, priority, view, groups, gradient, also, columns)
         if x.is_cuda and op.traits.multiplies and (line := self._line(x.device)):
-            if made := self._locally(call, payload, x.device):
-                return made[0]
-            try:
-                y = line.call(call, payload)
-            except CallNotTaken as error:
-                return self._despite(error, call, payload)[0]
-            self.stats.enqueue(call)
-            return y
+            made = self._locally(call, payload, x.device)
+            return (made or by_line(self, lambda: [line.call(call, payload)], call, payload))[0]
         return self._by_cpu(call, payload, x.device)[0]
 
     def rows(self, op: Op, group: tuple[GroupMember, ...], x: Tensor, priority: Priority) -> list[Tensor]:
@@ -185,14 +176,8 @@ class Session(Reconnecting):
         call, shapes = rows_call(op, group, x.dtype, x.shape, priority)
         payload = (x.detach() if x.requires_grad else x,)
         if x.is_cuda and (line := self._line(x.device)):
-            if made := self._locally(call, payload, x.device, shapes):
-                return made
-            try:
-                results = line.rows(call, x, shapes)
-            except CallNotTaken as error:
-                return self._despite(error, call, payload, shapes)
-            self.stats.enqueue(call)
-            return results
+            made = self._locally(call, payload, x.device, shapes)
+            return made or by_line(self, lambda: line.rows(call, x, shapes), call, payload, shapes)
         return self._by_cpu(call, payload, x.device, shapes)
 
     def _locally(
@@ -204,16 +189,6 @@ class Session(Reconnecting):
             return [result.to(device) for result in mapped.answer(call, payload, shapes)]
         return None if self.spread is None else self.spread.answer(call, payload, shapes)
 
-    def _despite(self, error: CallError, call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()) -> list[Tensor]:
-        """Answer a call that the executor refuses for its rows by mapped weights, as if nobody else were there: then it is not even sent.
-        Raises the error if there are none."""
-        mapped = self.mapped
-        if error.code not in OF_ITS_ROWS or mapped is None or not mapped.knows(call):
-            raise error
-        if payload and payload[0].device != mapped.device:
-            raise error
-        return mapped.answer(call, payload, shapes)
-
     def _by_cpu(
         self, call: Call, payload: tuple[Tensor, ...], device: torch.device, shapes: Shapes = ()
     ) -> list[Tensor]:
@@ -222,7 +197,7 @@ class Session(Reconnecting):
         if (self.mapped or self.spread) and (made := self._locally(call, payload, device, shapes)):
             return made
         if goes_in_parts(call, shapes):
-            return self._in_parts(call, payload[0], device, shapes)
+            return in_parts(call, payload[0], shapes, lambda part, rows, of: self._by_cpu(part, rows, device, of))
         if device.type == "cpu":
             return self._send(call, payload, shapes)
         if device.type == "meta":  # which holds no rows: no more than a shape is asked for
@@ -233,14 +208,6 @@ class Session(Reconnecting):
                 f"{call.op.name} of {self.name(call.layer)} is made by the CPU, which a CUDA graph cannot capture: use local://"
             )
         return [result.to(device) for result in self._send(call, payload, shapes)]
-
-    def _in_parts(self, call: Call, x: Tensor, device: torch.device, shapes: Shapes) -> list[Tensor]:
-        results = []
-        for part in pieces_of(x.reshape(call.shape)):
-            some = replace(call, shape=tuple(part.shape))
-            results.append(self._by_cpu(some, (part,), device, tuple((len(part), shape[-1]) for shape in shapes)))
-        whole = [torch.cat(parts) for parts in zip(*results, strict=True)]
-        return [unshared(y, shape) for y, shape in zip(whole, shapes, strict=True)] if shapes else whole
 
     def _line(self, device: torch.device) -> "DeviceLine | None":
         """Return the line that carries this GPU's calls, or None if they must go through the host."""
@@ -265,7 +232,7 @@ class Session(Reconnecting):
             line.kernel = with_triton("gpu.small_call")
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
             if mapped is not None and mapped.suffices:
-                self._use_mapped(mapped)
+                self.mapped = mapped
         elif transport.may_go_by_nccl(self.endpoint):
             self._join_for(device)
         return line
@@ -298,7 +265,7 @@ class Session(Reconnecting):
                 with self._lock:
                     made = self._persist(call, payload, shapes)
         except CallError as error:
-            return self._despite(error, call, payload, shapes)
+            return answered_despite(error, self.mapped, call, payload, shapes)
         if made is None:
             assert self.mapped
             return self.mapped.answer(call, payload, shapes)
@@ -417,3 +384,15 @@ def _restore(
 ) -> Session:
     """Return an unpickled session. It joins at its first call."""
     return lifetime.restored(key, lambda: Session(endpoints, priority, fingerprint, **options))
+
+
+def by_line(
+    session: Session, make: Callable[[], list[Tensor]], call: Call, payload: tuple[Tensor, ...], shapes: Shapes = ()
+) -> list[Tensor]:
+    """Make a GPU's call, or answer it by mapped weights if the executor does not take it."""
+    try:
+        results = make()
+    except CallNotTaken as error:
+        return answered_despite(error, session.mapped, call, payload, shapes)
+    session.stats.enqueue(call)
+    return results

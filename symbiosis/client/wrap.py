@@ -265,7 +265,8 @@ def stats(model: nn.Module) -> Stats:
 def _stats_of(session: Session) -> Stats:
     for line in session.lines:  # the executor counts for the GPU
         session.stats.batched_calls, session.stats.reconnects = line.batched, line.reconnects
-    session.stats.direct, session.stats.direct_rows, _ = session.direct_figures
+    if session.mapped is not None:
+        session.stats.direct, session.stats.direct_rows, _ = session.mapped.figures
     return session.all_stats() if isinstance(session, PrivateSession) else session.stats
 
 

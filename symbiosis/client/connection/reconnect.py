@@ -23,7 +23,7 @@ from symbiosis import transport
 from symbiosis.client import arguments
 from symbiosis.client.connection import named
 from symbiosis.client.connection.lifetime import beat_every, beat_from_now_on
-from symbiosis.client.direct.mapped import DirectFigures, Mapped
+from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.stats import Stats
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError
 from symbiosis.protocol import Call, Hello, Layer, Priority, Reply, Welcome
@@ -68,7 +68,6 @@ class Reconnecting:
         self.priority, self.fingerprint, self.observer = priority, fingerprint, observer
         self.share = arguments.flag("share", share)
         self.mapped: Mapped | None = None  # the served weights, where this client may multiply by itself
-        self._unmapped = DirectFigures()  # what was multiplied by weights that are mapped no more
         self._is_away = False  # the executor, from which weights are mapped
         self.stats = Stats()
         self._lock = threading.Lock()
@@ -194,23 +193,10 @@ class Reconnecting:
             weights = connection.served_weights()
         except ConnectionLost:
             return  # the next call finds out, and joins again
-        mapped = self._mapped_here
-        if weights:
-            mapped = mapped or Mapped(connection.welcome.manifest, self.priority, CPU)
+        if (mapped := self._mapped_here) is None and weights:
+            mapped = self.mapped = Mapped(connection.welcome.manifest, self.priority, CPU)
+        if mapped is not None:
             mapped.join(weights, connection.page)
-            self._use_mapped(mapped)
-        elif mapped is not None:
-            self._use_mapped(None)
-
-    def _use_mapped(self, mapped: Mapped | None) -> None:
-        if self.mapped is not None and self.mapped is not mapped:
-            self._unmapped = self.mapped.figures.after(self._unmapped)
-        self.mapped = mapped
-
-    @property
-    def direct_figures(self) -> DirectFigures:
-        """What this session has multiplied by weights that were mapped."""
-        return self._unmapped if self.mapped is None else self.mapped.figures.after(self._unmapped)
 
     def look_for_executor(self) -> bool:
         """Whether an executor is back, for a session that went on alone when its executor went away."""
