@@ -38,7 +38,7 @@ class Load(NamedTuple):
     devices: tuple[str, ...]
     seconds: float
     homes: tuple[str, ...] = ()
-    fsdp_jobs: tuple[int, ...] = (1, 2)  # at once: the best of these counts
+    fsdp_jobs: tuple[int, ...] = (1, 2, 4)  # at once: the best of those of these counts that fit
 
     @property
     def is_cuda(self) -> bool:
@@ -120,6 +120,8 @@ def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
             made.bar(f"{name}_step_over_one".replace(" ", "_"), round(alone_s / one.alone_s, 3), "<=", ONE_BAR)
         found: dict[int, float] = {}
         for count in load.fsdp_jobs:
+            if found and load.is_cuda and not there_is_room(load.devices, max(memory) * count // max(found)):
+                break
             found[count], memory = by_fsdp(load, folder, count)
             rows.append((f"FSDP, {count} jobs", f"{found[count]:.0f}", gib(memory)))
             made.figure(f"fsdp_{count}_jobs_tokens_per_s", round(found[count], 1))
@@ -129,6 +131,11 @@ def measure(load: Load, ways: dict[str, tuple[str, ...]]) -> Report:
     made.figure("aim", AIM)
     made.bar("trainers_over_fsdp", round(max(rates.values()) / max(found.values()), 3), ">=", PAPER)
     return made
+
+
+def there_is_room(devices: Sequence[str], nbytes: int) -> bool:
+    """Whether each of these GPUs has so much memory."""
+    return all(nbytes < torch.cuda.get_device_properties(device).total_memory for device in devices)
 
 
 def gib(memory: Sequence[int]) -> str:

@@ -13,12 +13,12 @@ from torch.compiler import is_compiling
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from symbiosis.client.direct.rule import DECODE_ROWS
 from symbiosis.client.layers.groups import GroupMember
 from symbiosis.errors import CallError, Code, RemoteWeightError
 from symbiosis.protocol import DTYPES, Call, Op, Priority, View
 from symbiosis.transport.tensors import DTYPE_NAME, Shapes
 
-DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 LARGEST = 64 << 20  # bytes of rows in one call through the host: while an executor takes them in, others wait
 FEWEST = 64  # rows of a part of them
 FIRST_OF_TWO = "_checkpoint_hook"  # where torch keeps tensors of what a checkpoint computes for the first time

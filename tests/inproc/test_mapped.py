@@ -496,6 +496,24 @@ def test_who_says_no_maps_nothing(
     assert not session.may_read
 
 
+@pytest.mark.parametrize("how", ["tcp", "split"])
+def test_who_comes_by_tcp_or_hides_rows_maps_nothing(
+    how: str, serve: Callable[..., symbiosis.Executor], ids: Tensor, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"integers": [8], "operator": "here"} if how == "split" else {}
+    urls = [f"local://{tmp_path}/x.sock", "tcp://127.0.0.1:0"]
+    executor = serve(tiny_llama(), listen=urls, share_weights=True, **options)
+    local, tcp = (listener.url for listener in executor.server.listeners)
+    if how == "split":
+        other = serve(tiny_llama(), listen=["tcp://127.0.0.1:0"], integers=[8], operator="elsewhere")
+        split = symbiosis.wrap(tiny_llama(), local, privacy=symbiosis.Split(other.endpoint))
+    else:
+        split = symbiosis.wrap(tiny_llama(), tcp)
+    with torch.no_grad():
+        split(ids)
+    assert session_of(split).mapped is None and symbiosis.stats(split).calls > 0
+
+
 def test_rates_and_sharing_exclude_each_other() -> None:
     with pytest.raises(symbiosis.errors.ConfigError, match="no rate limit can slow them down"):
         symbiosis.config.Options(share_weights=True, max_tenant_rows_per_s=5)

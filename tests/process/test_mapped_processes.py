@@ -5,6 +5,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +59,11 @@ def mapped_files(pid: int | str = "self") -> set[str]:
 def logits(model: nn.Module) -> Tensor:
     with torch.no_grad():
         return model(IDS).logits  # type: ignore[no-any-return]
+
+
+def test_the_choice_needs_no_torch() -> None:
+    program = "import sys, symbiosis.client.direct.rule, symbiosis.executor.scheduling.advice; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
 def test_weights_lie_once_in_the_memory_of_all(executor: Executor) -> None:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from symbiosis.client.direct.rule import WORTH_JOINING, should_send
-from symbiosis.client.requests import DECODE_ROWS
+from symbiosis.client.direct.rule import DECODE_ROWS, WORTH_JOINING, should_send
 from symbiosis.executor.scheduling.advice import BELIEVED_S, LASTS_S, Advisor
 
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from symbiosis.client.direct.rule import should_send
-from symbiosis.client.requests import DECODE_ROWS, is_observed, unshared, will_be_made_again
+from symbiosis.client.direct.rule import DECODE_ROWS, should_send
+from symbiosis.client.requests import is_observed, unshared, will_be_made_again
 from symbiosis.errors import CallError, Code
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms

@@ -1,7 +1,6 @@
 """Whether to send a product or compute it locally. Sending pays only if the call is joined with others, or gives way to them."""
 
-from symbiosis.client.requests import DECODE_ROWS
-
+DECODE_ROWS = 16  # as many rows as this, made without gradients, are taken for tokens that somebody waits for
 WORTH_JOINING = 12 << 20  # bytes of a weight: to read such once for several clients saves more than their calls cost
 
 
