@@ -11,6 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +19,7 @@ import symbiosis
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.errors import CallError, ConfigError, ExecutorUnavailable, WrapError
+from symbiosis.executor.model.sample import sample_of
 from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.server import Server
 from symbiosis.protocol import ELSEWHERE, Hello, Op
@@ -196,17 +198,37 @@ def test_a_rank_loads_a_few_whole_tensors_at_a_time(checkpoint: Path) -> None:
         assert raw == files.setdefault("first", raw)
 
 
+@pytest.mark.parametrize("same_shapes", [True, False], ids=["other values", "other shapes"])
 @pytest.mark.parametrize("how", ["layers", "fsdp"])
-def test_a_rank_whose_checkpoint_differs_is_refused(how: str, model: Path, tmp_path: Path) -> None:
-    """Though its tensors have the same names and shapes."""
-    other = save_tiny_llama(tmp_path / "other", seed=7) if how == "fsdp" else tmp_path / "other"
-    if how == "layers":
+def test_a_rank_whose_checkpoint_differs_is_refused(how: str, same_shapes: bool, model: Path, tmp_path: Path) -> None:
+    """Be it only in the values of its tensors."""
+    other = tmp_path / "other"
+    if same_shapes:
+        save_tiny_llama(other, seed=7)
+    else:
         tiny_llama(inner=64).save_pretrained(other)
     with (
-        pytest.raises(ConfigError, match="reads another checkpoint than rank"),
+        pytest.raises(ConfigError, match="rank [01] reads another checkpoint than rank [01]"),
         ranks_of([model, other], f"local://{tmp_path}/a.sock", shard=how),
     ):
         pass
+
+
+@pytest.mark.parametrize("place", [0, 0.5, 1], ids=["beginning", "middle", "end"])
+def test_a_sample_tells_checkpoints_apart_that_differ_in_one_tensor(model: Path, tmp_path: Path, place: float) -> None:
+    tensors = load_file(model / "model.safetensors")
+    changed = tensors["model.layers.1.mlp.down_proj.weight"].view(-1)
+    changed[round(place * (len(changed) - 1))] += 1.0
+    save_file(tensors, tmp_path / "changed.safetensors")
+    assert sample_of([model / "model.safetensors"]) != sample_of([tmp_path / "changed.safetensors"])
+
+
+def test_a_sample_is_the_same_however_tensors_lie_in_files(model: Path, tmp_path: Path) -> None:
+    tensors = sorted(load_file(model / "model.safetensors").items())
+    files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    for file, some in zip(files, (tensors[5:], tensors[:5]), strict=True):
+        save_file(dict(some), file)
+    assert sample_of(files) == sample_of([model / "model.safetensors"])
 
 
 def test_any_rank_answers_where_each_has_a_part_of_every_tensor(model: Path, tmp_path: Path, ids: Tensor) -> None:

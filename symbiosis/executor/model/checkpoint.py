@@ -25,7 +25,7 @@ LONGEST_HEADER = 100 << 20  # bytes; the limit of safetensors
 BITS = re.compile(r"\d+")
 
 
-class _Entry(msgspec.Struct):
+class HeaderEntry(msgspec.Struct):
     """What a header of safetensors says of a tensor."""
 
     dtype: str
@@ -133,25 +133,26 @@ def weights_nbytes(files: list[Path], dtype_bits: int | None = None, integers: t
 
 def tensors(file: Path) -> Iterator[tuple[str, list[int]]]:
     """Yield the dtype (F32, BF16, I64, ...) and shape of each tensor, from the file's header."""
-    yield from ((tensor.dtype, tensor.shape) for tensor in _header(file)[0])
+    yield from ((tensor.dtype, tensor.shape) for tensor in header(file)[0].values())
 
 
 def check_whole(file: Path) -> None:
     """Raise `ConfigError` if a file is shorter than its header says."""
-    found, begin = _header(file)
-    if begin + max((tensor.data_offsets[1] for tensor in found), default=0) > file.stat().st_size:
+    found, begin = header(file)
+    if begin + max((tensor.data_offsets[1] for tensor in found.values()), default=0) > file.stat().st_size:
         raise _damaged(file)
 
 
-def _header(file: Path) -> tuple[list[_Entry], int]:
-    """Return the header's entry of each tensor, and where the data begin."""
+def header(file: Path) -> tuple[dict[str, HeaderEntry], int]:
+    """Return the header's entry of each tensor, by name, and where the data begin."""
     if file.exists() and not file.is_file():  # a pipe would wait for ever
         raise ConfigError(f"cannot load the weights: {file} is not a file")
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            header = msgspec.json.decode(opened.read(min(length, LONGEST_HEADER)), type=dict[str, msgspec.Raw])
-        found = [msgspec.json.decode(told, type=_Entry) for name, told in header.items() if name != "__metadata__"]
+            told = msgspec.json.decode(opened.read(min(length, LONGEST_HEADER)), type=dict[str, msgspec.Raw])
+        told.pop("__metadata__", None)
+        found = {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in told.items()}
     except OSError as error:
         raise ConfigError(f"cannot load the weights: {file}: {error.strerror}") from None
     except (ValueError, RecursionError):

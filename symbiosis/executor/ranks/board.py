@@ -62,10 +62,16 @@ class Ranks:
 
     def agree(self, config: str, manifest: Sequence[Layer]) -> None:
         """Raise `ConfigError` unless all ranks have read one configuration and tensors of the same shapes, this one in its earlier life, too."""
-        mine = _model(config, manifest)
-        self._tell(f"model{self.rank}", mine)
+        self._agree_on("model", _model(config, manifest))
+
+    def agree_on_values(self, sample: str) -> None:
+        """Raise `ConfigError` unless all ranks have found this `sample` of their checkpoints, this one in its earlier life, too."""
+        self._agree_on("sample", sample)
+
+    def _agree_on(self, what: str, mine: str) -> None:
+        self._tell(f"{what}{self.rank}", mine)
         for rank in range(self.ranks):
-            if self._get(f"model{rank}") != mine:
+            if self._get(f"{what}{rank}") != mine:
                 raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
 
     def files(self, file: BinaryIO, phases: Sequence[int], digest: str) -> list[BinaryIO]:

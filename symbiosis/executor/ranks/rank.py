@@ -20,7 +20,9 @@ from torch import nn
 from symbiosis.config import Options
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.daemon import guard_process, serve_store, shared_gpu
+from symbiosis.executor.model.checkpoint import located, weight_files
 from symbiosis.executor.model.load import load_model, structure
+from symbiosis.executor.model.sample import sample_of
 from symbiosis.executor.model.store import OnGpus, Store, check_patterns, config_json, entries
 from symbiosis.executor.model.stripes import StripedModel
 from symbiosis.executor.observe.log import log
@@ -99,6 +101,7 @@ def store_of_layers(order: Order, options: Options, ranks: Ranks) -> Store:
     elsewhere = [key for key, holder in held.items() if holder != order.rank]
     log(logging.INFO, "loading", tensors=len(held) - len(elsewhere), of=len(held))
     model = load_model(order.model, options.dtype, options.device, elsewhere)
+    ranks.agree_on_values(sample_of(weight_files(located(order.model))))
     return Store(model, options.serve, options.integers, ranks)
 
 
@@ -107,6 +110,7 @@ def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
     check_patterns(structure(order.model, options.dtype), options.serve)
     striped = StripedModel(order.model, options.dtype)
     ranks.agree(config_json(striped.model), striped.manifest)
+    ranks.agree_on_values(sample_of(weight_files(located(order.model))))
     if order.parts:
         files = list(map(opened, order.parts))
     else:
@@ -130,6 +134,7 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
     check_patterns(structure(order.model, options.dtype), options.serve)
     striped = StripedModel(order.model, options.dtype)
     ranks.agree(config_json(striped.model), striped.manifest)
+    ranks.agree_on_values(sample_of(weight_files(located(order.model))))
     layout = striped_weights.RunLayout(striped.manifest, options.all_shares, striped.tied)
     must_have_descriptors(len(layout.runs))
     if kept := ranks.kept_by_others():
