@@ -16,9 +16,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import symbiosis
 from symbiosis.client.weights.remote_weight import remote_weights
+from symbiosis.executor.ranks.board import Ranks, launched_store
 from symbiosis.tools.processes import EXECUTOR
 from tests.conftest import tiny_llama
 from tests.processes import Executor, killed_at_the_end, until
@@ -186,11 +188,13 @@ def lines_until(process: "subprocess.Popen[str]", text: str) -> str:
 
 @pytest.mark.soak  # the launcher and what it starts take long to import torch
 def test_ranks_may_be_started_by_torchrun(model: Path, tmp_path: Path) -> None:
-    launcher = ["--standalone", "--nproc-per-node=2"]
+    """And again, when one of them was killed."""
+    launcher = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     with launch(model, launcher, "--shard=fsdp", f"--listen=local://{tmp_path}/a.sock") as process:
         try:
-            seen = lines_until(process, "symbiosis-executor ready")
-            assert "2 ranks) at local://" in seen
+            assert "2 ranks) at local://" in lines_until(process, "symbiosis-executor ready")
+            os.kill(children(process.pid)[-1], signal.SIGKILL)
+            lines_until(process, "symbiosis-executor ready")
             for share in (False, True):
                 split = symbiosis.from_executor(f"local://{tmp_path}/a.sock", share=share)
                 assert torch.equal(split(IDS).logits, tiny_llama()(IDS).logits)
@@ -199,6 +203,20 @@ def test_ranks_may_be_started_by_torchrun(model: Path, tmp_path: Path) -> None:
         finally:
             process.kill()
     assert not list(tmp_path.iterdir())
+
+
+def test_each_attempt_of_the_launcher_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the store that it brings is the same."""
+    kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    words = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(kept.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in {**words, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store, rank = launched_store()
+        assert rank == 1 and not store.check(["checked0"])
+        Ranks(store, 0, 2).note("checked0")
+        Ranks(store, rank, 2).wait_for("checked0")
 
 
 @pytest.mark.soak

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 from msgspec.structs import replace
-from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from symbiosis.errors import ConfigError
 from symbiosis.executor.ranks.exchange import Exchange, part_of
@@ -109,6 +109,10 @@ class Ranks:
         """Note that something is done, which others wait for."""
         self._store.set(what, "done")
 
+    def forget(self, what: str) -> None:
+        """Forget what an earlier attempt has told or noted."""
+        self._store.delete_key(what)
+
     def wait_for(self, what: str) -> None:
         """Wait until another rank has noted this."""
         self._get(what)
@@ -181,8 +185,14 @@ def merged(manifest: Sequence[Layer], told: Sequence[RankDigests]) -> list[Layer
 
 
 def launched_store() -> tuple[Store, int]:
-    """Return the store that torch's launcher has brought, and this process's rank."""
+    """Return the store that torch's launcher has brought, and this process's rank.
+
+    The launcher keeps its store when it starts all ranks again. On one host each attempt has keys of its own. On several, the launcher counts
+    attempts on each host apart, so there ranks see what the last attempt told; what may differ then is forgotten (`Ranks.forget`).
+    """
     from torch.distributed.rendezvous import rendezvous
 
     store, rank, _ = next(rendezvous("env://"))
+    if os.environ["LOCAL_WORLD_SIZE"] == os.environ["WORLD_SIZE"]:
+        store = PrefixStore(f"attempt{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     return store, rank

@@ -48,7 +48,9 @@ def serve(options: Options) -> None:
     store, rank = launched_store()
     ranks = Ranks(store, rank, len(options.places))
     node, local = divmod(rank, options.ranks_on_a_host)
+    ranks.forget(f"ready{rank}")
     if local == 0:
+        ranks.forget(f"checked{node}")
         check(options)  # while nobody listens on this host
         ranks.note(f"checked{node}")
     ranks.wait_for(f"checked{node}")
