@@ -215,8 +215,8 @@ def test_each_attempt_of_the_launcher_has_keys_of_its_own(monkeypatch: pytest.Mo
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
         store, rank = launched_store()
         assert rank == 1 and not store.check(["checked0"])
-        Ranks(store, 0, 2).note("checked0")
-        Ranks(store, rank, 2).wait_for("checked0")
+        Ranks(store, 0, 2).note("checked")
+        Ranks(store, rank, 2).wait_for("checked", 0)
 
 
 @pytest.mark.soak
@@ -264,6 +264,22 @@ def test_a_service_ends_as_a_whole_and_leaves_nothing(model: Path, tmp_path: Pat
     assert len(ranks) == 2 and (tmp_path / "a.sock.rank1").exists()
     assert service.stop() == 0
     assert all(map(is_gone, ranks)) and {file.name for file in tmp_path.iterdir()} == {"log"}
+
+
+def test_a_service_that_is_told_twice_to_end_does_not_wait_for_a_frozen_rank(
+    model: Path, tmp_path: Path, processes: list
+) -> None:
+    service = Executor(model, "--ranks=2", f"--listen=local://{tmp_path}/a.sock", log=tmp_path / "log")
+    processes.append(service)
+    ranks = children(service.pid)
+    os.kill(pid_of(service, 1), signal.SIGSTOP)
+    service.signal(signal.SIGTERM)
+    until(lambda: is_gone(pid_of(service, 0)), "that the other rank ends")
+    assert service.alive
+    service.signal(signal.SIGINT)
+    assert service.wait() == 1
+    assert all(map(is_gone, ranks)) and {file.name for file in tmp_path.iterdir()} == {"log"}
+    assert "a rank has not ended, and is killed rank=1" in service.log.read_text()
 
 
 def test_ranks_end_with_a_service_that_is_killed(model: Path, tmp_path: Path, processes: list) -> None:

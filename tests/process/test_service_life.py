@@ -1,7 +1,9 @@
 """The life of a service's ranks, at moments that real processes seldom meet: with ranks that are pipes."""
 
+import logging
 import os
 import signal
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,11 +17,11 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from symbiosis.config import Options, load_options
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.ranks import figures, service
+from symbiosis.executor.ranks import board, figures, service
 from symbiosis.executor.ranks.board import Ranks
 from symbiosis.executor.ranks.orders import Order, Ready
 from tests.conftest import tiny_llama
-from tests.processes import Client, Say, killed_at_the_end
+from tests.processes import Client, Say, killed_at_the_end, until
 
 
 class Rank:
@@ -84,6 +86,67 @@ def test_a_service_that_is_told_to_end_while_it_starts_ends(at: int, run: Callab
     assert status == 0 and len(ranks) == at + 1 and all(signal.SIGTERM in rank.told for rank in ranks)
 
 
+# A rank that is ready and has a socket; the second one freezes.
+FREEZES = """
+import json, os, signal, socket, sys
+order = json.loads(sys.stdin.readline())
+sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+sock.bind(order["options"]["listen"][0].removeprefix("local://") + ".rank1" * order["rank"])
+sock.listen()
+print(json.dumps({"layers": 1, "nbytes": 1}), flush=True)
+if order["rank"]:
+    os.kill(os.getpid(), signal.SIGSTOP)
+signal.pause()
+"""
+
+
+def test_a_service_ends_though_a_rank_is_frozen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And leaves neither the process nor sockets."""
+    monkeypatch.setattr(service, "RANK", FREEZES)
+    monkeypatch.setattr(service, "END_S", 0.3)
+    options = load_options({"ranks": 2, "listen": [f"local://{tmp_path}/a.sock"]})
+    served = service.Service("a model", options, "/none")
+    status: list[int] = []
+    thread = Thread(target=lambda: status.append(served.run()), daemon=True)
+    thread.start()
+    state = lambda rank: Path(f"/proc/{rank.pid}/stat").read_text().split()[2]  # noqa: E731
+    until(lambda: served._told and state(served._ranks[1]) == "T", "that one is frozen")
+    frozen = served._ranks[1]
+    try:
+        assert len(list(tmp_path.iterdir())) == 2
+        served.end()
+        thread.join(30)
+        assert status == [1] and not Path(f"/proc/{frozen.pid}").exists() and not list(tmp_path.iterdir())
+    finally:
+        if thread.is_alive():
+            frozen.signal(signal.SIGKILL)
+
+
+def test_a_socket_that_a_successor_has_by_now_stays(tmp_path: Path) -> None:
+    order = Order("a model", load_options({"listen": [f"local://{tmp_path}/a.sock"]}), 0, "/none")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as successor:
+        successor.bind(str(tmp_path / "a.sock"))
+        successor.listen()
+        service.remove_sockets(order)
+        assert (tmp_path / "a.sock").exists()
+    service.remove_sockets(order)
+    assert not (tmp_path / "a.sock").exists()
+
+
+def test_the_log_tells_which_rank_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(board, "ALARM_S", 0.0)
+    store = HashStore()
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(Ranks(store, 0, 2).wait_for, "checked", 1)
+        until(lambda: "waiting for another rank" in caplog.text, "a line")
+        Ranks(store, 1, 2).note("checked")
+        waits.result(60)
+    assert caplog.records[0].fields["rank"] == 1  # type: ignore[attr-defined]
+
+
 def test_a_service_that_fails_says_not_that_it_is_ready(run: Callable, capsys: pytest.CaptureFixture) -> None:
     def made(_: service.Service, rank: Any) -> None:
         if rank.number == 0:
@@ -135,7 +198,7 @@ def rank_that_waits(say: Say, file: str) -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # as a rank that loads does
     ranks = Ranks.at(file, 0, 2)
     say("waits")
-    ranks.wait_for("what nobody says")
+    ranks.wait_for("what it never says", 1)
 
 
 def test_a_rank_that_waits_for_another_can_be_ended(tmp_path: Path) -> None:
@@ -149,13 +212,13 @@ def test_a_rank_that_waits_for_another_can_be_ended(tmp_path: Path) -> None:
 
 def test_ranks_agree_on_the_configuration_also_when_one_is_started_again() -> None:
     """Weights may be the same while the model is another."""
-    board, config, manifest = HashStore(), '{"rms_norm_eps": 1e-6}', Store(tiny_llama()).manifest
+    store, config, manifest = HashStore(), '{"rms_norm_eps": 1e-6}', Store(tiny_llama()).manifest
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda rank: Ranks(board, rank, 2).agree(config, manifest), range(2)))
-    Ranks(board, 1, 2).agree(config, manifest)
+        list(pool.map(lambda rank: Ranks(store, rank, 2).agree(config, manifest), range(2)))
+    Ranks(store, 1, 2).agree(config, manifest)
     for other in (('{"rms_norm_eps": 1e-5}', manifest), (config, manifest[:-1])):
         with pytest.raises(ConfigError, match="rank 1 was started again and finds another checkpoint"):
-            Ranks(board, 1, 2).agree(*other)
-    board.set("model1", "another")
+            Ranks(store, 1, 2).agree(*other)
+    store.set("model1", "another")
     with pytest.raises(ConfigError, match="rank 1 reads another checkpoint than rank 0"):
-        Ranks(board, 0, 2).agree(config, manifest)
+        Ranks(store, 0, 2).agree(config, manifest)

@@ -1,6 +1,7 @@
 """Where the ranks of a service tell each other what they hold, by one of torch's stores: a file of the service, or what `torchrun` set up."""
 
 import hashlib
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from msgspec.structs import replace
 from torch.distributed import FileStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from symbiosis.errors import ConfigError
+from symbiosis.executor.observe.log import ALARM_S, log
 from symbiosis.executor.ranks.exchange import Exchange, part_of
 from symbiosis.protocol import ELSEWHERE, Layer
 from symbiosis.security.fingerprint import of_the_model
@@ -71,7 +73,7 @@ class Ranks:
     def _agree_on(self, what: str, mine: str) -> None:
         self._tell(f"{what}{self.rank}", mine)
         for rank in range(self.ranks):
-            if self._get(f"{what}{rank}") != mine:
+            if self._get(what, rank) != mine:
                 raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
 
     def files(self, file: BinaryIO, phases: Sequence[int], digest: str) -> list[BinaryIO]:
@@ -103,37 +105,35 @@ class Ranks:
     def names(self, mine: str) -> tuple[str, ...]:
         """Tell the others the name of this rank's GPU, and return those of all."""
         self._store.set(f"gpu{self.rank}", mine)
-        return tuple(self._get(f"gpu{rank}") for rank in range(self.ranks))
+        return tuple(self._get("gpu", rank) for rank in range(self.ranks))
 
     def note(self, what: str) -> None:
-        """Note that something is done, which others wait for."""
-        self._store.set(what, "done")
+        """Note that this rank has done something that others wait for."""
+        self._store.set(f"{what}{self.rank}", "done")
 
     def forget(self, what: str) -> None:
-        """Forget what an earlier attempt has told or noted."""
-        self._store.delete_key(what)
+        """Forget what this rank has told or noted in an earlier attempt."""
+        self._store.delete_key(f"{what}{self.rank}")
 
-    def wait_for(self, what: str) -> None:
+    def wait_for(self, what: str, rank: int) -> None:
         """Wait until another rank has noted this."""
-        self._get(what)
+        self._get(what, rank)
 
     def all_ready(self, layers: int, nbytes: int) -> list[tuple[int, int]]:
         """Tell the others how many layers and bytes this rank serves; to the first, return those of all, once all are ready."""
         self._store.set(f"ready{self.rank}", f"{layers} {nbytes}")
-        told = [self._get(f"ready{rank}").split() for rank in range(self.ranks * (self.rank == 0))]
+        told = [self._get("ready", rank).split() for rank in range(self.ranks * (self.rank == 0))]
         return [(int(one), int(two)) for one, two in told]
 
     def _part(self, rank: int, mine: PartPlace) -> list[int]:
         """Ask a rank for its part, again if it has died meanwhile and is started again."""
-        end = time.monotonic() + LONGEST_LOAD.total_seconds()
+        wait = Wait(rank)
         while True:
             with suppress(OSError):
                 found = part_of(rank, self._place(rank, mine).path)
                 if found is not None:  # a small model's part may be nothing at all
                     return found
-            if time.monotonic() > end:
-                raise ConfigError(f"rank {rank} does not hand over its part: start the service anew")
-            time.sleep(PAUSE_S)
+            wait.turn(PAUSE_S)
 
     def _tell_place(self, path: str, digest: str) -> PartPlace:
         told = PartPlace(path, digest)
@@ -142,28 +142,44 @@ class Ranks:
 
     def _place(self, rank: int, mine: PartPlace | None = None) -> PartPlace:
         """Return what a rank has told, which must have read what is `mine`."""
-        place = msgspec.json.decode(self._get(f"file{rank}"), type=PartPlace)
+        place = msgspec.json.decode(self._get("file", rank), type=PartPlace)
         if mine is not None and place.digest != mine.digest:
             raise ConfigError(OTHER_CHECKPOINT.format(rank, self.rank))
         return place
 
     def _tell(self, key: str, said: str) -> None:
         """Tell the others something that is the same in each life of this rank."""
-        if self._store.check([key]) and self._get(key) != said:
+        if self._store.check([key]) and self._store.get(key).decode() != said:
             raise ConfigError(OTHER_THAN_BEFORE.format(self.rank))
         self._store.set(key, said)
 
     def _heard(self, rank: int) -> RankDigests:
-        return msgspec.json.decode(self._get(f"rank{rank}"), type=RankDigests)
+        return msgspec.json.decode(self._get("rank", rank), type=RankDigests)
 
-    def _get(self, key: str) -> str:
+    def _get(self, what: str, rank: int) -> str:
         """Wait until a rank has told this. The wait is in short turns: a store would let no signal handler run, and so nobody end it."""
-        end = time.monotonic() + LONGEST_LOAD.total_seconds()
+        key, wait = f"{what}{rank}", Wait(rank)
         while not self._store.check([key]):
-            if time.monotonic() > end:
-                raise ConfigError(f"no rank has told {key}: start the service anew")
-            time.sleep(TURN_S)
+            wait.turn(TURN_S)
         return self._store.get(key).decode()
+
+
+class Wait:
+    """One wait for another rank, of which the log tells from time to time."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank, self._begun = rank, time.monotonic()
+        self._tell_at = self._begun + ALARM_S
+
+    def turn(self, seconds: float) -> None:
+        """Wait so long, or raise `ConfigError` if it has been too long already."""
+        now = time.monotonic()
+        if now > self._begun + LONGEST_LOAD.total_seconds():
+            raise ConfigError(f"rank {self._rank} has not loaded its part: start the service anew")
+        if now > self._tell_at:
+            log(logging.INFO, "waiting for another rank", rank=self._rank, seconds=round(now - self._begun))
+            self._tell_at = now + ALARM_S
+        time.sleep(seconds)
 
 
 def _model(config: str, manifest: Sequence[Layer]) -> str:

@@ -47,13 +47,13 @@ def serve(options: Options) -> None:
     options = launched_options(options)
     store, rank = launched_store()
     ranks = Ranks(store, rank, len(options.places))
-    node, local = divmod(rank, options.ranks_on_a_host)
-    ranks.forget(f"ready{rank}")
+    local = rank % options.ranks_on_a_host
+    ranks.forget("ready")
     if local == 0:
-        ranks.forget(f"checked{node}")
+        ranks.forget("checked")
         check(options)  # while nobody listens on this host
-        ranks.note(f"checked{node}")
-    ranks.wait_for(f"checked{node}")
+        ranks.note("checked")
+    ranks.wait_for("checked", rank - local)
     port = None if options.metrics_port is None else options.metrics_port + local * bool(options.metrics_port)
 
     def ready(held: Store, _: int | None) -> None:

@@ -4,10 +4,12 @@ Clients join the ranks themselves. A rank that is away is waited for by the clie
 """
 
 import logging
+import math
 import os
 import selectors
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -19,14 +21,19 @@ from msgspec.structs import replace
 
 from symbiosis import mps
 from symbiosis.config import Options
+from symbiosis.endpoints import socket_path
+from symbiosis.errors import ConfigError
 from symbiosis.executor.observe.log import log
 from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.ranks.figures import RankFigures, health_of
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.logs import set_up_logging
+from symbiosis.security.ownership import check_socket
 
 RANK = "from symbiosis.executor.ranks.rank import main; main()"
 MOST_STARTS = 5  # of a rank that is killed again and again before it is ready
+END_S = 60.0  # that ranks may take to answer what has come; those left are killed, as one is that hangs
+LOOK_S = 0.5  # between two looks whether that time is over
 ANOTHER_RANK_ENDED = "a rank ended before it was ready, so the service ends"
 
 
@@ -81,20 +88,25 @@ class Service:
         self._starts = Counter[int]()  # of each rank since it was ready last
         self._told = self._ending = False
         self._status = 0
+        self._kill_at = math.inf
+        self._signals = 0  # to end
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
-        """Serve until SIGTERM or SIGINT, and return the exit status."""
+        """Serve until `end`, and return the exit status."""
         try:
             for order in self._orders:
                 self._start(order)
             while self._ranks:
-                for key, _ in self._selector.select():
+                for key, _ in self._selector.select(LOOK_S):
                     key.data(key)
+                if time.monotonic() > self._kill_at:
+                    self._kill()
         finally:
             for rank in self._ranks.values():  # of a service that failed
                 rank.signal(signal.SIGKILL)
                 rank.ended()
+                remove_sockets(rank.order)
         return self._status
 
     def signal(self, number: int) -> None:
@@ -104,8 +116,16 @@ class Service:
 
     def end(self) -> None:
         """Let each rank answer what has come, and end. Callable from a signal handler."""
+        self._kill_at = min(self._kill_at, time.monotonic() + END_S)
         self._ending = True
         self.signal(signal.SIGTERM)
+
+    def end_by_signal(self) -> None:
+        """End as `end` does; the second time at once."""
+        self._signals += 1
+        if self._signals > 1:
+            self._kill_at = 0.0
+        self.end()
 
     def health(self, stalled_s: float) -> str:
         """Return the worst status of the ranks (`Server.health`). Each of them knows by itself when it is stalled."""
@@ -148,6 +168,13 @@ class Service:
             self._told = True
             self._say_that_all_are_ready()
 
+    def _kill(self) -> None:
+        """Kill the ranks that have not ended."""
+        self._kill_at, self._status = math.inf, self._status or 1
+        for rank in self._ranks.values():
+            log(logging.ERROR, "a rank has not ended, and is killed", rank=rank.number, pid=rank.pid)
+            rank.signal(signal.SIGKILL)
+
     def _all_are_ready(self) -> bool:
         return len(self._ranks) == len(self._orders) and all(rank.ready for rank in self._ranks.values())
 
@@ -160,6 +187,7 @@ class Service:
         either."""
         if self._ending:
             self._status = self._status or max(0, status)
+            remove_sockets(rank.order)
             return
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"status {status}"
         if rank.ready is not None or (self._told and status < 0 and self._starts[rank.number] < MOST_STARTS):
@@ -169,6 +197,15 @@ class Service:
         log(logging.ERROR, ANOTHER_RANK_ENDED, rank=rank.number, ended=how)
         self._status = status if status > 0 else 1
         self.end()
+
+
+def remove_sockets(order: Order) -> None:
+    """Remove the sockets that a rank has left behind, unless somebody else answers there by now."""
+    for path in map(socket_path, order.options.of_rank(order.rank).listen):
+        if path is not None:
+            with suppress(ConfigError, OSError):
+                check_socket(path)
+                path.unlink(missing_ok=True)
 
 
 def ready_line(model: str, options: Options, told: Sequence[Ready]) -> str:
@@ -187,7 +224,7 @@ def serve(model: str, options: Options) -> int:
         pages = Pages(options.metrics_host, options.metrics_port) if options.metrics_port is not None else None
         service = Service(model, replace(options, mps=False), f"/proc/{os.getpid()}/fd/{board.fileno()}")
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: service.end())
+            signal.signal(number, lambda *_: service.end_by_signal())
         if options.audit_log:
             signal.signal(signal.SIGHUP, lambda number, _: service.signal(number))
         if pages:
