@@ -24,12 +24,14 @@ from symbiosis.executor.model.checkpoint import (
     weight_files,
     weights_nbytes,
 )
+from symbiosis.executor.model.host_room import loading_nbytes
 from symbiosis.executor.observe.audit_log import AuditLog
 from symbiosis.memory import free_memory
 from symbiosis.security.keys import Keyring
 from symbiosis.security.ownership import check_socket, make_folder
 
 DEVICE = re.compile(r"cpu(?::0)?|cuda(?::(\d+))?")
+SMALLER = "end what else runs there, or choose a smaller model"
 LONGEST_SOCKET = 107  # bytes that the path of a Unix socket may have
 
 
@@ -66,10 +68,14 @@ def check_model(options: Options, held: ExitStack) -> None:
         needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), options.integers) // max(
             1, len(options.hosts)
         )
-        check_room(options.model, needed, free_memory(), "this machine")
-        for device, part in needed_on(options, needed).items():
-            if options.on_gpu and (free := free_gpu_memory(device)) is not None:
-                check_room(options.model, part, free, device)
+        less = fewer_bits(files, options.dtype)
+        if not options.on_gpu:
+            check_room(options.model, needed, free_memory(), "this machine", f"{SMALLER}{less}")
+            return
+        check_room(
+            options.model, loading_nbytes(files, options), free_memory(), "this machine", SMALLER, "to be loaded"
+        )
+        check_gpus(options, needed, less)
     elif path_of(options.model) or hub_is_out_of_reach():
         how = (
             ", and a distributed checkpoint, which `symbiosis convert` makes them of"
@@ -80,7 +86,7 @@ def check_model(options: Options, held: ExitStack) -> None:
 
 
 def needed_on(options: Options, nbytes: int) -> dict[str, int]:
-    """Return the bytes of the weights on each device, of so many in all.
+    """Return the bytes on each device, if the weights have so many in all: its part of them, and what its ranks gather.
 
     >>> needed_on(Options(devices="0,2", shares=(3.0, 1.0)), 1000)
     {'cuda:0': 750, 'cuda:2': 250}
@@ -89,16 +95,35 @@ def needed_on(options: Options, nbytes: int) -> dict[str, int]:
     here = slice(options.ranks_on_a_host)  # other hosts' devices are theirs
     shares = options.all_shares[here]
     for device, share in zip(options.places[here], shares, strict=True):
-        found[device] = found.get(device, 0) + int(nbytes * share / sum(shares))
+        found[device] = found.get(device, 0) + int(nbytes * share / sum(shares)) + options.gather_buffers
     return found
 
 
-def check_room(model: str, needed: int, free: int, where: str) -> None:
-    """Raise `ConfigError` if the weights do not fit into the free memory."""
+def check_gpus(options: Options, nbytes: int, less: str) -> None:
+    """Raise `ConfigError` if a GPU has no room for its part of so many bytes, and what is gathered there."""
+    needed = needed_on(options, nbytes)
+    free = {device: room for device in needed if (room := free_gpu_memory(device)) is not None}
+    more = ""
+    if len(needed) > 1 and sum(needed.values()) <= sum(free.values()):
+        more = ", or give it less by --shares"
+    elif len(visible_gpus() or ()) > len(needed):
+        more = ", or name more --devices"
+    for device, room in free.items():
+        check_room(str(options.model), needed[device], room, device, f"{SMALLER}{more}{less}")
+
+
+def fewer_bits(files: list[Path], dtype: str | None) -> str:
+    """Return the advice to serve weights in half as many bits, if that would help."""
+    helps = dtype is None and weights_nbytes(files, DTYPE_BITS["bfloat16"]) < weights_nbytes(files)
+    return ", or --dtype bfloat16" if helps else ""
+
+
+def check_room(model: str, needed: int, free: int, where: str, advice: str = SMALLER, why: str = "") -> None:
+    """Raise `ConfigError` if the weights do not fit into the free memory. `why`: for what they need it, if not to be served."""
     if needed > free:
+        need = " ".join(filter(None, [f"{needed / 2**30:.1f} GiB", why]))
         raise ConfigError(
-            f"the weights of {model!r} need {needed / 2**30:.1f} GiB, and {where} has {free / 2**30:.1f} GiB free: end what else "
-            "runs there, or choose a smaller model, or --dtype bfloat16"
+            f"the weights of {model!r} need {need}, and {where} has {free / 2**30:.1f} GiB free: {advice}"
         )
 
 

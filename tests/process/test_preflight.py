@@ -179,10 +179,18 @@ def test_a_hub_id_in_the_cache_is_found_there(tmp_path: Path, monkeypatch: pytes
     assert "only *.safetensors are read" in line, "its weights are not in the cache"
 
 
-def sparse_checkpoint(folder: Path, gib: int, cut: int = 0) -> Path:
-    """A file that says it holds so many GiB, and takes none on the disk."""
+def sparse_checkpoint(folder: Path, gib: int, cut: int = 0, dtype: str = "F32", name: str = "w{}") -> Path:
+    """A file that says it holds tensors of one GiB each, and takes none on the disk."""
     nbytes = gib << 30
-    header = json.dumps({"w": {"dtype": "F32", "shape": [nbytes // 4096, 1024], "data_offsets": [0, nbytes]}}).encode()
+    held = {
+        name.format(number): {
+            "dtype": dtype,
+            "shape": [(1 << 30) * 8 // int(dtype.lstrip("BF")) // 1024, 1024],
+            "data_offsets": [number << 30, (number + 1) << 30],
+        }
+        for number in range(gib)
+    }
+    header = json.dumps(held).encode()
     (folder / "config.json").write_text("{}")
     file = folder / "model.safetensors"
     file.write_bytes(struct.pack("<Q", len(header)) + header)
@@ -252,6 +260,59 @@ def test_a_gpu_that_is_not_there(gpus: Callable, monkeypatch: pytest.MonkeyPatch
 def test_a_gpu_that_is_full(gpus: Callable) -> None:
     gpus(1, free_mib=1)
     assert "and cuda has 0.0 GiB free" in problems(device="cuda")[0]
+
+
+def test_what_lies_on_the_host_while_gpus_load_has_to_fit(
+    gpus: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is what is cast or stacked, here of tensors of one GiB, and not the whole model."""
+    gpus(2)
+    sparse_checkpoint(tmp_path, 40)
+    one = {"model": str(tmp_path), "device": "cuda"}
+    layers = {"model": str(tmp_path), "devices": "0,1"}
+    parts = {**layers, "shard": "fsdp"}
+
+    def needed(options: dict, **more: str) -> str:
+        return "; ".join(problems(**options, **more)).partition(" to be loaded")[0].rpartition(" need ")[2]
+
+    monkeypatch.setattr(preflight, "free_memory", lambda: 1 << 20)
+    assert not needed(one) and not needed(layers) and not needed(parts)
+    assert needed(one, dtype="bfloat16") == "20.0 GiB"
+    assert needed(layers, dtype="bfloat16") == "4.0 GiB", "four at a time by each rank"
+    assert needed(parts, dtype="bfloat16") == "2.0 GiB", "a GiB at a time by each rank"
+    sparse_checkpoint(tmp_path, 8, name="layers.0.experts.{}.w1.weight")  # one stack
+    assert needed(one) == "8.0 GiB" and needed(parts) == "16.0 GiB" and not needed(layers)
+    monkeypatch.setattr(preflight, "free_memory", lambda: 16 << 30)
+    assert problems(**one) == problems(**parts) == problems(**layers) == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "options", "advice"),
+    [
+        ("F32", {"device": "cuda"}, "or name more --devices, or --dtype bfloat16"),
+        ("F32", {"device": "cuda", "dtype": "float32"}, "or name more --devices"),
+        ("BF16", {"device": "cuda"}, "or name more --devices"),
+        ("BF16", {"devices": "0,1", "shares": (3.0, 1.0)}, "or give it less by --shares"),
+        ("BF16", {"devices": "0-3", "shares": (9.0, 1.0, 1.0, 1.0)}, "or give it less by --shares"),
+        ("BF16", {"devices": "0,1", "shard": "fsdp", "gather_buffers": 20 << 30}, "or name more --devices"),
+    ],
+    ids=str,
+)
+def test_the_advice_for_a_gpu_that_is_full_would_help(
+    stored: str, options: dict, advice: str, gpus: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus(4, free_mib=24 << 10)
+    monkeypatch.setattr(preflight, "free_memory", lambda: 1 << 40)
+    sparse_checkpoint(tmp_path, 40, dtype=stored)
+    (line,) = problems(model=str(tmp_path), **options)
+    assert line.endswith(f"has 24.0 GiB free: end what else runs there, or choose a smaller model, {advice}")
+
+
+def test_no_fewer_bits_are_advised_where_there_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "free_memory", lambda: 4 << 30)
+    for stored, helps in (("F32", True), ("BF16", False)):
+        sparse_checkpoint(tmp_path, 8, dtype=stored)
+        assert problems(model=str(tmp_path))[0].endswith("or --dtype bfloat16") == helps
 
 
 @pytest.mark.skipif(preflight._has_driver(), reason="needs a machine without an NVIDIA driver")

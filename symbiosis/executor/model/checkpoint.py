@@ -22,6 +22,7 @@ FILES = re.compile(r"\.(safetensors|json|bin|pt|pth|gguf|ckpt)$")
 REACH_S = 3.0  # longest wait for the hub to accept a connection
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
 LONGEST_HEADER = 100 << 20  # bytes; the limit of safetensors
+AT_ONCE = 1 << 30  # bytes of whole tensors that a rank with a part of each holds while it loads
 BITS = re.compile(r"\d+")
 
 
@@ -124,11 +125,19 @@ def weights_nbytes(files: list[Path], dtype_bits: int | None = None, integers: t
     """
     total = 0
     for kind, shape in (tensor for file in files for tensor in tensors(file)):
-        floating = "F" in kind
-        bits = dtype_bits if dtype_bits and floating else int((BITS.search(kind) or ["8"])[0])
-        total += math.prod(shape) * bits // 8
-        total += sum(math.prod(shape) * more // 8 for more in integers if floating and len(shape) > 1)
+        total += nbytes_of(kind, shape, dtype_bits)
+        total += sum(math.prod(shape) * more // 8 for more in integers if "F" in kind and len(shape) > 1)
     return total
+
+
+def nbytes_of(kind: str, shape: list[int], dtype_bits: int | None = None) -> int:
+    """Return the bytes of a tensor, as stored or, if it has floats, with those of `dtype_bits`.
+
+    >>> nbytes_of("F32", [2, 3]), nbytes_of("F32", [2, 3], 16), nbytes_of("I64", [2, 3], 16)
+    (24, 12, 48)
+    """
+    bits = dtype_bits if dtype_bits and "F" in kind else int((BITS.search(kind) or ["8"])[0])
+    return math.prod(shape) * bits // 8
 
 
 def tensors(file: Path) -> Iterator[tuple[str, list[int]]]:

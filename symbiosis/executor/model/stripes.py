@@ -8,14 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from symbiosis.executor.model.checkpoint import AT_ONCE
 from symbiosis.executor.model.load import load_model, structure
 from symbiosis.executor.model.store import Entry, entries
 from symbiosis.protocol import Layer
 from symbiosis.security.fingerprint import digest
 from symbiosis.transport.local.striped_weights import PartFile, in_stripes
 from symbiosis.transport.tensors import CPU, DTYPE_NAME
-
-AT_ONCE = 1 << 30  # bytes of whole tensors that are held while a rank loads its part
 
 
 class PartWriter(Protocol):

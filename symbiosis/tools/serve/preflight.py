@@ -9,7 +9,7 @@ from symbiosis.config import DTYPE_BITS
 from symbiosis.endpoints import is_within_process, parts_of
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
-from symbiosis.executor.preflight import check_room
+from symbiosis.executor.preflight import SMALLER, check_room, fewer_bits
 from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
 
@@ -53,7 +53,8 @@ def check_model(options: ServeOptions) -> None:
         for file in files:
             check_whole(file)
         needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), ())
-        check_room(options.model, needed, free_memory(), "this machine")
+        advice = f"{SMALLER}{fewer_bits(files, options.dtype)}"
+        check_room(options.model, needed, free_memory(), "this machine", advice)
 
 
 def check_executor(options: ServeOptions) -> None:
