@@ -93,7 +93,7 @@ def executor(
     max_tenant_in_flight: Annotated[int | None, typer.Option(help="Maximum unanswered calls of one tenant. Default: 64.")] = None,
     max_tenant_bytes: Annotated[int | None, typer.Option(help="Maximum bytes of a tenant's calls and unread replies. Default: 4 GiB.")] = None,
     max_call_multiplications: Annotated[int | None, typer.Option(help="Maximum multiplications of one call. Default: 10^14.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(help="Maximum bytes of all tenants' calls and unread replies together. Default: half of the memory.")] = None,
+    max_bytes: Annotated[int | None, typer.Option(help="Maximum bytes of all tenants' calls and unread replies together, in each rank. Default: half of the memory, divided by the ranks on this host.")] = None,
     max_tenant_rows_per_s: Annotated[int | None, typer.Option(help="Rows per second of one tenant; a client over it is slowed down. Default: 0, no limit.")] = None,
     max_tenant_multiplications_per_s: Annotated[int | None, typer.Option(help="Multiplications per second of one tenant, in the same way.")] = None,
     max_tenant_bytes_per_s: Annotated[int | None, typer.Option(help="Bytes per second to and from one tenant, in the same way.")] = None,

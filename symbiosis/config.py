@@ -18,6 +18,7 @@ RATES = tuple(name for name in Limits.__struct_fields__ if name.endswith("_per_s
 OptionsType = TypeVar("OptionsType", bound=msgspec.Struct)
 PolicyName = Literal["immediate", "lockstep", "opportunistic"]  # `executor/scheduling/rules.py` says what they do
 LAST_GPU = 255
+SMALLEST_SHARE, LARGEST_SHARE, MOST_UNLIKE = 1e-6, 1e15, 1000
 MAY_BE_ZERO = ("max_wait_us", "spread_rows", "gather_buffers")
 BETWEEN_URLS = re.compile(r"[\s,]+(?=\w+://)")
 DTYPE_BITS = {"float64": 64, "double": 64, "float32": 32, "float": 32, "float16": 16, "half": 16, "bfloat16": 16}
@@ -152,6 +153,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         if self.shares and (len(self.shares) != count or not all(0 < share < math.inf for share in self.shares)):
             raise ConfigError(
                 f"shares must be one positive number for each of {count} ranks, as 3,1, not {','.join(map('{:g}'.format, self.shares))}"
+            )
+        least, most = min(self.shares, default=1.0), max(self.shares, default=1.0)
+        if least < SMALLEST_SHARE or most > LARGEST_SHARE or most > MOST_UNLIKE * least:
+            raise ConfigError(
+                f"shares must be numbers from {SMALLEST_SHARE:g} to {LARGEST_SHARE:g}, the largest at most {MOST_UNLIKE} times the smallest, not {','.join(map('{:g}'.format, self.shares))}"
             )
 
     def _check_hosts(self, ranks: int) -> None:

@@ -23,9 +23,8 @@ class Sessions(dict[int, ServedSession]):
         """`keyed` says whether keys tell the tenant of each session."""
         self._store, self._limits, self._heartbeat_s = store, options.limits, options.heartbeat_s
         self._register, self._keyed = register, keyed
-        self._pool = BytePool(
-            options.max_bytes or half_of_memory(), lambda: (session.peer for session in self.values())
-        )
+        most = options.max_bytes or half_of_memory() // options.ranks_on_a_host  # which take from the same memory
+        self._pool = BytePool(most, lambda: (session.peer for session in self.values()))
         self.accounts: dict[str, Account] = {}  # by tenant
         self._without_keys = Usage()
         self._numbers = itertools.count(1)

@@ -1,5 +1,6 @@
 """The life of a service's ranks, at moments that real processes seldom meet: with ranks that are pipes."""
 
+import hashlib
 import logging
 import os
 import signal
@@ -16,10 +17,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from symbiosis.config import Options, load_options
 from symbiosis.errors import ConfigError
+from symbiosis.executor import sessions
 from symbiosis.executor.model.store import Store
 from symbiosis.executor.ranks import board, figures, service
-from symbiosis.executor.ranks.board import Ranks
+from symbiosis.executor.ranks.board import PartPlace, Ranks
 from symbiosis.executor.ranks.orders import Order, Ready
+from symbiosis.executor.server import Server
 from tests.conftest import tiny_llama
 from tests.processes import Client, Say, killed_at_the_end, until
 
@@ -222,3 +225,19 @@ def test_ranks_agree_on_the_configuration_also_when_one_is_started_again() -> No
     store.set("model1", "another")
     with pytest.raises(ConfigError, match="rank 1 reads another checkpoint than rank 0"):
         Ranks(store, 0, 2).agree(config, manifest)
+
+
+def test_a_rank_whose_file_is_gone_is_named(tmp_path: Path) -> None:
+    """It has ended since it told of it."""
+    store = HashStore()
+    store.set("file1", msgspec.json.encode(PartPlace("/proc/0/fd/7", hashlib.sha256(b"[] d").hexdigest())).decode())
+    with (tmp_path / "part").open("wb") as file, pytest.raises(ConfigError, match="rank 1 ended before this one"):
+        Ranks(store, 0, 2).files(file, [], "d")
+
+
+def test_ranks_of_a_host_share_half_of_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "half_of_memory", lambda: 600)
+    store = Store(tiny_llama())
+    most = lambda **words: Server(store, load_options(words).of_rank(0)).sessions._pool.most  # noqa: E731
+    assert most() == 600 and most(ranks=3) == 200 and most(ranks=3, max_bytes=500) == 500
+    assert most(ranks=4, hosts=("a", "b"), listen=("tcp://a:70",)) == 300

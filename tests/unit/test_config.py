@@ -70,6 +70,7 @@ def test_ranks_on_several_hosts_answer_at_the_same_ports() -> None:
         ({"ranks": 3}, 2, 2, "--ranks 3, and torchrun has started 2: leave out --ranks"),
         ({"device": "cuda", "mps": True}, 2, 2, "start nvidia-cuda-mps-control -d before torchrun"),
         ({}, 4, 2, "torchrun has started ranks on 2 hosts: --hosts must name as many"),
+        ({"metrics_port": 65535}, 2, 2, "has its pages at that port + K, and there are 2 ranks: choose 65534 or less"),
         ({"hosts": ["a", "b", "c"]}, 4, 2, "torchrun has started ranks on 2 hosts: --hosts must name as many"),
     ],
 )
@@ -87,7 +88,7 @@ def test_torchrun_says_how_many_ranks_there_are(monkeypatch: pytest.MonkeyPatch)
     assert not is_launched()
     for name, value in (("WORLD_SIZE", 4), ("LOCAL_WORLD_SIZE", 2), ("TORCHELASTIC_RUN_ID", "x")):
         monkeypatch.setenv(name, str(value))
-    options = launched_options(load_options({"device": "cuda", "hosts": ["a", "b"]}))
+    options = launched_options(load_options({"device": "cuda", "hosts": ["a", "b"], "metrics_port": 65534}))
     assert options.places == ("cuda:0", "cuda:1") * 2 and options.host_of_each == ("a", "a", "b", "b")
 
 
@@ -195,6 +196,12 @@ def test_one_endpoint_needs_no_list_and_a_file_may_be_empty(tmp_path: Path, text
         ("gather-buffers: -1", "gather-buffers must not be negative, and is -1"),
         ("spread-rows: -1", "spread-rows must not be negative, and is -1"),
         ("ranks: 2\nshares: 1,0", "shares must be one positive number for each of 2 ranks, as 3,1, not 1,0"),
+        (
+            "ranks: 2\nshares: 1.0e+30,1.0e+30",
+            "shares must be numbers from 1e-06 to 1e.15, the largest at most 1000 times the smallest, not 1e.30,1e.30",
+        ),
+        ("ranks: 2\nshares: 1,0.0000001", "the largest at most 1000 times the smallest, not 1,1e-07"),
+        ("ranks: 2\nshares: 1001,1", "the largest at most 1000 times the smallest, not 1001,1"),
         ("ranks: 2\nshares: much", "wrong option: shares is a number, or a list of such, not .'much'"),
         ("shard: rows", "'rows' is not a valid shard"),
         ("train-share: half", "wrong option: train-share is a number, not 'half'"),

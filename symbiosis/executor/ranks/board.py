@@ -85,7 +85,7 @@ class Ranks:
         """
         of_all = hashlib.sha256(f"{phases} {digest}".encode()).hexdigest()
         told = self._tell_place(f"/proc/{os.getpid()}/fd/{file.fileno()}", of_all)
-        return [file if rank == self.rank else opened(self._place(rank, told).path) for rank in range(self.ranks)]
+        return [file if rank == self.rank else self._opened(rank, told) for rank in range(self.ranks)]
 
     def kept_by_others(self) -> tuple[list[int], str] | None:
         """Return descriptors of this rank's part, and its digest, if another rank has kept it from this one's earlier life."""
@@ -124,6 +124,12 @@ class Ranks:
         self._store.set(f"ready{self.rank}", f"{layers} {nbytes}")
         told = [self._get("ready", rank).split() for rank in range(self.ranks * (self.rank == 0))]
         return [(int(one), int(two)) for one, two in told]
+
+    def _opened(self, rank: int, mine: PartPlace) -> BinaryIO:
+        try:
+            return opened(self._place(rank, mine).path)
+        except FileNotFoundError:
+            raise ConfigError(f"rank {rank} ended before this one had mapped its part") from None
 
     def _part(self, rank: int, mine: PartPlace) -> list[int]:
         """Ask a rank for its part, again if it has died meanwhile and is started again."""

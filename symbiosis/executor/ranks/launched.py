@@ -10,6 +10,7 @@ import sys
 import msgspec
 
 from symbiosis.config import Options
+from symbiosis.endpoints import LAST_PORT
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.preflight import check
 from symbiosis.executor.ranks.orders import Order, Ready
@@ -33,6 +34,10 @@ def launched_options(options: Options) -> Options:
     if options.mps:
         raise ConfigError(
             "--mps would start a daemon for one rank only: start nvidia-cuda-mps-control -d before torchrun"
+        )
+    if options.metrics_port and options.metrics_port + here - 1 > LAST_PORT:
+        raise ConfigError(
+            f"--metrics-port {options.metrics_port}: rank K of a host has its pages at that port + K, and there are {here} ranks: choose {LAST_PORT + 1 - here} or less"
         )
     devices = f"0-{here - 1}" if options.device == "cuda" and options.devices is None else options.devices
     return msgspec.structs.replace(options, ranks=ranks, devices=devices)
