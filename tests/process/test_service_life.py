@@ -22,6 +22,7 @@ from symbiosis.executor.model.store import Store
 from symbiosis.executor.ranks import board, figures, service
 from symbiosis.executor.ranks.board import PartPlace, Ranks
 from symbiosis.executor.ranks.orders import Order, Ready
+from symbiosis.executor.ranks.rank import tell_what_is_not_mapped
 from symbiosis.executor.server import Server
 from tests.conftest import tiny_llama
 from tests.processes import Client, Say, killed_at_the_end, until
@@ -241,3 +242,21 @@ def test_ranks_of_a_host_share_half_of_its_memory(monkeypatch: pytest.MonkeyPatc
     most = lambda **words: Server(store, load_options(words).of_rank(0)).sessions._pool.most  # noqa: E731
     assert most() == 600 and most(ranks=3) == 200 and most(ranks=3, max_bytes=500) == 500
     assert most(ranks=4, hosts=("a", "b"), listen=("tcp://a:70",)) == 300
+
+
+@pytest.mark.parametrize(
+    ("rank", "words", "told"),
+    [
+        (0, {"share_weights": True, "shard": "fsdp", "devices": "0,1"}, True),
+        (1, {"share_weights": True, "shard": "fsdp", "devices": "0,1"}, False),
+        (0, {"shard": "fsdp", "devices": "0,1"}, False),
+        (0, {"share_weights": True, "devices": "0,1"}, False),
+        (0, {"share_weights": True, "shard": "fsdp", "ranks": 2}, False),
+    ],
+    ids=str,
+)
+def test_weights_that_nobody_maps_are_told_of_once(
+    rank: int, words: dict, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    tell_what_is_not_mapped(Order("a model", load_options(words), rank, "/none"))
+    assert ("--share-weights does nothing here" in caplog.text) == told

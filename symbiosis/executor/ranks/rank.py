@@ -34,6 +34,7 @@ from symbiosis.executor.ranks.partition import SizedTensor, whole_layers
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.transport.local.striped_weights import mapped, opened
 
+NOT_MAPPED = "no client maps weights that lie in parts on several GPUs, so --share-weights does nothing here: their products are calls"
 FOR_CLIENTS = 512  # descriptors, at least
 
 
@@ -83,6 +84,7 @@ def run(
     torch.set_flush_denormal(True)  # before torch starts threads that compute for this one
     name_process(f"rank {order.rank}")
     set_up_logging(options.log_format)
+    tell_what_is_not_mapped(order)
     guard_process(strangers=options.key is not None)
     with shared_gpu(options):
         if options.on_gpu:
@@ -91,6 +93,13 @@ def run(
         shown = None if options.metrics_port is None or at is None else Pages(host, at)
         store = store_of(order, options, ranks)
         serve_store(store, options, shown, lambda _: ready(store, shown.port if shown else None))
+
+
+def tell_what_is_not_mapped(order: Order) -> None:
+    """Log, for all ranks once, that clients map no weights though the user has asked for that."""
+    options = order.options
+    if options.share_weights and options.shard == "fsdp" and options.on_gpu and order.rank == 0:
+        log(logging.WARNING, NOT_MAPPED)
 
 
 def store_of_layers(order: Order, options: Options, ranks: Ranks) -> Store:
