@@ -4,6 +4,7 @@ import asyncio
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -37,6 +38,7 @@ from symbiosis.serving.engine.reader import GenerationFailed
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import LENGTH, Outputs, Submit, Welcome, framed, from_engine
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
+from symbiosis.serving.step import Step
 from symbiosis.transport.base import Tokens
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
@@ -438,6 +440,21 @@ def test_who_fails_to_take_an_output_is_dropped_alone(engine: Engine) -> None:
     assert greedy(engine, PROMPTS[0]) == expected(PROMPTS[0], 30)[0]
     wait_until_idle(engine)
     assert engine.figures().running == 0
+
+
+def test_an_idle_engine_that_was_slow_once_aborts_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Engine(demo(), memory=1 << 24, policy="abort", first_token_s=0.5) as engine:
+        forward = engine._served.forward
+
+        def slow(step: Step) -> torch.Tensor:
+            monkeypatch.setattr(engine._served, "forward", forward)
+            time.sleep(3.0)
+            return forward(step)
+
+        monkeypatch.setattr(engine._served, "forward", slow)
+        assert len(greedy(engine, PROMPTS[0], most=1)) == 1
+        assert engine._scheduler._takes.value > 0.5
+        assert [len(greedy(engine, PROMPTS[0], most=2)) for _ in range(5)] == [2] * 5
 
 
 def test_closing_finishes_what_runs_or_cancels_it() -> None:

@@ -340,6 +340,39 @@ def test_early_abort_gives_up_what_cannot_be_in_time() -> None:
     assert server.ended == {(0, 0), (1, 0)} and [each.request.id for each in server.scheduler.running] == [2]
 
 
+def test_slow_first_tokens_of_the_past_keep_no_request_from_beginning() -> None:
+    server = Server(400, StepRules(max_batch=2, prefill_tokens=8, policy="abort", first_token_s=3.0))
+    (slow,) = sequences(0, 80, most=1)
+    server.scheduler.add([slow])
+    while server.step():
+        pass
+    assert server.scheduler._takes.value > 3.0 and slow.produced == 1
+    for id in range(1, 40):
+        (quick,) = sequences(id, 5, most=2)
+        quick.arrived = server.now
+        server.scheduler.add([quick])
+        while server.step():
+            pass
+        assert quick.produced == 2
+    assert server.scheduler._takes.value < 3.0
+
+
+def test_what_finds_no_room_is_given_up_as_soon_as_it_cannot_be_in_time() -> None:
+    server = Server(400, StepRules(max_batch=1, prefill_tokens=8, policy="abort", first_token_s=6.0))
+    (slow,) = sequences(0, 32, most=40)
+    server.scheduler.add([slow])
+    while not slow.produced:
+        server.step()
+    assert server.scheduler._takes.value == 3.0
+    (other,) = sequences(1, 5)
+    other.arrived = server.now
+    server.scheduler.add([other])
+    for waited in range(4):
+        assert other in server.scheduler.waiting, waited
+        server.step()
+    assert other not in server.scheduler.waiting and not other.began and slow in server.scheduler.running
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "vtc"])
 def test_tenants_get_alike_only_under_vtc(policy: Any) -> None:
     server = Server(4000, StepRules(max_batch=2, policy=policy))

@@ -85,6 +85,7 @@ class Scheduler:
         self._counters: dict[str, float] = {}  # the tokens of each tenant, weighted
         self._arrivals = self._begun = policy.Rate(self.rules.first_token_s)
         self._takes = policy.Mean()  # seconds from joining to the first token
+        self._untried: set[Sequence] = set()  # those that have come since any could join
         self._something_changed = False  # so that a sequence may be able to join
         self._is_ahead = False
 
@@ -113,10 +114,17 @@ class Scheduler:
             self._something_changed = True
 
     def late(self, now: float) -> list[Sequence]:
-        """Return the waiting sequences that can no longer have their first token in time, if the policy gives those up."""
+        """Return the waiting sequences that can no longer have their first token in time, if the policy gives those up.
+
+        How long first tokens have taken counts only for those that found no room. A sequence for which there is room begins, and that
+        is how the server learns that first tokens come sooner again.
+        """
         if self.rules.policy != "abort":
             return []
-        return policy.too_late(self.waiting, now, self.rules.first_token_s, self._takes.value)
+        tried = [each for each in self.waiting if each not in self._untried]
+        untried = [each for each in self.waiting if each in self._untried]
+        within = self.rules.first_token_s
+        return policy.too_late(tried, now, within, self._takes.value) + policy.too_late(untried, now, within, 0.0)
 
     def next_step(self, now: float, is_ahead: bool = False) -> Step | None:
         """Return what to compute now, or None if there is nothing.
@@ -154,6 +162,7 @@ class Scheduler:
 
     def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_coming)
+        self._untried.add(sequence)
         self._something_changed = True
 
     def _admit(self, now: float) -> None:
@@ -174,6 +183,7 @@ class Scheduler:
         )  # fmt: skip
         joined = set(policy.admit(self._order(now), batch, self._start))
         self.waiting = [each for each in self.waiting if each not in joined]
+        self._untried.clear()
         for sequence in joined:
             self._begin(sequence, now)
 
