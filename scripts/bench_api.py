@@ -121,7 +121,10 @@ def start_http(engine: Engine, stack: ExitStack) -> int:
     with theirs:
         http.start(http_code(listener, theirs, options), (listener.fileno(), theirs.fileno()))
     stack.callback(http.stop, SIGKILL)
-    link = Link(engine, ours, Welcome(model="demo", longest=engine.longest, vocabulary=engine.vocabulary))
+    welcome = Welcome(
+        model="demo", longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
+    )
+    link = Link(engine, ours, welcome)
     stack.callback(link.close)
     return int(listener.getsockname()[1])
 

@@ -76,7 +76,9 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         with theirs:
             http.start(http_code(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))
-        welcome = Welcome(model=options["model"], longest=engine.longest, vocabulary=engine.vocabulary)
+        welcome = Welcome(
+            model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
+        )  # fmt: skip
         link = Link(engine, ours, welcome, load=Path)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:

@@ -53,6 +53,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tenant: str = ""
     completions: int = 1
     prompt_logprobs: bool = False  # also of the prompt's tokens
+    may_be_shorter: bool = False  # where fewer than `max_tokens` fit, it has those
     chosen: tuple[tuple[int, ...], ...] = ()  # of each completion: the tokens that another server has chosen already
     ended: tuple[int, ...] = ()  # completions that have ended there
 

@@ -663,7 +663,7 @@ def test_a_text_longer_than_the_memory_is_served_if_its_windows_fit(layers: list
 
 def test_what_a_step_tells_crosses_to_http_as_one_message(engine: Engine) -> None:
     ours, theirs = socket.socketpair()
-    welcome = Welcome(model="m", longest=engine.longest, vocabulary=engine.vocabulary)
+    welcome = Welcome(model="m", longest=engine.longest, most_tokens=9, vocabulary=engine.vocabulary)
     link = Link(engine, ours, welcome)
     sampling = Sampling(max_tokens=12, ignore_eos=True, seed=1)
     theirs.sendall(framed(Submit(Request(id=3, prompt=(5, 6, 7), sampling=sampling, completions=8))))

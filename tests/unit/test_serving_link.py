@@ -12,7 +12,7 @@ from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 async def _given_to_two(first: list[ApiError], second: list[Output | ApiError]) -> bool:
     """Give outputs to two requests, the first of which cannot take its own. Return whether the link is still there."""
     ours, theirs = socket.socketpair()
-    ours.sendall(framed(Welcome(model="demo", longest=8, vocabulary=8)))
+    ours.sendall(framed(Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8)))
     remote = await RemoteEngine.connect(theirs)
 
     def broken(output: Output | ApiError) -> None:

@@ -39,7 +39,7 @@ async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]
     """Stream some tokens to a reader that takes so long for each piece."""
     remote, taken, tokenizer = Remote(), list[bytes](), bytes_tokenizer()
     requests = [Request(id=1, prompt=(65,), sampling=Sampling(max_tokens=TOKENS))]
-    generation = Generation(remote, requests, lambda: Text(tokenizer), lambda count: None)  # type: ignore[arg-type]
+    generation = Generation(remote, requests, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
     generation.begin()
 
     async def send(message: Any) -> None:

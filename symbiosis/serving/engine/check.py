@@ -1,8 +1,28 @@
 """Refuses requests that cannot be served before they are queued, and says why."""
 
+from bisect import bisect_right
+
+import msgspec
+
 from symbiosis.serving.engine.limits import Unfit, check_chosen, check_number, check_sampling, check_tokens
 from symbiosis.serving.model import Served
 from symbiosis.serving.request import Request
+
+
+def most_tokens(served: Served, piece: int | None, adapter_pages: int = 0) -> int:
+    """Return how many tokens a prompt and its answer may have together, beside an adapter of so many pages."""
+    pages = served.arena.pool.total - adapter_pages
+    counts = range(served.longest + 1)
+    return bisect_right(counts, pages, key=lambda count: served.blocks.needed_at_once(count, piece)) - 1
+
+
+def fitted(request: Request, virtual: int, adapter_pages: int, served: Served, piece: int | None) -> Request:
+    """Return the request with as many tokens as fit, if it may be shorter than it says. The arguments are those of `check`."""
+    if not request.may_be_shorter:
+        return request
+    left = most_tokens(served, piece, adapter_pages) - virtual - len(request.prompt)
+    sampling = msgspec.structs.replace(request.sampling, max_tokens=max(1, min(request.sampling.max_tokens, left)))
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def check(request: Request, virtual: int, adapter_pages: int, served: Served, piece: int | None) -> None:

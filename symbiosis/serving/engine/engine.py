@@ -22,7 +22,7 @@ from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
 from symbiosis.serving.choosing.grammar import Grammar, Grammars
-from symbiosis.serving.engine.check import check
+from symbiosis.serving.engine.check import check, fitted, most_tokens
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.loop import Loop
@@ -111,7 +111,9 @@ class Engine:
         """
         adapter = None if request.adapter is None else self._library.get(request.adapter)
         pages = 0 if adapter is None else self._residency.pages_of(adapter)
-        check(request, 0 if adapter is None else adapter.virtual, pages, self._served, self._scheduler.rules.piece)
+        needs = 0 if adapter is None else adapter.virtual, pages, self._served, self._scheduler.rules.piece
+        request = fitted(request, *needs)
+        check(request, *needs)
         if len(self._loop.jobs) >= self._max_waiting:
             raise ConfigError(f"the server has {self._max_waiting} requests already: try again later")
         if request.id in self._loop.jobs:
@@ -201,8 +203,13 @@ class Engine:
 
     @property
     def longest(self) -> int:
-        """How many tokens a prompt and its answer may have together."""
+        """How many tokens of a prompt and its answer together the model takes."""
         return self._served.longest
+
+    @property
+    def most_tokens(self) -> int:
+        """How many tokens of a prompt and its answer together the model takes and the memory holds."""
+        return most_tokens(self._served, self._scheduler.rules.piece)
 
     def figures(self) -> Figures:
         """Return what is going on now, and what was counted so far."""

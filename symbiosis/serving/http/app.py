@@ -107,16 +107,15 @@ async def chat(front: Front, request: Request) -> ASGIApp:
     tenant = front.asking(request)
     data = await front.body(request)
     body = schemas.read(schemas.ChatBody, data)
-    wanted = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    most = front.remote.welcome.longest if wanted is None else wanted
+    most = front.remote.welcome.most_tokens if body.wanted is None else body.wanted
     with front.admitted(tenant, body, 1, most) as admission:
-        made = await front.made(request, tenant, len(data), lambda: _chat(front, admission, body, wanted))
+        made = await front.made(request, tenant, len(data), lambda: _chat(front, admission, body))
         return _reply(front, admission, body, *made)
 
 
-def _chat(front: Front, admission: Admission, body: schemas.ChatBody, wanted: int | None) -> tuple[Words, Generation]:
+def _chat(front: Front, admission: Admission, body: schemas.ChatBody) -> tuple[Words, Generation]:
     prompts = [front.prompts.of_chat(body.messages, body.chat_template_kwargs or {})]
-    most = front.room(prompts, wanted, None, "max_completion_tokens")
+    most = front.room(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
     sampling = schemas.sampling_of(body, most, tops, front.remote.welcome.vocabulary)
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs))

@@ -1,6 +1,6 @@
 """Errors in the form that OpenAI's clients read, and apps that answer so."""
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -48,6 +48,18 @@ class ApiError(Exception):
 def wrong(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error that says what is wrong with what a client sent."""
     return ApiError(HTTPStatus.BAD_REQUEST, message, param, code)
+
+
+def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
+    """Return an error of the engine's with the field's name in the request, with which its message begins.
+
+    >>> str(renamed(wrong("prompt is empty", "prompt"), {"prompt": "messages"}))
+    'messages is empty'
+    """
+    told = error.body["error"]
+    if (name := names.get(told["param"])) is None:
+        return error
+    return ApiError(error.status, name + told["message"].removeprefix(told["param"]), name, told["code"])
 
 
 def failed(error: Exception) -> ApiError:

@@ -21,7 +21,7 @@ from symbiosis.serving.http.keys import Admission, Tenant
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.http.link.lanes import LARGE, Lanes
 from symbiosis.serving.http.link.messages import FrontOptions
-from symbiosis.serving.http.schemas import Body, Continuation, refusing
+from symbiosis.serving.http.schemas import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refusing
 from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
@@ -84,7 +84,8 @@ class Front(Keyed):
         if body.continuation is not None:
             _check_continuation(body.continuation, completions, self.remote.welcome.longest)
         self.check_room(prompts)
-        admission = tenant.admit(completions, self.keys.clock(), completions * min(tokens, self.remote.welcome.longest))
+        most = min(tokens, self.remote.welcome.most_tokens)
+        admission = tenant.admit(completions, self.keys.clock(), completions * most)
         try:
             yield admission
         except BaseException:
@@ -117,7 +118,8 @@ class Front(Keyed):
             left.cancel()
 
     def room(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
-        """Return how many tokens a completion may have: `wanted` if they fit; else it is an error."""
+        """Return how many tokens a completion may have: `wanted` if they fit, else it is an error; by default as many as fit. (The engine
+        knows what an adapter leaves of them.)"""
         longest, length = self.remote.welcome.longest, max(map(len, prompts))
         left = longest - length
         if left < (0 if wanted == 0 else 1) or (wanted or 0) > left:
@@ -127,7 +129,8 @@ class Front(Keyed):
                 "messages" if name == "max_completion_tokens" else "prompt",
                 "context_length_exceeded",
             )
-        return min(left, default or left) if wanted is None else wanted
+        fits = max(1, self.remote.welcome.most_tokens - length)
+        return min(fits, default or fits) if wanted is None else wanted
 
     def generation(
         self,
@@ -148,6 +151,7 @@ class Front(Keyed):
                 tenant=admission.tenant.name,
                 completions=body.completions,
                 prompt_logprobs=prompt_logprobs,
+                may_be_shorter=body.wanted is None,
                 chosen=before.chosen(number, body.completions) if before else (),
                 ended=before.ended_of(number, body.completions) if before else (),
             )
@@ -157,7 +161,8 @@ class Front(Keyed):
             for request in [each for each in requests if each.under_way]:
                 check_chosen(request, self.remote.welcome.vocabulary)
         stops = [Stop(each) for each in body.stops]
-        return Generation(self.remote, requests, lambda: self._text(body, stops), admission.spend)
+        names = AS_CHAT if isinstance(body, ChatBody) else AS_ASKED
+        return Generation(self.remote, requests, lambda: self._text(body, stops), admission.spend, names)
 
     def _text(self, body: Body, stops: list[Stop]) -> Text:
         return Text(self.tokenizer, stops, body.min_tokens or 0, special=body.skip_special_tokens is False)

@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from http import HTTPStatus
 
 import msgspec
 
 from symbiosis.serving.engine.detokenize import Text
-from symbiosis.serving.http.failures import ApiError, failed, unknown_model
+from symbiosis.serving.http.failures import ApiError, failed, renamed, unknown_model
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.request import Finish, Output, Request, Token
 
@@ -66,6 +66,7 @@ class Generation:
     Args:
         new_text: Makes the text of a completion.
         spent: Called with how many tokens came.
+        names: What the API calls fields of the engine's, by which it may refuse.
     """
 
     def __init__(
@@ -74,8 +75,9 @@ class Generation:
         requests: Sequence[Request],
         new_text: Callable[[], Text],
         spent: Callable[[int], None],
+        names: Mapping[str, str],
     ) -> None:
-        self._remote, self._spent = remote, spent
+        self._remote, self._spent, self._names = remote, spent, names
         self.prompt_tokens = sum(len(request.prompt) for request in requests)
         self.cached_tokens = 0
         self.completion_tokens = sum(len(tokens) for request in requests for tokens in request.chosen)
@@ -148,9 +150,8 @@ class Generation:
     def _take(self, output: Output | ApiError) -> None:
         if isinstance(output, ApiError):
             is_unknown = output.status == HTTPStatus.NOT_FOUND
-            self._fail(
-                unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model]) if is_unknown else output
-            )
+            unknown = unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model])
+            self._fail(unknown if is_unknown else renamed(output, self._names))
         elif output.finish in FAILURES:
             status, message = FAILURES[output.finish]
             self._fail(ApiError(status, output.error or message, retry_s=1.0 if status == 503 else 0.0))

@@ -98,6 +98,11 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return [each for each in ([self.stop] if isinstance(self.stop, str) else self.stop or ()) if each]
 
     @property
+    def wanted(self) -> int | None:
+        """How many tokens a completion may have; None: the default."""
+        return self.max_tokens
+
+    @property
     def completions(self) -> int:
         return 1 if self.n is None else self.n
 
@@ -136,6 +141,10 @@ class ChatBody(Body, kw_only=True):
     tools: list[Any] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+
+    @property
+    def wanted(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 def read(kind: type[BodyType], data: bytes) -> BodyType:
@@ -181,6 +190,7 @@ AS_ASKED = {
     "id": "continuation",
     "schema": "response_format",
 }  # what the API calls the engine's fields
+AS_CHAT = {**AS_ASKED, "prompt": "messages"}
 AS_CHECKED = {"max_completion_tokens": "max_tokens", "n": "completions", "top_logprobs": "logprobs"}
 
 

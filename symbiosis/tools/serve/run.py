@@ -146,7 +146,9 @@ class ServeProcesses:
 
     def _welcome(self, engine: "Engine") -> None:
         assert self._ours is not None
-        welcome = Welcome(model=model_name(self._options), longest=engine.longest, vocabulary=engine.vocabulary)
+        welcome = Welcome(
+            model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
+        )  # fmt: skip
         self._link = Link(engine, self._ours, welcome, load=Path)
 
     def _await_http(self, endpoint: str, engine: "Engine") -> None:

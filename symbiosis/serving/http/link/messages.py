@@ -67,6 +67,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     model: str  # the name that clients ask for
     longest: int  # positions
+    most_tokens: int  # of them, those for which there is memory
     vocabulary: int
 
 

@@ -1,0 +1,66 @@
+"""How much a request may have that does not say so: what the model, the adapter and the memory leave."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import peft
+import pytest
+from torch import nn
+from transformers import AutoModelForCausalLM, BloomConfig
+
+import symbiosis
+from symbiosis.executor.model.checkpoint import DEMO_MODEL
+from symbiosis.serving import Engine
+from tests.serving_api import Api, http_process
+
+MESSAGES: Any = [{"role": "user", "content": "def average(numbers):"}]
+LENGTH, VIRTUAL, BIG = len("def average(numbers):"), 5, 1 << 25
+
+
+def demo() -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
+
+
+@pytest.fixture(scope="module")
+def api() -> Iterator[Api]:
+    soft = peft.get_peft_model(demo(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=VIRTUAL))
+    with Engine(demo(), DEMO_MODEL, memory=BIG) as engine, http_process(engine) as api:
+        symbiosis.publish(soft, "soft", engine)
+        yield api
+
+
+def chat(api: Api, **fields: Any) -> Any:
+    how = {"model": "demo", "messages": MESSAGES, "extra_body": {"ignore_eos": True}, **fields}
+    return api.client.chat.completions.create(**how).usage.completion_tokens
+
+
+@pytest.mark.parametrize(("model", "virtual"), [("demo", 0), ("soft", VIRTUAL)])
+def test_a_chat_has_what_the_model_and_virtual_tokens_leave(api: Api, model: str, virtual: int) -> None:
+    left = api.engine.longest - LENGTH - virtual
+    assert chat(api, model=model) == left
+    assert chat(api, model=model, max_tokens=left) == left
+    with pytest.raises(openai.BadRequestError, match="shorten the prompt") as refusal:
+        chat(api, model=model, max_tokens=left + 1)
+    assert refusal.value.param == "messages"  # as clients call what the engine has as its prompt
+
+
+def test_a_completion_has_what_is_left_if_that_is_less_than_the_default(api: Api) -> None:
+    prompt = [97] * (api.engine.longest - VIRTUAL - 3)
+    made = api.client.completions.create(model="soft", prompt=prompt, extra_body={"ignore_eos": True})
+    assert made.usage and made.usage.completion_tokens == 3
+
+
+def test_a_chat_has_what_the_memory_holds() -> None:
+    with Engine(demo(), DEMO_MODEL, memory=1 << 20) as engine, http_process(engine) as api:
+        assert LENGTH < engine.most_tokens < engine.longest
+        assert chat(api) == engine.most_tokens - LENGTH
+        with pytest.raises(openai.BadRequestError, match="give the server more memory") as refusal:
+            chat(api, max_tokens=engine.most_tokens - LENGTH + 1)
+        assert refusal.value.param == "messages" and str(refusal.value.body).count("prompt") == 0
+
+
+def test_a_chat_with_a_model_that_has_no_longest_text() -> None:
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=258, hidden_size=32, n_layer=2, n_head=4)).eval()
+    with Engine(bloom, DEMO_MODEL, memory=1 << 20) as engine, http_process(engine) as api:
+        assert chat(api) == engine.most_tokens - LENGTH
