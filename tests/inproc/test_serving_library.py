@@ -23,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
+from symbiosis.serving import Engine
 from symbiosis.serving.adapters import files
 from symbiosis.serving.adapters.files import check_finite
 from symbiosis.serving.adapters.kinds import LoadedAdapter
@@ -201,6 +202,27 @@ def test_names_with_odd_characters(name: str, served: Served, good: Path, folder
     assert str(refusal.value).isprintable()
     with pytest.raises(UnknownAdapter):
         Library(served, folder.parent).get(name)
+
+
+def test_no_adapter_has_the_bases_name(served: Served, good: Path, folder: Path) -> None:
+    shutil.copytree(good, folder.parent / "base")
+    library = Library(served, folder.parent, base="base")
+    with pytest.raises(AdapterError, match="cannot be named 'base', which is the base's name"):
+        library.add("base", good)
+    for ask in (library.get, library.check):
+        with pytest.raises(AdapterError, match="adapter 'base': an adapter cannot be named 'base'"):
+            ask("base")
+    assert library.names() == ["mine"] and not library.has("base")
+    assert list(library.look(lambda: False).problems) == ["base"]
+
+
+def test_publish_does_not_take_the_bases_name() -> None:
+    model = peft.get_peft_model(llama(), lora())
+    with Engine(llama(), memory=MEMORY, name="base") as engine:
+        with pytest.raises(AdapterError, match="the base's name"):
+            symbiosis.publish(model, "base", engine)
+        symbiosis.publish(model, "other", engine)
+        assert engine.adapter_names() == ["other"]
 
 
 def test_a_name_that_leads_out_of_the_folder(served: Served, good: Path, folder: Path) -> None:

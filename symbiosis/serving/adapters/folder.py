@@ -17,16 +17,20 @@ State = tuple[int, ...]
 
 
 class Folder:
-    """A folder of adapters, each in a subfolder of its name. Without a path it is empty."""
+    """A folder of adapters, each in a subfolder of its name. Without a path it is empty.
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    Args:
+        base: What the base is called, and so no adapter.
+    """
+
+    def __init__(self, path: Path | None, base: str | None = None) -> None:
+        self.path, self.base = path, base
         self._lock = threading.Lock()  # one lists, and the others wait for that list
         self._listed, self._at, self._like = dict[str, State](), float("-inf"), 0
 
     def state(self, name: str) -> State | None:
         """Return a tuple that differs whenever the adapter of this name has changed, or None if there is none."""
-        if self.path is None or not NAME.fullmatch(name):
+        if self.path is None or not self._may_be(name):
             return None
         folder = self.path / name
         state = state_of(folder)
@@ -65,7 +69,7 @@ class Folder:
         """Return what is wrong with something in the folder that is no adapter."""
         assert self.path is not None
         try:
-            check_name(name)
+            check_name(name, self.base)
             if not is_within(self.path / name, self.path):
                 raise AdapterError("it is a link to a folder outside of that of --adapters")
             read_folder(self.path / name)
@@ -75,9 +79,13 @@ class Folder:
             return f"adapter {shown(name)!r}: its files cannot be read: {error.strerror}"
         return f"adapter {shown(name)!r} has only just come: ask again"
 
+    def _may_be(self, name: str) -> bool:
+        """Whether an adapter may have this name."""
+        return NAME.fullmatch(name) is not None and name != self.base
+
     def _list(self, path: Path) -> dict[str, State]:
         with os.scandir(path) as entries:
-            links = {entry.name: entry.is_symlink() for entry in entries if NAME.fullmatch(entry.name)}
+            links = {entry.name: entry.is_symlink() for entry in entries if self._may_be(entry.name)}
         states = {name: self.state(name) if is_link else state_of(path / name) for name, is_link in links.items()}
         return {name: state for name, state in states.items() if state is not None}
 
@@ -87,7 +95,10 @@ def is_within(path: Path, folder: Path) -> bool:
     return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, base: str | None = None) -> None:
+    """Raise `AdapterError` for a name that no adapter may have; `base` is the base's."""
+    if name == base:
+        raise AdapterError(f"an adapter cannot be named {shown(name, 200)!r}, which is the base's name: choose another")
     if not NAME.fullmatch(name):
         raise AdapterError(
             f"an adapter cannot be named {shown(name, 200)!r}: names have letters, digits and . _ - @ + = (and one / inside), and begin with a "

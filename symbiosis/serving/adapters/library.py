@@ -84,13 +84,19 @@ class Library:
         folder: Where further adapters are looked for, each in a folder of its name, when they are first asked for.
         max_rank: Adapters of a larger rank are refused.
         memory: Bytes that adapters may take of the host's memory. None is no limit.
+        base: What the model is called, and so no adapter.
     """
 
     def __init__(
-        self, served: Served, folder: Path | None = None, max_rank: int = 256, memory: int | None = None
+        self,
+        served: Served,
+        folder: Path | None = None,
+        max_rank: int = 256,
+        memory: int | None = None,
+        base: str | None = None,
     ) -> None:
         self._loader = Loader.of(served, max_rank)
-        self._folder, self._memory = Folder(folder), memory
+        self._folder, self._memory = Folder(folder, base), memory
         self._found: dict[str, FoundAdapter] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
         self._refusals = Refusals(self._folder)
@@ -105,7 +111,7 @@ class Library:
 
     def add(self, name: str, source: Path | str | AdapterWeights) -> LoadedAdapter:
         """Add a new version of the adapter `name`. Requests that run with an older version keep it."""
-        check_name(name)
+        check_name(name, self._folder.base)
         with self._turns.of(name):
             return self._keep(FoundAdapter(self._load(name, source, Adapter.next_version()), None))
 

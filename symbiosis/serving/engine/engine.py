@@ -53,6 +53,7 @@ class Engine:
         max_rank: Adapters of a larger rank are refused.
         adapter_memory: The host's memory for adapters, told in the same way. Those of the folder are let go for others, and read again; beyond it
             others are refused. Default: a quarter of what is free.
+        name: What the model is called: no adapter may have that name.
         wait: How long an executor may take to come up, in seconds.
 
     >>> import symbiosis
@@ -78,6 +79,7 @@ class Engine:
         of_tenant: int | None = None,
         max_rank: int = 256,
         adapter_memory: int | float | None = None,
+        name: str | None = None,
         compiles: bool = False,
         wait: float = 0.0,
     ) -> None:
@@ -92,7 +94,7 @@ class Engine:
         self._residency = Residency(self._served.arena, self._served.blocks.make_room, self._served.fetcher)
         self._sites = Sites(self._served, self._residency)
         folder, most = Path(adapters) if adapters else None, bytes_of(adapter_memory, torch.device("cpu"))
-        self._library = Library(self._served, folder, max_rank, most)
+        self._library = Library(self._served, folder, max_rank, most, name)
         self._grammars = Grammars(self.tokenizer, self._served.vocabulary, self._served.ends)
         whole = self._served.whole_prompts
         rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)

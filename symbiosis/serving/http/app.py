@@ -242,8 +242,9 @@ def _json(value: object, status: int = 200) -> Response:
 
 
 def _check_name(front: Front, name: str) -> None:
+    """Refuse the base's name before anything is read; the engine would do so afterwards."""
     if name == front.options.model:
-        raise wrong(f"{name!r} is the name of the base model: choose another", "lora_name")
+        raise wrong(f"an adapter cannot be named {name!r}, which is the base's name: choose another", "lora_name")
 
 
 async def _check_new(front: Front, name: str) -> None:
