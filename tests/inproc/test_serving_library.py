@@ -182,6 +182,34 @@ def test_what_is_wrong_is_said_when_it_is_loaded(name: str, served: Served, fold
         library.get("mine")
 
 
+def test_a_file_may_be_as_large_as_the_memory_or_the_option_allows(served: Served, good: Path, folder: Path) -> None:
+    size = (good / "adapter_model.safetensors").stat().st_size
+    too_little: dict[str, Any] = {"most_file_bytes": size - 1}
+    enough: list[dict[str, Any]] = [{"most_file_bytes": size}, {**too_little, "memory": size + FIXED_BYTES}]
+    for limits in enough:
+        assert Library(served, folder.parent, **limits).get("mine").name == "mine"
+        assert Library(served, **limits).add("other", good).name == "other"
+    with pytest.raises(
+        AdapterError, match=f"has {size} bytes, and may have {size - 1}: start the server with more --ada"
+    ):
+        Library(served, **too_little).add("other", good)
+    library = Library(served, folder.parent, **too_little)
+    with pytest.raises(AdapterError, match="--max-adapter-bytes"):
+        library.get("mine")
+    assert list(library.look(lambda: False).problems) == ["mine"]
+
+
+def test_an_engine_reads_files_as_large_as_it_is_told(good: Path) -> None:
+    size = (good / "adapter_model.safetensors").stat().st_size
+    for most, is_good in ((size, True), (size - 1, False)):
+        says = "all may have" if is_good else f"may have {size - 1}: start"
+        with (
+            Engine(llama(), memory=MEMORY, adapter_memory=size - 1, max_adapter_bytes=most) as engine,
+            pytest.raises(AdapterError, match=says),
+        ):
+            engine.add("mine", good)
+
+
 def test_ranks_above_the_limit(served: Served, good: Path) -> None:
     with pytest.raises(AdapterError, match="rank is 4 .*, and this server takes 3 at most"):
         Library(served, max_rank=3).add("mine", good)

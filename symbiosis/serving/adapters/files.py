@@ -55,14 +55,18 @@ class AdapterWeights:
         return cls(_config(config), _tensors(tensors, is_known))
 
 
-def read_folder(folder: Path, is_known: bool = False) -> AdapterWeights:
-    """Read an adapter that PEFT's `save_pretrained` wrote."""
+def read_folder(folder: Path, is_known: bool = False, most_bytes: int = MOST_TENSOR_BYTES) -> AdapterWeights:
+    """Read an adapter that PEFT's `save_pretrained` wrote.
+
+    Args:
+        most_bytes: Of the file of its tensors.
+    """
     if not folder.is_dir():
         raise AdapterError(f"{folder.name!r} is not a folder: an adapter is what PEFT's save_pretrained writes")
     config = _bytes(folder, CONFIG, MOST_CONFIG_BYTES)
     if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
         raise AdapterError(f"{folder.name!r} has {PICKLE}, a pickle, which could run anything: {HOW_TO_CONVERT}")
-    contents = _bytes(folder, TENSORS, MOST_TENSOR_BYTES)
+    contents = _bytes(folder, TENSORS, most_bytes)
     weights = AdapterWeights.parse(config, contents, is_known)
     return replace(weights, contents=torch.frombuffer(contents, dtype=torch.uint8))
 
@@ -82,8 +86,9 @@ def _bytes(folder: Path, name: str, most: int) -> memoryview:
         raise AdapterError(f"{folder.name!r} has no {name}: an adapter is what PEFT's save_pretrained writes")
     if not file.resolve().is_relative_to(folder.resolve()):
         raise AdapterError(f"{file.name} is a link to a file outside of its folder: put the file itself there")
-    if file.stat().st_size > most:
-        raise AdapterError(f"{name} has more than {most} bytes, which is more than an adapter's may have")
+    if (size := file.stat().st_size) > most:
+        more = ": start the server with more --adapter-memory or --max-adapter-bytes" if name == TENSORS else ""
+        raise AdapterError(f"{name} has {size} bytes, and may have {most}{more}")
     return _read(file)
 
 

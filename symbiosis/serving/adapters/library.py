@@ -18,7 +18,7 @@ import torch
 
 from symbiosis.errors import AdapterError, UnknownAdapter
 from symbiosis.serving.adapter import Adapter
-from symbiosis.serving.adapters.files import AdapterWeights, read_folder
+from symbiosis.serving.adapters.files import MOST_TENSOR_BYTES, AdapterWeights, read_folder
 from symbiosis.serving.adapters.folder import Folder, State, check_name
 from symbiosis.serving.adapters.kinds import LoadedAdapter, without_numbers
 from symbiosis.serving.adapters.loader import Loader
@@ -85,6 +85,7 @@ class Library:
         max_rank: Adapters of a larger rank are refused.
         memory: Bytes that adapters may take of the host's memory. None is no limit.
         base: What the model is called, and so no adapter.
+        most_file_bytes: Of the file of an adapter's tensors. If `memory` is more, that is the limit.
     """
 
     def __init__(
@@ -94,9 +95,10 @@ class Library:
         max_rank: int = 256,
         memory: int | None = None,
         base: str | None = None,
+        most_file_bytes: int = MOST_TENSOR_BYTES,
     ) -> None:
         self._loader = Loader.of(served, max_rank)
-        self._folder, self._memory = Folder(folder, base), memory
+        self._folder, self._memory = Folder(folder, base, max(most_file_bytes, memory or 0)), memory
         self._found: dict[str, FoundAdapter] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
         self._refusals = Refusals(self._folder)
@@ -246,9 +248,10 @@ class Library:
         self, name: str, source: Path | str | AdapterWeights, version: int, is_known: bool = False
     ) -> LoadedAdapter:
         try:
-            weights = source if isinstance(source, AdapterWeights) else read_folder(Path(source), is_known)
+            if not isinstance(source, AdapterWeights):
+                source = read_folder(Path(source), is_known, self._folder.most_bytes)
             with torch.no_grad():
-                return self._loader.load(name, weights, version, is_known)
+                return self._loader.load(name, source, version, is_known)
         except AdapterError as error:
             raise AdapterError(f"adapter {name!r}: {error}") from None
         except OSError as error:

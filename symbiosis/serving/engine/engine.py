@@ -16,6 +16,7 @@ from symbiosis.client.from_executor import from_executor
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import ConfigError
 from symbiosis.serving.adapter import Adapter
+from symbiosis.serving.adapters.files import MOST_TENSOR_BYTES
 from symbiosis.serving.adapters.kinds import LoadedAdapter
 from symbiosis.serving.adapters.library import Library, Looked
 from symbiosis.serving.adapters.residency import Residency
@@ -53,6 +54,7 @@ class Engine:
         max_rank: Adapters of a larger rank are refused.
         adapter_memory: The host's memory for adapters, told in the same way. Those of the folder are let go for others, and read again; beyond it
             others are refused. Default: a quarter of what is free.
+        max_adapter_bytes: Of the file of an adapter's tensors, if `adapter_memory` is not more. Larger ones are refused.
         name: What the model is called: no adapter may have that name.
         wait: How long an executor may take to come up, in seconds.
 
@@ -79,6 +81,7 @@ class Engine:
         of_tenant: int | None = None,
         max_rank: int = 256,
         adapter_memory: int | float | None = None,
+        max_adapter_bytes: int = MOST_TENSOR_BYTES,
         name: str | None = None,
         compiles: bool = False,
         wait: float = 0.0,
@@ -86,7 +89,7 @@ class Engine:
         _check_options(
             policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens,
             first_token_s=first_token_s, max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank,
-            adapter_memory=adapter_memory,
+            adapter_memory=adapter_memory, max_adapter_bytes=max_adapter_bytes,
         )  # fmt: skip
         self._own_model = from_executor(model, priority="decode", wait=wait) if isinstance(model, str) else None
         self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
@@ -94,7 +97,7 @@ class Engine:
         self._residency = Residency(self._served.arena, self._served.blocks.make_room, self._served.fetcher)
         self._sites = Sites(self._served, self._residency)
         folder, most = Path(adapters) if adapters else None, bytes_of(adapter_memory, torch.device("cpu"))
-        self._library = Library(self._served, folder, max_rank, most, name)
+        self._library = Library(self._served, folder, max_rank, most, name, max_adapter_bytes)
         self._grammars = Grammars(self.tokenizer, self._served.vocabulary, self._served.ends)
         whole = self._served.whole_prompts
         rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)

@@ -128,7 +128,8 @@ class ServeProcesses:
             adapters_in_batch=options.adapters_in_batch, memory=options.memory_size, policy=options.policy,
             first_token_s=options.first_token_s, prefill_tokens=options.prefill_tokens, max_waiting=options.max_requests,
             of_tenant=options.of_tenant, max_rank=options.max_rank, adapter_memory=options.adapter_memory_size,
-            compiles=options.compile, wait=options.wait_s, name=model_name(options),
+            compiles=options.compile, wait=options.wait_s, max_adapter_bytes=options.max_adapter_bytes,
+            name=model_name(options),
         ) as engine:  # fmt: skip
             for name, path in named(options):
                 engine.add(name, path)
