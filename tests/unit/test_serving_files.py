@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from symbiosis.errors import AdapterError
+from symbiosis.serving.adapter import MOST_HEADER_BYTES
 from symbiosis.serving.adapters import files
 from symbiosis.serving.adapters.files import AdapterWeights, in_parallel, parse_tensors
+from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.incoming.uploads import _config
 
 WRONG = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 SHAPES = st.lists(st.integers(0, 4), max_size=3)
@@ -122,6 +125,27 @@ def test_in_parallel_keeps_the_order_and_tells_errors(threads: int, monkeypatch:
 
 
 def test_a_header_without_measure_is_not_parsed() -> None:
-    header = b'{"__metadata__": {"a": "' + b"x" * files.MOST_HEADER_BYTES + b'"}}'
+    header = b'{"__metadata__": {"a": "' + b"x" * MOST_HEADER_BYTES + b'"}}'
     with pytest.raises(ValueError, match="its header has more than"):
         parse_tensors(len(header).to_bytes(8, "little") + header)
+
+
+def sent(file: Path, metadata: dict[str, str]) -> Path:
+    """A file without tensors, as one that a client has sent."""
+    header = json.dumps({"__metadata__": metadata}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    return file
+
+
+def test_a_header_may_be_as_large_whether_the_adapter_is_sent_or_lies_in_the_folder(tmp_path: Path) -> None:
+    config = {"adapter_config": '{"peft_type": "LORA"}'}
+    large = sent(tmp_path / "large", {**config, "more": "x" * (MOST_HEADER_BYTES - 200)})
+    assert json.loads(_config(large)) == {"peft_type": "LORA"} and parse_tensors(large.read_bytes()) == {}
+    larger = sent(tmp_path / "larger", {**config, "more": "x" * MOST_HEADER_BYTES})
+    with pytest.raises(ApiError, match="is a safetensors file, but its header has more than 8388608 bytes"):
+        _config(larger)
+    with pytest.raises(AdapterError, match="too many tensors, or too much beside them: its header has more than"):
+        files.AdapterWeights.parse(b'{"peft_type": "LORA"}', larger.read_bytes())
+    larger.write_bytes(larger.read_bytes()[:100])
+    with pytest.raises(ApiError, match="is no safetensors file whose metadata has"):
+        _config(larger)

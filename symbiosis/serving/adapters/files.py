@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import AdapterError
+from symbiosis.serving.adapter import LARGE_HEADER, MOST_HEADER_BYTES
 from symbiosis.text import shown
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30
-MOST_HEADER_BYTES = 8 << 20  # of the tensors' names and places: of some fifty thousand
 PIECE_BYTES, MOST_THREADS = 4 << 20, 8  # of a file that is read by several threads
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
@@ -28,6 +28,10 @@ Data = bytes | bytearray | memoryview
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 HOW_TO_CONVERT = "save it again with PEFT's save_pretrained, which writes safetensors"
+
+
+class LargeHeader(ValueError):
+    """The header of a safetensors file is not parsed, because that could take long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +169,8 @@ def _config(data: Data) -> dict[str, Any]:
 def _tensors(data: Data, is_known: bool) -> dict[str, Tensor]:
     try:
         tensors = parse_tensors(data)
+    except LargeHeader as error:
+        raise AdapterError(f"{TENSORS} has too many tensors, or too much beside them: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise AdapterError(f"{TENSORS} cannot be read ({shown(str(error))}): was it cut off? Copy it again") from None
     if not tensors:
@@ -182,7 +188,7 @@ def parse_tensors(data: Data) -> dict[str, Tensor]:
     if len(data) < 8 or begin > len(data):
         raise ValueError("it ends before its header does")
     if size > MOST_HEADER_BYTES:
-        raise ValueError(f"its header has more than {MOST_HEADER_BYTES} bytes")
+        raise LargeHeader(LARGE_HEADER)
     header: dict[str, Any] = json.loads(bytes(data[8:begin]).decode())
     header.pop("__metadata__", None)
     memory = memoryview(bytearray(data) if isinstance(data, bytes) else data)

@@ -2,16 +2,22 @@
 
 import asyncio
 import json
-import struct
 from pathlib import Path
 
+import msgspec
 from starlette.requests import Request
 
+from symbiosis.serving.adapter import LARGE_HEADER, MOST_HEADER_BYTES
 from symbiosis.serving.http.failures import wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 
 CONFIG = "adapter_config"  # the metadata in which the configuration travels, as JSON
-LONGEST_HEADER = 1 << 20
+
+
+class Header(msgspec.Struct):
+    """What is read of a safetensors file's header: all else is skipped."""
+
+    metadata: dict[str, str] = msgspec.field(name="__metadata__")
 
 
 async def received(bodies: Bodies, most: int, request: Request, folder: Path) -> None:
@@ -23,14 +29,15 @@ async def received(bodies: Bodies, most: int, request: Request, folder: Path) ->
 
 
 def _config(weights: Path) -> str:
+    size = weights.stat().st_size
     with weights.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if MOST_HEADER_BYTES < length <= size - 8:
+            raise wrong(f"the body is a safetensors file, but {LARGE_HEADER}")
         try:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > LONGEST_HEADER:
-                raise ValueError
-            told = json.loads(file.read(length))["__metadata__"][CONFIG]
+            told = msgspec.json.decode(file.read(min(length, MOST_HEADER_BYTES)), type=Header).metadata[CONFIG]
             return json.dumps(dict(json.loads(told)))
-        except (struct.error, ValueError, LookupError, TypeError, RecursionError):
+        except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
             raise wrong(
                 f"the body is no safetensors file whose metadata has {CONFIG!r}: symbiosis.publish makes one"
             ) from None
