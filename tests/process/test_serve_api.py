@@ -193,6 +193,22 @@ def test_log_probabilities(api: Api) -> None:
     assert told.logprobs.text_offset == [0, 1, 2, 3, 4]
 
 
+def test_a_part_of_a_character_is_told_by_its_bytes(api: Api) -> None:
+    first, second = "é".encode()
+    told = api.client.chat.completions.create(
+        model="demo",
+        messages=[{"role": "user", "content": "x"}],
+        max_tokens=2,
+        logprobs=True,
+        top_logprobs=1,
+        temperature=0,
+        frequency_penalty=2,
+        logit_bias={str(first): 100, str(second): 99},
+    ).choices[0]
+    assert told.message.content == "é" and told.logprobs and told.logprobs.content
+    assert [token.bytes for token in told.logprobs.content] == [[first], [second]]
+
+
 @pytest.mark.parametrize("asked", [0, 2])
 def test_the_chosen_token_is_always_among_the_most_likely(api: Api, asked: int) -> None:
     unlikely = {str(ord("~")): 100}

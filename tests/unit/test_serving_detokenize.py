@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import symbiosis
 from symbiosis.errors import ConfigError
-from symbiosis.serving.engine.detokenize import Stop, Text, chat_tokens, decoder, prompt_tokens
+from symbiosis.serving.engine.detokenize import Stop, Text, bytes_of, chat_tokens, decoder, prompt_tokens
 
 DEMO = Path(symbiosis.__file__).parent / "demo_model"
 
@@ -184,3 +184,23 @@ def test_a_tokenizer_that_decodes_in_its_own_way_is_asked_itself() -> None:
     tokenizer = Shouting(tokenizer_object=sentence_pieces().backend_tokenizer, eos_token="</s>", unk_token="<unk>")
     text = Text(tokenizer)
     assert text.add([259, 260]) + text.end() == "THE END"
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(max_size=20))
+def test_the_bytes_of_tokens_are_those_of_the_text(said: str) -> None:
+    tokens = bytes_tokenizer()(said).input_ids
+    assert b"".join(bytes_of(bytes_tokenizer(), token) for token in tokens) == said.encode()
+
+
+def test_each_kind_of_token_has_its_own_bytes() -> None:
+    assert [bytes_of(bytes_tokenizer(), byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert bytes_of(bytes_tokenizer(), 256) == b"<|end|>" and bytes_of(bytes_tokenizer(), 10**6) == b""
+    assert [bytes_of(sentence_pieces(), 2 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
+    assert bytes_of(sentence_pieces(), 262) == "é".encode() and bytes_of(sentence_pieces(), 1) == b"</s>"
+
+
+def test_an_added_token_that_no_bytes_spell_is_text() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    tokenizer.add_tokens(["日"])
+    assert bytes_of(tokenizer, tokenizer.convert_tokens_to_ids("日")) == "日".encode()

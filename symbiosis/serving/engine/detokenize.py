@@ -1,5 +1,6 @@
 """Makes text of tokens as they come, cut before stop strings, and tokens of prompts and chats."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -8,6 +9,11 @@ from symbiosis.errors import ConfigError
 
 LONGEST_CHARACTER = 4  # bytes, and so tokens at most
 BROKEN = "�"
+ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte for which there is no piece
+_PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
+# by the characters in which GPT-2's kind of tokenizers writes bytes: those that can be seen as themselves
+BYTES = {chr(byte): byte for byte in _PLAIN} | {chr(0x100 + n): byte for n, byte in enumerate(_OTHERS)}
 
 
 class Stop:
@@ -145,6 +151,27 @@ def text_of(tokenizer: Any, token: int) -> str:
     """Return one token by itself as text, to be shown beside its log probability."""
     text: str = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return text
+
+
+@lru_cache(maxsize=1 << 16)
+def bytes_of(tokenizer: Any, token: int) -> bytes:
+    """Return one token's own bytes. Together with those of the tokens beside it they are text; by themselves they may be a part of a
+    character."""
+    piece = tokenizer.convert_ids_to_tokens(token) or ""
+    if _writes_bytes(tokenizer):
+        if BYTES.keys() >= set(piece):
+            return bytes(BYTES[character] for character in piece)
+    elif found := ONE_BYTE.fullmatch(piece):
+        return bytes.fromhex(found[1])
+    return text_of(tokenizer, token).encode()
+
+
+@lru_cache(maxsize=8)
+def _writes_bytes(tokenizer: Any) -> bool:
+    """Whether a tokenizer writes each byte as a character."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
+    return b'"ByteLevel"' in decoder or hasattr(tokenizer, "byte_decoder")
 
 
 def prompt_tokens(tokenizer: Any, prompt: str | Sequence[int]) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from symbiosis.serving.engine.detokenize import text_of
+from symbiosis.serving.engine.detokenize import bytes_of, text_of
 from symbiosis.serving.http.generation import Delta, Generation
 from symbiosis.serving.http.schemas import Continuation
 from symbiosis.serving.request import Token
@@ -91,8 +91,8 @@ class ChatWords(Words):
         return {**self._one(token.id, token.logprob), "top_logprobs": top}
 
     def _one(self, id: int, logprob: float | None) -> Fields:
-        text = text_of(self.tokenizer, id)
-        return {"token": text, "logprob": finite(logprob), "bytes": list(text.encode())}
+        told = list(bytes_of(self.tokenizer, id))
+        return {"token": text_of(self.tokenizer, id), "logprob": finite(logprob), "bytes": told}
 
 
 class CompletionWords(Words):
