@@ -13,7 +13,7 @@ from symbiosis.serving.http.link.messages import FrontOptions
 from symbiosis.serving.http.process import tokenizer_of
 from symbiosis.serving.model import bytes_of
 from symbiosis.serving.options import ServeOptions
-from symbiosis.tools.serve.preflight import chat_template
+from symbiosis.tools.serve.preflight import chat_template, check_adapters, folder_of, named
 from symbiosis.tools.serve.run import model_name
 
 
@@ -44,6 +44,16 @@ def test_a_chat_template_may_be_given(tmp_path: Path) -> None:
     assert chat_tokens(tokenizer, [{"role": "user", "content": "x"}]) == tuple(b"<x>")
     own = tokenizer_of(FrontOptions(model="demo", folder=str(DEMO_MODEL)))
     assert chat_tokens(own, [{"role": "user", "content": "x"}]) == tuple(b"x")
+
+
+def test_a_folder_of_adapters_may_have_an_equals_sign_in_its_path(tmp_path: Path) -> None:
+    folder, one = tmp_path / "lr=1e-4", DEMO_MODEL / "adapters" / "python"
+    folder.mkdir()
+    options = ServeOptions(model="demo", adapters=(str(folder), f"loud={one}"))
+    check_adapters(options)
+    assert folder_of(options) == folder and list(named(options)) == [("loud", one.resolve())]
+    with pytest.raises(ConfigError, match="there is no adapter_config.json in that folder"):
+        check_adapters(ServeOptions(model="demo", adapters=(str(tmp_path / "lr=2e-4"),)))
 
 
 @pytest.mark.parametrize(

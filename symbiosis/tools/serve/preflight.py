@@ -69,7 +69,7 @@ def check_executor(options: ServeOptions) -> None:
 
 def check_adapters(options: ServeOptions) -> None:
     """Check that each is a folder of adapters, or NAME=PATH of one adapter."""
-    folders = [each for each in options.adapters if "=" not in each]
+    folders = [each for each in options.adapters if not is_named(each)]
     if len(folders) > 1:
         raise ConfigError(
             f"--adapters is one folder of adapters, or any number of NAME=PATH, and not {len(folders)} folders"
@@ -129,13 +129,18 @@ def bound(options: ServeOptions) -> socket.socket:
 def folder_of(options: ServeOptions) -> Path | None:
     """Return the folder in which adapters are looked for by name."""
     for each in options.adapters:
-        if "=" not in each:
+        if not is_named(each):
             return Path(each).expanduser().resolve()
     return DEMO_ADAPTERS if options.model == "demo" and not options.adapters else None
 
 
 def named(options: ServeOptions) -> Iterator[tuple[str, Path]]:
     for each in options.adapters:
-        name, separator, path = each.partition("=")
-        if separator:
+        if is_named(each):
+            name, _, path = each.partition("=")
             yield name, Path(path).expanduser().resolve()
+
+
+def is_named(given: str) -> bool:
+    """Whether it is NAME=PATH. A folder that is there may have = in its path."""
+    return "=" in given and not Path(given).expanduser().is_dir()
