@@ -601,6 +601,24 @@ def test_a_new_version_is_never_answered_by_what_the_old_one_left(engine: Engine
     assert greedy(engine, prompt) == expected(prompt, 30)[0]
 
 
+def test_old_versions_leave_with_the_last_request_that_has_them() -> None:
+    """Requests wait with versions that were replaced before they could begin."""
+    model = peft.get_peft_model(demo(), peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    with Engine(demo(), memory=1 << 24, max_batch=1) as engine:
+        asked = []
+        for id in range(6):
+            symbiosis.publish(model, "mine", engine)
+            asked.append(Ask(engine, id, PROMPTS[0], "mine", max_tokens=20))
+        for one in asked:
+            assert len(one.tokens()) == 20
+        wait_until_idle(engine)
+        assert engine.figures().adapters_here == 1
+        engine.remove("mine")
+        wait_until_idle(engine)
+        figures = engine.figures()
+        assert (figures.adapters_here, figures.pages_free) == (0, figures.pages)
+
+
 def test_what_fails_between_two_steps_ends_no_engine(engine: Engine) -> None:
     def fail() -> None:
         raise RuntimeError("between two steps")

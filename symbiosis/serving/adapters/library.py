@@ -166,6 +166,13 @@ class Library:
         """Whether an adapter is loaded, in whatever version."""
         return name in self._found
 
+    def is_replaced(self, adapter: Adapter) -> bool:
+        """Whether no later request gets this version: another one, or none, has the name."""
+        with self._lock:
+            found, let_go = self._found.get(adapter.name), self._let_go.get(adapter.name)
+        versions = {found.adapter.version if found else 0, let_go[1] if let_go else 0}
+        return adapter.version not in versions
+
     def check(self, name: str) -> None:
         """Raise `AdapterError` if there is no such adapter, or if it was refused and is as it was then. Nothing is loaded."""
         if self._loaded(name) is None and (why := self._refusals.reason(name)) is not None:

@@ -87,25 +87,27 @@ class Engine:
         wait: float = 0.0,
     ) -> None:
         _check_options(
-            policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens,
-            first_token_s=first_token_s, max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank,
-            adapter_memory=adapter_memory, max_adapter_bytes=max_adapter_bytes,
+            policy, max_batch=max_batch, adapters_in_batch=adapters_in_batch, prefill_tokens=prefill_tokens, first_token_s=first_token_s,
+            max_waiting=max_waiting, of_tenant=of_tenant, max_rank=max_rank, adapter_memory=adapter_memory, max_adapter_bytes=max_adapter_bytes,
         )  # fmt: skip
         self._own_model = from_executor(model, priority="decode", wait=wait) if isinstance(model, str) else None
-        self._served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
+        self._served = served = make_ready(model if isinstance(model, nn.Module) else self._own_model, memory)  # type: ignore[arg-type]
         self.tokenizer = _tokenizer(tokenizer)
-        self._residency = Residency(self._served.arena, self._served.blocks.make_room, self._served.fetcher)
-        self._sites = Sites(self._served, self._residency)
+        self._residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
+        self._sites = Sites(served, self._residency)
         folder, most = Path(adapters) if adapters else None, bytes_of(adapter_memory, torch.device("cpu"))
-        self._library = Library(self._served, folder, max_rank, most, name, max_adapter_bytes)
-        self._grammars = Grammars(self.tokenizer, self._served.vocabulary, self._served.ends)
-        whole = self._served.whole_prompts
-        rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
-        self._scheduler = Scheduler(self._served.blocks, self._residency, rules, self._served.release)
-        self._max_waiting = max_waiting
-        self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
-        self._served.serve(max_batch, max_batch + prefill_tokens, compiles)
-        self._loop = Loop(self._served, self._scheduler)
+        self._library = Library(served, folder, max_rank, most, name, max_adapter_bytes)
+        self._grammars = Grammars(self.tokenizer, served.vocabulary, served.ends)
+        rules = StepRules(
+            max_batch, adapters_in_batch, prefill_tokens, served.whole_prompts, policy, first_token_s, of_tenant
+        )
+        self._scheduler = Scheduler(served.blocks, self._residency, rules, served.release)
+        self._max_waiting, self._ids = (
+            max_waiting,
+            count(-1, -1),
+        )  # of requests that are made here; others' are not negative
+        served.serve(max_batch, max_batch + prefill_tokens, compiles)
+        self._loop = Loop(served, self._scheduler, self._ended)
         self._library.on_replaced, self._library.on_let_go = self._forget, self._leave
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
@@ -164,13 +166,19 @@ class Engine:
         self._library.remove(name)
 
     def _forget(self, old: Adapter) -> None:
-        """Forget a version that no later request needs."""
+        """Forget a version that no later request gets."""
+        self._loop.ask(lambda: self._drop(old))
 
-        def forget() -> None:
+    def _drop(self, old: Adapter) -> None:
+        """Free what the memory holds of a version that no later request gets. Where requests under way have it, the last of them does so:
+        those that wait bring it again."""
+        if not self._loop.uses(old.version):
             self._served.blocks.forget(old.version)
             self._residency.forget(old.version)
 
-        self._loop.ask(forget)
+    def _ended(self, adapter: Adapter) -> None:
+        if self._library.is_replaced(adapter):
+            self._drop(adapter)
 
     def _leave(self, old: LoadedAdapter) -> None:
         """Free what the device has of an adapter that the library has let go, if that would keep the rest of it in memory, too."""

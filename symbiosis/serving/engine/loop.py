@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError, ConnectionLost, SymbiosisError
+from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.choosing.sampling import Chosen, begin_choice
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
@@ -32,14 +33,20 @@ class Loop:
 
     With `ahead`, a step is launched while the one before runs: the device has the tokens that are to come next, and what the host does for
     each token hides behind the device's work. A sequence that turns out to have ended has computed a row in vain.
+
+    Args:
+        on_ended: Called with the adapter of each request that has ended, in the engine's thread.
     """
 
-    def __init__(self, served: Served, scheduler: Scheduler) -> None:
+    def __init__(
+        self, served: Served, scheduler: Scheduler, on_ended: Callable[[Adapter], None] = lambda adapter: None
+    ) -> None:
         self._served, self._scheduler = served, scheduler
         self.jobs: dict[int, Job] = {}
         self.figures, self.finished = Figures(), Counter[str]()
         # called between two steps, when what a step tells is all told by then
         self.on_pause: Callable[[], None] = lambda: None
+        self._on_ended = on_ended
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: Launched | None = None
@@ -75,6 +82,10 @@ class Loop:
             self._awake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+
+    def uses(self, version: int) -> bool:
+        """Whether a request under way has this version of an adapter. Only for the engine's thread."""
+        return any(job.sequences[0].version == version for job in self.jobs.values())
 
     @property
     def is_alive(self) -> bool:
@@ -260,20 +271,27 @@ class Loop:
         self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
         job.done.add(sequence.completion)
         if len(job.done) == len(job.sequences):
-            del self.jobs[job.request.id]
+            self._forget(job.request.id)
         if not job.tell(sequence.completion, tokens, finish):
             self._end(job.request.id, None)
 
     def _end(self, request: int, finish: Finish | None, error: str | None = None) -> None:
         """End all completions of a request that have not ended. Without `finish` it is not told."""
         self._scheduler.drop(request)
-        if (job := self.jobs.pop(request, None)) is None:
+        if (job := self._forget(request)) is None:
             return
         for sequence in job.sequences:
             if sequence.completion not in job.done:
                 self.finished[(finish or Finish.CANCELLED).value] += 1
                 if finish is not None and not job.tell(sequence.completion, finish=finish, error=error):
                     finish = None
+
+    def _forget(self, request: int) -> Job | None:
+        """Forget a request, all of whose sequences are gone."""
+        job = self.jobs.pop(request, None)
+        if job is not None and (adapter := job.sequences[0].adapter) is not None:
+            self._on_ended(adapter)
+        return job
 
     def _end_all(self, error: str) -> None:
         for request in list(self.jobs):
