@@ -28,7 +28,7 @@ from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.loop import Loop
 from symbiosis.serving.engine.reader import Completion, PartReader, Reader
-from symbiosis.serving.model import bytes_of
+from symbiosis.serving.model import Served, bytes_of
 from symbiosis.serving.options import Policy
 from symbiosis.serving.request import Finish, Output, Request
 from symbiosis.serving.scheduling.scheduler import Scheduler, StepRules
@@ -95,17 +95,13 @@ class Engine:
         self.tokenizer = _tokenizer(tokenizer)
         self._residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
         self._sites = Sites(served, self._residency)
-        folder, most = Path(adapters) if adapters else None, bytes_of(adapter_memory, torch.device("cpu"))
-        self._library = Library(served, folder, max_rank, most, name, max_adapter_bytes)
+        self._library = _library(served, adapters, max_rank, adapter_memory, name, max_adapter_bytes)
         self._grammars = Grammars(self.tokenizer, served.vocabulary, served.ends)
-        rules = StepRules(
-            max_batch, adapters_in_batch, prefill_tokens, served.whole_prompts, policy, first_token_s, of_tenant
-        )
+        whole = served.whole_prompts
+        rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
         self._scheduler = Scheduler(served.blocks, self._residency, rules, served.release)
-        self._max_waiting, self._ids = (
-            max_waiting,
-            count(-1, -1),
-        )  # of requests that are made here; others' are not negative
+        self._max_waiting = max_waiting
+        self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
         served.serve(max_batch, max_batch + prefill_tokens, compiles)
         self._loop = Loop(served, self._scheduler, self._ended)
         self._library.on_replaced, self._library.on_let_go = self._forget, self._leave
@@ -313,6 +309,13 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(drain=kind is None)
+
+
+def _library(
+    served: Served, adapters: Path | str | None, max_rank: int, memory: float | None, name: str | None, most_file: int
+) -> Library:
+    folder, most = Path(adapters) if adapters else None, bytes_of(memory, torch.device("cpu"))
+    return Library(served, folder, max_rank, most, name, most_file)
 
 
 def _tokenizer(given: Any) -> Any:
