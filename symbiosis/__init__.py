@@ -27,6 +27,7 @@ _WHERE = {
     "Executor": "symbiosis.executor.embedded",
     "SymbiosisError": "symbiosis.errors",
 }
+_PACKAGES = ("serving",)
 __all__ = [
     "Executor",
     "Noise",
@@ -39,12 +40,14 @@ __all__ = [
     "offload_cache",
     "publish",
     "report",
+    "serving",
     "stats",
     "unwrap",
     "wrap",
 ]
 
 if TYPE_CHECKING:
+    from symbiosis import serving
     from symbiosis.attention.offload import offload_cache
     from symbiosis.client.capture import capture
     from symbiosis.client.from_executor import from_executor
@@ -61,10 +64,12 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     """Import a name when it is used, so that `import symbiosis` is cheap and `--help` needs no torch."""
-    if name not in _WHERE:
+    if name not in _WHERE and name not in _PACKAGES:
         raise AttributeError(f"module 'symbiosis' has no attribute {name!r}")
     import importlib
 
+    if name in _PACKAGES:
+        return importlib.import_module(f"symbiosis.{name}")
     value = getattr(importlib.import_module(_WHERE[name]), name)
     globals()[name] = value
     return value

@@ -1,4 +1,10 @@
-"""One server for thousands of adapters on one base: requests of different adapters run in one batch."""
+"""One server for thousands of adapters on one base: requests of different adapters run in one batch.
+
+>>> import symbiosis
+>>> with symbiosis.Executor("demo") as executor, symbiosis.serving.Engine(executor.endpoint, memory=1 << 24) as engine:
+...     engine.vocabulary
+258
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -52,6 +52,14 @@ def test_the_check_for_heavy_packages_would_notice_one() -> None:
     assert "numpy" in loaded_by("import numpy")
 
 
+def test_serving_is_imported_when_it_is_used() -> None:
+    code = (
+        "import sys, symbiosis; assert 'symbiosis.serving' not in sys.modules; symbiosis.serving; assert 'torch' not in sys.modules; "
+        "print(symbiosis.serving.Engine.__name__)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "Engine\n"
+
+
 def has_imported_when_it_serves_integers(say: Say) -> tuple[bool, bool]:
     """Whether what grows seeds is there before and after."""
     needed = "cryptography.hazmat.primitives.ciphers.modes"
