@@ -27,7 +27,7 @@ _WHERE = {
     "Executor": "symbiosis.executor.embedded",
     "SymbiosisError": "symbiosis.errors",
 }
-_PACKAGES = ("serving",)
+_PACKAGES = ("serving",)  # with public names of their own
 __all__ = [
     "Executor",
     "Noise",
@@ -40,14 +40,13 @@ __all__ = [
     "offload_cache",
     "publish",
     "report",
-    "serving",
     "stats",
     "unwrap",
     "wrap",
 ]
 
 if TYPE_CHECKING:
-    from symbiosis import serving
+    from symbiosis import serving as serving
     from symbiosis.attention.offload import offload_cache
     from symbiosis.client.capture import capture
     from symbiosis.client.from_executor import from_executor
@@ -77,4 +76,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Return the names for completion, before anything has been imported."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})

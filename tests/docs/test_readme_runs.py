@@ -66,3 +66,10 @@ def test_each_way_to_hide_or_prove_runs(scope: dict[str, Any]) -> None:
         exec(compile(statement, "README.md", "exec"), scope)
         difference = (scope["model"](input_ids=ids).logits - unsplit(input_ids=ids).logits).abs().max()
         assert difference < (1e-3 if "verify" in statement else 0.5), statement
+
+
+def test_the_program_with_an_engine_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    (program,) = [each for each in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "serving.Engine(" in each]
+    exec(compile(program, "docs/serving.md", "exec"), {})
+    assert "length ['python', 'shout', 'whisper']" in capsys.readouterr().out

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from symbiosis.serving.engine.limits import LENGTHS
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.schemas import Body, ChatBody, CompletionBody, read, sampling_of
 
@@ -142,6 +143,20 @@ def test_what_is_no_body_is_refused(data: bytes, kind: type[Body]) -> None:
     with pytest.raises(ApiError) as error:
         read(kind, data)
     assert error.value.status == 400
+
+
+def test_a_schemas_characters_are_counted_and_not_their_bytes() -> None:
+    around = len('{"type":"object","description":""}')
+
+    def asked(characters: int) -> bytes:
+        schema = f'{{"type":"object","description":"{"é" * (characters - around)}"}}'
+        wanted = f'{{"type":"json_schema","json_schema":{{"schema":{schema}}}}}'
+        return f'{{"model":"m","prompt":"x","response_format":{wanted}}}'.encode()
+
+    told = sampling_of(read(CompletionBody, asked(LENGTHS["schema"])), 16, None, 100).schema
+    assert told is not None and len(told) == LENGTHS["schema"] < len(told.encode())
+    with pytest.raises(ApiError, match=f"may have 65536 characters, and has {LENGTHS['schema'] + 1}"):
+        read(CompletionBody, asked(LENGTHS["schema"] + 1))
 
 
 def test_a_schema_is_handed_on() -> None:

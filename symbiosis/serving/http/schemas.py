@@ -232,7 +232,7 @@ def _check_sizes(body: Body) -> None:
     check_count("stop_tokens", len(body.stop_token_ids or ()))
     check_count("logit_bias", len(body.logit_bias or ()))
     if body.response_format and body.response_format.json_schema:
-        check_length("schema", len(bytes(body.response_format.json_schema.schema)))
+        check_length("schema", len(str(bytes(body.response_format.json_schema.schema), errors="replace")))
     if body.continuation is not None:
         check_length("id", len(body.continuation.id))
     if isinstance(body, ChatBody):
