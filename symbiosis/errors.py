@@ -15,6 +15,7 @@ SymbiosisError
 ├── OutOfHostMemory             keys and values need more memory than the host has
 ├── CaptureError                something in a step cannot be part of a CUDA graph
 └── CallError                   the executor refused a call; `code` says why
+    ├── CallNotTaken            ... of a GPU, before any stream knew of it
     └── ProtocolError           a frame or header that is not one of ours
 """
 
@@ -129,7 +130,7 @@ class CallError(SymbiosisError, RuntimeError):
 
 
 class CallNotTaken(CallError):
-    """The executor refused a GPU's call before any stream knew of it. Others may come after what they made void."""
+    """The executor refused a GPU's call before any stream knew of it, so nothing is void."""
 
 
 class ProtocolError(CallError):

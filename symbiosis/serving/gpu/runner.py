@@ -1,4 +1,5 @@
-"""Runs the steps of a paged model on a GPU. Once the engine serves, there is one CUDA graph for each number of rows, whatever the adapters.
+"""Runs the steps of a paged model on a GPU. Once the engine serves, there is one CUDA graph for each bucket of rows, whatever the
+adapters.
 
 Some steps cannot be graphs, and run as they are: those with adapters that PEFT computes, with virtual tokens, or with log probabilities of
 whole prompts.
