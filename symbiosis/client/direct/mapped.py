@@ -112,7 +112,9 @@ class Mapped:
     def weight_for_local_product(self, number: int, dtype: torch.dtype, x: Tensor, training: bool) -> Tensor | None:
         """Return the weight to multiply `x` by, or None if the product should be sent. Counts the product, as the caller makes it now."""
         matrix = self._matrices.get(number)
-        if matrix is None or matrix.dtype is not dtype or is_observed() or not self._has(x):
+        if matrix is None or matrix.dtype is not dtype or is_observed():
+            return None
+        if not (x.is_cpu if self._on_cpu else x.device == self.device):  # `_has`, which would cost a call
             return None
         recorded, rows = torch.is_grad_enabled(), x.numel() // matrix.width
         if self._should_send(rows, training and recorded):
@@ -127,7 +129,7 @@ class Mapped:
 
     def _has(self, x: Tensor) -> bool:
         """Whether the rows lie where the weights do."""
-        return x.is_cpu is self._on_cpu and (self._on_cpu or x.device == self.device)
+        return x.is_cpu if self._on_cpu else x.device == self.device
 
     def weights_for_local_products(
         self, wanted: dict[str, tuple[int, torch.dtype]], x: Tensor, routed: int, training: bool

@@ -318,13 +318,15 @@ class VirtLinear(nn.Linear):
             weight, bias = self.weight, self.bias
         if not isinstance(weight, RemoteWeight) or not weight.is_whole or weight.handle.private is not None:
             return F.linear(x, local_value(weight), bias)
-        frozen = weight.handle.is_frozen
-        if frozen and (mapped := _mapped(self, weight, x)) is not None:
-            return F.linear(x, mapped, bias)
+        handle = weight.handle
+        if (frozen := handle.is_frozen) and (mapped := handle.session.mapped) is not None:
+            matrix = mapped.weight_for_local_product(handle.index, weight.dtype, x, self.training)
+            if matrix is not None:
+                return F.linear(x, matrix, bias)
         if is_strided(x, bias is not None) and is_strided(x := _as_autocast(x), bias is not None):
             return _product_of_strided(self, x, weight, self.out_features)
-        if not frozen and (mapped := _mapped(self, weight, x)) is not None:
-            return F.linear(x, mapped, bias)
+        if not frozen and (matrix := _mapped(self, weight, x)) is not None:
+            return F.linear(x, matrix, bias)
         return remote_product(self, x, weight, self.out_features)
 
 
