@@ -123,7 +123,7 @@ def is_observed() -> bool:
 def will_be_made_again() -> bool:
     """Whether a checkpoint will compute anew what is computed now, before the backward."""
     hooks = _top_saved_tensors_default_hooks(False)
-    return hooks is not None and hooks[0].__qualname__.startswith(FIRST_OF_TWO)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(FIRST_OF_TWO)
 
 
 def unshared(y: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -232,7 +232,7 @@ class Session(Reconnecting):
             line.kernel = with_triton("gpu.small_call")
             self._disconnect()  # a session of its own; should a call be made by this CPU again, it joins again
             if mapped is not None and mapped.suffices:
-                self.mapped = mapped
+                self.mapped = mapped if self.mapped is None else mapped.take_over(self.mapped)
         elif transport.may_go_by_nccl(self.endpoint):
             self._join_for(device)
         return line
@@ -264,11 +264,11 @@ class Session(Reconnecting):
             if made is None:
                 with self._lock:
                     made = self._persist(call, payload, shapes)
+                    if made is None:
+                        assert self.mapped
+                        return self.mapped.answer(call, payload, shapes)
         except CallError as error:
             return answered_despite(error, self.mapped, call, payload, shapes)
-        if made is None:
-            assert self.mapped
-            return self.mapped.answer(call, payload, shapes)
         reply, results = made
         with self._counting:
             self.stats.count(call, reply, time.perf_counter() - begun)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import symbiosis
 from symbiosis.client.direct import mapped as direct
 from symbiosis.client.weights.remote_weight import remote_weights
+from symbiosis.errors import CallError, Code
 from symbiosis.transport.base import Advice
 from symbiosis.transport.cuda.driver import shares_time
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral, wide_llama
@@ -149,9 +150,20 @@ def test_what_the_executor_refuses_for_its_rows_is_multiplied_directly(
     assert all(map(torch.equal, *made)) and symbiosis.stats(split).direct > 0
 
 
+def test_what_is_void_is_said_also_by_a_call_that_is_not_taken(
+    start: Callable[..., Served], ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split = lora(symbiosis.wrap(tiny_llama().cuda(), start(max_rows=10).endpoint)).train()
+    with advised(monkeypatch, split, Advice(others=1, give_way=True)):
+        split(input_ids=ids, labels=ids)
+        session_of(split).lines[0]._void = CallError(Code.TOO_LARGE, "void")
+        with pytest.raises(CallError, match="void"):
+            split(input_ids=ids, labels=ids)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_what_a_checkpoint_makes_again_is_counted_as_often_as_it_is_made(
-    reentrant: bool, llama: Served, ids: Tensor
+    reentrant: bool, llama: Served, ids: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, split = tiny_llama().cuda(), symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)
     gradients = []
@@ -159,7 +171,8 @@ def test_what_a_checkpoint_makes_again_is_counted_as_often_as_it_is_made(
         model.train()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
         model.enable_input_require_grads()  # type: ignore[operator]
-        model(input_ids=ids, labels=ids).loss.backward()
+        with advised(monkeypatch, split, Advice(0, False)):
+            model(input_ids=ids, labels=ids).loss.backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     assert len(gradients[0]) == len(gradients[1]) > 0 and all(map(torch.equal, *gradients))
     figures = symbiosis.stats(split)

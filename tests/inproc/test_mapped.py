@@ -5,6 +5,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,9 @@ def test_a_model_is_the_unsplit_one_either_way(
 @pytest.mark.parametrize(
     "limits", [{"max_rows": 20}, {"max_call_bytes": 1 << 14}, {"max_call_multiplications": 1 << 16}, {}], ids=str
 )
+@pytest.mark.parametrize("exact", [True, False])
 def test_what_the_executor_refuses_for_its_rows_is_multiplied_directly(
-    limits: dict[str, int], share: Share, ids: Tensor
+    exact: bool, limits: dict[str, int], share: Share, ids: Tensor
 ) -> None:
     """Else a program that works alone would fail once somebody else decodes. Without limits, the rows hold an infinity."""
     endpoint, ids = share(tiny_llama(), **limits).endpoint, ids.repeat(4, 1)
@@ -107,17 +109,21 @@ def test_what_the_executor_refuses_for_its_rows_is_multiplied_directly(
 
     def trained(one: nn.Module) -> list[Tensor]:
         torch.manual_seed(3)
-        adapted = get_peft_model(one, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)).train()
-        loss = adapted(inputs_embeds=x, labels=ids).loss
-        loss.backward()
+        adapted = get_peft_model(one, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).train()
+        for _ in range(2):  # groups are known in the second
+            loss = adapted(inputs_embeds=x, labels=ids).loss
+            loss.backward()
         return [loss.detach(), *(p.grad for p in adapted.parameters() if p.grad is not None)]
 
-    split = symbiosis.wrap(tiny_llama(), endpoint)
+    split = symbiosis.wrap(tiny_llama(), endpoint, exact=exact)
     advise(session_of(split), give_way=True)
     got, expected = trained(split), trained(tiny_llama())
-    assert len(got) == len(expected) > 2 and all(
-        torch.equal(mine.nan_to_num(), its.nan_to_num()) for mine, its in zip(got, expected, strict=True)
-    )
+    assert len(got) == len(expected) > 2
+    for mine, its in zip(got, expected, strict=True):
+        if exact:
+            assert torch.equal(mine.nan_to_num(), its.nan_to_num())
+        else:  # gradients of a group are added in another order
+            torch.testing.assert_close(mine, its, equal_nan=True, rtol=1e-4, atol=1e-5)
     assert symbiosis.stats(split).direct > 0
     with pytest.raises(CallError, match="TOO_LARGE" if limits else "NON_FINITE"):
         trained(symbiosis.wrap(tiny_llama(), endpoint, share=False))
@@ -134,6 +140,47 @@ def test_what_a_checkpoint_makes_again_is_counted_as_often_as_it_is_made(
     adapted(input_ids=ids, labels=ids).loss.backward()
     figures = symbiosis.stats(adapted)
     assert (figures.direct, figures.direct_rows) == (3 * 14, 3 * 14 * ids.numel()), "forward, once more, and gradients"
+
+
+def test_a_grouped_gradient_is_that_of_the_executor(share: Share) -> None:
+    endpoint = share(tiny_llama()).endpoint
+    called, direct = Session(endpoint), joined(endpoint)
+    first, *others = (layer_number(called, f"model.layers.0.self_attn.{name}_proj") for name in ("q", "k", "v"))
+    widths = [called.manifest[number].shape[0] for number in (first, *others)]
+    dys = torch.cat([torch.randn(5, width).reshape(-1) for width in widths]).view(5, -1)
+    words: dict[str, Any] = {"priority": Priority.TRAIN, "also": tuple(others)}
+    expected, got = (session.call(Op.DGRAD, first, dys, **words) for session in (called, direct))
+    assert torch.equal(expected, got) and (called.stats.calls, direct.stats.calls) == (1, 0)
+
+
+def test_hooks_of_whatever_kind_may_keep_tensors(share: Share, ids: Tensor) -> None:
+    split = symbiosis.wrap(tiny_llama(), share(tiny_llama()).endpoint)
+    keep = partial(lambda kept: kept)  # which has no name
+    with torch.autograd.graph.saved_tensors_hooks(keep, keep):
+        x = split.get_input_embeddings()(ids).detach().requires_grad_()
+        split(inputs_embeds=x, labels=ids).loss.backward()
+    assert x.grad is not None and x.grad.isfinite().all()
+
+
+def test_who_is_answering_keeps_the_weights_when_the_next_executor_shares_none(
+    share: Share, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = joined(share(tiny_llama()).endpoint)
+    number, x = layer_number(session, "model.layers.0.mlp.up_proj"), torch.randn(3, 64)
+    expected, mapped = session.call(Op.FORWARD, number, x), session.mapped
+    assert mapped is not None and session._connection is not None
+
+    def takes(call: Any) -> bool:
+        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(session._connection, "served_weights", dict)
+            session._map(session._connection)
+        return True
+
+    monkeypatch.setattr(mapped, "takes", takes)
+    assert torch.equal(session.call(Op.FORWARD, number, x), expected)
+    assert session.mapped is not mapped and not session.mapped.suffices
+    assert (session.mapped.calls, session.stats.calls) == (1, 0), "figures go on from where they were"
 
 
 def test_an_eager_product_costs_few_calls_of_python(share: Share) -> None:

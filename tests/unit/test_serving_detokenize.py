@@ -198,6 +198,8 @@ def test_each_kind_of_token_has_its_own_bytes() -> None:
     assert bytes_of(bytes_tokenizer(), 256) == b"<|end|>" and bytes_of(bytes_tokenizer(), 10**6) == b""
     assert [bytes_of(sentence_pieces(), 2 + byte) for byte in range(256)] == [bytes([byte]) for byte in range(256)]
     assert bytes_of(sentence_pieces(), 262) == "é".encode() and bytes_of(sentence_pieces(), 1) == b"</s>"
+    told = [bytes_of(sentence_pieces(), token) for token in (258, 259, 261, 263)]  # the first space of a text, too
+    assert told == [b" ", b" the", b"ing", " é".encode()]
 
 
 def test_an_added_token_that_no_bytes_spell_is_text() -> None:

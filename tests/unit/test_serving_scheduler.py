@@ -1,5 +1,7 @@
 """Continuous batching on plain data: whatever comes, goes and is evicted, everybody ends, and no page is lost."""
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any
@@ -355,6 +357,19 @@ def test_slow_first_tokens_of_the_past_keep_no_request_from_beginning() -> None:
             pass
         assert quick.produced == 2
     assert server.scheduler._takes.value < 3.0
+
+
+def test_what_is_dropped_before_it_begins_is_forgotten() -> None:
+    server = Server(400, StepRules(max_batch=2, policy="abort"))
+    kept = []
+    for id in range(5):
+        (sequence,) = sequences(id, 5)
+        server.scheduler.add([sequence])
+        kept.append(weakref.ref(sequence))
+        server.scheduler.drop(id)
+    del sequence
+    gc.collect()
+    assert [each() for each in kept] == [None] * 5
 
 
 def test_what_finds_no_room_is_given_up_as_soon_as_it_cannot_be_in_time() -> None:

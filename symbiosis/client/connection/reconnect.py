@@ -193,10 +193,13 @@ class Reconnecting:
             weights = connection.served_weights()
         except ConnectionLost:
             return  # the next call finds out, and joins again
-        if (mapped := self._mapped_here) is None and weights:
-            mapped = self.mapped = Mapped(connection.welcome.manifest, self.priority, CPU)
-        if mapped is not None:
+        before = self._mapped_here
+        if weights:
+            mapped = before or Mapped(connection.welcome.manifest, self.priority, CPU)
             mapped.join(weights, connection.page)
+            self.mapped = mapped
+        elif before is not None and before.suffices:  # who answers a call by these weights now keeps them until then
+            self.mapped = Mapped(connection.welcome.manifest, self.priority, CPU).take_over(before)
 
     def look_for_executor(self) -> bool:
         """Whether an executor is back, for a session that went on alone when its executor went away."""
@@ -311,7 +314,7 @@ class Reconnecting:
                 if not self._connection.is_lost:
                     mapped.report()
                 mapped.leave()
-                self._is_away = True
+                self._is_away = mapped.suffices
             self._connection.close()
             self._connection = None
 

@@ -5,6 +5,7 @@ with views, experts, lookups, norms, reads) arrives as a `Call`, and is answered
 """
 
 from collections.abc import Callable
+from functools import reduce
 from math import prod
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from symbiosis.kernels.operand import cast, matrix_of, norms
 from symbiosis.kernels.product import product
 from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View, outputs_of
 from symbiosis.transport.base import Advice, Tokens
-from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_multiplied, check_values
+from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_multiplied, check_values, cut
 
 OF_ITS_ROWS = Code.TOO_LARGE, Code.NON_FINITE  # why a call is refused that somebody who multiplies himself may make
 
@@ -79,6 +80,12 @@ class Mapped:
         matrices = [weight.nbytes for weight in weights.values() if weight.dim() > 1]
         self._nbytes = sum(matrices) / max(1, len(matrices))
         self._told_before = self._told
+
+    def take_over(self, before: "Mapped") -> "Mapped":
+        """Count on from where another one's figures are. Returns this one."""
+        self.calls, self.rows, self.multiplications = before.figures
+        self._told, self.joins = before._told, before.joins
+        return self
 
     def leave(self) -> None:
         """Note that the executor is away. The weights stay mapped."""
@@ -184,7 +191,7 @@ class Mapped:
         """Whether this call can be answered from the mapped weights."""
         if call.op not in ANSWERS and (call.op not in (Op.FORWARD, Op.DGRAD) or call.dtype not in FLOATS):
             return False
-        return all(layer in self.weights for layer in call.layers) and not (call.also and call.op is Op.DGRAD)
+        return all(layer in self.weights for layer in call.layers)
 
     def takes(self, call: Call) -> bool:
         """Whether this call should be answered here rather than sent. Tells the executor of tokens that are decoded."""
@@ -201,8 +208,11 @@ class Mapped:
         if call.op.traits.multiplies:
             width = self._matrix(call.layer, call.op, call.view).shape[-1]
             self.count(1, call.rows, payload[0].numel() * width)
-        answer = ANSWERS.get(call.op)
-        results = self._products(call, payload[0]) if answer is None else [answer(self, call, payload)]
+        if call.op is Op.DGRAD and call.also:
+            results = [self._gradient(call, payload[0])]
+        else:
+            answer = ANSWERS.get(call.op)
+            results = self._products(call, payload[0]) if answer is None else [answer(self, call, payload)]
         return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results
 
     def _products(self, call: Call, x_TK: Tensor) -> list[Tensor]:
@@ -213,6 +223,15 @@ class Mapped:
             bias = self._bias(layer).to(dtype) if call.bias else None
             results.append(product(x_TK, cast(self._matrix(layer, call.op, None), dtype), bias))
         return results
+
+    def _gradient(self, call: Call, dys: Tensor) -> Tensor:
+        """Return the gradient of a group's rows, added up as the executor does: the last member's first."""
+        dtype = TORCH_DTYPE[call.dtype]
+        matrices = [cast(self._matrix(layer, call.op, None), dtype) for layer in call.layers]
+        each = cut(dys, tuple((call.shape[0], len(matrix)) for matrix in matrices))
+        return reduce(
+            Tensor.add_, (product(dy, matrix, None) for dy, matrix in reversed([*zip(each, matrices, strict=True)]))
+        )
 
     def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
         return matrix_of(self.weights[layer], self._manifest[layer].transposes(op), view)

@@ -9,6 +9,7 @@ from symbiosis.errors import ConfigError
 
 LONGEST_CHARACTER = 4  # bytes, and so tokens at most
 BROKEN = "�"
+SPACE = "▁"  # in SentencePiece's pieces
 ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte for which there is no piece
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 _OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
@@ -163,6 +164,8 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
             return bytes(BYTES[character] for character in piece)
     elif found := ONE_BYTE.fullmatch(piece):
         return bytes.fromhex(found[1])
+    elif SPACE in piece and token not in tokenizer.all_special_ids:  # of which a decoder drops the first one
+        return piece.replace(SPACE, " ").encode()
     return text_of(tokenizer, token).encode()
 
 

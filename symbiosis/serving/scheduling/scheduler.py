@@ -107,6 +107,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         self._followers.pop(sequence, None)
+        self._untried.discard(sequence)
         if sequence in self.running:
             self._leave(sequence)
         elif sequence in self.waiting:

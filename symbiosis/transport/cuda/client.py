@@ -144,9 +144,9 @@ class DeviceLine:
             with torch.cuda.device(self._index):
                 return self.call(call, payload)
         with self._calls:
-            prepared = self._prepared.get(call) or self._prepare(call)
             if self._link.failed or self._void or self.words[ERROR] or self.steps.dropped:
                 self._attend()
+            prepared = self._prepared.get(call) or self._prepare(call)
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if stream != self._stream:
                 self._follow(stream)
@@ -164,9 +164,9 @@ class DeviceLine:
             with torch.cuda.device(self._index):
                 return self.rows(call, x, shapes)
         with self._calls:
-            shaped = self._shaped.get((call, x.shape)) or self._shape(call, x, shapes)
             if self._link.failed or self._void or self.words[ERROR] or self.steps.dropped:
                 self._attend()
+            shaped = self._shaped.get((call, x.shape)) or self._shape(call, x, shapes)
             stream = torch._C._cuda_getCurrentRawStream(self._index)
             if stream != self._stream:
                 self._follow(stream)
@@ -338,6 +338,10 @@ class DeviceLine:
     def _prepare(self, call: Call) -> RegisteredCall:
         if len(self._prepared) - len(self._stay) >= MOST_KEPT and not torch.cuda.is_current_stream_capturing():
             self._forget()
+        try:
+            self._link.welcome.limits.check(call)  # before anything is allocated for it
+        except CallError as error:
+            raise CallNotTaken(error.code, error.message) from None
         if not self._newest:
             self._grow(max(FIRST_SEGMENT, 4 * sum(map(aligned, call.parts))))
         while True:
@@ -345,6 +349,8 @@ class DeviceLine:
                 prepared = self._prepared[call] = self._registered(call, 0)
             except CallError as error:
                 needed = sum(map(aligned, call.parts)) + self._link.answers.nbytes(call)
+                if error is self._link.failed:
+                    raise
                 if error.code is not Code.GROW or needed <= self._link.segments[self._newest].nbytes:
                     raise CallNotTaken(error.code, error.message) from None
                 self._grow(2 * needed)
