@@ -150,14 +150,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise ConfigError(
                 "gather-buffers is for ranks on GPUs with --shard fsdp: anywhere else no weight has to be gathered"
             )
+        told = ",".join(map("{:g}".format, self.shares))
         if self.shares and (len(self.shares) != count or not all(0 < share < math.inf for share in self.shares)):
-            raise ConfigError(
-                f"shares must be one positive number for each of {count} ranks, as 3,1, not {','.join(map('{:g}'.format, self.shares))}"
-            )
+            raise ConfigError(f"shares must be one positive number for each of {count} ranks, as 3,1, not {told}")
         least, most = min(self.shares, default=1.0), max(self.shares, default=1.0)
         if least < SMALLEST_SHARE or most > LARGEST_SHARE or most > MOST_UNLIKE * least:
             raise ConfigError(
-                f"shares must be numbers from {SMALLEST_SHARE:g} to {LARGEST_SHARE:g}, the largest at most {MOST_UNLIKE} times the smallest, not {','.join(map('{:g}'.format, self.shares))}"
+                f"shares must be numbers from {SMALLEST_SHARE:g} to {LARGEST_SHARE:g}, the largest at most {MOST_UNLIKE} times the smallest, not {told}"
             )
 
     def _check_hosts(self, ranks: int) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from itertools import count
 
 MOST_HEADER_BYTES = 8 << 20  # of a safetensors file: the names and places of some fifty thousand tensors
+IS_THE_BASE = "an adapter cannot be named {!r}, which is the base's name: choose another"
 LARGE_HEADER = f"its header has more than {MOST_HEADER_BYTES} bytes"
 _versions = count(1)  # 0 is the base
 

@@ -101,26 +101,27 @@ def test_who_spoke_is_not_told_of(teller: Teller, order: tuple[Callable[[Teller,
     assert teller.told == []
 
 
-def test_who_came_after_one_that_spoke_is_told_of_under_the_same_descriptor(teller: Teller) -> None:
+def successor(teller: Teller) -> int:
+    """A connection that has the descriptor of one that spoke and went. That that one came is told only now."""
     first = teller.connection()
     spoke(teller, first)
     went(teller, first)
     ended(teller, first)
     second = teller.connection()
     assert second == first
-    came(teller, first)  # of the first, late
+    came(teller, first)
+    return second
+
+
+def test_who_came_after_one_that_spoke_is_told_of_under_the_same_descriptor(teller: Teller) -> None:
+    second = successor(teller)
     came(teller, second)
     went(teller, second)
     assert teller.told == [("NOTHING_SAID", "127.0.0.1")]
 
 
 def test_who_spoke_between_two_late_words_is_not_told_of(teller: Teller) -> None:
-    first = teller.connection()
-    spoke(teller, first)
-    went(teller, first)
-    ended(teller, first)
-    second = teller.connection()
-    came(teller, first)
+    second = successor(teller)
     spoke(teller, second)
     came(teller, second)
     went(teller, second)

@@ -5,7 +5,6 @@ with views, experts, lookups, norms, reads) arrives as a `Call`, and is answered
 """
 
 from collections.abc import Callable
-from functools import reduce
 from math import prod
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from symbiosis.client.requests import is_observed, unshared, will_be_made_again
 from symbiosis.errors import CallError, Code
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
-from symbiosis.kernels.product import product
+from symbiosis.kernels.product import product, sum_of_products
 from symbiosis.protocol import FLOATS, Call, Layer, Op, Priority, View, outputs_of
 from symbiosis.transport.base import Advice, Tokens
 from symbiosis.transport.tensors import TORCH_DTYPE, Shapes, as_multiplied, check_values, cut
@@ -208,11 +207,12 @@ class Mapped:
         if call.op.traits.multiplies:
             width = self._matrix(call.layer, call.op, call.view).shape[-1]
             self.count(1, call.rows, payload[0].numel() * width)
-        if call.op is Op.DGRAD and call.also:
+        if (answer := ANSWERS.get(call.op)) is not None:
+            results = [answer(self, call, payload)]
+        elif call.op is Op.DGRAD:
             results = [self._gradient(call, payload[0])]
         else:
-            answer = ANSWERS.get(call.op)
-            results = self._products(call, payload[0]) if answer is None else [answer(self, call, payload)]
+            results = self._products(call, payload[0])
         return [unshared(y, shape) for y, shape in zip(results, shapes, strict=True)] if shapes else results
 
     def _products(self, call: Call, x_TK: Tensor) -> list[Tensor]:
@@ -225,13 +225,11 @@ class Mapped:
         return results
 
     def _gradient(self, call: Call, dys: Tensor) -> Tensor:
-        """Return the gradient of a group's rows, added up as the executor does: the last member's first."""
+        """Return the gradient of the rows that a layer was given, or a group."""
         dtype = TORCH_DTYPE[call.dtype]
         matrices = [cast(self._matrix(layer, call.op, None), dtype) for layer in call.layers]
-        each = cut(dys, tuple((call.shape[0], len(matrix)) for matrix in matrices))
-        return reduce(
-            Tensor.add_, (product(dy, matrix, None) for dy, matrix in reversed([*zip(each, matrices, strict=True)]))
-        )
+        each = cut(dys, tuple((call.shape[0], len(matrix)) for matrix in matrices) if call.also else ())
+        return sum_of_products(list(zip(each, matrices, strict=True)))
 
     def _matrix(self, layer: int, op: Op, view: View | None) -> Tensor:
         return matrix_of(self.weights[layer], self._manifest[layer].transposes(op), view)

@@ -11,7 +11,7 @@ from torch import Tensor
 from symbiosis.executor.calls.cut import columns_of, panels
 from symbiosis.executor.model.store import Store
 from symbiosis.kernels.integers import modular_product
-from symbiosis.kernels.product import product
+from symbiosis.kernels.product import product, sum_of_products
 from symbiosis.protocol import WEIGHT_BITS, Call, Op
 
 ALIGNED = 64  # bytes
@@ -47,11 +47,7 @@ class Products:
             return [forward(x[0], *parts) for parts in zip(matrices, biases, outs, strict=True)]
         if call.op is not Op.DGRAD:
             raise _unwritten(call)
-        *others, (dy_TN, matrix) = zip(x, matrices, strict=True)
-        dx_TK = multiply(dy_TN, matrix, None, out[0] if out else None)
-        for dy_TN, matrix in reversed(others):
-            dx_TK += multiply(dy_TN, matrix, None)
-        return [dx_TK]
+        return [sum_of_products(list(zip(x, matrices, strict=True)), out[0] if out else None, multiply)]
 
     def multiply_panels(self, call: Call, x: list[Tensor], outs: list[Tensor], side: slice) -> None:
         """Compute some columns (`side`) of a call's results, into `outs`."""

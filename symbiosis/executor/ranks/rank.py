@@ -114,12 +114,18 @@ def store_of_layers(order: Order, options: Options, ranks: Ranks) -> Store:
     return Store(model, options.serve, options.integers, ranks)
 
 
-def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
-    """Load this rank's part of every tensor, and map the parts of all."""
+def agreed(order: Order, options: Options, ranks: Ranks) -> StripedModel:
+    """Return the model that all ranks hold parts of. Raises `ConfigError` if they have read different ones."""
     check_patterns(structure(order.model, options.dtype), options.serve)
     striped = StripedModel(order.model, options.dtype)
     ranks.agree(config_json(striped.model), striped.manifest)
     ranks.agree_on_values(sample_of(weight_files(located(order.model))))
+    return striped
+
+
+def store_of_parts(order: Order, options: Options, ranks: Ranks) -> Store:
+    """Load this rank's part of every tensor, and map the parts of all."""
+    striped = agreed(order, options, ranks)
     if order.parts:
         files = list(map(opened, order.parts))
     else:
@@ -140,10 +146,7 @@ def store_of_device_parts(order: Order, options: Options, ranks: Ranks) -> Store
 
     device = torch.device(options.device)
     must_reach_each_other(order.options.places)
-    check_patterns(structure(order.model, options.dtype), options.serve)
-    striped = StripedModel(order.model, options.dtype)
-    ranks.agree(config_json(striped.model), striped.manifest)
-    ranks.agree_on_values(sample_of(weight_files(located(order.model))))
+    striped = agreed(order, options, ranks)
     layout = striped_weights.RunLayout(striped.manifest, options.all_shares, striped.tied)
     must_have_descriptors(len(layout.runs))
     if kept := ranks.kept_by_others():

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from symbiosis.errors import AdapterError
+from symbiosis.serving.adapter import IS_THE_BASE
 from symbiosis.serving.adapters.files import MOST_TENSOR_BYTES, read_folder, state_of
 from symbiosis.text import shown
 
@@ -99,7 +100,7 @@ def is_within(path: Path, folder: Path) -> bool:
 def check_name(name: str, base: str | None = None) -> None:
     """Raise `AdapterError` for a name that no adapter may have; `base` is the base's."""
     if name == base:
-        raise AdapterError(f"an adapter cannot be named {shown(name, 200)!r}, which is the base's name: choose another")
+        raise AdapterError(IS_THE_BASE.format(shown(name, 200)))
     if not NAME.fullmatch(name):
         raise AdapterError(
             f"an adapter cannot be named {shown(name, 200)!r}: names have letters, digits and . _ - @ + = (and one / inside), and begin with a "

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis import __version__
+from symbiosis.serving.adapter import IS_THE_BASE
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http import page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
@@ -244,7 +245,7 @@ def _json(value: object, status: int = 200) -> Response:
 def _check_name(front: Front, name: str) -> None:
     """Refuse the base's name before anything is read; the engine would do so afterwards."""
     if name == front.options.model:
-        raise wrong(f"an adapter cannot be named {name!r}, which is the base's name: choose another", "lora_name")
+        raise wrong(IS_THE_BASE.format(name), "lora_name")
 
 
 async def _check_new(front: Front, name: str) -> None:
