@@ -159,9 +159,8 @@ class Program:
         self, endpoint: str | None, shape: Shape, device: str, lora: Lora = DEFAULT_LORA, exact: bool = True
     ) -> None:
         self._shape, self._device = shape, device
-        model = (
-            shape.build(device) if endpoint is None else symbiosis.from_executor(endpoint, device=device, exact=exact)
-        )
+        with torch.device(device):  # where the unsplit model computes what it multiplies positions by, too
+            model = symbiosis.from_executor(endpoint, device=device, exact=exact) if endpoint else shape.build(device)
         torch.manual_seed(5)
         targets = list(lora.targets if shape.family == "llama" else shape.attention)
         config = LoraConfig(r=lora.rank, target_modules=targets, init_lora_weights="gaussian")
