@@ -55,6 +55,15 @@ class WarmUp(NamedTuple):
     parts: list[Multiplied]
 
 
+class Wanted(NamedTuple):
+    """What a step is captured for: its arguments, flat, and how they were given; and the ways that its products are to go."""
+
+    given: list[Any]
+    structure: TreeSpec
+    chosen: tuple[Way, ...]
+    asked: dict[int, tuple[bool, bool]]
+
+
 @dataclass
 class Graph:
     """One captured step: its own copies of the arguments, what it returns, and the calls it makes in each session."""
@@ -140,11 +149,7 @@ class Captured:
                 self._is_warming((kind, narrowed(chosen, asked)), WarmUp(noted, parts))
                 return result
             stream = self._streams.urgent if only_makes_tokens(runs[-1], asked) else self._streams.usual
-            with following(chosen, asked) as parts:
-                graph = self._capture(given, structure, runs[-1].noted, stream)
-            for part in parts:
-                part.happens(-1)  # a capture computes nothing
-            graph.parts, graph.weights = parts, [part.mapped.weights for part in parts]
+            graph = self._capture(Wanted(given, structure, chosen, asked), runs[-1].noted, stream)
             self._graphs[kind, chosen] = graph
             del self._warming[kind, chosen]
             if len(self._graphs) > self._max_graphs:
@@ -160,12 +165,13 @@ class Captured:
         return asked
 
     def _drop_what_was_unmapped(self, chosen: tuple[Way, ...]) -> None:
-        """Drop the graphs that multiply by weights of an executor that is gone, because they would keep its memory."""
+        """Drop the graphs, and the runs before a capture, by weights of an executor that is gone, because they would keep its memory."""
         joins = {way.session: way.join for way in chosen}
         if joins != self._joins:
             self._joins = joins
-            for key in [key for key in self._graphs if any(way.join != joins.get(way.session) for way in key[1])]:
-                del self._graphs[key]
+            for kept in self._graphs, self._warming:
+                for key in [key for key in kept if any(way.join != joins.get(way.session) for way in key[1])]:
+                    del kept[key]
 
     def _is_warming(self, key: Any, run: WarmUp) -> None:
         self._warming.setdefault(key, []).append(run)
@@ -184,47 +190,46 @@ class Captured:
                 MOST_WARMING,
             )
 
-    def _capture(self, given: list[Any], structure: TreeSpec, noted: Noted, stream: Any) -> Graph:
+    def _capture(self, wanted: Wanted, noted: Noted, stream: Any) -> Graph:
         """Capture the step on that stream, in memory that can be shared, with rounds of the calls that were noted. If the step makes other
         calls this time, capture it once more, without them."""
-        used = [(line, calls) for line, calls in noted if calls]
-        if not used:
-            return self._capture_in(None, given, structure, [], stream)
+        if not noted:
+            return self._capture_in(None, wanted, [], stream)
         pool = None if any(session.keeps_secrets for session in sessions()) else shareable_memory.new_pool()
         steps: list[tuple[DeviceLine, Step]] = []
         try:
-            for line, calls in used:
+            for line, calls in noted:
                 line.begin_step(calls, pool is not None, with_triton("gpu.doorbell"))
-            graph = self._capture_in(None if pool is None else pool.id, given, structure, steps, stream)
+            graph = self._capture_in(None if pool is None else pool.id, wanted, steps, stream)
             graph.pool = pool
         except BaseException:
-            for line, step in _ended_steps(used):
+            for line, step in _ended_steps(noted):
                 line.steps.drop(step, _free_ended)
             if pool is not None:
                 _ended.append((torch.cuda.CUDAGraph(), pool))
                 pool = None  # the traceback would hold it
             raise
-        steps += _ended_steps(used)
+        steps += _ended_steps(noted)
         if all(step.complete for _, step in steps):
             return graph
-        return self._capture_in(None, given, structure, [], stream)
+        return self._capture_in(None, wanted, [], stream)
 
     def _capture_in(
         self,
         pool: tuple[int, int] | None,
-        given: list[Any],
-        structure: TreeSpec,
+        wanted: Wanted,
         steps: "list[tuple[DeviceLine, Step]]",
         stream: Any,
     ) -> Graph:
         """`pool`: the id of that which the graph's memory is taken from, if it is not one of its own."""
-        mine = [one.clone() if isinstance(one, Tensor) else one for one in given]
-        arguments, named = tree_unflatten(mine, structure)
+        mine = [one.clone() if isinstance(one, Tensor) else one for one in wanted.given]
+        arguments, named = tree_unflatten(mine, wanted.structure)
         before = [(session, session.stats.copy()) for session in sessions()]
         recorded = [(line, line.recorded) for line in lines()]
         results: list[Any] = []
+        parts: list[Multiplied] = []
         try:
-            with capturing, torch.cuda.stream(stream):
+            with capturing, torch.cuda.stream(stream), following(wanted.chosen, wanted.asked) as parts:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()  # as much as can be had for the graph
                 graph = captured(
@@ -240,10 +245,12 @@ class Captured:
             ) from error
         finally:
             made = [(session, session.stats.taken_back(old)) for session, old in before]
+            for part in parts:
+                part.happens(-1)  # a capture computes nothing
         rings = [(line, line.recorded - old) for line, old in recorded if line.recorded > old]
         made = [(session, stats) for session, stats in made if stats.calls]
         assert graph is not None  # no other thread captures
-        return Graph(graph, mine, results[0], made, rings, None, steps, [], [])
+        return Graph(graph, mine, results[0], made, rings, None, steps, parts, [part.mapped.weights for part in parts])
 
     def __del__(self) -> None:
         if self._streams is not None and not sys.is_finalizing():
@@ -296,7 +303,8 @@ def noting() -> Iterator[Noted]:
         yield noted
     finally:
         for line in used:
-            noted.append((line, tuple(line.noted or ())))
+            if line.noted:
+                noted.append((line, tuple(line.noted)))
             line.noted = None
 
 

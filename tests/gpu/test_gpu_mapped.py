@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import symbiosis
 from symbiosis.client.direct import mapped as direct
 from symbiosis.client.weights.remote_weight import remote_weights
-from symbiosis.errors import CallError, Code
+from symbiosis.errors import CallError, CaptureError, Code
 from symbiosis.transport.base import Advice
 from symbiosis.transport.cuda.driver import shares_time
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral, wide_llama
@@ -66,6 +66,12 @@ def processes() -> Iterator[Processes]:
     started = Processes()
     yield started
     started.end()
+
+
+@pytest.fixture(autouse=True)
+def nobody_else() -> None:
+    """Sessions of earlier tests end now: captured steps begin anew whenever one goes, or joins again."""
+    gc.collect()
 
 
 @pytest.fixture
@@ -315,6 +321,17 @@ def test_a_client_goes_on_without_its_executor_and_maps_anew(
             assert torch.equal(run(ids), expected) and torch.equal(split(ids).logits, eager)
     assert next(iter(mapped.weights.values())).data_ptr() != old
     assert len(run._graphs) == 1 and symbiosis.stats(split).reconnects == 1
+
+
+def test_a_capture_that_fails_counts_nothing(llama: Served, ids: Tensor) -> None:
+    split = symbiosis.wrap(tiny_llama().cuda(), llama.endpoint)
+    run = symbiosis.capture(lambda ids: split(ids).logits.sum().item())
+    with torch.no_grad():
+        run(ids), run(ids)
+        before = symbiosis.stats(split)
+        with pytest.raises(CaptureError, match="item"):
+            run(ids)
+    assert symbiosis.stats(split).direct_rows == before.direct_rows > 0
 
 
 def test_garbage_is_not_collected_while_a_step_is_captured(llama: Served, ids: Tensor) -> None:

@@ -1,5 +1,6 @@
 """A service whose ranks are on two GPUs, or both on one: clients on either get the results of the unsplit model, bit for bit."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -57,6 +58,12 @@ def service(
         processes.append(started)
         assert started.line, started.log.read_text()
         yield started
+
+
+@pytest.fixture(autouse=True)
+def nobody_else() -> None:
+    """Sessions of earlier tests end now: captured steps begin anew whenever one goes, or joins again."""
+    gc.collect()
 
 
 @pytest.fixture(params=[pytest.param(1, marks=ON_TWO), 0], ids=["second", "first"])

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import BatchEncoding
 
-from symbiosis.client.capture import WarmUp, key_of, only_makes_tokens
+from symbiosis.client.capture import WarmUp, capture, key_of, only_makes_tokens
 from symbiosis.client.direct.mapped import DirectFigures
-from symbiosis.client.direct.ways import Multiplied
+from symbiosis.client.direct.ways import Multiplied, Way
 from symbiosis.errors import CaptureError
 from symbiosis.kernels.gpu import graphs
 from symbiosis.protocol import Call, Op, Priority
@@ -109,6 +109,16 @@ NOBODY_TRAINS, SOMEBODY_TRAINS = {1: (True, False)}, {1: (False, False), 2: (Fal
 )
 def test_what_only_makes_tokens_is_urgent(made: WarmUp, asked: dict[int, tuple[bool, bool]], expected: bool) -> None:
     assert only_makes_tokens(made, asked) is expected
+
+
+def test_runs_by_weights_of_an_executor_that_is_gone_are_forgotten() -> None:
+    """They would keep those weights in memory."""
+    captured = capture(lambda: None)
+    now, before = (Way(1, join, 0, False) for join in (2, 1))
+    for way in (now, before, Way(2, 1, 0, False)):
+        captured._is_warming(("kind", (way,)), run())
+    captured._drop_what_was_unmapped((now,))
+    assert list(captured._warming) == [("kind", (now,))]
 
 
 def test_one_thread_captures_at_a_time() -> None:

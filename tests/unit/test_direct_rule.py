@@ -1,9 +1,13 @@
 """Which products are called and which are made directly, and what the executor advises: plain data."""
 
 import pytest
+import torch
 
+from symbiosis.client.direct.mapped import Mapped
 from symbiosis.client.direct.rule import DECODE_ROWS, WORTH_JOINING, should_send
 from symbiosis.executor.scheduling.advice import BELIEVED_S, LASTS_S, Advisor
+from symbiosis.transport.local.segment import Slab
+from symbiosis.transport.local.shared_page import NBYTES, SharedPage
 
 
 @pytest.mark.parametrize(
@@ -92,3 +96,26 @@ def test_an_executor_that_joins_nothing_advises_nobody_to_call() -> None:
     advisor = Advisor(joins=False, rations=False)
     advisor.decoded(1, 0.0, called=True)
     assert advisor.of(2, 0.0)[0] == 0
+
+
+def test_what_one_executor_was_told_the_next_is_not() -> None:
+    """Whether a session maps weights anew with what it has, or with another one in its place, as on another GPU."""
+    cpu, first, *others = torch.device("cpu"), *(SharedPage(Slab.create(NBYTES)) for _ in range(3))
+    mapped = Mapped([], None, cpu)
+    mapped.join({}, first)
+    mapped.count(5, 50, 500)
+    mapped.report()
+    mapped.count(1, 10, 100)  # and the executor goes before it is told
+    for page in others:
+        if page is others[0]:
+            mapped.join({}, page)
+        else:
+            another = Mapped([], None, cpu)
+            another.join({}, page)
+            mapped = another.take_over(mapped)
+        mapped.count(1, 10, 100)
+        mapped.report()
+    assert [page.read()[:3] for page in (first, *others)] == [(5, 50, 500), (2, 20, 200), (1, 10, 100)]
+    assert mapped.joins == 3 and mapped.figures == (8, 80, 800)
+    for page in (first, *others):
+        page.close()

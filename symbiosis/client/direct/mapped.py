@@ -81,9 +81,10 @@ class Mapped:
         self._told_before = self._told
 
     def take_over(self, before: "Mapped") -> "Mapped":
-        """Count on from where another one's figures are. Returns this one."""
+        """Count on from where another one's figures and joins are. Returns this one."""
         self.calls, self.rows, self.multiplications = before.figures
-        self._told, self.joins = before._told, before.joins
+        self._told = self._told_before = before._told
+        self.joins += before.joins
         return self
 
     def leave(self) -> None:
