@@ -351,7 +351,8 @@ def capture(function: Callable[..., Any], *, max_graphs: int = 8) -> Captured:
     the effects of exactly one run. Tensors among the arguments, also within lists, tuples and dicts, are copied into the graph's own
     tensors. Everything else (numbers, strings) belongs to the graph, as shapes do: for another number there is another graph. The result is
     the graph's own and valid until the next call. Whatever the function finds elsewhere (the model's mode, a scheduler's number) stays as it
-    was when the graph was made. At most `max_graphs` graphs are kept; the least recently used one is dropped first.
+    was when the graph was made. While a step is captured, no other thread should use a wrapped model: what it does would be taken for a part of
+    the step. At most `max_graphs` graphs are kept; the least recently used one is dropped first.
 
     >>> import symbiosis
     >>> def train_step(ids):

@@ -304,7 +304,7 @@ class Session(Reconnecting):
         for line in lines:
             line.close()
         self._lanes.close(timeout)
-        if self._lock.acquire(timeout=max(0.0, end - time.monotonic())):  # else the process is ending
+        if self._lock.acquire(timeout=max(0.0, end - time.monotonic())):  # else a call is under way
             try:
                 self._disconnect()
                 self._is_away = False
@@ -335,7 +335,8 @@ class Session(Reconnecting):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self._key, self.endpoints, self.priority, self.fingerprint, self._options())
+        found = self._names, self.endpoints, self.wait
+        return _restore, (self._key, found, self.priority, self.fingerprint, self._options())
 
     def _options(self) -> dict[str, Any]:
         """Return the options for another session with the same executor, or with a rank beside it."""
@@ -377,13 +378,20 @@ def greeting(session: Session, device: str) -> Callable[[], Hello]:
 
 def _restore(
     key: str,
-    endpoints: tuple[str, ...],
+    found: tuple[tuple[str, ...], tuple[str, ...], float],
     priority: Priority | None,
     fingerprint: str | None,
     options: dict[str, Any],
 ) -> Session:
-    """Return an unpickled session. It joins at its first call."""
-    return lifetime.restored(key, lambda: Session(endpoints, priority, fingerprint, **options))
+    """Return an unpickled session. It joins at its first call, where the original was; later it asks for its names again."""
+
+    def made() -> Session:
+        names, endpoints, wait = found
+        session = Session(endpoints, priority, fingerprint, **options)
+        session._names, session.wait = names, wait
+        return session
+
+    return lifetime.restored(key, made)
 
 
 def by_line(

@@ -267,7 +267,7 @@ def _stats_of(session: Session) -> Stats:
         session.stats.batched_calls, session.stats.reconnects = line.batched, line.reconnects
     if session.mapped is not None:
         session.stats.direct, session.stats.direct_rows, _ = session.mapped.figures
-    return session.all_stats() if isinstance(session, PrivateSession) else session.stats
+    return session.all_stats() if isinstance(session, PrivateSession) else session.stats.copy()
 
 
 def report(model: nn.Module) -> WrapReport:

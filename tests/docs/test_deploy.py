@@ -70,17 +70,19 @@ def test_alerts_say_what_to_look_at() -> None:
     assert (DEPLOY / file).is_file()
 
 
-def test_panels_lie_beside_each_other_and_not_one_on_another() -> None:
+@pytest.mark.parametrize("file", ["grafana.json", "grafana-serving.json"])
+def test_panels_lie_beside_each_other_and_not_one_on_another(file: str) -> None:
+    dashboard = json.loads((DEPLOY / file).read_text())
     cells = [
         (x, y)
-        for place in (panel["gridPos"] for panel in DASHBOARD["panels"])
+        for place in (panel["gridPos"] for panel in dashboard["panels"])
         for x in range(place["x"], place["x"] + place["w"])
         for y in range(place["y"], place["y"] + place["h"])
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24
-    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
-    variables = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
-    assert set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(DASHBOARD))) <= variables | {"__rate_interval", "__all"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    assert set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(dashboard))) <= variables | {"__rate_interval", "__all"}
 
 
 def instructions(name: str) -> list[str]:

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 import symbiosis
+from symbiosis.executor.scheduling.rules import POLICIES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -58,3 +59,9 @@ def test_the_site_is_built(tmp_path: Path) -> None:
     assert "SymbiosisError" in reference and all(
         f'id="symbiosis.{name}"' in reference for name in ("wrap", "from_executor", "Executor", "Split")
     )
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/architecture.md"])
+def test_every_policy_is_told_of(page: str) -> None:
+    text = (ROOT / page).read_text()
+    assert [name for name in POLICIES if f"`{name}`" not in text] == []

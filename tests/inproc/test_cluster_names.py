@@ -2,6 +2,8 @@
 
 import contextlib
 import fcntl
+import gc
+import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +14,11 @@ import pytest
 import torch
 
 import symbiosis
+from symbiosis.client.session import Session
 from symbiosis.clusters import Member, Told, clusters_dir, folder_of, tell
 from symbiosis.errors import ConfigError, ExecutorUnavailable
 from symbiosis.executor.model.load import load_model
+from symbiosis.protocol import Op
 from symbiosis.security.ownership import make_folder
 from symbiosis.tools import top
 
@@ -128,6 +132,21 @@ def test_a_program_follows_an_executor_that_is_started_again_elsewhere(
         wanted = model(input_ids=IDS).logits
     with executor(home, "b") as other, soon(lambda: tell_of(*gone, other.endpoint)):
         assert torch.equal(model(input_ids=IDS).logits, wanted)
+
+
+def test_a_copy_of_a_program_follows_it_too(home: Path, cluster: None) -> None:
+    """It joins where the original was, and knows by which name to ask."""
+    with executor(home, "a") as one:
+        tell_of(one.endpoint)
+        session = Session("symbiosis://demo", patience=20)
+        pickled = pickle.dumps(session)
+        del session
+        gc.collect()
+    tell_of(f"local://{home}/b.sock")
+    copied = pickle.loads(pickled)
+    with executor(home, "b") as other:
+        assert torch.equal(copied.call(Op.ECHO, 0, torch.ones(1, 2)), torch.ones(1, 2))
+        assert copied.endpoint == other.endpoint and copied.wait == 20
 
 
 def test_a_program_stays_with_an_executor_that_no_cluster_tells_of(home: Path) -> None:

@@ -1,10 +1,13 @@
 """Threads that share one wrapped model: those that would wait for each other have connections of their own, for as long as they call."""
 
+import errno
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from symbiosis.client.connection import lanes
 from symbiosis.client.session import Session
 from symbiosis.errors import CallError, Code
 from symbiosis.protocol import Op
+from symbiosis.transport.local import client
 from tests.conftest import tiny_llama
 from tests.processes import until
 
@@ -89,6 +93,26 @@ def test_a_thread_that_others_keep_waiting_has_a_connection_of_its_own(executor:
     assert torch.equal(echo(session), X)
     session.close()
     until(lambda: not executor.server.sessions, "the end of all")
+
+
+def test_a_thread_for_whom_no_descriptor_is_left_calls_by_the_one_there_is(
+    serve: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, tried = Session(serve(tiny_llama(), listen=[f"local://{tmp_path}/a.sock"]).endpoint), threading.Event()
+    echo(session)
+
+    def epoll() -> None:
+        tried.set()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as without, callers(1, lambda: echo(session)) as (one,):
+        without.setattr(client, "select", SimpleNamespace(**vars(select) | {"epoll": epoll}))  # and not the executor's
+        with session._lock:
+            one.go()
+            assert tried.wait(60)
+        one.must_answer()
+    assert not len(session._lanes)
+    session.close()
 
 
 def test_a_program_with_one_thread_has_one_connection(executor: symbiosis.Executor, ids: Tensor) -> None:

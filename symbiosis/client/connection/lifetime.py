@@ -38,7 +38,8 @@ def register(session: Living) -> int:
 
 def sessions() -> list[Any]:
     """Return the sessions of this process."""
-    return list(_sessions.values())
+    # not `values`, which fails if another thread registers one meanwhile
+    return [session for reference in _sessions.valuerefs() if (session := reference()) is not None]
 
 
 def session_of(number: int) -> Any:

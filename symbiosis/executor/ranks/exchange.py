@@ -8,6 +8,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Sequence
 
 from symbiosis.executor.observe.log import log
@@ -16,6 +17,7 @@ from symbiosis.transport.control import MOST_AT_ONCE
 
 COUNT = struct.Struct("<i")  # the number of a rank; of its descriptors, -1 if there are none
 ANSWER_S = 10.0
+PAUSE_S = 0.1  # after an error, which may be that no descriptor is left
 BEHIND = b"+"  # what descriptors come with
 
 
@@ -36,14 +38,15 @@ class Exchange:
 
     def _serve(self) -> None:
         while True:
-            sock, _ = self._listener.accept()
             try:
+                sock, _ = self._listener.accept()
                 with sock:
                     sock.settimeout(ANSWER_S)
                     if peer_uid(sock) == os.getuid():
                         self._answer(sock)
             except (OSError, struct.error) as error:  # it is gone, or says something else
                 log(logging.WARNING, "another rank did not get what it asked for", error=str(error))
+                time.sleep(PAUSE_S)
 
     def _answer(self, sock: socket.socket) -> None:
         (rank,) = COUNT.unpack(sock.recv(COUNT.size))
@@ -74,12 +77,15 @@ def part_of(rank: int, address: str, timeout: float = ANSWER_S) -> list[int] | N
 
 def _received(sock: socket.socket, count: int) -> list[int]:
     found: list[int] = []
-    while len(found) < count:
-        said, some, _, _ = socket.recv_fds(sock, len(BEHIND), MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
-        found += some
-        if said != BEHIND:
-            close(found)
-            raise ConnectionResetError("another rank hung up")
+    try:
+        while len(found) < count:
+            said, some, _, _ = socket.recv_fds(sock, len(BEHIND), MOST_AT_ONCE, socket.MSG_CMSG_CLOEXEC)
+            found += some
+            if said != BEHIND:
+                raise ConnectionResetError("another rank hung up")
+    except BaseException:
+        close(found)
+        raise
     return found
 
 

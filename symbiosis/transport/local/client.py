@@ -74,11 +74,14 @@ class LocalConnection:
         self._beats, self._closed = 0, False
         self._long: set[Call] = set()  # calls that last took so long that looking would waste a core
         try:
+            self._epoll = select.epoll()
             self._socket = connected(address, timeout)
         except OSError as error:
             raise ConnectionLost(f"no executor answers at {self._url}: {error}") from None
         try:
             self._join(hello)
+            self._epoll.register(self._ear, select.EPOLLIN | select.EPOLLET)
+            self._epoll.register(self._socket.fileno(), select.EPOLLIN)
         except TimeoutError:
             self._socket.close()
             raise HandshakeFailed(f"no executor answers at {self._url}: {SAYS_NOTHING}") from None
@@ -88,9 +91,6 @@ class LocalConnection:
         except BaseException:
             self._socket.close()
             raise
-        self._epoll = select.epoll()
-        self._epoll.register(self._ear, select.EPOLLIN | select.EPOLLET)
-        self._epoll.register(self._socket.fileno(), select.EPOLLIN)
         self.beat()
 
     def _join(self, hello: Hello) -> None:
