@@ -119,8 +119,9 @@ class View:
     def waiting(self) -> Counter[str]:
         """By model, how many sequences wait for a server."""
         found = Counter[str]()
-        for flight, _ in self._waiting:
-            found[flight.wish.model] += flight.wish.sequences
+        for flight, turn in self._waiting:
+            if not turn.done():  # else it is placed, or given up
+                found[flight.wish.model] += flight.wish.sequences
         return found
 
     def most_sequences(self, model: str) -> int | None:
