@@ -1,7 +1,13 @@
 """What a front end makes of its servers: who waits for one, and what each says of itself, whatever that is."""
 
 import asyncio
+from contextlib import suppress
+from pathlib import Path
 
+import msgspec
+import pytest
+
+from symbiosis.cluster.front import view
 from symbiosis.cluster.front.view import Flight, Seen, View
 from symbiosis.cluster.placement import Wish
 from symbiosis.clusters import Member
@@ -9,11 +15,11 @@ from symbiosis.clusters import Member
 
 def view_of(url: str = "") -> View:
     """A view of one server that takes up to eight sequences."""
-    view = View("none", {})
+    found = View("none", {})
     member = Member(name="m-server-1", kind="server", model="m", number=1, url=url, state="ready", batch=8)
-    view.seen[1] = Seen(member)
-    view._put(view.seen[1])
-    return view
+    found.seen[1] = Seen(member)
+    found._put(found.seen[1])
+    return found
 
 
 def flight(sequences: int = 1) -> Flight:
@@ -22,23 +28,87 @@ def flight(sequences: int = 1) -> Flight:
 
 def test_only_what_has_no_server_waits() -> None:
     """... so that no server is started for a request that has just been placed."""
-    view = view_of()
+    of_one = view_of()
 
     async def place() -> None:
         first = flight(6)
-        await view.place(first)
-        assert not view.waiting
-        second = asyncio.create_task(view.place(flight(3)))
+        await of_one.place(first)
+        assert not of_one.waiting
+        second = asyncio.create_task(of_one.place(flight(3)))
         await asyncio.sleep(0)
-        assert view.waiting == {"m": 3}
-        view.leave(first)
-        assert not view.waiting
+        assert of_one.waiting == {"m": 3}
+        of_one.leave(first)
+        assert not of_one.waiting
         await second
-        third = asyncio.create_task(view.place(flight(8)))
+        third = asyncio.create_task(of_one.place(flight(8)))
         await asyncio.sleep(0)
-        assert view.waiting == {"m": 8}
+        assert of_one.waiting == {"m": 8}
         third.cancel()
         await asyncio.wait([third])
-        assert not view.waiting
+        assert not of_one.waiting
 
     asyncio.run(place())
+
+
+SERVING = {"status": "serving", "requests": 3, "step_s": 0.5}
+MEMORY = {"room": 5, "tokens": 9, "longest": 7}
+WRONG = [
+    b"[]", b"null", b"7", b"{", b"", b"\xff", b'"\xff"', b"[" * 9000 + b"]" * 9000,
+    b'{"status": 1}', b'{"status": "serving", "requests": 1e999}',
+    *(msgspec.json.encode({**SERVING, **MEMORY, "room": room}) for room in ("much", None, [], 1.5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: repr(wrong[:40]))
+def test_a_server_that_says_nonsense_is_lost_until_it_says_how_it_is(
+    wrong: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("ASK_EVERY_S", 0.001), ("LOST_S", 0.004)):
+        monkeypatch.setattr(view, name, seconds)
+    says = [wrong]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(says[-1])
+        writer.write(head + says[-1])
+        writer.close()
+
+    async def ask() -> Seen:
+        async with asyncio.timeout(20), await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            of_one = view_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            watch = asyncio.create_task(of_one._ask(of_one.seen[1]))
+            for is_lost in (True, False):
+                while of_one.seen[1].is_lost != is_lost:
+                    assert not watch.done(), "nobody asks it any more"
+                    await asyncio.sleep(0)
+                says.append(msgspec.json.encode({**SERVING, **MEMORY}))
+            watch.cancel()
+            return of_one.seen[1]
+
+    seen = asyncio.run(ask())
+    assert (seen.others, seen.room, seen.tokens, seen.longest) == (3, 5, 9, 7)
+
+
+def test_what_a_server_leaves_out_of_its_memory_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    says = [SERVING, SERVING | MEMORY]
+
+    async def answer_of(url: str, path: str) -> object:
+        return says.pop()
+
+    monkeypatch.setattr(view, "answer_of", answer_of)
+    of_one = view_of()
+    for _ in range(2):
+        assert asyncio.run(of_one._answers(of_one.seen[1]))
+        assert (of_one.seen[1].room, of_one.seen[1].tokens, of_one.seen[1].longest) == (5, 9, 7)
+
+
+def test_a_log_on_a_full_disk_holds_up_no_request() -> None:
+    of_one = view_of()
+
+    async def place() -> None:
+        for _ in range(3):
+            await of_one.place(flight())
+
+    with suppress(OSError), Path("/dev/full").open("w") as of_one._log:  # which fails once more when it is closed
+        asyncio.run(place())
+    assert of_one.seen[1].mine == 3

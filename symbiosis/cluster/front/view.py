@@ -74,6 +74,16 @@ class Seen:
         )  # fmt: skip
 
 
+class _Health(msgspec.Struct):
+    """What a server says of itself. One that does not know its memory leaves out all of it."""
+
+    status: str = ""
+    requests: int = 0  # sequences
+    room: int = 0  # tokens
+    tokens: int = 0
+    longest: int = 0
+
+
 class View:
     """The servers, and the requests that wait for one of them.
 
@@ -228,15 +238,15 @@ class View:
         """Whether a server says that it takes requests. If so, that is taken over."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                health = await answer_of(seen.member.url, "/health")
-        except (Lost, TimeoutError):
+                health = msgspec.convert(await answer_of(seen.member.url, "/health"), _Health)
+        except (Lost, TimeoutError, msgspec.ValidationError):
             return False
-        if health.get("status") != "serving":
+        if health.status != "serving":
             return False
         seen.silent_s, seen.is_lost, seen.promised = 0.0, False, 0
-        seen.others = max(0, int(health.get("requests", 0)) - seen.mine)
-        seen.room, seen.tokens = int(health.get("room", seen.room)), int(health.get("tokens", seen.tokens))
-        seen.longest = int(health.get("longest", seen.longest))
+        seen.others = max(0, health.requests - seen.mine)
+        if health.tokens:
+            seen.room, seen.tokens, seen.longest = health.room, health.tokens, health.longest
         self._put(seen)
         self._admit()
         return True
@@ -269,8 +279,9 @@ class View:
         line = {"time": time.time(), "why": flight.why, "server": self.seen[server.number].member.name, "load": load}
         self.decisions.append({**line, "waited_s": waited, **wish})
         if self._log is not None:
-            self._log.write(json.dumps(self.decisions[-1]) + "\n")
-            self._log.flush()
+            with suppress(OSError):  # a full disk holds up no request
+                self._log.write(json.dumps(self.decisions[-1]) + "\n")
+                self._log.flush()
 
 
 async def answer_of(url: str, path: str, headers: dict[str, str] | None = None) -> Any:
@@ -279,7 +290,7 @@ async def answer_of(url: str, path: str, headers: dict[str, str] | None = None) 
     try:
         await answer.head()
         return msgspec.json.decode(await answer.whole())
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise Lost(f"{url}{path} is no JSON: {error}") from None
     finally:
         answer.lose("it is read")
