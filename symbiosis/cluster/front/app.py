@@ -119,8 +119,8 @@ class Front(Keyed):
             raise
         self.completions[model, tenant.name] += asked.sequences
 
-        def done(count: int) -> None:
-            admission.spend(asked.tokens + count)
+        def done(was_let_in: bool, count: int) -> None:
+            admission.spend(asked.tokens * was_let_in + count)
             admission.end()
             self.tokens[model, tenant.name] += count
 

@@ -48,7 +48,7 @@ class Relay:
 
     Args:
         held: What it takes of the memory for what waits and runs; what it keeps of its answer is added.
-        done: Called at the end with how many tokens came, whatever the end is.
+        done: Called at the end, whatever it is, with whether a server let it in, and how many tokens came.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Relay:
         asked: Asked,
         wish: Wish,
         held: Held,
-        done: Callable[[int], None],
+        done: Callable[[bool, int], None],
     ) -> None:
         self._view, self._path, self._headers, self._asked, self._held = view, path, headers, asked, held
         self._flight, self._done = Flight(wish, self._move), done
@@ -74,7 +74,7 @@ class Relay:
             self._form = Joined(Whole(asked.is_chat, asked.sequences, told.id, told.created))
         self._goes_on = asked.is_stream or asked.may_be_streamed  # else a server says what is wrong with it
         self._answer: Upstream | None = None
-        self._is_over = False
+        self._is_over = self._was_let_in = False
         self._failures = 0
         self._rest = b""  # the beginning of an event
 
@@ -95,7 +95,7 @@ class Relay:
             self._is_over = True
             watch.cancel()
             self._held.end()
-            self._done(self._progress.count)
+            self._done(self._was_let_in, self._progress.count)
 
     async def _run(self, outlet: Outlet) -> None:
         """Go from server to server until all is answered."""
@@ -149,9 +149,13 @@ class Relay:
             url = self._view.url(number)
             self._answer = await Upstream.ask(url, "POST", self._path, headers, body)
             await self._answer.head()
+            self._was_let_in |= self._answer.status == HTTPStatus.OK
             if self._answer.status == HTTPStatus.OK and self._goes_on:
                 return await self._stream(self._answer, outlet)
             await self._whole(self._answer, outlet)
+        except asyncio.CancelledError:  # the server tells of its first token, and may be at the prompt
+            self._was_let_in |= self._answer is not None and not self._answer.status
+            raise
         finally:
             if self._answer is not None:
                 self._answer.lose("nobody reads it")
