@@ -8,9 +8,11 @@ import msgspec
 import pytest
 
 from symbiosis.cluster.front import view
+from symbiosis.cluster.front.shown import together
 from symbiosis.cluster.front.view import Flight, Seen, View
 from symbiosis.cluster.placement import Wish
 from symbiosis.clusters import Member
+from symbiosis.serving.engine.figures import Figures, Histogram
 
 
 def view_of(url: str = "") -> View:
@@ -112,3 +114,20 @@ def test_a_log_on_a_full_disk_holds_up_no_request() -> None:
     with suppress(OSError), Path("/dev/full").open("w") as of_one._log:  # which fails once more when it is closed
         asyncio.run(place())
     assert of_one.seen[1].mine == 3
+
+
+def test_the_figures_of_a_cluster_are_the_sums_of_its_servers() -> None:
+    """Of all that there are."""
+    one, other = Figures(), Figures()
+    for each, value in ((one, 3), (other, 4)):
+        for name in each.__struct_fields__:
+            if isinstance(getattr(each, name), int):
+                setattr(each, name, value)
+            elif isinstance(getattr(each, name), Histogram):
+                getattr(each, name).observe(value)
+    one.finished, other.finished = {"stop": 3, "abort": 1}, {"stop": 4, "length": 2}
+    both = together([one, other])
+    for name in set(both.__struct_fields__) - {"finished"}:
+        found = getattr(both, name)
+        assert (found.count, found.total) == (2, 7) if isinstance(found, Histogram) else found == 7, name
+    assert both.finished == {"stop": 7, "abort": 1, "length": 2}

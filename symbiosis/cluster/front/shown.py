@@ -89,6 +89,8 @@ def together(several: Any) -> Figures:
             if isinstance(mine, Histogram):
                 mine.counts = [one + other for one, other in zip(mine.counts, its.counts, strict=True)]
                 mine.total += its.total
+            elif isinstance(mine, dict):
+                setattr(found, name, {key: mine.get(key, 0) + its.get(key, 0) for key in mine | its})
             elif isinstance(mine, int):
                 setattr(found, name, mine + its)
     return found
