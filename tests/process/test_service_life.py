@@ -176,15 +176,26 @@ def test_a_rank_that_dies_when_it_has_just_become_ready_is_started_again(run: Ca
     assert status == 0 and [rank.number for rank in ranks] == [0, 1, 2, 0]
 
 
-def test_the_health_of_ranks_is_asked_for_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", ["/health", "/metrics"])
+def test_the_pages_of_ranks_are_asked_for_at_the_same_time(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page whose ranks are frozen says so before those who ask give up."""
     everybody = Barrier(4)
 
-    def page(port: int, path: str) -> None:
+    def page(port: int, asked: str) -> None:
+        assert asked == path
         everybody.wait(10)
 
     monkeypatch.setattr(figures, "page", page)
-    assert figures.health_of(dict.fromkeys(range(4), 1), 4)[0] == "stalled"
+    ports = dict.fromkeys(range(4), 1)
+    if path == "/health":
+        assert figures.health_of(ports, 4)[0] == "stalled"
+    else:
+        assert not list(figures.RankFigures(ports).collect())
+
+
+def test_a_service_has_pages_before_its_ranks_have() -> None:
+    assert figures.health_of({}, 4)[0] == "starting"
+    assert not list(figures.RankFigures({}).collect())
 
 
 def test_the_fingerprint_is_the_model_s_wherever_it_lies(tmp_path: Path) -> None:

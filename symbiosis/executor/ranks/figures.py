@@ -25,8 +25,7 @@ class RankFigures(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield every metric once, with the samples of all ranks."""
         found: dict[str, Metric] = {}
-        for rank, port in sorted(self._ports.items()):
-            text = page(port, "/metrics")
+        for rank, text in sorted(pages(self._ports, "/metrics").items()):
             for family in text_string_to_metric_families(text or ""):
                 merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
                 for sample in family.samples:
@@ -36,12 +35,17 @@ class RankFigures(Collector):
 
 def health_of(ports: Mapping[int, int], ranks: int) -> tuple[str, float, int]:
     """Return the worst status of all ranks, the longest time since a loop ran, and the most clients that one has."""
-    with ThreadPoolExecutor(ranks) as pool:  # several may be stalled
-        pages = list(pool.map(lambda port: page(port, "/health"), list(ports.values())))
-    told = [json.loads(text or '{"status": "stalled"}') for text in pages]
+    told = [json.loads(text or '{"status": "stalled"}') for text in pages(ports, "/health").values()]
     told += [{"status": "starting"}] * (ranks - len(told))
     worst = max((str(one["status"]) for one in told), key=WORST_LAST.index)
     return worst, max(float(one.get("turned_s", 0.0)) for one in told), max(int(one.get("clients", 0)) for one in told)
+
+
+def pages(ports: Mapping[int, int], path: str) -> dict[int, str | None]:
+    """Return a page of each rank. All are asked at the same time, because several may be stalled."""
+    asked = dict(ports)  # the service changes it meanwhile
+    with ThreadPoolExecutor(len(asked) or 1) as pool:
+        return dict(zip(asked, pool.map(lambda port: page(port, path), asked.values()), strict=True))
 
 
 def page(port: int, path: str) -> str | None:
