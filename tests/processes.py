@@ -224,9 +224,16 @@ class ForkedRank:
         self.stdin, self.stdout = os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb")
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            if not select.select([descriptor], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+        finally:
+            os.close(descriptor)
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 

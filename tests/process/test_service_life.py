@@ -51,7 +51,7 @@ class Rank:
         self.told.append(number)
         self.ends()
 
-    def ended(self) -> int:
+    def ended(self, most_s: float | None = None) -> int:
         self.stdout.close()
         return self.status
 
@@ -124,6 +124,46 @@ def test_a_service_ends_though_a_rank_is_frozen(monkeypatch: pytest.MonkeyPatch,
     finally:
         if thread.is_alive():
             frozen.signal(signal.SIGKILL)
+
+
+# A rank that says nothing more, and does not end.
+HANGS = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.stdin.readline()
+os.close(1)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("signals", "end_s"), [(0, 0.3), (2, 60.0)])
+def test_a_rank_that_hangs_after_its_last_word_is_killed(
+    signals: int, end_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """... when its time is over, and at once if the service is told to end a second time."""
+    made: list[service.Rank] = []
+
+    class Noted(service.Rank):
+        def __init__(self, order: Order) -> None:
+            super().__init__(order)
+            made.append(self)
+
+    monkeypatch.setattr(service, "RANK", HANGS)
+    monkeypatch.setattr(service, "Rank", Noted)
+    monkeypatch.setattr(service, "END_S", end_s)
+    served = service.Service("m", load_options({"ranks": 2, "listen": [f"local://{tmp_path}/a.sock"]}), "/none")
+    status: list[int] = []
+    thread = Thread(target=lambda: status.append(served.run()), daemon=True)
+    thread.start()
+    try:
+        until(lambda: len(made) == 2 and len(served._selector.get_map()) < 2, "that one says nothing more")
+        for _ in range(signals):
+            served.end_by_signal()
+        thread.join(15)
+        assert status == [1] and not any(Path(f"/proc/{rank.pid}").exists() for rank in made)
+    finally:
+        for rank in made if thread.is_alive() else []:
+            rank.signal(signal.SIGKILL)
 
 
 def test_a_socket_that_a_successor_has_by_now_stays(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from subprocess import PIPE, Popen
+from subprocess import PIPE, Popen, TimeoutExpired
 from typing import IO, BinaryIO
 
 import msgspec
@@ -32,7 +32,7 @@ from symbiosis.security.ownership import check_socket
 
 RANK = "from symbiosis.executor.ranks.rank import main; main()"
 MOST_STARTS = 5  # of a rank that is killed again and again before it is ready
-END_S = 60.0  # that ranks may take to answer what has come; those left are killed, as one is that hangs
+END_S = 60.0  # that ranks may take to answer what has come, and to end after their last word; those left are killed, as one is that hangs
 LOOK_S = 0.5  # between two looks whether that time is over
 ANOTHER_RANK_ENDED = "a rank ended before it was ready, so the service ends"
 
@@ -65,9 +65,12 @@ class Rank:
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
 
-    def ended(self) -> int:
-        """Wait for its end, and return its exit status."""
-        status = self._process.wait()
+    def ended(self, most_s: float | None = None) -> int | None:
+        """Wait for its end, for so long at most, and return its exit status; None if it has not ended."""
+        try:
+            status = self._process.wait(most_s)
+        except TimeoutExpired:
+            return None
         for pipe in (self._stdin, self.stdout):
             with suppress(BrokenPipeError):
                 pipe.close()
@@ -101,7 +104,8 @@ class Service:
                 for key, _ in self._selector.select(LOOK_S):
                     key.data(key)
                 if time.monotonic() > self._kill_at:
-                    self._kill()
+                    self._kill_at = math.inf
+                    self._kill(self._ranks.values())
         finally:
             for rank in self._ranks.values():  # of a service that failed
                 rank.signal(signal.SIGKILL)
@@ -151,9 +155,10 @@ class Service:
         line = rank.stdout.readline()
         if not line:
             self._selector.unregister(rank.stdout)
-            del self._ranks[rank.number]
             self.ports.pop(rank.number, None)
-            self._ended(rank, rank.ended())
+            status = self._end_of(rank)
+            del self._ranks[rank.number]
+            self._ended(rank, status)
             return
         rank.ready = ready = msgspec.json.decode(line, type=Ready)
         self._starts[rank.number] = 0
@@ -168,10 +173,19 @@ class Service:
             self._told = True
             self._say_that_all_are_ready()
 
-    def _kill(self) -> None:
-        """Kill the ranks that have not ended."""
-        self._kill_at, self._status = math.inf, self._status or 1
-        for rank in self._ranks.values():
+    def _end_of(self, rank: Rank) -> int:
+        """Wait until a rank that says nothing more has ended, and return its exit status. One that hangs is killed."""
+        kill_at = time.monotonic() + END_S
+        while (status := rank.ended(LOOK_S)) is None:
+            if time.monotonic() > min(kill_at, self._kill_at):
+                self._kill([rank])
+        return status
+
+    def _kill(self, ranks: Iterable[Rank]) -> None:
+        """Kill ranks that have not ended."""
+        if self._ending:
+            self._status = self._status or 1
+        for rank in ranks:
             log(logging.ERROR, "a rank has not ended, and is killed", rank=rank.number, pid=rank.pid)
             rank.signal(signal.SIGKILL)
 
