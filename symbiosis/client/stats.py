@@ -19,7 +19,7 @@ class Stats:
     round_trip_s: float = 0.0
     batched_calls: int = 0  # that ran in the products of this client's calls, these included
     reconnects: int = 0
-    retries: int = 0
+    retries: int = 0  # attempts to join again, two a second while there is no executor, and calls that were sent again
     slowed_s: float = 0.0  # waited because the executor said that this tenant has enough under way
     direct: int = 0  # products that this client made by itself, by mapped weights
     direct_rows: int = 0

@@ -2,6 +2,7 @@
 
 import ctypes
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -18,6 +19,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
+from symbiosis.client.connection.reconnect import AWAY
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.protocol import Op
@@ -77,8 +79,9 @@ def test_weights_lie_once_in_the_memory_of_all(executor: Executor) -> None:
 
 @pytest.mark.parametrize("how", ["kill", "drain"])
 def test_a_client_goes_on_while_its_executor_is_away_and_maps_anew(
-    how: str, executor: Executor, processes: list[Process]
+    how: str, executor: Executor, processes: list[Process], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "symbiosis")
     model, expected = symbiosis.from_executor(executor.endpoint, patience=0.0), logits(tiny_llama())
     first = mapped_files()
     executor.kill() if how == "kill" else executor.stop()
@@ -91,6 +94,8 @@ def test_a_client_goes_on_while_its_executor_is_away_and_maps_anew(
     until(lambda: session._connection is not None, "joining again")
     until(lambda: mapped_files() and not mapped_files() & first, "mapping anew")
     assert torch.equal(logits(model), expected) and symbiosis.stats(model).reconnects == 1
+    said = [record.getMessage() for record in caplog.records if executor.endpoint in record.getMessage()]
+    assert said == [AWAY % executor.endpoint, f"{executor.endpoint} is back"]
 
 
 def test_a_call_that_is_lost_is_made_directly(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:

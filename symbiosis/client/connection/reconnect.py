@@ -39,6 +39,9 @@ FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a
 KEEPS_OUT = frozenset((Code.WRONG_MODEL, Code.LIMIT, Code.NOT_ALLOWED))  # of a join: another executor may let us in
 FIRST_PAUSE_S = 0.02  # between two attempts
 
+AWAY = "%s is away: this program goes on with the weights that it has mapped"
+REFUSES = "%s is back and refuses this client, which goes on with the weights that it has mapped: %s"
+
 logger = logging.getLogger("symbiosis")
 Answer = tuple[Reply, list[Tensor]]
 
@@ -180,6 +183,8 @@ class Reconnecting:
         self.stats.reconnects += self._is_reconnect()
         self._welcome = made.welcome
         self.fingerprint = self._welcome.fingerprint
+        if self._is_away:
+            logger.info("%s is back", self.endpoint)
         self._is_away = False
         if self.share:
             self._map(made)
@@ -211,11 +216,7 @@ class Reconnecting:
                 self._turn_to_next()
             except CallError as error:
                 if self.endpoint not in self._refusing:
-                    logger.warning(
-                        "%s is back and refuses this client, which goes on with the weights that it has mapped: %s",
-                        self.endpoint,
-                        error,
-                    )
+                    logger.warning(REFUSES, self.endpoint, error)
                 self._refusing[self.endpoint] = error
                 self._turn_to_next()
         return self._connection is not None
@@ -313,6 +314,8 @@ class Reconnecting:
             if (mapped := self._mapped_here) is not None:
                 if not self._connection.is_lost:
                     mapped.report()
+                elif mapped.suffices:
+                    logger.warning(AWAY, self.endpoint)
                 mapped.leave()
                 self._is_away = mapped.suffices
             self._connection.close()

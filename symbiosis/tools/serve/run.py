@@ -213,7 +213,8 @@ class ServeProcesses:
     def _drain(self) -> None:
         assert self._link is not None
         logger.info(
-            "finishing what is under way, for at most %g s (another ctrl-C ends at once)", self._options.drain_s
+            "finishing what is under way, for at most %g s (another ctrl-C or SIGTERM ends at once)",
+            self._options.drain_s,
         )
         self._link.drain()
         if not self._http.wait(self._options.drain_s):
