@@ -7,7 +7,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -299,6 +299,17 @@ def test_one_that_was_removed_comes_back_when_its_folder_changes(served: Served,
     assert library.get("mine").name == "mine" and library.names() == ["mine"]
 
 
+def test_one_whose_folder_is_gone_leaves_the_memory_when_it_is_removed(served: Served, folder: Path) -> None:
+    library, replaced = Library(served, folder.parent), []
+    library.on_replaced = replaced.append
+    mine = library.get("mine")
+    shutil.rmtree(folder)
+    for _ in range(2):
+        with pytest.raises(UnknownAdapter, match="there are none"):
+            library.remove("mine")
+        assert replaced == [mine] and library.loaded() == []
+
+
 def test_asking_for_one_of_thousands_scans_no_folder(
     served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -426,19 +437,25 @@ def test_numbers_are_looked_at_again_only_if_the_files_changed(
     assert library.get("mine").version != version and looked
 
 
-def test_an_adapter_that_takes_long_to_read_holds_up_no_other(
-    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies(folder, "other")
+def slow_to_read(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Let the files of an adapter be read no further until the second event is set. The first one tells that somebody reads them."""
     is_reading, may_go_on, read = threading.Event(), threading.Event(), files._read
 
     def slow(file: Path) -> memoryview:
-        if file.parent.name == "mine":
+        if file.parent.name == name:
             is_reading.set()
             assert may_go_on.wait(20)
         return read(file)
 
     monkeypatch.setattr(files, "_read", slow)
+    return is_reading, may_go_on
+
+
+def test_an_adapter_that_takes_long_to_read_holds_up_no_other(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies(folder, "other")
+    is_reading, may_go_on = slow_to_read("mine", monkeypatch)
     library = Library(served, folder.parent)
     with ThreadPoolExecutor(2) as pool:
         mine = [pool.submit(library.get, "mine") for _ in range(2)]
@@ -448,6 +465,29 @@ def test_an_adapter_that_takes_long_to_read_holds_up_no_other(
         finally:
             may_go_on.set()
         assert mine[0].result(20) is mine[1].result(20), "and it is read once"
+
+
+@pytest.mark.parametrize("how", ["found", "found again", "given"])
+def test_what_is_removed_while_it_is_read_stays_removed(
+    how: str, served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, replaced = Library(served, folder.parent), []
+    library.on_replaced = replaced.append
+    if how == "found again":
+        library.get("mine")
+        config(lora_alpha=9)(folder)
+    is_reading, may_go_on = slow_to_read("mine", monkeypatch)
+    with ThreadPoolExecutor(2) as pool:
+        mine = pool.submit(library.add, "mine", folder) if how == "given" else pool.submit(library.get, "mine")
+        assert is_reading.wait(20)
+        removal = pool.submit(library.remove, "mine")
+        wait([removal], 0.2)  # it may wait for what is read
+        may_go_on.set()
+        removal.result(20)
+        adapter = mine.result(20)
+    assert library.names() == [] and not library.has("mine") and replaced[-1:] == [adapter]
+    with pytest.raises(UnknownAdapter):
+        library.get("mine")
 
 
 def test_a_refused_adapter_is_not_read_again_at_each_request(

@@ -1,11 +1,15 @@
-"""The link between the engine and HTTP: a request that fails on the way to its client takes nobody else along."""
+"""The link between the engine and HTTP: a request that fails on the way to its client takes nobody else along, and what waits holds up no other."""
 
 import asyncio
 import socket
+import threading
+from collections.abc import Callable
 
+from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.http_side import RemoteEngine
-from symbiosis.serving.http.link.messages import Outputs, Welcome, framed
+from symbiosis.serving.http.link.messages import LENGTH, Answer, Ask, Outputs, Welcome, framed, from_engine
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 
 
@@ -40,3 +44,39 @@ def test_an_output_that_cannot_be_taken_ends_its_own_request_only() -> None:
     assert asyncio.run(asyncio.wait_for(_given_to_two(first, second), 30))
     assert [error.status for error in first] == [500] and "IndexError" in str(first[0])
     assert isinstance(second[0], Output)
+
+
+class _Busy:
+    """An engine that is asked for its figures while it waits until adapters may be removed."""
+
+    def __init__(self) -> None:
+        self.may_go_on = threading.Event()
+        self.step_s, self.room = 0.0, (0, 0)
+
+    def on_pause(self, call: Callable[[], None]) -> None: ...
+
+    def remove(self, name: str) -> None:
+        assert self.may_go_on.wait(20)
+
+    def figures(self) -> Figures:
+        return Figures()
+
+
+def test_what_waits_to_be_removed_holds_up_no_other_question() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(20)
+    engine = _Busy()
+    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    for number in range(8):
+        theirs.sendall(framed(Ask(number, "remove", ("mine",))))
+    theirs.sendall(framed(Ask(8, "figures")))
+    numbers: list[int] = []
+    with theirs.makefile("rb") as stream:
+        while len(numbers) < 9:
+            message = from_engine.decode(stream.read(LENGTH.unpack(stream.read(LENGTH.size))[0]))
+            if isinstance(message, Answer):
+                numbers.append(message.number)
+                engine.may_go_on.set()
+    link.close()
+    theirs.close()
+    assert numbers[0] == 8 and sorted(numbers) == list(range(9))

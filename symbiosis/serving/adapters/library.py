@@ -118,20 +118,20 @@ class Library:
             return self._keep(FoundAdapter(self._load(name, source, Adapter.next_version()), None))
 
     def remove(self, name: str) -> None:
-        """Remove an adapter. Its name is unknown until it is added again, or its folder changes."""
-        state = self._folder.state(name)
-        with self._lock:
-            found = self._found.get(name)
-            is_given = found is not None and found.state is None
-            is_there = is_given or state not in (None, self._removed.get(name))
-            self._found.pop(name, None)
-            self._let_go.pop(name, None)
-            if state is not None:
-                self._removed[name] = state
-        if not is_there:
-            raise self._unknown(name)
-        if found is not None:
-            self.on_replaced(found.adapter)
+        """Remove an adapter, once it is read if it is being read. Its name is unknown until it is added again, or its folder changes."""
+        with self._turns.of(name):  # what is being read is there first, and is removed, too
+            state = self._folder.state(name)
+            with self._lock:
+                found = self._found.pop(name, None)
+                is_given = found is not None and found.state is None
+                is_there = is_given or state not in (None, self._removed.get(name))
+                self._let_go.pop(name, None)
+                if state is not None:
+                    self._removed[name] = state
+            if found is not None:
+                self.on_replaced(found.adapter)
+            if not is_there:
+                raise self._unknown(name)
 
     def get(self, name: str) -> LoadedAdapter:
         """Return the present version. An adapter in the folder is loaded when it is first asked for, and again when it has changed."""

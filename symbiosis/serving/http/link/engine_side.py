@@ -40,6 +40,7 @@ logger = logging.getLogger("symbiosis")
 
 PATH = re.compile(r"(?<![\w./])(?:local://)?/(?!v1/)[^\s'\",;()]+")
 MOST_UNREAD = 500_000  # outputs
+MAY_WAIT = ("add", "remove")  # verbs, until an adapter is read
 
 
 class Serves(Protocol):
@@ -80,7 +81,7 @@ class Link:
         self._open: dict[int, int] = {}  # requests under way: completions that have not finished
         self._submissions: dict[int, Future[None]] = {}
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")
-        # for what has to be read first: others do not wait for it
+        # for what reads an adapter, or waits until it is read: others do not wait for it
         self._loading = ThreadPoolExecutor(4, thread_name_prefix="serve-load")
         self._lanes = Lanes(4, "serve-schema")
         self._unsent.put(welcome)
@@ -129,7 +130,7 @@ class Link:
         elif isinstance(message, Cancel):
             self._cancel(message.id, message.has_stopped)
         elif isinstance(message, Ask):
-            (self._loading if message.verb == "add" else self._pool).submit(self._answer, message)
+            (self._loading if message.verb in MAY_WAIT else self._pool).submit(self._answer, message)
 
     def _begin(self, request: Request) -> None:
         """Submit a request. What has to be read or prepared for it is done in another thread, because the next message does not wait."""
