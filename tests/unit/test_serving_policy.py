@@ -89,9 +89,37 @@ def test_a_rare_adapter_is_passed_by_only_so_often() -> None:
     batch = StepBatch(1, 1000, frozenset({1}), most_versions=1)
     crowd = [Waiting(1.0, version=1) for _ in range(2 * policy.MOST_OVERTAKEN)]
     joined = policy.admit([rare, *crowd], batch, lambda each: True)
-    assert len(joined) == 2 * policy.MOST_OVERTAKEN and rare.overtaken == len(joined)
+    assert joined == crowd[: policy.MOST_OVERTAKEN] and rare.overtaken == len(joined)
     assert policy.admit([rare, *crowd], batch, lambda each: True) == []
     assert policy.admit([rare, *crowd], StepBatch(0, 1000, most_versions=1), lambda each: True) == [rare]
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, policy.MOST_OVERTAKEN), st.booleans(), st.sampled_from("ab")), max_size=200),
+    st.integers(0, 128),
+    st.sampled_from([None, 1, 20]),
+)
+def test_nobody_is_passed_by_more_often_or_beside_more_others_than_is_said(
+    waiting: list[tuple[int, bool, str]], most: int, of_tenant: int | None
+) -> None:
+    """Each has been passed by so often already, and fits or not."""
+    order = [Waiting(0.0, tenant=tenant, pages=1 if fits else 9, overtaken=before) for before, fits, tenant in waiting]
+    batch = StepBatch(0, most, most_of_tenant=of_tenant)
+    joined = policy.admit(order, batch, lambda each: each.pages < 5)
+    assert all(each.overtaken <= policy.MOST_OVERTAKEN for each in order)
+    assert sum(each.overtaken > before for each, (before, *_) in zip(order, waiting, strict=True)) <= policy.LOOKAHEAD
+    places = [order.index(each) for each in joined]
+    for each, (before, *_) in zip(order, waiting, strict=True):
+        behind = sum(place > order.index(each) for place in places)
+        assert each in joined or each.overtaken - before in (0, behind)
+
+
+def test_so_many_are_passed_by_to_find_one_that_fits() -> None:
+    for many in (policy.LOOKAHEAD, policy.LOOKAHEAD + 1):
+        large, small = [Waiting(0.0, pages=9) for _ in range(many)], Waiting(1.0)
+        joined = policy.admit([*large, small], StepBatch(0, 8), lambda each: each.pages < 5)
+        assert joined == ([small] if many == policy.LOOKAHEAD else [])
 
 
 def test_what_fits_goes_before_what_does_not() -> None:

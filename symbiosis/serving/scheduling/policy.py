@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Protocol, TypeVar
 
-LOOKAHEAD = 64  # sequences that are passed by, to find one that fits
+LOOKAHEAD = 64  # sequences that are passed by at most, to find one that fits
 MOST_OVERTAKEN = 32  # times that one may be passed by; then nobody overtakes it any more
 INPUT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, to its tenant
 
@@ -74,7 +74,7 @@ def admit(order: Iterable[W], batch: StepBatch, start: Callable[[W], bool]) -> l
     joined: list[W] = []
     passed: list[W] = []
     for sequence in order:
-        if batch.is_full or len(passed) > LOOKAHEAD:
+        if batch.is_full or len(passed) > LOOKAHEAD or any(each.overtaken >= MOST_OVERTAKEN for each in passed):
             break
         if batch.may_take(sequence.version, sequence.tenant) and start(sequence):
             batch = batch.having(sequence.version, sequence.tenant)
@@ -83,8 +83,6 @@ def admit(order: Iterable[W], batch: StepBatch, start: Callable[[W], bool]) -> l
                 other.overtaken += 1
             continue
         if batch.may_take(0, sequence.tenant):
-            if sequence.overtaken >= MOST_OVERTAKEN:
-                break
             passed.append(sequence)
     return joined
 
