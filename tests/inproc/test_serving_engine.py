@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -353,6 +353,35 @@ def test_more_requests_than_the_queue_holds_are_refused() -> None:
         with pytest.raises(ConfigError, match="try again later"):
             Ask(engine, 2, PROMPTS[0])
         engine.close(drain=False)
+
+
+def test_requests_that_come_during_a_step_are_counted_and_those_that_have_ended_are_not() -> None:
+    with Engine(demo(), memory=1 << 24, max_waiting=3) as engine:
+        for _ in range(2):
+            may_go_on = threading.Event()
+            engine._loop.ask(partial(assert_set, may_go_on))  # as a step that takes long
+            with ThreadPoolExecutor(8) as pool:
+                tries = [pool.submit(Ask, engine, n, PROMPTS[0], max_tokens=4, ignore_eos=True) for n in range(8)]
+                refused = [each.exception(60) for each in tries]
+            may_go_on.set()
+            assert [str(each) for each in refused if each is not None] == [
+                "the server has 3 requests already: try again later"
+            ] * 5
+            assert [len(each.result().tokens()) for each in tries if each.exception() is None] == [4] * 3
+        assert len(greedy(engine, PROMPTS[0], 1)) == 1
+
+
+def test_a_request_of_the_number_of_one_that_has_come_during_this_step_is_refused(engine: Engine) -> None:
+    may_go_on = threading.Event()
+    engine._loop.ask(partial(assert_set, may_go_on))
+    first = Ask(engine, 1, PROMPTS[0], max_tokens=4, ignore_eos=True)
+    try:
+        with pytest.raises(ConfigError, match="request 1 is under way already"):
+            Ask(engine, 1, PROMPTS[1])
+    finally:
+        may_go_on.set()
+    assert len(first.tokens()) == 4
+    assert len(Ask(engine, 1, PROMPTS[0], max_tokens=4, ignore_eos=True).tokens()) == 4
 
 
 class Fails(nn.Module):

@@ -100,10 +100,9 @@ class Engine:
         whole = served.whole_prompts
         rules = StepRules(max_batch, adapters_in_batch, prefill_tokens, whole, policy, first_token_s, of_tenant)
         self._scheduler = Scheduler(served.blocks, self._residency, rules, served.release)
-        self._max_waiting = max_waiting
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
         served.serve(max_batch, max_batch + prefill_tokens, compiles)
-        self._loop = Loop(served, self._scheduler, self._ended)
+        self._loop = Loop(served, self._scheduler, max_waiting, self._ended)
         self._library.on_replaced, self._library.on_let_go = self._forget, self._leave
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
@@ -117,10 +116,7 @@ class Engine:
         needs = 0 if adapter is None else adapter.virtual, pages, self._served, self._scheduler.rules.piece
         request = fitted(request, *needs)
         check(request, *needs)
-        if len(self._loop.jobs) >= self._max_waiting:
-            raise ConfigError(f"the server has {self._max_waiting} requests already: try again later")
-        if request.id in self._loop.jobs:
-            raise ConfigError(f"request {request.id} is under way already")
+        self._loop.check(request.id)  # before what costs something; begin() does so again
         if request.sampling.seed is None:
             drawn = msgspec.structs.replace(request.sampling, seed=randbits(63))
             request = msgspec.structs.replace(request, sampling=drawn)

@@ -35,13 +35,13 @@ class Loop:
     each token hides behind the device's work. A sequence that turns out to have ended has computed a row in vain.
 
     Args:
+        most: Requests under way.
         on_ended: Called with the adapter of each request that has ended, in the engine's thread.
     """
 
-    def __init__(
-        self, served: Served, scheduler: Scheduler, on_ended: Callable[[Adapter], None] = lambda adapter: None
-    ) -> None:
-        self._served, self._scheduler = served, scheduler
+    def __init__(self, served: Served, scheduler: Scheduler, most: int, on_ended: Callable[[Adapter], None]) -> None:
+        self._served, self._scheduler, self._most = served, scheduler, most
+        self._under_way: set[int] = set()  # requests, with those that `jobs` will have after this step
         self.jobs: dict[int, Job] = {}
         self.figures, self.finished = Figures(), Counter[str]()
         # called between two steps, when what a step tells is all told by then
@@ -58,8 +58,18 @@ class Loop:
         self._thread = threading.Thread(target=self._run, name="symbiosis-engine", daemon=True)
         self._thread.start()
 
+    def check(self, request: int) -> None:
+        """Raise `ConfigError` if there is no place for a further request, or if there is one of this number."""
+        if len(self._under_way) >= self._most:
+            raise ConfigError(f"the server has {self._most} requests already: try again later")
+        if request in self._under_way:
+            raise ConfigError(f"request {request} is under way already")
+
     def begin(self, job: Job) -> None:
-        self.ask(lambda: self._begin(job))
+        with self._awake:
+            self.check(job.request.id)
+            self.ask(lambda: self._begin(job))
+            self._under_way.add(job.request.id)
 
     def cancel(self, request: int, finish: Finish = Finish.CANCELLED) -> None:
         with self._awake:
@@ -289,8 +299,10 @@ class Loop:
     def _forget(self, request: int) -> Job | None:
         """Forget a request, all of whose sequences are gone."""
         job = self.jobs.pop(request, None)
-        if job is not None and (adapter := job.sequences[0].adapter) is not None:
-            self._on_ended(adapter)
+        if job is not None:
+            self._under_way.discard(request)
+            if (adapter := job.sequences[0].adapter) is not None:
+                self._on_ended(adapter)
         return job
 
     def _end_all(self, error: str) -> None:
@@ -309,9 +321,6 @@ class Loop:
         job.told_at[sequence.completion] = now
 
     def _begin(self, job: Job) -> None:
-        if job.request.id in self.jobs:
-            job.tell(0, finish=Finish.ERROR, error=f"there is a request {job.request.id} already")
-            return
         self.jobs[job.request.id] = job
         self._scheduler.add(job.sequences)
 
