@@ -260,6 +260,21 @@ def test_log_probabilities_of_the_prompt(prefill: int, completions: int) -> None
         assert len(token.top) == 3
 
 
+def test_a_prompt_without_an_answer_is_counted_and_has_no_first_token(engine: Engine) -> None:
+    assert len(greedy(engine, PROMPTS[2], 2, ignore_eos=True)) == 2
+    for id in range(1, 3):
+        got: SimpleQueue[Output] = SimpleQueue()
+        scored = Request(
+            id=id, prompt=tuple(PROMPTS[0]), sampling=Sampling(max_tokens=0), completions=id, prompt_logprobs=True
+        )
+        engine.submit(scored, got.put)
+        assert all(got.get(timeout=60).finish is Finish.LENGTH for _ in range(id))
+    wait_until_idle(engine)
+    figures = engine.figures()
+    assert figures.prompt_tokens == len(PROMPTS[2]) + 2 * len(PROMPTS[0]) and figures.generated_tokens == 2
+    assert (figures.queue_s.count, figures.first_token_s.count, figures.whole_s.count) == (3, 1, 4)
+
+
 def test_cancelling_frees_all_pages_within_a_step(engine: Engine) -> None:
     asked = [Ask(engine, n, PROMPTS[3], completions=2, max_tokens=300, ignore_eos=True) for n in range(4)]
     for one in asked:

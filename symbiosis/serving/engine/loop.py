@@ -255,6 +255,7 @@ class Loop:
                 message = "the model's numbers are not finite, or nothing that the schema allows can come"
                 self._end(job.request.id, Finish.ERROR, message)
             elif not job.request.sampling.max_tokens:
+                self._count_prompt(job, sequence)
                 self._finish(job, sequence, (), Finish.LENGTH)
             else:
                 self._add(job, sequence, token, place + 1 - sequence.prompt_length, now)
@@ -316,9 +317,13 @@ class Loop:
             figures.between_tokens_s.observe(now - before)
         elif not sequence.completion:
             figures.first_token_s.observe(now - sequence.arrived)
-            figures.queue_s.observe(sequence.began - sequence.arrived)
-            figures.prompt_tokens += len(job.request.prompt)
+            self._count_prompt(job, sequence)
         job.told_at[sequence.completion] = now
+
+    def _count_prompt(self, job: Job, sequence: Sequence) -> None:
+        if not sequence.completion:  # the others find it computed
+            self.figures.queue_s.observe(sequence.began - sequence.arrived)
+            self.figures.prompt_tokens += len(job.request.prompt)
 
     def _begin(self, job: Job) -> None:
         self.jobs[job.request.id] = job
