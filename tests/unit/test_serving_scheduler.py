@@ -342,6 +342,32 @@ def test_early_abort_gives_up_what_cannot_be_in_time() -> None:
     assert server.ended == {(0, 0), (1, 0)} and [each.request.id for each in server.scheduler.running] == [2]
 
 
+def going_on(id: int) -> list[Sequence]:
+    """A stream that another server has begun."""
+    (each,) = sequences(id, 5, most=10, chosen=((5, 6),))
+    each.tokens.extend(each.request.chosen_of(0))
+    return [each]
+
+
+def test_streams_that_go_on_here_are_not_requests_that_come() -> None:
+    server = Server(400, StepRules(max_batch=1, policy="abort", first_token_s=50.0))
+    for id in range(3):
+        server.scheduler.add(going_on(id))
+    begun: list[int] = []
+    while server.step():
+        begun += [each.request.id for each in server.scheduler.running if each.request.id not in begun]
+    assert begun == [0, 1, 2], "the server keeps up, so the oldest goes first"
+
+
+def test_streams_that_go_on_here_do_not_hide_that_more_come_than_begin() -> None:
+    server = Server(400, StepRules(max_batch=1, policy="abort", first_token_s=50.0))
+    server.scheduler.add(going_on(0))
+    for id in range(1, 4):
+        server.scheduler.add(sequences(id, 5, most=10))
+    server.step()
+    assert [each.request.id for each in server.scheduler.running] == [3]
+
+
 def test_slow_first_tokens_of_the_past_keep_no_request_from_beginning() -> None:
     server = Server(400, StepRules(max_batch=2, prefill_tokens=8, policy="abort", first_token_s=3.0))
     (slow,) = sequences(0, 80, most=1)

@@ -95,7 +95,8 @@ class Scheduler:
         tenants = {each.tenant for each in (*self.waiting, *self.running)}
         if first.tenant not in tenants:
             self._counters[first.tenant] = policy.lifted(self._counters, first.tenant, tenants)
-        self._arrivals = self._arrivals.after(first.arrived)
+        if not first.has_begun:  # elsewhere: such streams count neither as coming nor as begun
+            self._arrivals = self._arrivals.after(first.arrived)
         self._wait(first)
         if others:
             self._followers[first] = others
