@@ -82,8 +82,8 @@ def _are_same(a: Tensor, b: Tensor) -> bool:
 
 
 def run_layer(layer: nn.Module, x: Tensor, y: Tensor, rows: Rows) -> None:
-    """Return what the layer makes of its rows, given `y`, which the base made of `x`. The last dimension but one is that of the rows;
-    the `x` of an embedding has rows only."""
+    """Write into these rows of `y`, which the base made of `x`, what the layer makes of them. The last dimension but one is that of the
+    rows; the `x` of an embedding has rows only."""
     with_width = x.is_floating_point()
     ours, made = (_take(x, rows, with_width), _take(y, rows, True))
     _now.x, _now.y = ours, made

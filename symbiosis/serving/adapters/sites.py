@@ -1,7 +1,7 @@
 """The sites in a model where adapters act: before and after a layer's one product for all rows.
 
-A site is a hook of the layer, so the model's structure, names and weights stay as they are. Only layers at which a loaded adapter acts have
-hooks, and rows without an adapter are not touched.
+A site is a hook of the layer, so the model's structure, names and weights stay as they are. A layer gets hooks with the first request
+whose adapter acts there, and keeps them; rows without an adapter are not touched.
 """
 
 from collections.abc import Callable, Iterable, Sequence
