@@ -1,5 +1,6 @@
 """Options of `symbiosis serve`, by the command: what each says is what the server does."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -99,6 +100,21 @@ def test_options_of_a_file_hold_unless_the_command_says_otherwise(tmp_path: Path
         before = metric(command, "steps_total")
         assert len(complete(command, model="base", prompt="x" * 80, max_tokens=1)) == 1
         assert metric(command, "steps_total") - before == 2
+
+
+def test_no_server_starts_over_an_executor_of_another_model(executor: symbiosis.Executor, tmp_path: Path) -> None:
+    """It would put one model's tokens into another."""
+    for file in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / file).write_text((DEMO_MODEL / file).read_text())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    arguments = ["serve", str(tmp_path), "--executor", executor.endpoint, "--port", "0", "--memory", "33554432"]
+    done = subprocess.run([sys.executable, "-m", "symbiosis", *arguments], capture_output=True, text=True, timeout=120)
+    assert (
+        done.returncode == 2
+        and f"{executor.endpoint} serves another model than {tmp_path} (num_hidden_layers" in done.stderr
+    )
+    assert "Traceback" not in done.stderr
 
 
 def test_no_server_starts_with_an_adapter_of_the_bases_name() -> None:

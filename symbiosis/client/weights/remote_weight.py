@@ -176,7 +176,8 @@ class RemoteWeight(RemoteView):
         if not handle.session.may_read:
             raise WeightWrite(
                 f"{what} would write to the shared base weight {handle.layer.name!r} (at {call_site()}). Keep the layer "
-                "on the client (wrap's layers=), or start the executor with --allow-read for a private copy"
+                "on the client (wrap's layers=), leave out share=False where weights can be mapped, take them all back first (symbiosis.unwrap), "
+                "or start the executor with --allow-read for a private copy"
             )
         if value is None:
             return RemoteWeight.whole(handle, self.dtype, self.device).value().clone()

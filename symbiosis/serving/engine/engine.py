@@ -202,6 +202,11 @@ class Engine:
         return self._library.names()
 
     @property
+    def config(self) -> Any:
+        """The base's configuration: of the part that reads and writes text."""
+        return self._served.config
+
+    @property
     def vocabulary(self) -> int:
         """The number of tokens: they are numbered from 0 to below this."""
         return self._served.vocabulary

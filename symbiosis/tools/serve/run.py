@@ -1,5 +1,6 @@
 """The engine's process: it starts the other two, starts them again when they die, and drains when it is told to end."""
 
+import json
 import logging
 import os
 import shutil
@@ -11,11 +12,11 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from symbiosis.config import runtime_dir
 from symbiosis.endpoints import socket_path
-from symbiosis.errors import SymbiosisError
+from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import located
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.memory import look_at_what_is_new
@@ -35,6 +36,9 @@ logger = logging.getLogger("symbiosis")
 LOOK_EVERY_S = 0.1
 START_S = 600.0
 END_S = 20.0  # for the engine, when nothing is under way any more
+KIND = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "n_embd", "n_layer", "n_head",
+)  # fmt: skip
 FIRST_LOOK_S, MOST_WARNED = 10.0, 20  # at the adapters of the folder
 OPEN = (
     "anybody who can connect to %s may use this server, and load adapters: give --api-keys FILE, and encrypt what others can read "
@@ -131,6 +135,8 @@ class ServeProcesses:
             compiles=options.compile, wait=options.wait_s, max_adapter_bytes=options.max_adapter_bytes,
             name=model_name(options),
         ) as engine:  # fmt: skip
+            if options.executor is not None:
+                must_be_the_model(engine.config, located(str(options.model)), options.executor)
             for name, path in named(options):
                 engine.add(name, path)
             yield engine
@@ -233,6 +239,20 @@ def uploads_dir() -> Path:
 def model_name(options: ServeOptions) -> str:
     """Return the name by which clients ask for the model."""
     return options.served_model_name or str(options.model)
+
+
+def must_be_the_model(served: Any, folder: Path, executor: str) -> None:
+    """Raise `ConfigError` if the executor serves a model of another kind or size than the one in `folder`, whose tokenizer is used."""
+    if not (folder / "config.json").is_file():
+        return
+    told = json.loads((folder / "config.json").read_text())
+    own = told.get("text_config", told)
+    differing = [name for name in KIND if name in own and getattr(served, name, own[name]) != own[name]]
+    if differing:
+        what = ", ".join(f"{name} {getattr(served, name)} instead of {own[name]}" for name in differing)
+        raise ConfigError(
+            f"{executor} serves another model than {folder} ({what}): MODEL must be the one that it serves"
+        )
 
 
 def serve(options: ServeOptions, listener: socket.socket) -> None:
