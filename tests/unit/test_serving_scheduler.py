@@ -164,6 +164,7 @@ class Server:
             assert segment.chooses == (segment.end == len(sequence.tokens))
             assert sequence.adapter is None or self.here.pins[sequence.adapter] > 0
             rows += segment.rows
+        self.check_counts()
         held = list(self.scheduler.running)
         assert {segment.sequence for segment in step.segments} <= set(held) and len(held) <= self.rules.max_batch
         if not self.rules.whole_prompts:
@@ -171,7 +172,15 @@ class Server:
         versions = {s.version for s in held} - {0}
         assert self.rules.adapters_in_batch is None or len(versions) <= self.rules.adapters_in_batch
 
+    def check_counts(self) -> None:
+        there = [*self.scheduler.waiting, *self.scheduler.running]
+        assert self.scheduler._of_tenant == dict(Counter(each.tenant for each in there))
+        assert Counter(each for many in self.scheduler._of_request.values() for each in many) == Counter(there)
+        for id, many in self.scheduler._of_request.items():
+            assert many and all(each.request.id == id for each in many)
+
     def check_all_is_given_back(self) -> None:
+        self.check_counts()
         assert not self.scheduler.running and not self.scheduler.waiting and not self.scheduler._followers
         assert not any(self.here.pins.values())
         here = sum(map(len, self.here.pages.values()))
@@ -231,6 +240,7 @@ def play(server: Server, arrivals: list[Any]) -> None:
             server.step()
             for request in [each for each, when in cancelled.items() if when <= server.now]:
                 server.scheduler.drop(request)
+                server.check_counts()
                 del cancelled[request]
         many = sequences(id, prompt, adapter, completions, most=most, tenant=tenant, prompt_logprobs=logprobs)
         for each in many:
@@ -478,3 +488,27 @@ def test_memory_of_who_has_more_than_a_share_is_given_to_others() -> None:
     server.scheduler.add(sequences(20, 60, tenant="b", most=2))
     server.step()
     assert shares(server) == {"a": before - 1, "b": 1}
+
+
+class Watched(Sequence):
+    """A sequence that counts how often anything of it is looked at."""
+
+    looks = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Watched.looks += 1
+        return super().__getattribute__(name)
+
+
+def test_what_comes_and_goes_looks_at_few_of_those_that_wait() -> None:
+    scheduler = Server(400, StepRules()).scheduler
+    requests = [sequences(id, 1)[0].request for id in range(3000)]
+    many = [Watched(each, 0, [0], None, float(each.id)) for each in requests]
+    Watched.looks = 0
+    for each in many:
+        scheduler.add([each])
+    assert Watched.looks < 300 * len(many)
+    Watched.looks = 0
+    for request in reversed(requests):
+        scheduler.drop(request.id)
+    assert not scheduler.waiting and Watched.looks < 300 * len(many)

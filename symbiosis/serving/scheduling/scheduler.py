@@ -5,7 +5,7 @@ A sequence waits, runs, and is gone. It joins as soon as there is room for its a
 token of a sequence, the newest one gives up its blocks and waits again. The tokens that it has chosen so far then belong to its prompt.
 """
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -80,6 +80,8 @@ class Scheduler:
         self.rules, self.counts = rules or StepRules(), Counts()
         self.waiting: list[Sequence] = []  # both in the order of their coming
         self.running: list[Sequence] = []
+        self._of_request: dict[int, list[Sequence]] = {}  # those that wait or run
+        self._of_tenant = Counter[str]()  # how many of each wait or run; tenants without any are not in it
         self._blocks, self._residency, self._release = blocks, residency, release or blocks.release
         self._followers: dict[Sequence, list[Sequence]] = {}  # wait until the prompt that they share is computed
         self._counters: dict[str, float] = {}  # the tokens of each tenant, weighted
@@ -92,27 +94,29 @@ class Scheduler:
     def add(self, sequences: list[Sequence]) -> None:
         """Add the completions of one request. The first one computes the prompt, and the others find it."""
         first, *others = sequences
-        tenants = {each.tenant for each in (*self.waiting, *self.running)}
-        if first.tenant not in tenants:
-            self._counters[first.tenant] = policy.lifted(self._counters, first.tenant, tenants)
+        if first.tenant not in self._of_tenant:
+            self._counters[first.tenant] = policy.lifted(self._counters, first.tenant, self._of_tenant)
         if not first.has_begun:  # elsewhere: such streams count neither as coming nor as begun
             self._arrivals = self._arrivals.after(first.arrived)
-        self._wait(first)
+        self._come(first)
         if others:
             self._followers[first] = others
 
     def drop(self, request: int) -> None:
         """Drop a whole request at once."""
-        for sequence in [each for each in (*self.waiting, *self.running) if each.request.id == request]:
+        for sequence in list(self._of_request.get(request, ())):
             self.finish(sequence)
 
     def finish(self, sequence: Sequence) -> None:
+        if sequence not in self._of_request.get(sequence.request.id, ()):
+            return
+        self._go(sequence)
         self._followers.pop(sequence, None)
         self._untried.discard(sequence)
         if sequence in self.running:
             self._leave(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        else:
+            del self.waiting[bisect_left(self.waiting, _coming(sequence), key=_coming)]
             self._something_changed = True
 
     def late(self, now: float) -> list[Sequence]:
@@ -160,7 +164,22 @@ class Scheduler:
                     self._takes = self._takes.after(now - sequence.began)
             if segment.end >= sequence.prompt_length:
                 for follower in self._followers.pop(sequence, ()):
-                    self._wait(follower)
+                    self._come(follower)
+
+    def _come(self, sequence: Sequence) -> None:
+        self._of_request.setdefault(sequence.request.id, []).append(sequence)
+        self._of_tenant[sequence.tenant] += 1
+        self._wait(sequence)
+
+    def _go(self, sequence: Sequence) -> None:
+        """Count a sequence no more. What one request or tenant costs does not grow with what others have waiting."""
+        id, tenant = sequence.request.id, sequence.tenant
+        self._of_request[id].remove(sequence)
+        if not self._of_request[id]:
+            del self._of_request[id]
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
 
     def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_coming)
