@@ -43,6 +43,7 @@ class Loop:
         self._served, self._scheduler, self._most = served, scheduler, most
         self._under_way: set[int] = set()  # requests, with those that `jobs` will have after this step
         self.jobs: dict[int, Job] = {}
+        self._versions = Counter[int]()  # of adapters: how many of the jobs have each
         self.figures, self.finished = Figures(), Counter[str]()
         # called between two steps, when what a step tells is all told by then
         self.on_pause: Callable[[], None] = lambda: None
@@ -87,7 +88,7 @@ class Loop:
     def close(self, drain: bool) -> None:
         with self._awake:
             if not drain:
-                self._messages.append(self._cancel_all)
+                self._messages.append(lambda: self._end_all(Finish.CANCELLED))
             self._closing = True
             self._awake.notify()
         if threading.current_thread() is not self._thread:
@@ -95,7 +96,7 @@ class Loop:
 
     def uses(self, version: int) -> bool:
         """Whether a request under way has this version of an adapter. Only for the engine's thread."""
-        return any(job.sequences[0].version == version for job in self.jobs.values())
+        return self._versions[version] > 0
 
     @property
     def is_alive(self) -> bool:
@@ -119,7 +120,7 @@ class Loop:
                 logger.exception("the engine ends all requests")
                 self._launched = None
                 self.is_starved = self.is_starved or not _has_memory(self._served.device)
-                self._end_all(f"the server failed: {type(error).__name__}")
+                self._end_all(Finish.ERROR, f"the server failed: {type(error).__name__}")
             finally:
                 self._step_began = None
 
@@ -179,7 +180,7 @@ class Loop:
             return Launched.of(step, chosen)
         except ConnectionLost as error:
             logger.warning("all requests end: %s", error)
-            self._end_all(str(error))
+            self._end_all(Finish.ERROR, str(error))
         except Exception as error:
             self._settle()
             if len(step.segments) > 1:
@@ -302,13 +303,16 @@ class Loop:
         job = self.jobs.pop(request, None)
         if job is not None:
             self._under_way.discard(request)
+            self._versions[version := job.sequences[0].version] -= 1
+            if not self._versions[version]:
+                del self._versions[version]
             if (adapter := job.sequences[0].adapter) is not None:
                 self._on_ended(adapter)
         return job
 
-    def _end_all(self, error: str) -> None:
+    def _end_all(self, finish: Finish, error: str | None = None) -> None:
         for request in list(self.jobs):
-            self._end(request, Finish.ERROR, error)
+            self._end(request, finish, error)
 
     def _time_token(self, job: Job, sequence: Sequence, now: float) -> None:
         figures, before = self.figures, job.told_at.get(sequence.completion)
@@ -327,11 +331,8 @@ class Loop:
 
     def _begin(self, job: Job) -> None:
         self.jobs[job.request.id] = job
+        self._versions[job.sequences[0].version] += 1
         self._scheduler.add(job.sequences)
-
-    def _cancel_all(self) -> None:
-        for request in list(self.jobs):
-            self._end(request, Finish.CANCELLED)
 
 
 def _has_memory(device: torch.device) -> bool:
