@@ -671,6 +671,45 @@ def test_what_fails_between_two_steps_ends_no_engine(engine: Engine) -> None:
     assert len(greedy(engine, PROMPTS[0], 3)) == 3 and engine.is_alive
 
 
+def test_texts_go_on_however_much_is_asked_between_two_steps(engine: Engine) -> None:
+    seen: list[int] = []  # how many steps there were, at each thing that was asked
+    may_go_on, is_done = threading.Event(), threading.Event()
+
+    def look() -> None:
+        time.sleep(0.001)
+        seen.append(engine.figures().steps)
+
+    engine._loop.ask(partial(assert_set, may_go_on))
+    asked = Ask(engine, 0, PROMPTS[0], max_tokens=400, ignore_eos=True)
+    for _ in range(200):
+        engine._loop.ask(look)
+    may_go_on.set()
+    engine._loop.ask(is_done.set)
+    assert is_done.wait(60) and seen == sorted(seen) and len(seen) == 200
+    assert len(set(seen)) >= 20  # of 4 ms each
+    asked.all()
+
+
+def test_no_step_delays_the_end_of_an_engine_that_closes(engine: Engine) -> None:
+    seen: list[int] = []
+
+    def until_it_closes() -> None:
+        while not engine._loop._closing:
+            time.sleep(0.001)
+
+    def look() -> None:
+        time.sleep(0.001)
+        seen.append(engine.figures().steps)
+
+    engine._loop.ask(until_it_closes)
+    asked = Ask(engine, 0, PROMPTS[0], max_tokens=400, ignore_eos=True)
+    for _ in range(50):
+        engine._loop.ask(look)
+    engine.close(drain=False)
+    assert len(seen) == 50 and len(set(seen)) == 1
+    assert asked.all()[0][-1].finish == Finish.CANCELLED
+
+
 def test_texts_behind_a_window_make_room_for_others() -> None:
     torch.manual_seed(0)
     tiny = {

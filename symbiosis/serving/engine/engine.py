@@ -142,7 +142,7 @@ class Engine:
         self._loop.on_pause = call
 
     def cancel(self, id: int, has_stopped: bool = False) -> None:
-        """End a request. Its memory is free before the next step. A request that has ended already is no error.
+        """End a request. Its memory is free before the next step, or soon after if very much was asked at once. A request that has ended already is no error.
 
         Args:
             has_stopped: Its text has come to a stop string, so it counts as finished.

@@ -25,6 +25,8 @@ from symbiosis.serving.step import Segment, Sequence, Step
 logger = logging.getLogger("symbiosis")
 IDLE_S = 0.001  # between looks at adapters on their way
 MOST_SUSPECTS = 64  # versions of adapters
+# seconds of messages between two steps: however many one client sends, the streams of the others go on. A step of a large model takes longer
+MESSAGES_S = 0.004
 LITTLE = 64 << 20  # bytes, which the host has to be asked for: where these cannot be had, requests fail one by one
 
 
@@ -125,10 +127,11 @@ class Loop:
                 self._step_began = None
 
     def _take_messages(self) -> bool:
-        """Do what was asked since the last step. If nothing runs, wait for more. Return False if everything is done and the engine
-        closes."""
+        """Do what was asked since the last step, or as much as the time between two steps allows. If nothing runs, wait for more. Return
+        False if everything is done and the engine closes, which no step delays."""
         while True:
-            while self._messages:
+            until = time.monotonic() + MESSAGES_S
+            while self._messages and (self._closing or time.monotonic() < until):
                 self._messages.popleft()()
             self.on_pause()
             if self.jobs:
