@@ -9,7 +9,18 @@ from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.http_side import RemoteEngine
-from symbiosis.serving.http.link.messages import LENGTH, Answer, Ask, Outputs, Welcome, framed, from_engine
+from symbiosis.serving.http.link.messages import (
+    LENGTH,
+    Answer,
+    Ask,
+    Cancel,
+    Outputs,
+    Refused,
+    Submit,
+    Welcome,
+    framed,
+    from_engine,
+)
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 
 
@@ -46,6 +57,37 @@ def test_an_output_that_cannot_be_taken_ends_its_own_request_only() -> None:
     assert isinstance(second[0], Output)
 
 
+async def _cancelled(taken: list[Output | ApiError]) -> list[int]:
+    """Cancel two of three requests, and return how many are under way, then and after each message of the engine's."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(framed(Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8)))
+    remote = await RemoteEngine.connect(theirs)
+    for id, completions in ((1, 2), (2, 1), (3, 1)):
+        remote.submit(Request(id=id, prompt=(1,), completions=completions), taken.append)
+    for id in (1, 2, 1):
+        remote.cancel(id)
+    counts = [remote.under_way]
+    for message in (
+        Outputs([Output(request=1, tokens=(Token(1),))]),
+        Outputs([Output(request=1, completion=0, finish=Finish.LENGTH)]),
+        Outputs([Output(request=1, completion=1, finish=Finish.CANCELLED)]),
+        Refused(2, "cancelled", 503),
+        Outputs([Output(request=3, finish=Finish.LENGTH)]),
+    ):
+        remote.data_received(framed(message))
+        counts.append(remote.under_way)
+    remote.close()
+    ours.close()
+    await remote.ended
+    return counts
+
+
+def test_what_is_cancelled_is_under_way_until_the_engine_has_ended_it() -> None:
+    taken = list[Output | ApiError]()
+    assert asyncio.run(asyncio.wait_for(_cancelled(taken), 30)) == [3, 3, 3, 2, 1, 0]
+    assert [output.request for output in taken if isinstance(output, Output)] == [3] and len(taken) == 1
+
+
 class _Busy:
     """An engine that is asked for its figures while it waits until adapters may be removed."""
 
@@ -54,6 +96,14 @@ class _Busy:
         self.step_s, self.room = 0.0, (0, 0)
 
     def on_pause(self, call: Callable[[], None]) -> None: ...
+
+    def has_loaded(self, name: str) -> bool:
+        return False
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        assert self.may_go_on.wait(20)
+
+    def cancel(self, id: int, has_stopped: bool = False) -> None: ...
 
     def remove(self, name: str) -> None:
         assert self.may_go_on.wait(20)
@@ -80,3 +130,20 @@ def test_what_waits_to_be_removed_holds_up_no_other_question() -> None:
     link.close()
     theirs.close()
     assert numbers[0] == 8 and sorted(numbers) == list(range(9))
+
+
+def test_the_engine_says_that_it_has_not_begun_what_was_cancelled_before() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(20)
+    engine = _Busy()
+    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    for id in range(40):  # more than there are threads
+        theirs.sendall(framed(Submit(Request(id=id, prompt=(1,), adapter="mine"))))
+    theirs.sendall(framed(Cancel(39)))
+    with theirs.makefile("rb") as stream:
+        while not isinstance(message := from_engine.decode(stream.read(LENGTH.unpack(stream.read(4))[0])), Refused):
+            pass
+    assert (message.id, message.status) == (39, 503)
+    engine.may_go_on.set()
+    link.close()
+    theirs.close()

@@ -190,6 +190,7 @@ class Link:
             self._engine.cancel(id, has_stopped)
         elif submission.cancel():
             self._open.pop(id, None)
+            self._unsent.put(Refused(id, "the request was cancelled", HTTPStatus.SERVICE_UNAVAILABLE))
         else:
             submission.add_done_callback(lambda _: self._engine.cancel(id, has_stopped))
 

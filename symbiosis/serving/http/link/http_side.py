@@ -49,7 +49,8 @@ class RemoteEngine(asyncio.Protocol):
         self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
         self.room = self.tokens = 0
         self._ids = count(1)
-        self._takers: dict[int, tuple[OnOutput, int]] = {}  # with the completions that have not finished
+        # with the completions that have not finished; None: cancelled, and the engine has not said yet that it is over
+        self._takers: dict[int, tuple[OnOutput | None, int]] = {}
         self._asked: dict[int, asyncio.Future[Answer]] = {}
 
     @classmethod
@@ -65,6 +66,7 @@ class RemoteEngine(asyncio.Protocol):
 
     @property
     def under_way(self) -> int:
+        """Requests that the engine has not ended, also those that nobody wants any more."""
         return len(self._takers)
 
     def next_id(self) -> int:
@@ -79,7 +81,9 @@ class RemoteEngine(asyncio.Protocol):
 
     def cancel(self, id: int, has_stopped: bool = False) -> None:
         """End a request: nothing of it is handed out any more. `has_stopped` says that its text has come to a stop string."""
-        if self._takers.pop(id, None) is not None:
+        take, left = self._takers.get(id, (None, 0))
+        if take is not None:
+            self._takers[id] = None, left
             self._tell(Cancel(id, has_stopped))
 
     async def ask(self, kind: type[Result], verb: str, *arguments: str) -> Result:
@@ -130,9 +134,10 @@ class RemoteEngine(asyncio.Protocol):
         self.ended.set_result(None)
         if not self._is_ready.done():
             self._is_ready.set_exception(EOFError("the engine ended before it was ready"))
-        for take, _ in list(self._takers.values()):
-            take(gone())
-        self._takers.clear()
+        takers, self._takers = self._takers, {}
+        for take, _ in takers.values():
+            if take is not None:
+                take(gone())
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(gone())
@@ -149,8 +154,9 @@ class RemoteEngine(asyncio.Protocol):
             for output in message.outputs:
                 self._give(output)
         elif isinstance(message, Refused):
-            if taker := self._takers.pop(message.id, None):
-                taker[0](ApiError(message.status, message.error, message.param))
+            take, _ = self._takers.pop(message.id, (None, 0))
+            if take is not None:
+                take(ApiError(message.status, message.error, message.param))
         elif isinstance(message, Answer):
             answer = self._asked.get(message.number)
             if answer is not None and not answer.done():
@@ -165,13 +171,15 @@ class RemoteEngine(asyncio.Protocol):
 
     def _give(self, output: Output) -> None:
         if (taker := self._takers.get(output.request)) is None:
-            return  # cancelled
+            return
         take, left = taker
         if output.finish is not None:
             left -= 1
             self._takers[output.request] = take, left
         if not left:
             del self._takers[output.request]
+        if take is None:
+            return  # cancelled
         try:
             take(output)
         except Exception as error:  # a mistake of ours, which ends this request and no other
