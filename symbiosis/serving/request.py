@@ -64,7 +64,8 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         >>> Request(id=1, prompt=(0,), completions=3, ended=(1,)).under_way
         [0, 2]
         """
-        return [number for number in range(self.completions) if number not in self.ended]
+        ended = frozenset(self.ended)
+        return [number for number in range(self.completions) if number not in ended]
 
     def chosen_of(self, completion: int) -> tuple[int, ...]:
         return self.chosen[completion] if self.chosen else ()

@@ -122,8 +122,9 @@ class CompletionWords(Words):
 
     def go_on(self, before: Continuation) -> None:
         super().go_on(before)
+        ended = frozenset(before.ended)
         for index, tokens in enumerate(before.tokens):
-            if tokens or index in before.ended:
+            if tokens or index in ended:
                 self._begun.add(index)
                 told = [*(self._prompts[index // self._completions] if self._echoes else ()), *tokens]
                 self._offsets[index] = (

@@ -84,7 +84,8 @@ async def completions(front: Front, request: Request) -> ASGIApp:
     given = front.prompts.several(body.prompt)
     most = 16 if body.max_tokens is None else body.max_tokens
     with front.admitted(tenant, body, len(given), most) as admission:
-        made = await front.made(request, tenant, len(data), lambda: _completion(front, admission, body, given))
+        choices = len(given) * body.completions
+        made = await front.made(request, tenant, len(data), choices, lambda: _completion(front, admission, body, given))
         return _reply(front, admission, body, *made)
 
 
@@ -110,7 +111,7 @@ async def chat(front: Front, request: Request) -> ASGIApp:
     body = schemas.read(schemas.ChatBody, data)
     most = front.remote.welcome.most_tokens if body.wanted is None else body.wanted
     with front.admitted(tenant, body, 1, most) as admission:
-        made = await front.made(request, tenant, len(data), lambda: _chat(front, admission, body))
+        made = await front.made(request, tenant, len(data), body.completions, lambda: _chat(front, admission, body))
         return _reply(front, admission, body, *made)
 
 

@@ -19,7 +19,7 @@ from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.incoming.prompts import Prompts, too_long
 from symbiosis.serving.http.keys import Admission, Tenant
 from symbiosis.serving.http.link.http_side import RemoteEngine
-from symbiosis.serving.http.link.lanes import LARGE, Lanes
+from symbiosis.serving.http.link.lanes import LARGE, MANY_CHOICES, Lanes
 from symbiosis.serving.http.link.messages import FrontOptions
 from symbiosis.serving.http.schemas import AS_ASKED, AS_CHAT, Body, ChatBody, Continuation, refusing
 from symbiosis.serving.request import Request, Sampling
@@ -99,10 +99,12 @@ class Front(Keyed):
         if self.remote.under_way + requests > self.options.max_requests:
             raise ApiError(503, f"{self.remote.under_way} requests are under way: try again later", retry_s=1.0)
 
-    async def made(self, request: HttpRequest, tenant: Tenant, size: int, make: Callable[[], Made]) -> Made:
-        """Return what `make` makes of a body of so many bytes. Of a large one it is made in a thread, so that nobody waits for it, and only
-        if the client still does."""
-        if size <= LARGE:
+    async def made(
+        self, request: HttpRequest, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]
+    ) -> Made:
+        """Return what `make` makes of a body of so many bytes and choices. Of a large one it is made in a thread, so that nobody waits for it,
+        and only if the client still does."""
+        if size <= LARGE and choices <= MANY_CHOICES:
             return make()
         work = self._lanes.submit(tenant.name, make)
         result: asyncio.Future[Made] = asyncio.wrap_future(work)
@@ -142,6 +144,7 @@ class Front(Keyed):
     ) -> Generation:
         """Return a generation that has not begun. To go on with a long one takes long."""
         before = body.continuation
+        ended = before.ended_of(body.completions) if before else {}
         requests = [
             Request(
                 id=self.remote.next_id(),
@@ -153,7 +156,7 @@ class Front(Keyed):
                 prompt_logprobs=prompt_logprobs,
                 may_be_shorter=body.wanted is None,
                 chosen=before.chosen(number, body.completions) if before else (),
-                ended=before.ended_of(number, body.completions) if before else (),
+                ended=ended.get(number, ()),
             )
             for number, prompt in enumerate(prompts)
         ]
@@ -174,9 +177,11 @@ def _check_continuation(before: Continuation, completions: int, longest: int) ->
         raise wrong("continuation has a list of tokens for each choice", "continuation")
     if any(len(tokens) >= longest for tokens in before.tokens):
         raise too_long(longest, "those of the continuation", "continuation")
-    if len(before.ended) > completions or not all(0 <= choice < completions for choice in before.ended):
+    ended = set(before.ended)
+    if len(ended) < len(before.ended) or not all(0 <= choice < completions for choice in ended):
         raise wrong(
-            f"continuation: ended names choices, which are numbered from 0 to {completions - 1}", "continuation"
+            f"continuation: ended names choices, each once, which are numbered from 0 to {completions - 1}",
+            "continuation",
         )
     if not (0 <= before.created < MANY**2 and 0 <= before.opened < MANY):
         raise wrong("continuation: created and opened are numbers that a stream has told", "continuation")

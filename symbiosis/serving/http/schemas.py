@@ -51,13 +51,16 @@ class Continuation(msgspec.Struct, forbid_unknown_fields=True):
         """Return the tokens of a prompt's completions."""
         return tuple(map(tuple, self.tokens[prompt * completions : (prompt + 1) * completions]))
 
-    def ended_of(self, prompt: int, completions: int) -> tuple[int, ...]:
-        """Return which of a prompt's completions have ended.
+    def ended_of(self, completions: int) -> dict[int, tuple[int, ...]]:
+        """Return which completions have ended, by prompt; prompts without any are not in it.
 
-        >>> Continuation("cmpl-1", 0, ended=[0, 3]).ended_of(1, 2)
-        (1,)
+        >>> Continuation("cmpl-1", 0, ended=[0, 5, 4]).ended_of(2)
+        {0: (0,), 2: (1, 0)}
         """
-        return tuple(each - prompt * completions for each in self.ended if each // completions == prompt)
+        ended: dict[int, list[int]] = {}
+        for choice in self.ended:
+            ended.setdefault(choice // completions, []).append(choice % completions)
+        return {prompt: tuple(those) for prompt, those in ended.items()}
 
 
 class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

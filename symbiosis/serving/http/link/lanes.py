@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 Made = TypeVar("Made")
 LARGE = 20_000  # bytes of a body: what is made of more is made in a thread, so that nobody waits for it
+MANY_CHOICES = 100  # of a body: likewise
 
 
 class Lanes:
