@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from typing import Any
 
 from symbiosis.text import shown
@@ -32,6 +33,28 @@ def set_up_logging(log_format: str) -> None:
     of_transformers.enable_propagation()
     if log_format == "json" or _process:
         of_transformers.disable_progress_bar()
+
+
+def worth_logging(count: int) -> bool:
+    """Whether to log something that has happened `count` times: the 1st, 2nd, 4th, 8th, ... time, so that no client can fill the
+    log."""
+    return count & (count - 1) == 0
+
+
+class Tracebacks:
+    """Says which errors are worth a traceback: of those of one kind from one line of code the 1st, 2nd, 4th, 8th, ... one."""
+
+    def __init__(self) -> None:
+        self._seen = Counter[tuple[type[BaseException], str, int]]()
+
+    def of(self, error: BaseException) -> BaseException | None:
+        """Return an error as `exc_info` if its traceback is to be logged."""
+        trace, place = error.__traceback__, ("", 0)
+        while trace is not None:
+            place, trace = (trace.tb_frame.f_code.co_filename, trace.tb_lineno), trace.tb_next
+        kind = type(error), *place
+        self._seen[kind] += 1
+        return error if worth_logging(self._seen[kind]) else None
 
 
 class TextFormatter(logging.Formatter):

@@ -10,9 +10,10 @@ from symbiosis.errors import Code
 from symbiosis.executor.account import ServedSession
 from symbiosis.executor.calls.plan import CallPlan
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.observe.log import log, worth_logging
+from symbiosis.executor.observe.log import log
 from symbiosis.executor.scheduling.queue import Batch
 from symbiosis.executor.work import DeviceWork, Repeated, Work
+from symbiosis.logs import worth_logging
 from symbiosis.protocol import Call, Op, Reply
 from symbiosis.transport.base import Peer
 

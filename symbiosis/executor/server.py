@@ -21,7 +21,7 @@ from symbiosis.executor.model.store import Store
 from symbiosis.executor.observe.audit_log import AuditLog
 from symbiosis.executor.observe.figures import LatestFigures, snapshot_of
 from symbiosis.executor.observe.join_log import JoinLog
-from symbiosis.executor.observe.log import Alarm, log, log_mistake, worth_logging
+from symbiosis.executor.observe.log import Alarm, log, log_mistake
 from symbiosis.executor.observe.snapshot import Snapshot
 from symbiosis.executor.scheduling.batcher import Batcher
 from symbiosis.executor.scheduling.contention import Contention
@@ -29,6 +29,7 @@ from symbiosis.executor.scheduling.queue import Batch
 from symbiosis.executor.scheduling.rules import POLICIES
 from symbiosis.executor.sessions import Sessions
 from symbiosis.kernels.few_rows import MOST_ROWS
+from symbiosis.logs import worth_logging
 from symbiosis.security.keys import Keyring
 from symbiosis.transport import Listener, Reactor, listen
 from symbiosis.transport.reactor import Endable

@@ -437,6 +437,17 @@ def test_one_requests_error_ends_no_other() -> None:
             engine.generate([1])
 
 
+def test_errors_of_one_kind_have_their_traceback_logged_seldom(caplog: pytest.LogCaptureFixture) -> None:
+    model, layer = failing(RuntimeError("a defect"))
+    with Engine(model, memory=1 << 24) as engine:
+        layer.armed = True
+        for _ in range(5):
+            with pytest.raises(GenerationFailed, match="a defect"):
+                engine.generate([1])
+    told = [each for each in caplog.records if "a request ends: RuntimeError: a defect" in each.getMessage()]
+    assert [bool(each.exc_info) for each in told] == [True, True, False, True, False]
+
+
 def test_one_requests_error_costs_many_others_little() -> None:
     """A step of sixteen was computed by its sixteen segments, and a tenant whose rows always fail made all others slower so."""
     model, layer = failing(RuntimeError("a defect"))

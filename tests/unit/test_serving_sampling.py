@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
+from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.choosing.sampling import begin_choice, logprobs_of, seed_of, uniform
 from symbiosis.serving.request import Request, Sampling
 from symbiosis.serving.step import Sequence
@@ -79,6 +80,25 @@ def test_biases_and_penalties_act_on_what_was_said() -> None:
         2
     ]  # the prompt does not count
     assert ids(logits, [sequence(prompt=(2,), temperature=0.0, repetition_penalty=1.5)]) == [3]  # ... but for this one
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"repetition_penalty": 2.0},
+        {"presence_penalty": 1.0, "frequency_penalty": 1.0},
+        {"logit_bias": {}, "min_tokens": 1},
+        {"stop_tokens": (), "min_tokens": 1},
+        {"logprobs": 0},
+        {"temperature": 0.0},
+    ],
+)
+def test_where_nothing_was_said_nothing_is_penalized(how: dict[str, Any]) -> None:
+    """As behind the virtual tokens of an adapter, where a prompt may be empty."""
+    adapter, logits = Adapter(name="soft", kind="PROMPT_TUNING", bytes=1, version=1, virtual=2), logits_of(1)
+    request = Request(id=1, prompt=(), sampling=Sampling(seed=3, **how))
+    plain = sequence(seed=3, temperature=how.get("temperature", 1.0))
+    assert ids(logits, [Sequence(request, 0, [0, 0], adapter, 0.0)]) == ids(logits, [plain])
 
 
 def test_an_end_does_not_come_before_the_least_length() -> None:

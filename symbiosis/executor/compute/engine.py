@@ -11,9 +11,10 @@ from symbiosis.executor.compute.products import Products
 from symbiosis.executor.compute.slices import Slices
 from symbiosis.executor.gpu.launcher import Launcher
 from symbiosis.executor.model.store import Store
-from symbiosis.executor.observe.log import log, worth_logging
+from symbiosis.executor.observe.log import log
 from symbiosis.executor.scheduling.queue import Batch, Slice
 from symbiosis.executor.work import DeviceWork, HostCall, Repeated, Round, SingleCall, Work, call_error
+from symbiosis.logs import worth_logging
 from symbiosis.protocol import Reply
 from symbiosis.transport.base import refuse
 

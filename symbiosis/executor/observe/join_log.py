@@ -9,7 +9,8 @@ from symbiosis.errors import Code
 from symbiosis.executor.account import ServedSession
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.observe.audit_log import AuditLog
-from symbiosis.executor.observe.log import Alarm, log, worth_logging
+from symbiosis.executor.observe.log import Alarm, log
+from symbiosis.logs import worth_logging
 from symbiosis.protocol import Hello
 from symbiosis.security.allowance import Allowance
 from symbiosis.security.keys import Tenants

@@ -17,12 +17,6 @@ def log_mistake(event: str, error: Exception, **fields: Any) -> None:
     logger.error(event, exc_info=error, extra={"fields": fields})
 
 
-def worth_logging(count: int) -> bool:
-    """Whether to log something that has happened `count` times: the 1st, 2nd, 4th, 8th, ... time, so that no client can fill the
-    log."""
-    return count & (count - 1) == 0
-
-
 class Alarm:
     """Repeats a warning about a lasting condition, but not too often.
 

@@ -180,7 +180,7 @@ def _shape(scores: Tensor, sequence: Sequence, ends: frozenset[int], allowed: Te
     """Shape one row, in place."""
     how, device = sequence.request.sampling, scores.device
     if how.repetition_penalty != 1.0:
-        seen = torch.tensor(sequence.tokens[sequence.virtual :], device=device).unique()
+        seen = torch.tensor(sequence.tokens[sequence.virtual :], dtype=torch.long, device=device).unique()
         of = scores[seen]
         scores[seen] = torch.where(of < 0, of * how.repetition_penalty, of / how.repetition_penalty)
     if sequence.produced and (how.presence_penalty or how.frequency_penalty):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import ConfigError, ConnectionLost, SymbiosisError
+from symbiosis.logs import Tracebacks
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.choosing.sampling import Chosen, begin_choice
 from symbiosis.serving.engine.figures import Figures
@@ -54,6 +55,7 @@ class Loop:
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: Launched | None = None
         self._suspects: deque[int] = deque(maxlen=MOST_SUSPECTS)  # versions of adapters whose rows have failed
+        self._tracebacks = Tracebacks()
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
         self._closing = False
@@ -191,10 +193,12 @@ class Loop:
                     self._launched = self._launch(part)
                     self._settle()
             elif (job := self._job_of(step.segments[0].sequence)) is not None:
-                logger.warning("a request ends: %s", error, exc_info=not isinstance(error, SymbiosisError))
+                told = f"{type(error).__name__}: {error}"
+                trace = None if isinstance(error, SymbiosisError) else self._tracebacks.of(error)
+                logger.warning("a request ends: %s", told, exc_info=trace)
                 self.is_starved = self.is_starved or not _has_memory(self._served.device)
                 self._suspect(step.segments[0].sequence.version)
-                self._end(job.request.id, Finish.ERROR, f"{type(error).__name__}: {error}")
+                self._end(job.request.id, Finish.ERROR, told)
         return None
 
     def _suspect(self, version: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from symbiosis.errors import AdapterError, ConfigError, SymbiosisError, UnknownAdapter
+from symbiosis.logs import Tracebacks
 from symbiosis.serving.http.link.lanes import Lanes
 from symbiosis.serving.http.link.messages import (
     LENGTH,
@@ -37,6 +38,7 @@ from symbiosis.serving.http.link.pulse import BEAT_S, Pulse
 from symbiosis.serving.request import Output, Request
 
 logger = logging.getLogger("symbiosis")
+tracebacks = Tracebacks()
 
 PATH = re.compile(r"(?<![\w./])(?:local://)?/(?!v1/)[^\s'\",;()]+")
 MOST_UNREAD = 500_000  # outputs
@@ -257,5 +259,5 @@ def _said(error: Exception) -> tuple[str, int]:
     if isinstance(error, SymbiosisError):
         status = HTTPStatus.NOT_FOUND if isinstance(error, UnknownAdapter) else HTTPStatus.BAD_REQUEST
         return without_paths(str(error)), status
-    logger.error("a request failed", exc_info=error)
+    logger.error("a request failed: %s: %s", type(error).__name__, error, exc_info=tracebacks.of(error))
     return f"the server failed: {type(error).__name__}. Its log says more", HTTPStatus.INTERNAL_SERVER_ERROR
