@@ -55,6 +55,11 @@ class Sequence:
         return self.virtual + len(self.request.prompt)
 
     @property
+    def brought(self) -> int:
+        """How many tokens it came with: also those that another server is said to have chosen."""
+        return self.prompt_length + len(self.request.chosen_of(self.completion))
+
+    @property
     def tenant(self) -> str:
         return self.request.tenant
 

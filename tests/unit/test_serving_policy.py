@@ -15,7 +15,7 @@ class Waiting:
     arrived: float
     version: int = 0
     tenant: str = ""
-    prompt_length: int = 1
+    brought: int = 1
     pages: int = 1
     has_begun: bool = False
     overtaken: int = 0
@@ -27,7 +27,7 @@ WAITING = st.builds(
     arrived=st.just(0.0),
     version=st.integers(0, 5),
     tenant=st.sampled_from("abc"),
-    prompt_length=st.integers(1, 50),
+    brought=st.integers(1, 50),
     pages=st.integers(1, 10),
     steps=st.integers(1, 4),
 )
@@ -48,7 +48,7 @@ def run(queue: list[Waiting], stream: list[Waiting], kind: str, most_versions: i
             if sum(r.pages for r in running) + each.pages > 10:
                 return False
             running.append(each)
-            counters[each.tenant] += each.prompt_length
+            counters[each.tenant] += each.brought
             return True
 
         versions = frozenset(r.version for r in running) - {0}
@@ -149,13 +149,13 @@ def test_fair_order_is_a_permutation_that_keeps_each_tenants_own(
 
 def test_tenants_get_the_same_whoever_asks_for_more() -> None:
     """Two tenants, one with ten times the requests; the counters stay within one request of each other while both wait."""
-    waiting = [Waiting(0.0, tenant="a", prompt_length=3) for _ in range(100)]
-    waiting += [Waiting(0.0, tenant="b", prompt_length=7) for _ in range(10)]
+    waiting = [Waiting(0.0, tenant="a", brought=3) for _ in range(100)]
+    waiting += [Waiting(0.0, tenant="b", brought=7) for _ in range(10)]
     got: Counter[str] = Counter()
     for each in policy.by_fairness(waiting, {}):
         if got["b"] == 70:
             break
-        got[each.tenant] += each.prompt_length
+        got[each.tenant] += each.brought
         assert abs(got["a"] - got["b"]) <= 7
 
 

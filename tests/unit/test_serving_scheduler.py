@@ -437,6 +437,31 @@ def test_tenants_get_alike_only_under_vtc(policy: Any) -> None:
     assert others <= 6 if policy == "vtc" else others == 20
 
 
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        (40, {}),
+        (40, {"chosen": ((5,),)}),
+        (8, {"chosen": (tuple(range(32)),)}),
+        (40, {"completions": 2, "ended": (0,)}),
+        (8, {"completions": 2, "chosen": (tuple(range(32)),) * 2}),
+    ],
+)
+def test_what_a_request_brings_costs_the_same_wherever_it_is_said_to_have_begun(prompt: int, told: Any) -> None:
+    """Tokens of a stream that goes on here were free, and so was its prompt: who said so of each request had the others wait."""
+    server = Server(8000, StepRules(max_batch=2, policy="vtc"))
+    for id in range(40):
+        most = 1 + len(told.get("chosen", ((),))[0])
+        request = Request(id=id, prompt=(1,) * prompt, tenant="many", sampling=Sampling(max_tokens=most), **told)
+        tokens = {number: [*request.prompt, *request.chosen_of(number)] for number in request.under_way}
+        server.scheduler.add([Sequence(request, number, tokens[number], None, float(id)) for number in tokens])
+    for id in range(40, 48):
+        server.scheduler.add(sequences(id, 40, tenant="few", most=1))
+    while not {(id, 0) for id in range(40, 48)} <= server.ended:
+        server.step()
+    assert len({id for id, _ in server.ended if id < 40}) <= 10
+
+
 def test_the_adapter_that_is_brought_before_its_turn_is_the_next_one_of_the_policy() -> None:
     server = Server(4000, StepRules(max_batch=1, policy="vtc"))
     server.scheduler.add(sequences(0, 10, tenant="many", most=20))

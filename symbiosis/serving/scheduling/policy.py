@@ -29,7 +29,7 @@ class Waits(Protocol):
     @property
     def version(self) -> int: ...
     @property
-    def prompt_length(self) -> int: ...
+    def brought(self) -> int: ...
     @property
     def has_begun(self) -> bool: ...
 
@@ -113,7 +113,7 @@ def by_fairness(waiting: Iterable[W], counters: Mapping[str, float]) -> Iterator
     """Order sequences by the virtual token counter: always the tenant that has got least, and of its sequences the first that came.
 
     >>> from types import SimpleNamespace as S
-    >>> queue = [S(tenant="a", prompt_length=5, name=1), S(tenant="a", prompt_length=5, name=2), S(tenant="b", prompt_length=1, name=3)]
+    >>> queue = [S(tenant="a", brought=5, name=1), S(tenant="a", brought=5, name=2), S(tenant="b", brought=1, name=3)]
     >>> [each.name for each in by_fairness(queue, {"a": 0.0, "b": 3.0})]
     [1, 3, 2]
     """
@@ -126,7 +126,7 @@ def by_fairness(waiting: Iterable[W], counters: Mapping[str, float]) -> Iterator
         counter, number, queue = heapq.heappop(heap)
         for sequence in queue:
             yield sequence
-            heapq.heappush(heap, (counter + INPUT_COST * sequence.prompt_length, number, queue))
+            heapq.heappush(heap, (counter + INPUT_COST * sequence.brought, number, queue))
             break
 
 

@@ -225,9 +225,11 @@ class Scheduler:
 
     def _begin(self, sequence: Sequence, now: float) -> None:
         if not sequence.has_begun and not sequence.began:
-            self._counters[sequence.tenant] += policy.INPUT_COST * sequence.prompt_length
             self._begun = self._begun.after(now)
         if not sequence.began:
+            is_first = sequence.completion == sequence.request.under_way[0]  # the others find the prompt computed
+            rows = sequence.brought if is_first else sequence.brought - sequence.prompt_length
+            self._counters[sequence.tenant] += policy.INPUT_COST * rows
             sequence.began, sequence.cached = now, sequence.computed
             self.counts.asked += sequence.prompt_length
             self.counts.found += sequence.computed
