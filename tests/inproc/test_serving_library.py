@@ -6,6 +6,7 @@ import shutil
 import struct
 import threading
 import time
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from copy import deepcopy
@@ -26,6 +27,7 @@ from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
 from symbiosis.serving import Engine
 from symbiosis.serving.adapters import files
 from symbiosis.serving.adapters.files import check_finite
+from symbiosis.serving.adapters.folder import Folder, State
 from symbiosis.serving.adapters.kinds import LoadedAdapter
 from symbiosis.serving.adapters.library import FIXED_BYTES, Library
 from symbiosis.serving.adapters.refusals import MANY, REFUSED_S
@@ -341,6 +343,49 @@ def test_thousands_are_listed_once_for_all_who_ask(
         with pytest.raises(UnknownAdapter, match="and 1991 more"):
             library.get("unknown")
     assert len(scans) <= 2 + time.monotonic() - begun
+
+
+class CountedStates(UserDict[str, State]):
+    """Counts how many of the names somebody looks at."""
+
+    looked_at = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for name in super().__iter__():
+            self.looked_at += 1
+            yield name
+
+
+def test_an_unknown_name_makes_no_list_of_thousands(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library, (state,) = Library(served, folder.parent), Folder(folder.parent).states().values()
+    states = CountedStates({"mine": state, **{f"n{number:04}": state for number in range(5000)}})
+    monkeypatch.setattr(Folder, "states", lambda self: states)
+    library.add("added", folder)
+    with pytest.raises(UnknownAdapter, match="there are added, mine, n0000, n0001, .* n0007 and 4992 more"):
+        library.get("unknown")
+    assert states.looked_at < 100
+    assert library.names() == ["added", *states]
+
+
+def test_a_folder_that_takes_long_to_list_is_listed_seldom(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, lists = [100.0], []
+
+    def slow(self: Folder, path: Path, made: Any = Folder._list) -> Any:
+        lists.append(path)
+        now[0] += 0.5
+        return made(self, path)
+
+    monkeypatch.setattr(Folder, "_list", slow)
+    monkeypatch.setattr("symbiosis.serving.adapters.folder.time.monotonic", lambda: now[0])
+    adapters = Folder(folder.parent)
+    for _ in range(100):
+        assert list(adapters.states()) == ["mine"]
+        now[0] += 0.1
+    assert len(lists) <= 3
+    copies(folder, "later")
+    assert list(adapters.states()) == ["later", "mine"], "what comes is seen at once"
 
 
 def copies(folder: Path, *names: str) -> None:

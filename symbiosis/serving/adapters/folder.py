@@ -14,6 +14,7 @@ from symbiosis.text import shown
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127})?")
 LISTED_S = 1.0  # a list is as good as new for so long, if the folder itself is as it was
+TIMES_LISTED = 10  # and for so many times as long as it took to make
 State = tuple[int, ...]
 
 
@@ -28,7 +29,7 @@ class Folder:
     def __init__(self, path: Path | None, base: str | None = None, most_bytes: int = MOST_TENSOR_BYTES) -> None:
         self.path, self.base, self.most_bytes = path, base, most_bytes
         self._lock = threading.Lock()  # one lists, and the others wait for that list
-        self._listed, self._at, self._like = dict[str, State](), float("-inf"), 0
+        self._listed, self._until, self._like = dict[str, State](), float("-inf"), 0
 
     def state(self, name: str) -> State | None:
         """Return a tuple that differs whenever the adapter of this name has changed, or None if there is none."""
@@ -39,15 +40,16 @@ class Folder:
         return state if state is None or is_within(folder, self.path) else None
 
     def states(self) -> Mapping[str, State]:
-        """Return the states of all adapters in the folder, by name, as they were at most a moment ago."""
+        """Return the states of all adapters in the folder, in the order of their names, as they were at most a moment ago."""
         if self.path is None:
             return {}
         with self._lock:
             try:
                 like, now = self.path.stat().st_mtime_ns, time.monotonic()
-                if like != self._like or now - self._at > LISTED_S:
+                if like != self._like or now > self._until:
                     self._listed = self._list(self.path)
-                    self._like, self._at = like, now
+                    took = time.monotonic() - now
+                    self._like, self._until = like, now + max(LISTED_S, TIMES_LISTED * took)
             except OSError as error:
                 raise AdapterError(f"the folder of adapters cannot be read: {error.strerror}") from None
             return self._listed
@@ -88,7 +90,7 @@ class Folder:
     def _list(self, path: Path) -> dict[str, State]:
         with os.scandir(path) as entries:
             links = {entry.name: entry.is_symlink() for entry in entries if self._may_be(entry.name)}
-        states = {name: self.state(name) if is_link else state_of(path / name) for name, is_link in links.items()}
+        states = {name: self.state(name) if links[name] else state_of(path / name) for name in sorted(links)}
         return {name: state for name, state in states.items() if state is not None}
 
 

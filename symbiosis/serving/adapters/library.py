@@ -7,9 +7,11 @@ wanted. They keep their version as long as their files are the same.
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -152,7 +154,7 @@ class Library:
     def look(self, is_enough: Callable[[], bool]) -> Looked:
         """Load what lies in the folder and was not asked for yet, as long as nothing has to be let go for it."""
         looked, largest = Looked({name: self._folder.why_not(name) for name in self._folder.others()}), 0
-        for name in self._all_names():
+        for name in self._offered()[0]:
             if is_enough() or (self._memory is not None and self.bytes + largest > self._memory):
                 looked.left += 1
                 continue
@@ -180,15 +182,21 @@ class Library:
 
     def names(self) -> list[str]:
         """Return the names of all adapters, loaded or not, except those that were refused and have not changed."""
-        refused = self._refusals.names()
-        return [name for name in self._all_names() if name not in refused]
+        return list(self._offered(self._refusals.names())[0])
 
-    def _all_names(self) -> list[str]:
-        in_folder = self._folder.states().keys()
+    def _offered(self, refused: Set[str] = frozenset()) -> tuple[Iterator[str], int]:
+        """Return all names in order, and how many they are. There may be thousands, so no list is made of them."""
+        in_folder = self._folder.states()
         with self._lock:
             given = {name for name, found in self._found.items() if found.state is None}
             removed = dict(self._removed)
-        return sorted(given | {name for name in in_folder if name not in removed or self._has_changed(name, removed)})
+        hidden = {name for name in refused if name in in_folder}
+        hidden |= {
+            name for name in removed.keys() - given if name in in_folder and self._folder.state(name) == removed[name]
+        }
+        others = [name for name in given if name not in in_folder]
+        names = (name for name in merge(sorted(others), in_folder) if name not in hidden)
+        return names, len(in_folder) + len(others) - len(hidden)
 
     def loaded(self) -> list[LoadedAdapter]:
         with self._lock:
@@ -247,9 +255,6 @@ class Library:
             return self._loader.read_again(kept, folder)
         except OSError:
             return None
-
-    def _has_changed(self, name: str, removed: dict[str, State]) -> bool:
-        return self._folder.state(name) != removed[name]
 
     def _load(
         self, name: str, source: Path | str | AdapterWeights, version: int, is_known: bool = False
@@ -323,8 +328,8 @@ class Library:
         return UnknownAdapter(f"there is no adapter {shown(name, 200)!r}: there {self._there_are()}")
 
     def _there_are(self) -> str:
-        names = self.names()
-        if not names:
+        names, count = self._offered(self._refusals.names())
+        if not count:
             return "are none; add one, or start the server with --adapters FOLDER"
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        return f"are {', '.join(names[:SHOWN])}{more}"
+        more = f" and {count - SHOWN} more" if count > SHOWN else ""
+        return f"are {', '.join(islice(names, SHOWN))}{more}"

@@ -158,8 +158,7 @@ async def model(front: Front, request: Request) -> ASGIApp:
 
 
 async def _models(front: Front) -> list[dict[str, Any]]:
-    adapters = await front.remote.ask(list[AdapterInfo], "adapters")
-    return [_base(front), *(_adapter(front, adapter.name) for adapter in adapters)]
+    return [_base(front), *(_adapter(front, name) for name in await front.remote.ask(list[str], "names"))]
 
 
 def _base(front: Front) -> dict[str, Any]:

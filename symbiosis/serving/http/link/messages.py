@@ -58,7 +58,7 @@ class Ask(msgspec.Struct, tag=True, frozen=True):
     """To the engine: one of its other verbs. The answer has the same number."""
 
     number: int
-    verb: str  # add, remove, check, adapters, figures
+    verb: str  # add, remove, check, names, adapters, figures
     arguments: tuple[str, ...] = ()
 
 
