@@ -17,7 +17,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from peft import LoraConfig, TaskType
+from peft import LoHaConfig, LoraConfig, TaskType
 from safetensors.torch import load, load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -113,7 +113,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut off": (cut_off, "cut off"),
     "not JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "is not JSON"),
     "of something else": (lambda f: (f / "adapter_config.json").write_text("[1]"), "has no peft_type"),
-    "of an unknown kind": (config(peft_type="MAGIC"), "PEFT does not take it"),
+    "of an unknown kind": (config(peft_type="MAGIC"), "^adapter 'mine': PEFT does not take it: KeyError"),
     "linked": (linked, "a link to a file outside of its folder"),
     "not a number": (tensors(lambda t: t[Q + "lora_A.weight"].fill_(torch.nan)), "infinite or not numbers"),
     "half": (tensors(lambda t: t.pop(Q + "lora_A.weight")), "only one of lora_A and lora_B"),
@@ -182,6 +182,15 @@ def test_what_is_wrong_is_said_when_it_is_loaded(name: str, served: Served, fold
     assert str(refusal.value).startswith("adapter 'mine': ") and "\n" not in str(refusal.value)
     with pytest.raises(UnknownAdapter):
         library.get("mine")
+
+
+def test_a_tensor_of_another_shape_is_said_to_be_so_where_peft_computes(served: Served, tmp_path: Path) -> None:
+    mine, _ = saved(llama(), LoHaConfig(r=4, target_modules=["q_proj"], task_type=TaskType.CAUSAL_LM), tmp_path / "a")
+    tensors(lambda t: t.update({Q + "hada_w1_a": torch.ones(3, 5)}))(mine)
+    with pytest.raises(
+        AdapterError, match="^adapter 'mine': [a-z0-9_.]*hada_w1_a is 3 x 5, and this base needs 64 x 4"
+    ):
+        Library(served).add("mine", mine)
 
 
 def test_a_file_may_be_as_large_as_the_memory_or_the_option_allows(served: Served, good: Path, folder: Path) -> None:

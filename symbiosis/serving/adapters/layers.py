@@ -241,6 +241,8 @@ def _made(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, 
     _own_modules(model, weights.config.get("modules_to_save"))
     try:
         adapted = _inject(model, weights)
+    except AdapterError:
+        raise
     except SymbiosisError as error:
         raise AdapterError(f"it needs more of the base than its products: {error}") from None
     layers = dict(_outermost(adapted.base_model.model))
