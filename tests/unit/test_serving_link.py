@@ -3,8 +3,12 @@
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable
 
+import pytest
+
+from symbiosis.errors import AdapterError
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.link.engine_side import Link
@@ -86,6 +90,55 @@ def test_what_is_cancelled_is_under_way_until_the_engine_has_ended_it() -> None:
     taken = list[Output | ApiError]()
     assert asyncio.run(asyncio.wait_for(_cancelled(taken), 30)) == [3, 3, 3, 2, 1, 0]
     assert [output.request for output in taken if isinstance(output, Output)] == [3] and len(taken) == 1
+
+
+class _Refuses:
+    """An engine whose adapters are refused for a reason, if there is one."""
+
+    step_s, room = 0.0, (0, 0)
+    why: str | None = "adapter 'mine': cut off"
+
+    def on_pause(self, call: Callable[[], None]) -> None: ...
+
+    def has_loaded(self, name: str) -> bool:
+        return False
+
+    def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+
+    def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
+        if self.why is not None:
+            raise AdapterError(self.why)
+        on_output(Output(request=request.id, finish=Finish.LENGTH))
+
+
+def test_a_refused_adapter_is_logged_once_for_all_who_ask(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(20)
+    engine = _Refuses()
+    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    with theirs.makefile("rb") as stream:
+
+        def refuse(id: int, why: str) -> None:
+            engine.why = why
+            theirs.sendall(framed(Submit(Request(id=id, prompt=(1,), adapter="mine"))))
+            message: object = None
+            while not isinstance(message, Refused):
+                message = from_engine.decode(stream.read(LENGTH.unpack(stream.read(LENGTH.size))[0]))
+            assert message == Refused(id, why, 500)
+
+        for id in range(5):
+            refuse(id, "adapter 'mine': cut off")
+        refuse(5, "adapter 'mine': not JSON")
+        engine.why = None
+        theirs.sendall(framed(Submit(Request(id=6, prompt=(1,), adapter="mine"))))
+        deadline = time.monotonic() + 20
+        while link._refused and time.monotonic() < deadline:
+            time.sleep(0.001)
+        refuse(7, "adapter 'mine': not JSON")
+    link.close()
+    theirs.close()
+    told = [each.getMessage() for each in caplog.records if "mine" in each.getMessage()]
+    assert told == ["adapter 'mine': cut off", "adapter 'mine': not JSON", "adapter 'mine': not JSON"]
 
 
 class _Busy:

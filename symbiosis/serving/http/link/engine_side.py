@@ -42,6 +42,7 @@ tracebacks = Tracebacks()
 
 PATH = re.compile(r"(?<![\w./])(?:local://)?/(?!v1/)[^\s'\",;()]+")
 MOST_UNREAD = 500_000  # outputs
+MOST_REFUSED = 4096  # adapters whose refusals are logged once; beyond so many, they are logged again
 MAY_WAIT = ("add", "remove")  # verbs, until an adapter is read
 
 
@@ -82,6 +83,7 @@ class Link:
         self._closing = threading.Event()
         self._open: dict[int, int] = {}  # requests under way: completions that have not finished
         self._submissions: dict[int, Future[None]] = {}
+        self._refused: dict[str | None, str] = {}  # by adapter: why, as it was logged
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="serve-ask")
         # for what reads an adapter, or waits until it is read: others do not wait for it
         self._loading = ThreadPoolExecutor(4, thread_name_prefix="serve-load")
@@ -156,13 +158,22 @@ class Link:
     def _submit(self, request: Request) -> None:
         try:
             self._engine.submit(request, self._on_output)
+            self._refused.pop(request.adapter, None)
         except Exception as error:
             self._open.pop(request.id, None)
             message, status = _said(error)
             if isinstance(error, AdapterError) and not isinstance(error, UnknownAdapter):
-                logger.warning("%s", error)
+                self._log_refusal(request.adapter, str(error))
                 status = HTTPStatus.INTERNAL_SERVER_ERROR  # what lies in the server's folder is not the client's fault
             self._unsent.put(Refused(request.id, message, status, getattr(error, "param", None)))
+
+    def _log_refusal(self, adapter: str | None, why: str) -> None:
+        """Log why an adapter is refused, once until it is served or refused for another reason."""
+        if self._refused.get(adapter) != why:
+            if len(self._refused) >= MOST_REFUSED:
+                self._refused.clear()
+            self._refused[adapter] = why
+            logger.warning("%s", why)
 
     def _on_output(self, output: Output) -> None:
         """Take an output, in the engine's thread."""
