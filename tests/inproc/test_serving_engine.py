@@ -275,6 +275,16 @@ def test_a_prompt_without_an_answer_is_counted_and_has_no_first_token(engine: En
     assert (figures.queue_s.count, figures.first_token_s.count, figures.whole_s.count) == (3, 1, 4)
 
 
+def test_what_stops_takes_as_long_as_what_ends_and_what_is_cancelled_does_not(engine: Engine) -> None:
+    """Who reads the text finds a stop string in it, and says so."""
+    for n, has_stopped in enumerate((True, False), 1):
+        asked = Ask(engine, n, PROMPTS[1], completions=2, max_tokens=300, ignore_eos=True)
+        asked.outputs.get(timeout=60)
+        engine.cancel(n, has_stopped)
+        wait_until_idle(engine)
+        assert engine.figures().whole_s.count == 2
+
+
 def test_cancelling_frees_all_pages_within_a_step(engine: Engine) -> None:
     asked = [Ask(engine, n, PROMPTS[3], completions=2, max_tokens=300, ignore_eos=True) for n in range(4)]
     for one in asked:

@@ -272,17 +272,10 @@ class Loop:
         self._time_token(job, sequence, now)
         if job.grammars and token.id not in self._served.ends:
             job.grammars[sequence.completion].take(token.id)
-        if (finish := self._finish_of(job, sequence, token.id, produced)) is not None:
+        if (finish := _finish_of(job, sequence, token.id, produced, self._served.ends)) is not None:
             self._finish(job, sequence, (token,), finish)
         elif not job.tell(sequence.completion, (token,)):
             self._end(job.request.id, None)
-
-    def _finish_of(self, job: Job, sequence: Sequence, token: int, produced: int) -> Finish | None:
-        sampling = job.request.sampling
-        ends = token in sampling.stop_tokens or (token in self._served.ends and not sampling.ignore_eos)
-        if ends or (job.grammars and job.grammars[sequence.completion].has_ended):
-            return Finish.STOP
-        return Finish.LENGTH if produced >= sampling.max_tokens else None
 
     def _finish(self, job: Job, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
         self._scheduler.finish(sequence)
@@ -302,6 +295,8 @@ class Loop:
         for sequence in job.sequences:
             if sequence.completion not in job.done:
                 self.finished[(finish or Finish.CANCELLED).value] += 1
+                if finish is Finish.STOP:  # its text has come to a stop string
+                    self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
                 if finish is not None and not job.tell(sequence.completion, finish=finish, error=error):
                     finish = None
 
@@ -340,6 +335,14 @@ class Loop:
         self.jobs[job.request.id] = job
         self._versions[job.sequences[0].version] += 1
         self._scheduler.add(job.sequences)
+
+
+def _finish_of(job: Job, sequence: Sequence, token: int, produced: int, ends: frozenset[int]) -> Finish | None:
+    sampling = job.request.sampling
+    is_last = token in sampling.stop_tokens or (token in ends and not sampling.ignore_eos)
+    if is_last or (job.grammars and job.grammars[sequence.completion].has_ended):
+        return Finish.STOP
+    return Finish.LENGTH if produced >= sampling.max_tokens else None
 
 
 def _has_memory(device: torch.device) -> bool:
