@@ -159,7 +159,7 @@ class Program:
         self, endpoint: str | None, shape: Shape, device: str, lora: Lora = DEFAULT_LORA, exact: bool = True
     ) -> None:
         self._shape, self._device = shape, device
-        with torch.device(device):  # where the unsplit model computes what it multiplies positions by, too
+        with torch.device(device):  # both compute their rotary frequencies there
             model = symbiosis.from_executor(endpoint, device=device, exact=exact) if endpoint else shape.build(device)
         torch.manual_seed(5)
         targets = list(lora.targets if shape.family == "llama" else shape.attention)

@@ -16,6 +16,7 @@ SAYS_NOTHING = (
     "what listens there takes connections, and says nothing. If it is an executor, it hangs, is stopped, or is still starting: "
     "see its log"
 )
+AWAY = "%s is away: this program goes on with the weights that it has mapped"
 _lock = threading.Lock()
 _waits: dict[tuple[str, ...], list["Patience"]] = {}  # the waits under way, by endpoints
 

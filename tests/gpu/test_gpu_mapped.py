@@ -26,7 +26,11 @@ from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral, wide_llama
 from tests.gpu.test_gpu_line import WAIT_S, Processes, lora, trainer
 from tests.processes import until, watching
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("nobody_else"),
+]
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": tiny_llama, "gpt2": tiny_gpt2, "mixtral": tiny_mixtral, "wide": wide_llama,
 }  # fmt: skip
@@ -66,12 +70,6 @@ def processes() -> Iterator[Processes]:
     started = Processes()
     yield started
     started.end()
-
-
-@pytest.fixture(autouse=True)
-def nobody_else() -> None:
-    """Sessions of earlier tests end now: captured steps begin anew whenever one goes, or joins again."""
-    gc.collect()
 
 
 @pytest.fixture

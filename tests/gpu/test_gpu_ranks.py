@@ -1,6 +1,5 @@
 """A service whose ranks are on two GPUs, or both on one: clients on either get the results of the unsplit model, bit for bit."""
 
-import gc
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -16,7 +15,11 @@ from tests.conftest import tiny_llama
 from tests.gpu.test_gpu_line import lora, trainer
 from tests.processes import Executor, killed_at_the_end, until
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("nobody_else"),
+]
 ON_TWO = [
     pytest.mark.multi_gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
@@ -58,12 +61,6 @@ def service(
         processes.append(started)
         assert started.line, started.log.read_text()
         yield started
-
-
-@pytest.fixture(autouse=True)
-def nobody_else() -> None:
-    """Sessions of earlier tests end now: captured steps begin anew whenever one goes, or joins again."""
-    gc.collect()
 
 
 @pytest.fixture(params=[pytest.param(1, marks=ON_TWO), 0], ids=["second", "first"])

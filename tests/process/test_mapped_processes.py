@@ -19,10 +19,10 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 import symbiosis
-from symbiosis.client.connection.reconnect import AWAY
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import remote_weights
 from symbiosis.protocol import Op
+from symbiosis.transport.patience import AWAY
 from tests.conftest import tiny_llama
 from tests.processes import Client, Executor, Process, layer_number, save_tiny_llama, until
 

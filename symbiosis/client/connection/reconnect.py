@@ -28,7 +28,7 @@ from symbiosis.client.stats import Stats
 from symbiosis.errors import CallError, Code, ConnectionLost, ExecutorUnavailable, ProtocolError
 from symbiosis.protocol import Call, Hello, Layer, Priority, Reply, Welcome
 from symbiosis.transport.accepted import MoreRoom
-from symbiosis.transport.patience import JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
+from symbiosis.transport.patience import AWAY, JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
 from symbiosis.transport.tensors import CPU, Shapes, on_host
 
 PATIENCE_S = arguments.seconds_in("SYMBIOSIS_PATIENCE_S", 60.0)  # how long a lost executor may be away
@@ -38,8 +38,6 @@ CALL_S = arguments.seconds_in("SYMBIOSIS_CALL_TIMEOUT_S", 120.0)  # how long one
 FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a session joins anew
 KEEPS_OUT = frozenset((Code.WRONG_MODEL, Code.LIMIT, Code.NOT_ALLOWED))  # of a join: another executor may let us in
 FIRST_PAUSE_S = 0.02  # between two attempts
-
-AWAY = "%s is away: this program goes on with the weights that it has mapped"
 REFUSES = "%s is back and refuses this client, which goes on with the weights that it has mapped: %s"
 
 logger = logging.getLogger("symbiosis")

@@ -279,8 +279,7 @@ class Loop:
 
     def _finish(self, job: Job, sequence: Sequence, tokens: tuple[Token, ...], finish: Finish) -> None:
         self._scheduler.finish(sequence)
-        self.finished[finish.value] += 1
-        self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
+        self._count_end(sequence, finish)
         job.done.add(sequence.completion)
         if len(job.done) == len(job.sequences):
             self._forget(job.request.id)
@@ -294,11 +293,14 @@ class Loop:
             return
         for sequence in job.sequences:
             if sequence.completion not in job.done:
-                self.finished[(finish or Finish.CANCELLED).value] += 1
-                if finish is Finish.STOP:  # its text has come to a stop string
-                    self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
+                self._count_end(sequence, finish or Finish.CANCELLED)
                 if finish is not None and not job.tell(sequence.completion, finish=finish, error=error):
                     finish = None
+
+    def _count_end(self, sequence: Sequence, finish: Finish) -> None:
+        self.finished[finish.value] += 1
+        if finish in (Finish.STOP, Finish.LENGTH):
+            self.figures.whole_s.observe(time.monotonic() - sequence.arrived)
 
     def _forget(self, request: int) -> Job | None:
         """Forget a request, all of whose sequences are gone."""

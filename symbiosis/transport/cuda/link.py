@@ -50,7 +50,7 @@ from symbiosis.transport.cuda.words import ANSWERED, BEAT, ENQUEUED, FIRST_BYTES
 from symbiosis.transport.local.client import BELL, must_be, read_letter
 from symbiosis.transport.local.segment import Slab
 from symbiosis.transport.local.shared_page import NBYTES, SharedPage
-from symbiosis.transport.patience import JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
+from symbiosis.transport.patience import AWAY, JOIN_S, LONGEST_PAUSE_S, Patience, unavailable
 
 logger = logging.getLogger("symbiosis")
 PAUSE_S = 0.05  # between two attempts to find an executor again, while somebody waits for it
@@ -249,7 +249,7 @@ class Link:
             self._socket.close()
             self._unmap()
             if self._goes_on_alone():
-                logger.warning("%s is away: this program goes on with the weights that it has mapped", self._url)
+                logger.warning(AWAY, self._url)
                 return self._joins_again(math.inf)
             waiting, found = Patience([self._url], self._patience, "patience=, $SYMBIOSIS_PATIENCE_S"), False
             try:
