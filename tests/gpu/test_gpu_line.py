@@ -6,6 +6,7 @@ import gc
 import inspect
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -506,16 +507,37 @@ ENOUGH = pytest.mark.timeout(300, method="thread")  # a test that waits for a GP
 SEGMENT = 64 << 20  # of a client's device memory, which the executor maps
 
 
+def serve_and_tell(where: str, told: Any, asked: Any) -> None:
+    """Whenever it is asked, how much memory of the GPU the executor's process holds, and how much of that is in use."""
+    with symbiosis.Executor(tiny_llama().cuda(), listen=[f"local://{where}"], heartbeat_s=2.0) as executor:
+        told.put(executor.endpoint)
+        while asked.get(timeout=5 * WAIT_S):
+            told.put((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
+
+
+def who_holds_memory() -> str:
+    """Each process on a GPU, and how much memory it has there."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, timeout=WAIT_S).stdout
+
+
 @pytest.mark.fault
 @pytest.mark.parametrize(("rounds", "at_once"), [(4, 2), pytest.param(5, 10, marks=[pytest.mark.soak, ENOUGH])])
 def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, processes: Any, tmp_path: Path) -> None:
     """With calls in flight, one after another: the executor's memory and the bystander's results are as before."""
-    executor, ready = processes.start(serve_forever, f"{tmp_path}/executor.sock")
-    endpoint = ready.get(timeout=WAIT_S)
+    asked = processes.context.Queue()
+    executor, told = processes.start(serve_and_tell, f"{tmp_path}/executor.sock", asked)
+    endpoint = told.get(timeout=WAIT_S)
     bystander = symbiosis.wrap(tiny_llama().cuda(), endpoint)
     ids = torch.randint(3, 100, (2, 9)).cuda()
     free: list[int] = []
     held: list[tuple[int, int]] = []
+
+    def by_whom() -> str:
+        asked.put(True)
+        ours, its = torch.cuda.memory_reserved(), told.get(timeout=WAIT_S)
+        return f"torch here {ours}, in the executor {executor.pid} {its}; free {free}; now, pid and all\n{who_holds_memory()}"
+
     with torch.no_grad(), watching(endpoint) as look:
         expected = bystander(ids).logits
         for _ in range(rounds):
@@ -537,17 +559,13 @@ def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, process
             torch.cuda.empty_cache()
             if not free:
                 time.sleep(1.0)  # what the killed had is all given back by then
-            until(lambda: not free or free[0] - torch.cuda.mem_get_info()[0] < SEGMENT, f"as much memory as {free}", 10)
+                at_first = by_whom()
+            end = time.monotonic() + 10
+            while free and free[0] - torch.cuda.mem_get_info()[0] >= SEGMENT:
+                assert time.monotonic() < end, f"after the first, {at_first}later {by_whom()}"
+                time.sleep(0.1)
             free.append(torch.cuda.mem_get_info()[0])
     assert executor.is_alive()
-
-
-def serve_and_tell(where: str, told: Any, asked: Any) -> None:
-    """Whenever it is asked, how much memory of the GPU the executor's process holds, and how much of that is in use."""
-    with symbiosis.Executor(tiny_llama().cuda(), listen=[f"local://{where}"]) as executor:
-        told.put(executor.endpoint)
-        while asked.get(timeout=WAIT_S):
-            told.put((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
 
 
 @ENOUGH
