@@ -22,6 +22,9 @@ URLS = {model: f"http://127.0.0.1:{port}" for port, model in enumerate(LISTED, 1
 FOLDERS = ("one", "two")  # the models that have a folder of adapters
 
 
+SAID: dict[str, Any] = {}  # by URL: what a server says instead
+
+
 def tell_of(folder: Path, *models: str, **more: Any) -> None:
     members = tuple(
         Member(name=f"{model}-server-1", kind="server", model=model, number=n, url=URLS[model], state="ready", batch=8)
@@ -42,7 +45,7 @@ def front(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Front:
     models = {URLS[model]: {"data": [{"id": name} for name in names]} for model, names in LISTED.items()}
 
     async def answer_of(url: str, path: str, headers: dict[str, str]) -> Any:
-        return models[url]
+        return SAID.get(url, models.get(url))
 
     monkeypatch.setattr(app, "answer_of", answer_of)
     monkeypatch.setattr(
@@ -85,6 +88,25 @@ def test_what_is_listed_is_listed_once_and_can_be_asked_for(front: Front, tmp_pa
     assert (
         "no model 'builtin'" in ask(front, "POST", "/v1/completions", model="builtin", prompt="a")["error"]["message"]
     )
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [],
+        {},
+        {"data": None},
+        {"data": ["one"]},
+        {"data": [{"id": 7}]},
+        {"data": [{"id": "one", "max_model_len": "many"}]},
+    ],
+)
+def test_a_server_that_lists_nonsense_hides_no_other_model(
+    front: Front, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: Any
+) -> None:
+    monkeypatch.setitem(SAID, URLS["one"], said)
+    tell_of(tmp_path, *LISTED)
+    assert listed(front) == ["two", "mine", "three"], "python is one's"
 
 
 def test_the_only_model_lists_what_its_server_does(front: Front, tmp_path: Path) -> None:

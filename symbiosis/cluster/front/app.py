@@ -127,6 +127,19 @@ class Front(Keyed):
         return Relay(self.view, request.url.path, _authorized(request), asked, wish, held, done)
 
 
+class Models(msgspec.Struct):
+    """What a server lists, each with whatever it says of it."""
+
+    data: list[dict[str, Any]]
+
+
+class Named(msgspec.Struct):
+    """What a front end has to know of a model or an adapter."""
+
+    id: str
+    max_model_len: int | None = None
+
+
 def make_app(front: Front) -> ASGIApp:
     table = [
         ("POST", "/v1/completions", completion),
@@ -171,13 +184,19 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
         for seen in front.view.seen.values():
             if seen.member.model == model and seen.state is State.READY:
                 try:
-                    listed = (await answer_of(seen.member.url, "/v1/models", _authorized(request)))["data"]
-                    found += [each for each in listed if front.is_of(each["id"], model)]
+                    listed = msgspec.convert(
+                        await answer_of(seen.member.url, "/v1/models", _authorized(request)), Models
+                    )
+                    found += [each for each in listed.data if front.is_of(_named(each).id, model)]
                     break
-                except (Lost, KeyError):
+                except (Lost, msgspec.ValidationError):  # another one may do better
                     continue
-    longest = {each["id"]: each["max_model_len"] for each in found if each.get("max_model_len")}
+    longest = {named.id: named.max_model_len for named in map(_named, found) if named.max_model_len}
     return [*found, *(_alias(name, shares, longest) for name, shares in front.view.told.aliases.items())]
+
+
+def _named(listed: dict[str, Any]) -> Named:
+    return msgspec.convert(listed, Named)
 
 
 def _alias(name: str, shares: dict[str, float], longest: dict[str, int]) -> dict[str, Any]:
