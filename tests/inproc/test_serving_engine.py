@@ -277,12 +277,33 @@ def test_a_prompt_without_an_answer_is_counted_and_has_no_first_token(engine: En
 
 def test_what_stops_takes_as_long_as_what_ends_and_what_is_cancelled_does_not(engine: Engine) -> None:
     """Who reads the text finds a stop string in it, and says so."""
-    for n, has_stopped in enumerate((True, False), 1):
-        asked = Ask(engine, n, PROMPTS[1], completions=2, max_tokens=300, ignore_eos=True)
+    for n, stops in enumerate((True, False), 1):
+        asked = Ask(engine, n, PROMPTS[1], max_tokens=300, ignore_eos=True)
         asked.outputs.get(timeout=60)
-        engine.cancel(n, has_stopped)
+        (engine.stop if stops else engine.cancel)(n)
         wait_until_idle(engine)
-        assert engine.figures().whole_s.count == 2
+        assert engine.figures().whole_s.count == 1
+
+
+def test_one_completion_stops_and_the_others_go_on(engine: Engine) -> None:
+    """Stopping what has stopped, has ended, or was never there, changes nothing."""
+    asked = Ask(engine, 1, PROMPTS[1], completions=3, max_tokens=300, ignore_eos=True)
+    told = [asked.outputs.get(timeout=60)]
+    while {output.completion for output in told} != {0, 1, 2}:
+        told.append(asked.outputs.get(timeout=60))
+    for completion in (0, 2, 2, 3):
+        engine.stop(1, completion)
+    engine.stop(2)
+    while sum(output.finish is not None for output in told) < 3:
+        told.append(asked.outputs.get(timeout=60))
+    of = [[output for output in told if output.completion == number] for number in range(3)]
+    assert [each[-1].finish for each in of] == [Finish.STOP, Finish.LENGTH, Finish.STOP]
+    assert sum(len(output.tokens) for output in of[1]) == 300
+    assert all(sum(len(output.tokens) for output in of[number]) < 300 for number in (0, 2))
+    engine.stop(1, 1)
+    wait_until_idle(engine)
+    figures = engine.figures()
+    assert figures.finished == {"stop": 2, "length": 1} and figures.pages_free + figures.pages_cached == figures.pages
 
 
 def test_cancelling_frees_all_pages_within_a_step(engine: Engine) -> None:

@@ -124,6 +124,28 @@ def test_an_answer_of_many_echoes_is_that_of_one(api: Api) -> None:
     assert one["logprobs"]["text_offset"][: len("def average(")] == list(range(len("def average(")))
 
 
+def test_log_probabilities_of_many_prompts_leave_no_room_for_others_until_they_are_told(api: Api) -> None:
+    body = {**SHORT, "prompt": [[97] * 400] * 1000, "echo": True, "logprobs": 5, "max_tokens": 0}
+
+    def begin_and_hang_up(seconds: float) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            headers = {"authorization": "Bearer key-of-bob"}
+            web.post(f"{api.url}/v1/completions", json=body, headers=headers, timeout=httpx.Timeout(60, read=seconds))
+
+    too_many = post(api, {**body, "prompt": body["prompt"] * 2}, "bob")
+    assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
+    first = threading.Thread(target=begin_and_hang_up, args=(4.0,))
+    first.start()
+    eventually(lambda: api.running)
+    refused = post(api, body, "bob")
+    assert (refused.status_code, "log probabilities" in refused.text) == (503, True)
+    assert post(api, {**SHORT, "echo": True, "logprobs": 5}, "one").status_code == 200
+    first.join()
+    eventually(lambda: not api.running)
+    begin_and_hang_up(1.0)  # there is room again
+    eventually(lambda: not api.running)
+
+
 def test_a_long_prompt_whose_client_hangs_up_is_given_up(api: Api) -> None:
     prompts = [[97] * 400] * 4000
     for _ in range(3):

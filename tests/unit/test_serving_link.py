@@ -103,7 +103,8 @@ class _Refuses:
     def has_loaded(self, name: str) -> bool:
         return False
 
-    def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    def cancel(self, id: int) -> None: ...
+    def stop(self, id: int, completion: int = 0) -> None: ...
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         if self.why is not None:
@@ -156,7 +157,8 @@ class _Busy:
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
         assert self.may_go_on.wait(20)
 
-    def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    def cancel(self, id: int) -> None: ...
+    def stop(self, id: int, completion: int = 0) -> None: ...
 
     def remove(self, name: str) -> None:
         assert self.may_go_on.wait(20)

@@ -39,7 +39,7 @@ class Remote:
     def submit(self, request: Request, take: Any) -> None:
         self.take = take
 
-    def cancel(self, id: int, has_stopped: bool = False) -> None:
+    def cancel(self, id: int) -> None:
         pass
 
     def at_pause(self, call: Callable[[], None]) -> None:

@@ -23,6 +23,7 @@ class Remote:
 
     def __init__(self) -> None:
         self.cancelled: list[int] = []
+        self.stopped: list[tuple[int, int]] = []
         self.take: Callable[[Output], None]
 
     def submit(self, request: Request, take: Any) -> None:
@@ -31,8 +32,11 @@ class Remote:
     def at_pause(self, call: Callable[[], None]) -> None:
         call()
 
-    def cancel(self, id: int, has_stopped: bool = False) -> None:
+    def cancel(self, id: int) -> None:
         self.cancelled.append(id)
+
+    def stop(self, id: int, completion: int) -> None:
+        self.stopped.append((id, completion))
 
 
 async def streamed(take_s: Callable[[int], float]) -> tuple[Remote, list[bytes]]:
@@ -87,3 +91,26 @@ def test_no_timer_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_at", counted)
     asyncio.run(streamed(lambda piece: 0.0))
     assert len([after for after in timers if 1 < after < 3000]) == 2, "the one that looks, and the one of this test"
+
+
+async def _stopped() -> Remote:
+    """Two completions, of which a stop string ends the second, and their greatest length the first."""
+    remote, tokenizer = Remote(), bytes_tokenizer()
+    requests = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS), completions=2)]
+    generation = Generation(remote, requests, lambda: Text(tokenizer, ["XY"]), lambda count: None, {})  # type: ignore[arg-type]
+    generation.begin()
+    for completion, text in ((0, "a"), (1, "X"), (0, "b"), (1, "Y"), (0, "c"), (1, "more that is on its way")):
+        tokens = tuple(map(Token, text.encode()))
+        remote.take(Output(request=7, completion=completion, tokens=tokens))
+        assert remote.stopped == ([(7, 1)] if text in ("Y", "c") or len(text) > 1 else [])
+    remote.take(Output(request=7, completion=1, finish=Finish.STOP))  # the engine's answer
+    remote.take(Output(request=7, completion=0, tokens=(Token(100),), finish=Finish.LENGTH))
+    deltas = [delta async for part in generation.deltas() for delta in part]
+    assert {delta.choice: (delta.text, delta.finish) for delta in deltas} == {0: ("abcd", "length"), 1: ("", "stop")}
+    assert generation.completion_tokens == 6, "what was computed in vain is nobody's"
+    return remote
+
+
+def test_a_completion_whose_text_has_stopped_is_ended_and_the_others_go_on() -> None:
+    remote = asyncio.run(_stopped())
+    assert remote.stopped == [(7, 1)] and not remote.cancelled

@@ -30,7 +30,7 @@ from symbiosis.serving.engine.loop import Loop
 from symbiosis.serving.engine.reader import Completion, PartReader, Reader
 from symbiosis.serving.model import Served, bytes_of
 from symbiosis.serving.options import Policy
-from symbiosis.serving.request import Finish, Output, Request
+from symbiosis.serving.request import Output, Request
 from symbiosis.serving.scheduling.scheduler import Scheduler, StepRules
 from symbiosis.serving.step import BLOCK, Sequence
 
@@ -141,13 +141,14 @@ class Engine:
         """Have this called after each step, in the engine's thread, when `on_output` was told of all its tokens. It must not block."""
         self._loop.on_pause = call
 
-    def cancel(self, id: int, has_stopped: bool = False) -> None:
-        """End a request. Its memory is free before the next step, or soon after if very much was asked at once. A request that has ended already is no error.
+    def cancel(self, id: int) -> None:
+        """End a request. Its memory is free before the next step, or soon after if very much was asked at once. A request that has ended already is no error."""
+        self._loop.cancel(id)
 
-        Args:
-            has_stopped: Its text has come to a stop string, so it counts as finished.
-        """
-        self._loop.cancel(id, Finish.STOP if has_stopped else Finish.CANCELLED)
+    def stop(self, id: int, completion: int = 0) -> None:
+        """End one completion, whose text has come to a stop string, so that it counts as finished. The others of its request go on. One that has
+        ended already is no error."""
+        self._loop.stop(id, completion)
 
     def add(self, name: str, source: Any) -> Adapter:
         """Add an adapter that PEFT has saved, or its weights. It replaces one of the same name; requests under way keep the old one."""

@@ -76,9 +76,14 @@ class Loop:
             self.ask(lambda: self._begin(job))
             self._under_way.add(job.request.id)
 
-    def cancel(self, request: int, finish: Finish = Finish.CANCELLED) -> None:
+    def cancel(self, request: int) -> None:
         with self._awake:
-            self._messages.append(lambda: self._end(request, finish))
+            self._messages.append(lambda: self._end(request, Finish.CANCELLED))
+            self._awake.notify()
+
+    def stop(self, request: int, completion: int) -> None:
+        with self._awake:
+            self._messages.append(lambda: self._stop(request, completion))
             self._awake.notify()
 
     def ask(self, do: Callable[[], None]) -> None:
@@ -296,6 +301,14 @@ class Loop:
                 self._count_end(sequence, finish or Finish.CANCELLED)
                 if finish is not None and not job.tell(sequence.completion, finish=finish, error=error):
                     finish = None
+
+    def _stop(self, request: int, completion: int) -> None:
+        """End one completion, if it has not ended."""
+        if (job := self.jobs.get(request)) is None:
+            return
+        for sequence in job.sequences:
+            if sequence.completion == completion and completion not in job.done:
+                self._finish(job, sequence, (), Finish.STOP)
 
     def _count_end(self, sequence: Sequence, finish: Finish) -> None:
         self.finished[finish.value] += 1

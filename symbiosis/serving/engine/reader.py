@@ -37,7 +37,8 @@ class TakesRequests(Protocol):
     tokenizer: Any
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
-    def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    def cancel(self, id: int) -> None: ...
+    def stop(self, id: int, completion: int = 0) -> None: ...
     def next_id(self) -> int: ...
 
 
@@ -73,9 +74,12 @@ class Asking:
         tokens = prompt_tokens(engine.tokenizer, prompt)
         self.request = Request(id=self.id, prompt=tokens, sampling=how, adapter=adapter, tenant=tenant)
 
-    @property
-    def has_stopped(self) -> bool:
-        return self._text is not None and self._text.stopped
+    def end(self) -> None:
+        """End the request, of which nothing is read any more."""
+        if self._text is not None and self._text.stopped:
+            self.engine.stop(self.id)
+        else:
+            self.engine.cancel(self.id)
 
     def part(self, output: Output) -> Completion:
         """Return what an output adds. At a stop string the request is over, whatever the engine still computes."""
@@ -109,7 +113,7 @@ class Reader(Asking):
             while not parts or parts[-1].finish is None:
                 parts.append(self.part(outputs.get()))
         finally:
-            self.engine.cancel(self.id, self.has_stopped)
+            self.end()
         return Completion(
             text="".join(part.text for part in parts),
             tokens=tuple(token for part in parts for token in part.tokens),
@@ -137,4 +141,4 @@ class PartReader(Asking):
                 finish = part.finish
                 yield part
         finally:
-            self.engine.cancel(self.id, self.has_stopped)
+            self.end()

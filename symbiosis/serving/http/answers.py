@@ -14,6 +14,7 @@ from symbiosis.serving.http.schemas import Continuation
 from symbiosis.serving.request import Token
 
 Fields = dict[str, Any]
+_tokens = msgspec.msgpack.Decoder(tuple[Token, ...])
 
 
 class Words:
@@ -143,16 +144,24 @@ class CompletionWords(Words):
                 before = self._shown_prompt(delta)
                 shown = self._shown(delta.tokens, sum(map(len, before["tokens"])))
                 shown = {name: before[name] + shown[name] for name in shown}
-        self._begun.add(index)
+        self._begin(index)
         if shown is not None and shown["tokens"]:
             self._offsets[index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
+
+    def _begin(self, index: int) -> None:
+        """Note that a completion is shown. What all of a prompt's have shown is not kept: of many prompts it would be much."""
+        self._begun.add(index)
+        number = index // self._completions
+        if all(number * self._completions + each in self._begun for each in range(self._completions)):
+            self._shown_prompts.pop(number, None)
 
     def _shown_prompt(self, delta: Delta) -> Fields:
         """Return the log probabilities of the prompt's tokens. The first token has none, because nothing comes before it."""
         number = delta.choice // self._completions
         if number not in self._shown_prompts:
-            told, prompt = delta.prompt_logprobs, self._prompts[number]
+            told = _tokens.decode(delta.prompt_logprobs) if delta.prompt_logprobs else ()
+            prompt = self._prompts[number]
             missing = [Token(id) for id in prompt[: len(prompt) - len(told)]]
             self._shown_prompts[number] = self._shown([*missing, *told], 0)
         return self._shown_prompts[number]

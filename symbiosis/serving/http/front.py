@@ -25,6 +25,7 @@ from symbiosis.serving.http.schemas import AS_ASKED, AS_CHAT, Body, ChatBody, Co
 from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
+MOST_SCORES = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here
 
 
 class Front(Keyed):
@@ -38,6 +39,7 @@ class Front(Keyed):
         self._lanes = Lanes(4, "http-made")
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
+        self._scores = 0  # log probabilities of prompts, of all answers under way
         self._metrics: asyncio.Task[bytes] | None = None  # that are being made
 
     @property
@@ -98,6 +100,21 @@ class Front(Keyed):
             raise ApiError(503, "the server is ending: ask another one", retry_s=10.0)
         if self.remote.under_way + requests > self.options.max_requests:
             raise ApiError(503, f"{self.remote.under_way} requests are under way: try again later", retry_s=1.0)
+
+    def hold(self, scores: int, admission: Admission) -> None:
+        """Keep room for so many log probabilities of prompts until the admission ends. Raises `ApiError` if there is none."""
+        if scores > MOST_SCORES:
+            raise wrong(
+                f"at most {MOST_SCORES} log probabilities of prompts, and this would be {scores}: send fewer prompts at once",
+                "prompt",
+            )
+        if self._scores + scores > MOST_SCORES:
+            raise ApiError(503, "log probabilities of other prompts are under way: try again later", retry_s=1.0)
+        self._scores += scores
+        admission.at_end(lambda: self._release(scores))
+
+    def _release(self, scores: int) -> None:
+        self._scores -= scores
 
     async def made(
         self, request: HttpRequest, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]

@@ -28,7 +28,7 @@ class Delta(msgspec.Struct, gc=False):
     text: str = ""
     tokens: list[Token] = []
     finish: str | None = None
-    prompt_logprobs: tuple[Token, ...] = ()
+    prompt_logprobs: bytes = b""  # packed: they wait for those of all other prompts, and take little room so
 
 
 HandOver = Callable[[Callable[[], list[Delta]]], bool]  # gets what reads what is new; whether it has read it
@@ -97,6 +97,7 @@ class Generation:
             self.choices += request.completions
             self.most_tokens += request.sampling.max_tokens * len(request.under_way)
         self.requests = [request for request in requests if request.under_way]
+        self.scores = sum(map(_scores, self.requests))
         self._open = {request.id: self._open[request.id] for request in self.requests}
 
     def begin(self) -> None:
@@ -163,18 +164,25 @@ class Generation:
         self.completion_tokens += len(output.tokens)
         self._spent(len(output.tokens))
         if output.prompt_logprobs:  # they come once, with the first output of a request
+            packed = msgspec.msgpack.encode(output.prompt_logprobs)
             for each in self._open[output.request].values():
-                each.delta.prompt_logprobs = output.prompt_logprobs
+                each.delta.prompt_logprobs = packed
         if choice.add(output):
             self._new[choice.delta.choice] = choice
             self._remote.at_pause(self._tell)
         if choice.finish is not None:
+            if output.finish is None:  # a stop string has ended it, of which the engine does not know
+                self._remote.stop(output.request, output.completion)
             of_request = self._open[output.request]
             del of_request[output.completion]
             if not of_request:
                 del self._open[output.request]
-                self._remote.cancel(output.request, has_stopped=True)  # what a stop string has ended runs on until now
 
     def _fail(self, failure: ApiError) -> None:
         self._failure = failure
         self.end()
+
+
+def _scores(request: Request) -> int:
+    """Return how many log probabilities of its prompt a request is told."""
+    return len(request.prompt) * (1 + (request.sampling.logprobs or 0)) if request.prompt_logprobs else 0

@@ -77,6 +77,11 @@ class Admission:
 
     def __init__(self, tenant: Tenant, requests: int, tokens: int) -> None:
         self.tenant, self._requests, self._reserved = tenant, requests, tokens
+        self._at_end: list[Callable[[], None]] = []
+
+    def at_end(self, call: Callable[[], None]) -> None:
+        """Call this once, at the end."""
+        self._at_end.append(call)
 
     def spend(self, tokens: int) -> None:
         """Count tokens that came. Those that were reserved are counted already."""
@@ -93,6 +98,8 @@ class Admission:
         self._give_back(self._reserved)
         self.tenant.leave(self._requests)
         self._requests = 0
+        while self._at_end:
+            self._at_end.pop()()
 
     def _give_back(self, tokens: int) -> None:
         if tokens > 0:

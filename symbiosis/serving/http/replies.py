@@ -114,7 +114,7 @@ class Stream(Reply):
 def _join(whole: Delta, more: Delta) -> None:
     whole.text += more.text
     whole.tokens.extend(more.tokens)
-    whole.prompt_logprobs += more.prompt_logprobs
+    whole.prompt_logprobs = whole.prompt_logprobs or more.prompt_logprobs
     whole.finish = more.finish
 
 

@@ -27,6 +27,7 @@ from symbiosis.serving.http.link.messages import (
     FromEngine,
     Outputs,
     Refused,
+    Stop,
     Submit,
     ToEngine,
     Welcome,
@@ -50,7 +51,8 @@ class Serves(Protocol):
     """What the link needs of an engine."""
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
-    def cancel(self, id: int, has_stopped: bool = False) -> None: ...
+    def cancel(self, id: int) -> None: ...
+    def stop(self, id: int, completion: int = 0) -> None: ...
     def on_pause(self, call: Callable[[], None]) -> None: ...
     @property
     def step_s(self) -> float: ...
@@ -132,7 +134,9 @@ class Link:
             self._open[message.request.id] = len(message.request.under_way)
             self._begin(message.request)
         elif isinstance(message, Cancel):
-            self._cancel(message.id, message.has_stopped)
+            self._cancel(message.id)
+        elif isinstance(message, Stop):
+            self._engine.stop(message.id, message.completion)
         elif isinstance(message, Ask):
             (self._loading if message.verb in MAY_WAIT else self._pool).submit(self._answer, message)
 
@@ -196,16 +200,16 @@ class Link:
             with suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _cancel(self, id: int, has_stopped: bool = False) -> None:
+    def _cancel(self, id: int) -> None:
         """Cancel a request; if it is still being submitted, as soon as it is. One that waits for a thread is not begun."""
         submission = self._submissions.get(id)
         if submission is None:
-            self._engine.cancel(id, has_stopped)
+            self._engine.cancel(id)
         elif submission.cancel():
             self._open.pop(id, None)
             self._unsent.put(Refused(id, "the request was cancelled", HTTPStatus.SERVICE_UNAVAILABLE))
         else:
-            submission.add_done_callback(lambda _: self._engine.cancel(id, has_stopped))
+            submission.add_done_callback(lambda _: self._engine.cancel(id))
 
     def _answer(self, ask: Ask) -> None:
         try:

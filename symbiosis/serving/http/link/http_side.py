@@ -20,6 +20,7 @@ from symbiosis.serving.http.link.messages import (
     FromEngine,
     Outputs,
     Refused,
+    Stop,
     Submit,
     ToEngine,
     Welcome,
@@ -79,12 +80,16 @@ class RemoteEngine(asyncio.Protocol):
         self._takers[request.id] = on_output, len(request.under_way)
         self._tell(Submit(request))
 
-    def cancel(self, id: int, has_stopped: bool = False) -> None:
-        """End a request: nothing of it is handed out any more. `has_stopped` says that its text has come to a stop string."""
+    def cancel(self, id: int) -> None:
+        """End a request: nothing of it is handed out any more."""
         take, left = self._takers.get(id, (None, 0))
         if take is not None:
             self._takers[id] = None, left
-            self._tell(Cancel(id, has_stopped))
+            self._tell(Cancel(id))
+
+    def stop(self, id: int, completion: int) -> None:
+        """End a completion whose text has come to a stop string."""
+        self._tell(Stop(id, completion))
 
     async def ask(self, kind: type[Result], verb: str, *arguments: str) -> Result:
         """Call one of the engine's other verbs. Its answer is of this kind."""

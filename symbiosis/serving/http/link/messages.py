@@ -51,7 +51,13 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     """To the engine: end this request, because nobody wants it any more."""
 
     id: int
-    has_stopped: bool = False  # its text has come to a stop string
+
+
+class Stop(msgspec.Struct, tag=True, frozen=True):
+    """To the engine: end this completion, because its text has come to a stop string."""
+
+    id: int
+    completion: int
 
 
 class Ask(msgspec.Struct, tag=True, frozen=True):
@@ -109,7 +115,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
 
 
-ToEngine = Submit | Cancel | Ask | Beat
+ToEngine = Submit | Cancel | Stop | Ask | Beat
 FromEngine = Welcome | Outputs | Refused | Answer | Drain | Beat
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)
