@@ -306,6 +306,19 @@ def test_one_completion_stops_and_the_others_go_on(engine: Engine) -> None:
     assert figures.finished == {"stop": 2, "length": 1} and figures.pages_free + figures.pages_cached == figures.pages
 
 
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_completion_that_has_told_no_token_has_not_stopped(engine: Engine, stopped: int) -> None:
+    both_are_asked = threading.Event()
+    engine._loop.ask(lambda: both_are_asked.wait(60))
+    asked = Ask(engine, 1, PROMPTS[1], completions=3, max_tokens=20, ignore_eos=True)
+    engine.stop(1, stopped)
+    both_are_asked.set()
+    assert [sum(len(output.tokens) for output in told) for told in asked.all()] == [20] * 3
+    wait_until_idle(engine)
+    figures = engine.figures()
+    assert figures.pages_free + figures.pages_cached == figures.pages
+
+
 def test_cancelling_frees_all_pages_within_a_step(engine: Engine) -> None:
     asked = [Ask(engine, n, PROMPTS[3], completions=2, max_tokens=300, ignore_eos=True) for n in range(4)]
     for one in asked:

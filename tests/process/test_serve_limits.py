@@ -125,12 +125,15 @@ def test_an_answer_of_many_echoes_is_that_of_one(api: Api) -> None:
 
 
 def test_log_probabilities_of_many_prompts_leave_no_room_for_others_until_they_are_told(api: Api) -> None:
-    body = {**SHORT, "prompt": [[97] * 400] * 1000, "echo": True, "logprobs": 5, "max_tokens": 0}
+    body = {**SHORT, "prompt": [[97] * 400] * 850, "echo": True, "logprobs": 5, "max_tokens": 0}
+    hung_up: list[bool] = []
 
     def begin_and_hang_up(seconds: float) -> None:
-        with pytest.raises(httpx.ReadTimeout):
-            headers = {"authorization": "Bearer key-of-bob"}
+        headers = {"authorization": "Bearer key-of-bob"}
+        try:
             web.post(f"{api.url}/v1/completions", json=body, headers=headers, timeout=httpx.Timeout(60, read=seconds))
+        except httpx.ReadTimeout:
+            hung_up.append(True)
 
     too_many = post(api, {**body, "prompt": body["prompt"] * 2}, "bob")
     assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "prompt")
@@ -139,11 +142,33 @@ def test_log_probabilities_of_many_prompts_leave_no_room_for_others_until_they_a
     eventually(lambda: api.running)
     refused = post(api, body, "bob")
     assert (refused.status_code, "log probabilities" in refused.text) == (503, True)
-    assert post(api, {**SHORT, "echo": True, "logprobs": 5}, "one").status_code == 200
+    told_none = {**body, "logprobs": None, "prompt": body["prompt"][:3]}
+    assert post(api, told_none, "bob").status_code == 200
+    assert post(api, {**SHORT, "echo": True, "logprobs": 5}, "one").status_code == 200, "another key has its own half"
     first.join()
     eventually(lambda: not api.running)
-    begin_and_hang_up(1.0)  # there is room again
+    begin_and_hang_up(1.0)
     eventually(lambda: not api.running)
+    assert hung_up == [True, True], "there was room again"
+
+
+def test_a_choice_is_not_computed_on_when_a_stop_string_has_ended_it(api: Api) -> None:
+    """All begin alike, and one of each pair may not come to its end."""
+    before = api.engine.figures().generated_tokens
+    body = {
+        **SHORT,
+        "prompt": ["def f(", "def f("],
+        "n": 8,
+        "temperature": 1.5,
+        "seed": 5,
+        "max_tokens": 300,
+        "ignore_eos": True,
+    }
+    told = post(api, {**body, "stop": ["e", "a"]}, "bob").json()
+    finishes = [choice["finish_reason"] for choice in told["choices"]]
+    assert finishes.count("stop") > 8
+    eventually(lambda: not api.running)
+    assert api.engine.figures().generated_tokens - before < told["usage"]["completion_tokens"] + 16 * 20
 
 
 def test_a_long_prompt_whose_client_hangs_up_is_given_up(api: Api) -> None:

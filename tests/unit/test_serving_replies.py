@@ -4,12 +4,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.http import outlet
 from symbiosis.serving.http.answers import CompletionWords
-from symbiosis.serving.http.generation import Generation
+from symbiosis.serving.http.generation import Delta, Generation
 from symbiosis.serving.http.replies import Stream
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -93,17 +94,31 @@ def test_no_timer_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len([after for after in timers if 1 < after < 3000]) == 2, "the one that looks, and the one of this test"
 
 
+def test_what_all_completions_of_a_prompt_have_shown_is_not_kept() -> None:
+    words = CompletionWords("demo", bytes_tokenizer(), True, ["AB", "CD"], [(65, 66), (67, 68)], 2)
+    for choice, kept in ((0, {0}), (2, {0, 1}), (1, {1}), (3, set())):
+        prompt = (Token(65), Token(66, -0.5)) if choice < 2 else (Token(67), Token(68, -0.25))
+        shown = words.choice(Delta(choice, prompt_logprobs=msgspec.msgpack.encode(prompt)))["logprobs"]
+        assert (shown["tokens"], shown["token_logprobs"]) == (
+            list("AB" if choice < 2 else "CD"),
+            [None, prompt[1].logprob],
+        )
+        assert words._shown_prompts.keys() == kept
+
+
 async def _stopped() -> Remote:
     """Two completions, of which a stop string ends the second, and their greatest length the first."""
     remote, tokenizer = Remote(), bytes_tokenizer()
     requests = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS), completions=2)]
     generation = Generation(remote, requests, lambda: Text(tokenizer, ["XY"]), lambda count: None, {})  # type: ignore[arg-type]
     generation.begin()
-    for completion, text in ((0, "a"), (1, "X"), (0, "b"), (1, "Y"), (0, "c"), (1, "more that is on its way")):
-        tokens = tuple(map(Token, text.encode()))
-        remote.take(Output(request=7, completion=completion, tokens=tokens))
-        assert remote.stopped == ([(7, 1)] if text in ("Y", "c") or len(text) > 1 else [])
-    remote.take(Output(request=7, completion=1, finish=Finish.STOP))  # the engine's answer
+    for completion, text in ((0, "a"), (1, "X"), (0, "b")):
+        remote.take(Output(request=7, completion=completion, tokens=tuple(map(Token, text.encode()))))
+    assert not remote.stopped
+    for completion, text in ((1, "Y"), (0, "c"), (1, "more that is on its way")):
+        remote.take(Output(request=7, completion=completion, tokens=tuple(map(Token, text.encode()))))
+        assert remote.stopped == [(7, 1)]
+    remote.take(Output(request=7, completion=1, finish=Finish.ERROR, error="after its end"))  # concerns nobody
     remote.take(Output(request=7, completion=0, tokens=(Token(100),), finish=Finish.LENGTH))
     deltas = [delta async for part in generation.deltas() for delta in part]
     assert {delta.choice: (delta.text, delta.finish) for delta in deltas} == {0: ("abcd", "length"), 1: ("", "stop")}

@@ -146,8 +146,8 @@ class Engine:
         self._loop.cancel(id)
 
     def stop(self, id: int, completion: int = 0) -> None:
-        """End one completion, whose text has come to a stop string, so that it counts as finished. The others of its request go on. One that has
-        ended already is no error."""
+        """End one completion, whose text has come to a stop string, so that it counts as finished. The others of its request go on. Nothing
+        happens to one that has told no token yet, which cannot have come to one, or that has ended already."""
         self._loop.stop(id, completion)
 
     def add(self, name: str, source: Any) -> Adapter:

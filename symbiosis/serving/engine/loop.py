@@ -303,11 +303,12 @@ class Loop:
                     finish = None
 
     def _stop(self, request: int, completion: int) -> None:
-        """End one completion, if it has not ended."""
-        if (job := self.jobs.get(request)) is None:
+        """End one completion, if it has told a token and has not ended."""
+        job = self.jobs.get(request)
+        if job is None or completion in job.done or completion not in job.told_at:
             return
         for sequence in job.sequences:
-            if sequence.completion == completion and completion not in job.done:
+            if sequence.completion == completion:
                 self._finish(job, sequence, (), Finish.STOP)
 
     def _count_end(self, sequence: Sequence, finish: Finish) -> None:

@@ -144,7 +144,8 @@ class CompletionWords(Words):
                 before = self._shown_prompt(delta)
                 shown = self._shown(delta.tokens, sum(map(len, before["tokens"])))
                 shown = {name: before[name] + shown[name] for name in shown}
-        self._begin(index)
+        if index not in self._begun:
+            self._begin(index)
         if shown is not None and shown["tokens"]:
             self._offsets[index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
@@ -153,7 +154,8 @@ class CompletionWords(Words):
         """Note that a completion is shown. What all of a prompt's have shown is not kept: of many prompts it would be much."""
         self._begun.add(index)
         number = index // self._completions
-        if all(number * self._completions + each in self._begun for each in range(self._completions)):
+        of_prompt = range(number * self._completions, (number + 1) * self._completions)
+        if self._begun.issuperset(of_prompt):
             self._shown_prompts.pop(number, None)
 
     def _shown_prompt(self, delta: Delta) -> Fields:

@@ -129,7 +129,7 @@ def _chat(front: Front, admission: Admission, body: schemas.ChatBody) -> tuple[W
 def _reply(front: Front, admission: Admission, body: schemas.Body, words: Words, generation: Generation) -> ASGIApp:
     """Begin a generation, and return the answer, which ends it and what it was admitted with."""
     front.check_room(len(generation.requests))
-    front.hold(generation.scores, admission)
+    front.hold(generation.prompt_logprobs, admission)
     admission.tenant.spend(generation.prompt_tokens + generation.completion_tokens)
     admission.keep(generation.most_tokens)
     generation.begin()

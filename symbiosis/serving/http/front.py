@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -25,7 +26,7 @@ from symbiosis.serving.http.schemas import AS_ASKED, AS_CHAT, Body, ChatBody, Co
 from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
-MOST_SCORES = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here
+MOST_PROMPT_LOGPROBS = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here
 
 
 class Front(Keyed):
@@ -39,7 +40,7 @@ class Front(Keyed):
         self._lanes = Lanes(4, "http-made")
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
-        self._scores = 0  # log probabilities of prompts, of all answers under way
+        self._prompt_logprobs = Counter[str]()  # of all answers under way, by tenant
         self._metrics: asyncio.Task[bytes] | None = None  # that are being made
 
     @property
@@ -101,20 +102,21 @@ class Front(Keyed):
         if self.remote.under_way + requests > self.options.max_requests:
             raise ApiError(503, f"{self.remote.under_way} requests are under way: try again later", retry_s=1.0)
 
-    def hold(self, scores: int, admission: Admission) -> None:
-        """Keep room for so many log probabilities of prompts until the admission ends. Raises `ApiError` if there is none."""
-        if scores > MOST_SCORES:
+    def hold(self, prompt_logprobs: int, admission: Admission) -> None:
+        """Keep room for so many log probabilities of prompts until the admission ends. A key has half of it at most. Raises `ApiError` if there is none."""
+        held, tenant, most = self._prompt_logprobs, admission.tenant.name, MOST_PROMPT_LOGPROBS // 2
+        if prompt_logprobs > most:
             raise wrong(
-                f"at most {MOST_SCORES} log probabilities of prompts, and this would be {scores}: send fewer prompts at once",
+                f"at most {most} log probabilities of prompts, and this would be {prompt_logprobs}: send fewer prompts at once, "
+                "or ask for fewer of each token",
                 "prompt",
             )
-        if self._scores + scores > MOST_SCORES:
+        if not prompt_logprobs:
+            return
+        if held[tenant] + prompt_logprobs > most or held.total() + prompt_logprobs > MOST_PROMPT_LOGPROBS:
             raise ApiError(503, "log probabilities of other prompts are under way: try again later", retry_s=1.0)
-        self._scores += scores
-        admission.at_end(lambda: self._release(scores))
-
-    def _release(self, scores: int) -> None:
-        self._scores -= scores
+        held[tenant] += prompt_logprobs
+        admission.at_end(lambda: held.subtract({tenant: prompt_logprobs}))
 
     async def made(
         self, request: HttpRequest, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]

@@ -97,7 +97,7 @@ class Generation:
             self.choices += request.completions
             self.most_tokens += request.sampling.max_tokens * len(request.under_way)
         self.requests = [request for request in requests if request.under_way]
-        self.scores = sum(map(_scores, self.requests))
+        self.prompt_logprobs = sum(map(_prompt_logprobs, self.requests))
         self._open = {request.id: self._open[request.id] for request in self.requests}
 
     def begin(self) -> None:
@@ -153,10 +153,12 @@ class Generation:
             is_unknown = output.status == HTTPStatus.NOT_FOUND
             unknown = unknown_model(self.requests[0].adapter or "", [self._remote.welcome.model])
             self._fail(unknown if is_unknown else renamed(output, self._names))
+        elif (choice := self._open.get(output.request, {}).get(output.completion)) is None:
+            pass  # a stop string has ended it here, whatever becomes of it there
         elif output.finish in FAILURES:
             status, message = FAILURES[output.finish]
             self._fail(ApiError(status, output.error or message, retry_s=1.0 if status == 503 else 0.0))
-        elif choice := self._open.get(output.request, {}).get(output.completion):
+        else:
             self._add(choice, output)
 
     def _add(self, choice: Choice, output: Output) -> None:
@@ -183,6 +185,9 @@ class Generation:
         self.end()
 
 
-def _scores(request: Request) -> int:
-    """Return how many log probabilities of its prompt a request is told."""
-    return len(request.prompt) * (1 + (request.sampling.logprobs or 0)) if request.prompt_logprobs else 0
+def _prompt_logprobs(request: Request) -> int:
+    """Return how many log probabilities of its prompt a request is told. Who goes on with completions elsewhere was told them there."""
+    others = request.sampling.logprobs
+    if others is None or not request.prompt_logprobs or all(map(request.chosen_of, request.under_way)):
+        return 0
+    return len(request.prompt) * (1 + others)
