@@ -133,7 +133,7 @@ class Models(msgspec.Struct):
     data: list[dict[str, Any]]
 
 
-class Named(msgspec.Struct):
+class ListedModel(msgspec.Struct):
     """What a front end has to know of a model or an adapter."""
 
     id: str
@@ -195,8 +195,8 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
     return [*found, *(_alias(name, shares, longest) for name, shares in front.view.told.aliases.items())]
 
 
-def _named(listed: dict[str, Any]) -> Named:
-    return msgspec.convert(listed, Named)
+def _named(listed: dict[str, Any]) -> ListedModel:
+    return msgspec.convert(listed, ListedModel)
 
 
 def _alias(name: str, shares: dict[str, float], longest: dict[str, int]) -> dict[str, Any]:

@@ -4,9 +4,7 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from itertools import accumulate
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -18,6 +16,7 @@ from symbiosis.serving.choosing.sampling import Chosen, begin_choice
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.launched import Launched
+from symbiosis.serving.engine.suspects import Suspects
 from symbiosis.serving.model import Served
 from symbiosis.serving.request import Finish, Token
 from symbiosis.serving.scheduling.scheduler import Scheduler, Unsettled
@@ -25,7 +24,6 @@ from symbiosis.serving.step import Segment, Sequence, Step
 
 logger = logging.getLogger("symbiosis")
 IDLE_S = 0.001  # between looks at adapters on their way
-MOST_SUSPECTS = 64  # versions of adapters
 # seconds of messages between two steps: however many one client sends, the streams of the others go on. A step of a large model takes longer
 MESSAGES_S = 0.004
 LITTLE = 64 << 20  # bytes, which the host has to be asked for: where these cannot be had, requests fail one by one
@@ -54,7 +52,7 @@ class Loop:
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: Launched | None = None
-        self._suspects: deque[int] = deque(maxlen=MOST_SUSPECTS)  # versions of adapters whose rows have failed
+        self._suspects = Suspects()
         self._tracebacks = Tracebacks()
         self._messages: deque[Callable[[], None]] = deque()
         self._awake = threading.Condition()
@@ -194,7 +192,7 @@ class Loop:
         except Exception as error:
             self._settle()
             if len(step.segments) > 1:
-                for part in self._parts(step):
+                for part in self._suspects.parts(step, lambda sequence: self._job_of(sequence) is not None):
                     self._launched = self._launch(part)
                     self._settle()
             elif (job := self._job_of(step.segments[0].sequence)) is not None:
@@ -202,27 +200,9 @@ class Loop:
                 trace = None if isinstance(error, SymbiosisError) else self._tracebacks.of(error)
                 logger.warning("a request ends: %s", told, exc_info=trace)
                 self.is_starved = self.is_starved or not _has_memory(self._served.device)
-                self._suspect(step.segments[0].sequence.version)
+                self._suspects.add(step.segments[0].sequence.version)
                 self._end(job.request.id, Finish.ERROR, told)
         return None
-
-    def _suspect(self, version: int) -> None:
-        if version not in self._suspects:
-            self._suspects.append(version)
-
-    def _parts(self, step: Step) -> Iterator[Step]:
-        """Divide a step that has failed: by the versions of adapters with which others have failed, else into halves. So what one request costs the
-        others grows with the logarithm of their number. Those that have ended meanwhile are left out."""
-        failed = [each for each in step.segments if each.sequence.version in self._suspects]
-        others = [each for each in step.segments if each.sequence.version not in self._suspects]
-        if not failed or not others:
-            half = len(step.segments) // 2
-            failed, others = list(step.segments[:half]), list(step.segments[half:])
-        for part in (failed, others):
-            under_way = [each for each in part if self._job_of(each.sequence) is not None]
-            if under_way:
-                firsts = accumulate((each.rows for each in under_way), initial=0)
-                yield Step(tuple(replace(each, first=first) for each, first in zip(under_way, firsts, strict=False)))
 
     def _job_of(self, sequence: Sequence) -> Job | None:
         """The job of a sequence that has not ended."""

@@ -27,7 +27,7 @@ from symbiosis.serving.http.link.messages import (
     FromEngine,
     Outputs,
     Refused,
-    Stop,
+    StopCompletion,
     Submit,
     ToEngine,
     Welcome,
@@ -135,7 +135,7 @@ class Link:
             self._begin(message.request)
         elif isinstance(message, Cancel):
             self._cancel(message.id)
-        elif isinstance(message, Stop):
+        elif isinstance(message, StopCompletion):
             self._engine.stop(message.id, message.completion)
         elif isinstance(message, Ask):
             (self._loading if message.verb in MAY_WAIT else self._pool).submit(self._answer, message)

@@ -20,7 +20,7 @@ from symbiosis.serving.http.link.messages import (
     FromEngine,
     Outputs,
     Refused,
-    Stop,
+    StopCompletion,
     Submit,
     ToEngine,
     Welcome,
@@ -89,7 +89,7 @@ class RemoteEngine(asyncio.Protocol):
 
     def stop(self, id: int, completion: int) -> None:
         """End a completion whose text has come to a stop string."""
-        self._tell(Stop(id, completion))
+        self._tell(StopCompletion(id, completion))
 
     async def ask(self, kind: type[Result], verb: str, *arguments: str) -> Result:
         """Call one of the engine's other verbs. Its answer is of this kind."""

@@ -53,7 +53,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
-class Stop(msgspec.Struct, tag=True, frozen=True):
+class StopCompletion(msgspec.Struct, tag=True, frozen=True):
     """To the engine: end this completion, because its text has come to a stop string."""
 
     id: int
@@ -115,7 +115,7 @@ class AdapterInfo(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
 
 
-ToEngine = Submit | Cancel | Stop | Ask | Beat
+ToEngine = Submit | Cancel | StopCompletion | Ask | Beat
 FromEngine = Welcome | Outputs | Refused | Answer | Drain | Beat
 encoder = msgspec.msgpack.Encoder()
 to_engine = msgspec.msgpack.Decoder(ToEngine)
