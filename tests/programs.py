@@ -74,9 +74,8 @@ def data_parallel(say: Say, endpoint: str, store: Path, rank: int) -> dict[str, 
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     try:
         ids, split = batches(2)[rank], symbiosis.wrap(tiny_llama(), endpoint)
-        plain = nn.parallel.DistributedDataParallel(with_adapter(tiny_llama()))
-        return {
-            "plain": gradients(plain, ids),
+        return {  # no DDP outlives its group: to drop the group with it may wait without end
+            "plain": gradients(nn.parallel.DistributedDataParallel(with_adapter(tiny_llama())), ids),
             "split": gradients(nn.parallel.DistributedDataParallel(with_adapter(split)), ids),
             "alone": gradients(with_adapter(tiny_llama()), ids),
             "calls": symbiosis.stats(split).calls,

@@ -122,13 +122,18 @@ def test_a_new_parameter_of_a_served_weight(split: nn.Module, llama: nn.Module, 
     assert type(split.get_submodule(LAYER).weight) is nn.Parameter
 
 
+def ignored_by_ddp(model: nn.Module, ids: Tensor) -> set[str]:
+    """Train with DDP, which is gone before its group: who drops a group last waits for its threads, and DDP does so with Python's lock held."""
+    ddp = DistributedDataParallel(model)
+    ddp(input_ids=ids, labels=ids).loss.backward()
+    return ddp.parameters_to_ignore & {name for name, _ in model.named_parameters()}
+
+
 def test_ddp_broadcasts_what_is_the_clients(split: nn.Module, tmp_path: Path, ids: Tensor) -> None:
     model = adapted(split, SAVED)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        ddp = DistributedDataParallel(model)
-        ddp(input_ids=ids, labels=ids).loss.backward()
-        ignored = ddp.parameters_to_ignore & {name for name, _ in model.named_parameters()}
+        ignored = ignored_by_ddp(model, ids)
     finally:
         torch.distributed.destroy_process_group()
     assert ignored == {name for name, p in model.named_parameters() if isinstance(p, RemoteWeight)}
