@@ -16,9 +16,9 @@ from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.view import View
 from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
-from symbiosis.cluster.sharing import Held, Room
 from symbiosis.clusters import Member
 from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.outlet import outlet_to
 
 

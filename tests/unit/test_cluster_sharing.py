@@ -17,8 +17,8 @@ from symbiosis.cluster.front.form import Joined
 from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.view import MOST_WAITING, Seen, View
 from symbiosis.cluster.placement import Wish
-from symbiosis.cluster.sharing import Held, Room
 from symbiosis.clusters import Member, Told
+from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.outlet import outlet_to
 
 KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "eve")}

@@ -16,11 +16,11 @@ from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.front.view import View
 from symbiosis.cluster.placement import Wish
-from symbiosis.cluster.sharing import Held, Room
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.http.answers import CompletionWords
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.connections import Connection
+from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.outlet import Outlet, outlet_to
 from symbiosis.serving.http.replies import Stream
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token

@@ -22,11 +22,11 @@ from symbiosis.cluster.front.shown import Shown
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
 from symbiosis.cluster.placement import State, Wish, version_of
-from symbiosis.cluster.sharing import Held, Room
 from symbiosis.serving.http import page
 from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.incoming.keyed import Keyed
+from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.incoming.uploads import received
 from symbiosis.serving.http.keys import Tenant
 from symbiosis.serving.http.link.lanes import LARGE, Lanes
@@ -127,17 +127,17 @@ class Front(Keyed):
         return Relay(self.view, request.url.path, _authorized(request), asked, wish, held, done)
 
 
-class Models(msgspec.Struct):
-    """What a server lists, each with whatever it says of it."""
-
-    data: list[dict[str, Any]]
-
-
 class ListedModel(msgspec.Struct):
-    """What a front end has to know of a model or an adapter."""
+    """What a front end has to know of a model or an adapter. Servers say more."""
 
     id: str
     max_model_len: int | None = None
+
+
+class Models(msgspec.Struct):
+    """What a server lists."""
+
+    data: list[ListedModel]
 
 
 def make_app(front: Front) -> ASGIApp:
@@ -184,19 +184,14 @@ async def _models(front: Front, request: Request) -> list[dict[str, Any]]:
         for seen in front.view.seen.values():
             if seen.member.model == model and seen.state is State.READY:
                 try:
-                    listed = msgspec.convert(
-                        await answer_of(seen.member.url, "/v1/models", _authorized(request)), Models
-                    )
-                    found += [each for each in listed.data if front.is_of(_named(each).id, model)]
+                    answer = await answer_of(seen.member.url, "/v1/models", _authorized(request))
+                    msgspec.convert(answer, Models)
+                    found += [each for each in answer["data"] if front.is_of(each["id"], model)]
                     break
                 except (Lost, msgspec.ValidationError):  # another one may do better
                     continue
-    longest = {named.id: named.max_model_len for named in map(_named, found) if named.max_model_len}
+    longest = {each["id"]: each["max_model_len"] for each in found if each.get("max_model_len")}
     return [*found, *(_alias(name, shares, longest) for name, shares in front.view.told.aliases.items())]
-
-
-def _named(listed: dict[str, Any]) -> ListedModel:
-    return msgspec.convert(listed, ListedModel)
 
 
 def _alias(name: str, shares: dict[str, float], longest: dict[str, int]) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.front.view import Flight, View
 from symbiosis.cluster.front.whole import Whole
 from symbiosis.cluster.placement import Wish
-from symbiosis.cluster.sharing import Held
 from symbiosis.serving.http.failures import ApiError, unknown_model
 from symbiosis.serving.http.incoming.bodies import until_hung_up
+from symbiosis.serving.http.incoming.sharing import Held
 from symbiosis.serving.http.outlet import Outlet, outlet_to
 
 logger = logging.getLogger("symbiosis")

@@ -14,8 +14,8 @@ import msgspec
 
 from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, is_vain
-from symbiosis.cluster.sharing import Room
 from symbiosis.clusters import Member, Told, folder_of
+from symbiosis.serving.http.incoming.sharing import Room
 
 logger = logging.getLogger("symbiosis")
 

@@ -75,20 +75,20 @@ class Loop:
             self._under_way.add(job.request.id)
 
     def cancel(self, request: int) -> None:
-        with self._awake:
-            self._messages.append(lambda: self._end(request, Finish.CANCELLED))
-            self._awake.notify()
+        self._put(lambda: self._end(request, Finish.CANCELLED))
 
     def stop(self, request: int, completion: int) -> None:
-        with self._awake:
-            self._messages.append(lambda: self._stop(request, completion))
-            self._awake.notify()
+        self._put(lambda: self._stop(request, completion))
 
     def ask(self, do: Callable[[], None]) -> None:
         """Call `do` between two steps, in the engine's thread. This does not wait for it."""
         with self._awake:
             if self._closing:
                 raise ConfigError("the engine is closed")
+            self._put(do)
+
+    def _put(self, do: Callable[[], None]) -> None:
+        with self._awake:
             self._messages.append(do)
             self._awake.notify()
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -18,6 +17,7 @@ from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.bodies import Bodies, until_hung_up
 from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.incoming.prompts import Prompts, too_long
+from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.keys import Admission, Tenant
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.http.link.lanes import LARGE, MANY_CHOICES, Lanes
@@ -40,7 +40,7 @@ class Front(Keyed):
         self._lanes = Lanes(4, "http-made")
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
-        self._prompt_logprobs = Counter[str]()  # of all answers under way, by tenant
+        self._prompt_logprobs = Room(MOST_PROMPT_LOGPROBS)
         self._metrics: asyncio.Task[bytes] | None = None  # that are being made
 
     @property
@@ -103,9 +103,8 @@ class Front(Keyed):
             raise ApiError(503, f"{self.remote.under_way} requests are under way: try again later", retry_s=1.0)
 
     def hold(self, prompt_logprobs: int, admission: Admission) -> None:
-        """Keep room for so many log probabilities of prompts until the admission ends. A key has half of it at most. Raises `ApiError` if there is none."""
-        held, tenant, most = self._prompt_logprobs, admission.tenant.name, MOST_PROMPT_LOGPROBS // 2
-        if prompt_logprobs > most:
+        """Keep room for so many log probabilities of prompts until the admission ends. Raises `ApiError` if there is none."""
+        if prompt_logprobs > (most := MOST_PROMPT_LOGPROBS // 2):  # which a tenant alone may have
             raise wrong(
                 f"at most {most} log probabilities of prompts, and this would be {prompt_logprobs}: send fewer prompts at once, "
                 "or ask for fewer of each token",
@@ -113,10 +112,10 @@ class Front(Keyed):
             )
         if not prompt_logprobs:
             return
-        if held[tenant] + prompt_logprobs > most or held.total() + prompt_logprobs > MOST_PROMPT_LOGPROBS:
+        held = Held(self._prompt_logprobs, admission.tenant.name)
+        if not held.take(prompt_logprobs):
             raise ApiError(503, "log probabilities of other prompts are under way: try again later", retry_s=1.0)
-        held[tenant] += prompt_logprobs
-        admission.at_end(lambda: held.subtract({tenant: prompt_logprobs}))
+        admission.at_end(held.end)
 
     async def made(
         self, request: HttpRequest, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]

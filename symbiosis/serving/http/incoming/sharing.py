@@ -1,4 +1,4 @@
-"""Rooms that tenants share, and that none of them can close to the others: for what waits in a front end, and for the bytes that it holds."""
+"""Rooms that tenants share, and that none of them can close to the others: for what waits in a front end, for the bytes that it holds, and for log probabilities."""
 
 from collections import Counter
 
