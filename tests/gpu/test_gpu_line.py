@@ -6,7 +6,6 @@ import gc
 import inspect
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from symbiosis.transport.cuda import client as cuda_client
 from symbiosis.transport.cuda.driver import PinnedMemory
 from symbiosis.transport.cuda.words import ANSWERED, ENQUEUED
 from tests.conftest import tiny_llama, tiny_mixtral, wide_llama
+from tests.gpu import memory
 from tests.processes import context, until, watching
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -515,12 +515,6 @@ def serve_and_tell(where: str, told: Any, asked: Any) -> None:
             told.put((torch.cuda.memory_reserved(), torch.cuda.memory_allocated()))
 
 
-def who_holds_memory() -> str:
-    """Each process on a GPU, and how much memory it has there."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, timeout=WAIT_S).stdout
-
-
 @pytest.mark.fault
 @pytest.mark.parametrize(("rounds", "at_once"), [(4, 2), pytest.param(5, 10, marks=[pytest.mark.soak, ENOUGH])])
 def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, processes: Any, tmp_path: Path) -> None:
@@ -530,13 +524,13 @@ def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, process
     endpoint = told.get(timeout=WAIT_S)
     bystander = symbiosis.wrap(tiny_llama().cuda(), endpoint)
     ids = torch.randint(3, 100, (2, 9)).cuda()
-    free: list[int] = []
+    left: list[int] = []
     held: list[tuple[int, int]] = []
 
     def by_whom() -> str:
         asked.put(True)
         ours, its = torch.cuda.memory_reserved(), told.get(timeout=WAIT_S)
-        return f"torch here {ours}, in the executor {executor.pid} {its}; free {free}; now, pid and all\n{who_holds_memory()}"
+        return f"torch here {ours}, in the executor {executor.pid} {its}; left {left}; now {memory.held()}"
 
     with torch.no_grad(), watching(endpoint) as look:
         expected = bystander(ids).logits
@@ -557,14 +551,14 @@ def test_clients_are_killed_and_leave_nothing(rounds: int, at_once: int, process
                 assert torch.equal(bystander(ids).logits, expected)
             gc.collect()
             torch.cuda.empty_cache()
-            if not free:
+            if not left:
                 time.sleep(1.0)  # what the killed had is all given back by then
                 at_first = by_whom()
             end = time.monotonic() + 10
-            while free and free[0] - torch.cuda.mem_get_info()[0] >= SEGMENT:
-                assert time.monotonic() < end, f"after the first, {at_first}later {by_whom()}"
+            while left and left[0] - memory.left() >= SEGMENT:
+                assert time.monotonic() < end, f"after the first, {at_first}; later, {by_whom()}"
                 time.sleep(0.1)
-            free.append(torch.cuda.mem_get_info()[0])
+            left.append(memory.left())
     assert executor.is_alive()
 
 

@@ -23,6 +23,7 @@ from symbiosis.errors import CallError, CaptureError, Code
 from symbiosis.transport.base import Advice
 from symbiosis.transport.cuda.driver import shares_time
 from tests.conftest import tiny_gpt2, tiny_llama, tiny_mixtral, wide_llama
+from tests.gpu import memory
 from tests.gpu.test_gpu_line import WAIT_S, Processes, lora, trainer
 from tests.processes import until, watching
 
@@ -217,7 +218,7 @@ def test_weights_lie_once_in_the_memory_of_the_gpu(start: Callable[..., Served],
     nbytes = sum(p.nbytes for name, p in wide_llama().named_parameters() if "proj" in name)
     assert served.allocated() < nbytes / 2  # where cuBLAS keeps 32 MiB for each of three streams
     torch.cuda.empty_cache()
-    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    before, left = torch.cuda.memory_allocated(), memory.left()
     split = symbiosis.from_executor(served.endpoint, device="cuda")
     with torch.no_grad():
         assert torch.equal(split(ids).logits, wide_llama().cuda()(ids).logits)
@@ -225,7 +226,7 @@ def test_weights_lie_once_in_the_memory_of_the_gpu(start: Callable[..., Served],
     torch.cuda.empty_cache()
     assert symbiosis.stats(split).calls == 0
     assert torch.cuda.memory_allocated() - before < nbytes / 4
-    assert free - torch.cuda.mem_get_info()[0] < nbytes + (64 << 20)  # kernels and a segment; wide_llama() is gone
+    assert left - memory.left() < nbytes + (64 << 20)  # kernels and a segment; wide_llama() is gone
 
 
 def test_a_captured_step_takes_the_way_that_is_advised(
@@ -436,10 +437,10 @@ def test_joins_leave_nothing(start: Callable[..., Served], ids: Tensor) -> None:
 
     for _ in range(3):
         join()
-    free, held, allocated = torch.cuda.mem_get_info()[0], descriptors(), served.allocated()
+    left, held, allocated = memory.left(), descriptors(), served.allocated()
     for _ in range(20):
         join()
     with suppress(AssertionError):
         until(lambda: descriptors() <= held, "the end of its descriptors", seconds=5)
     assert not descriptors() - held
-    assert free - torch.cuda.mem_get_info()[0] < 32 << 20 and served.allocated() == allocated
+    assert left - memory.left() < 32 << 20 and served.allocated() == allocated

@@ -20,6 +20,7 @@ from symbiosis.errors import CallError, Code
 from symbiosis.protocol import Op
 from symbiosis.transport.nccl.client import NcclConnection
 from tests.conftest import tiny_llama
+from tests.gpu import memory
 from tests.gpu.test_gpu_line import WAIT_S, Processes, lora, serve_forever, train_forever, trainer
 from tests.gpu.test_multi_gpu import decode_on
 from tests.processes import until, watching
@@ -169,7 +170,7 @@ def test_clients_are_killed_and_their_calls_are_aborted(start: Callable, process
     executor, endpoint = start()
     model = tiny_llama().cuda()
     bystander = symbiosis.wrap(copy.deepcopy(model), endpoint)
-    free, longest = [], 0.0
+    left, longest = [], 0.0
     with torch.no_grad(), watching(endpoint) as look:
         expected = model(ids).logits
         assert torch.equal(bystander(ids).logits, expected)
@@ -189,10 +190,10 @@ def test_clients_are_killed_and_their_calls_are_aborted(start: Callable, process
             until(lambda: sum(not s.observer for s in look().sessions) == 1, "the end of their sessions", 3.0)
             for process, _ in victims:
                 process.join(10)
-            free.append(torch.cuda.mem_get_info(0)[0])
+            left.append(memory.left())
     assert executor.is_alive()
     assert longest < 5.0
-    assert free[0] - free[-1] < 64 << 20, free
+    assert left[0] - left[-1] < 64 << 20, left
 
 
 @pytest.mark.fault
