@@ -77,7 +77,8 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
         with theirs:
             http.start(http_code(listener, theirs, FrontOptions(**options)), (listener.fileno(), theirs.fileno()))
         welcome = Welcome(
-            model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
+            model=options["model"], longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
+            ends=tuple(engine.ends),
         )  # fmt: skip
         link = Link(engine, ours, welcome, load=Path)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -21,6 +21,7 @@ logger = logging.getLogger("symbiosis")
 def unwrap(model: Model, weights: str | Path | dict[str, Tensor] | None = None) -> Model:
     """Give the model its own weights back: `weights` (a checkpoint directory or state dict), else read from the executor
     if it allows reads, else from the directory that the model was loaded from. Other weights than the executor's are refused.
+    They stay frozen: to train them, call `model.requires_grad_()`.
 
     >>> import symbiosis
     >>> with symbiosis.Executor("demo", allow_read=True) as executor:

@@ -5,6 +5,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -852,3 +853,25 @@ def test_a_function_mode_sees_no_mapped_weight(share: Share, ids: Tensor) -> Non
         with torch.device("cpu"):  # a mode that writes to nothing
             before = symbiosis.stats(split).direct
             assert torch.equal(split(ids).logits, expected) and symbiosis.stats(split).direct > before
+
+
+def test_products_of_a_group_are_counted_as_those_of_its_layers(share: Share) -> None:
+    """Under a mode each group is answered as one call."""
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    attention = symbiosis.wrap(tiny_llama(), share(tiny_llama()).endpoint).model.layers[0].self_attn
+    mapped = attention.q_proj.weight.handle.session.mapped
+
+    def counted(mode: Any) -> Any:
+        before = mapped.figures
+        with mode:
+            x = torch.randn(1, 20, 64, requires_grad=True)
+            sum(layer(x).sum() for layer in (attention.q_proj, attention.k_proj, attention.v_proj)).backward()
+        return mapped.figures.since(before)
+
+    plain = counted(nullcontext())
+    assert plain == (6, 120, 2 * 20 * 64 * (64 + 32 + 32))
+    assert [counted(Sees()) for _ in range(4)] == [plain] * 4

@@ -5,7 +5,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import cache, partial
@@ -380,6 +380,9 @@ def test_a_stream_gives_the_whole_text(engine: Engine) -> None:
         ({"adapter": "nobody"}, "nobody"),
         ({"warmth": 1.0}, "warmth"),
         ({"n": 2}, "one completion comes of this"),
+        ({"stop": 7}, "stop is a string"),
+        ({"stop": ["a", 7]}, "stop is a string"),
+        ({"stop_tokens": 5}, "stop_tokens"),
     ],
 )
 def test_bad_input_is_refused_by_name(engine: Engine, wrong: dict[str, Any], says: str) -> None:
@@ -441,6 +444,22 @@ def test_a_request_of_the_number_of_one_that_has_come_during_this_step_is_refuse
         may_go_on.set()
     assert len(first.tokens()) == 4
     assert len(Ask(engine, 1, PROMPTS[0], max_tokens=4, ignore_eos=True).tokens()) == 4
+
+
+def test_the_place_of_a_request_that_is_over_at_once_is_free(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever began it may lose the core before it notes that."""
+    busy = Ask(engine, 1, PROMPTS[0], max_tokens=400, ignore_eos=True)
+    busy.outputs.get(timeout=60)
+    ask = engine._loop.ask
+
+    def slowly(do: Callable[[], None]) -> None:
+        ask(do)
+        time.sleep(0.5)
+
+    monkeypatch.setattr(engine._loop, "ask", slowly)
+    for _ in range(2):
+        assert len(Ask(engine, 2, PROMPTS[0], max_tokens=1, ignore_eos=True).tokens()) == 1
+    engine.cancel(1)
 
 
 class Fails(nn.Module):

@@ -189,3 +189,29 @@ class NoMasks:
     def __getattr__(self, name: str) -> Any:
         assert name != "compute_bitmask"
         return getattr(self.of, name)
+
+
+def test_what_goes_on_elsewhere_behind_ends_of_text_that_are_ignored_is_the_same() -> None:
+    pytest.importorskip("llguidance")
+    with engine() as one:
+        (end,) = one.ends
+
+        def tokens(id: int, chosen: tuple[int, ...] = ()) -> list[int]:
+            outputs: SimpleQueue[Output] = SimpleQueue()
+            how: dict[str, Any] = {
+                "schema": '{"type":"integer"}',
+                "ignore_eos": True,
+                "logit_bias": {end: 100},
+                "seed": 1,
+            }
+            sampling = Sampling(max_tokens=8, **how)
+            asked = Request(id=id, prompt=(120, 61), sampling=sampling, chosen=(chosen,) if chosen else ())
+            one.submit(asked, outputs.put)
+            found: list[int] = []
+            while (output := outputs.get(timeout=60)).finish is None:
+                found += [token.id for token in output.tokens]
+            return [*found, *(token.id for token in output.tokens)]
+
+        whole = tokens(1)
+        assert end in whole[:4] and len(whole) == 8
+        assert [tokens(1 + at, tuple(whole[:at])) for at in (1, 2, 4)] == [whole[at:] for at in (1, 2, 4)]

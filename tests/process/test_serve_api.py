@@ -13,6 +13,8 @@ from typing import Any
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 import symbiosis
 from symbiosis.errors import ConfigError
@@ -174,6 +176,55 @@ def test_a_stop_string_ends_the_text_before_it(api: Api, stream: bool) -> None:
     assert "".join(choice.text for choice in choices) == whole[: whole.index(stop)]
     assert choices[-1].finish_reason == "stop"
     eventually(lambda: not api.running and api.engine.figures().finished.get("stop", 0) > before)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("kind", ["completions", "chat/completions"])
+def test_a_stop_string_may_be_part_of_the_text(api: Api, kind: str, keeps: bool, stream: bool) -> None:
+    asked = {"prompt": PROMPT} if kind == "completions" else {"messages": [{"role": "user", "content": PROMPT}]}
+    fields = {"model": "demo", "temperature": 0, "max_tokens": 60, "stream": stream, **asked}
+
+    def text_of(**more: Any) -> str:
+        answer = web.post(f"{api.url}/v1/{kind}", json={**fields, **more})
+        assert answer.status_code == 200, answer.text
+        told = (
+            [answer.json()]
+            if not stream
+            else [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+        )
+        choices = [choice for event in told for choice in event["choices"]]
+        return "".join(
+            c.get("text") or (c.get("message") or c.get("delta") or {}).get("content") or "" for c in choices
+        )
+
+    whole = text_of()
+    for said, stops in ((whole[7:10], {"stop": [whole[7:10]]}), (whole[5], {"stop_token_ids": [ord(whole[5])]})):
+        end = whole.index(said) + (len(said) if keeps else 0)
+        assert text_of(**stops, include_stop_str_in_output=keeps) == whole[:end]
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_the_end_of_the_text_is_part_of_it_where_it_ends_nothing_or_is_asked_for(api: Api, ignored: bool) -> None:
+    end = api.engine.tokenizer.decode(list(api.engine.ends))
+    for included in (False, True):
+        more = {"skip_special_tokens": False, "include_stop_str_in_output": included, "ignore_eos": ignored}
+        text = complete(api, max_tokens=3, logit_bias={"256": 100}, extra_body=more).choices[0].text
+        assert text == end * (3 if ignored else int(included))
+
+
+def test_a_text_is_echoed_as_it_was_given(endpoint: str, tmp_path: Path) -> None:
+    """The tokens of this tokenizer begin with one of its own, as Llama's do."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    own = ("<|end|>", tokenizer.convert_tokens_to_ids("<|end|>"))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|end|> $A", special_tokens=[own])
+    tokenizer.save_pretrained(tmp_path)
+    with Engine(endpoint, DEMO_MODEL, memory=1 << 24) as engine, http_process(engine, folder=str(tmp_path)) as other:
+        answer = complete(other, prompt=["abc", "d\u00e9"], max_tokens=1, echo=True, logprobs=0)
+        assert answer.usage.prompt_tokens == 4 + 4
+        assert [choice.text[:-1] for choice in answer.choices] == ["abc", "d\u00e9"]
+        assert [choice.logprobs.text_offset for choice in answer.choices] == [[0, 0, 1, 2, 3], [0, 0, 1, 1, 2]]
+        assert complete(other, prompt=[65, 66], max_tokens=0, echo=True).choices[0].text == "AB"
 
 
 @pytest.mark.parametrize("stop", ["", [""]])

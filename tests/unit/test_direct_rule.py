@@ -110,12 +110,13 @@ def test_what_one_executor_was_told_the_next_is_not() -> None:
         if page is others[0]:
             mapped.join({}, page)
         else:
+            mapped.count(2, 20, 200)  # nor is it told this
             another = Mapped([], None, cpu)
             another.join({}, page)
             mapped = another.take_over(mapped)
         mapped.count(1, 10, 100)
         mapped.report()
-    assert [page.read()[:3] for page in (first, *others)] == [(5, 50, 500), (2, 20, 200), (1, 10, 100)]
-    assert mapped.joins == 3 and mapped.figures == (8, 80, 800)
+    assert [page.read()[:3] for page in (first, *others)] == [(5, 50, 500), (2, 20, 200), (3, 30, 300)]
+    assert mapped.joins == 3 and mapped.figures == (10, 100, 1000)
     for page in (first, *others):
         page.close()

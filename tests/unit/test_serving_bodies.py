@@ -1,6 +1,7 @@
 """Bodies that come slowly, in part or not at all: each has its time, and too many of them cost the slowest."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,36 @@ def test_too_many_cost_the_slowest(bounds: dict[str, int]) -> None:
             await slow[0]
         assert not slow[1].done() and not slow[2].done()
         for task in slow[1:]:
+            task.cancel()
+
+    run(test)
+
+
+def test_who_comes_while_the_oldest_runs_out_of_time_is_read() -> None:
+    async def test() -> None:
+        bodies, loop = Bodies(longest_s=0.2, most=1), asyncio.get_running_loop()
+        slow = asyncio.create_task(bodies.read(request(ends=False), 100))
+        await asyncio.sleep(0.01)
+        ends, came = next(iter(bodies._open)).when(), list[asyncio.Task[bytes]]()
+        assert ends is not None
+        loop.call_at(ends - 0.01, lambda: came.append(asyncio.create_task(bodies.read(request(b"quick"), 100))))
+        loop.call_at(ends - 0.05, lambda: time.sleep(0.1))  # others' requests take this long
+        with pytest.raises(ApiError, match="did not come in time"):
+            await slow
+        assert await came[0] == b"quick"
+
+    run(test)
+
+
+def test_what_goes_to_the_disk_takes_none_of_the_memory() -> None:
+    async def test() -> None:
+        bodies, pieces = Bodies(most_bytes=12), list[bytes]()
+        sent = [
+            asyncio.create_task(bodies.pieces(request(b"x" * 10, ends=False), 100, pieces.append)) for _ in range(3)
+        ]
+        await asyncio.sleep(0.05)
+        assert len(pieces) == 3 and not any(task.done() for task in sent)
+        for task in sent:
             task.cancel()
 
     run(test)

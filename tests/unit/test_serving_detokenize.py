@@ -104,6 +104,26 @@ def test_stop_strings_are_found_wherever_tokens_end(said: str, stop: list[str]) 
         assert whole == said[: min(said[:end].find(each) for each in stop if each in said[:end])]
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.text("ab", max_size=20), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
+def test_a_stop_string_may_be_part_of_the_text(said: str, stop: list[str], size: int) -> None:
+    ends = [said.find(each) + len(each) for each in stop if each in said]
+    text = Text(bytes_tokenizer(), stop, keeps_stop=True)
+    parts = [text.add(said[at : at + size].encode()) for at in range(0, len(said), size)]
+    assert "".join(parts) == said[: min(ends, default=None)] and text.end() == "", "nothing is held back"
+    assert text.stopped == bool(ends)
+
+
+def test_an_added_token_has_the_bytes_that_it_is_written_with() -> None:
+    tokenizer = bytes_tokenizer()
+    tokenizer.add_tokens(["n\u00e9"])
+    assert bytes_of(tokenizer, tokenizer.convert_tokens_to_ids("n\u00e9")) == "n\u00e9".encode()
+
+
+def test_silent_tokens_are_no_part_of_the_text() -> None:
+    assert streamed(bytes_tokenizer(), list(b"a!b"), silent=b"!")[0] == "ab"
+
+
 def test_stop_strings_within_the_least_length_do_not_count() -> None:
     assert streamed(bytes_tokenizer(), list(b"ab ab ab"), stop=("ab",), min_tokens=3)[0] == "ab "
 

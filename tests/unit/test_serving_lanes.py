@@ -1,7 +1,9 @@
 """Threads for the work of many tenants: who waits for whom, and what becomes of work that nobody wants any more."""
 
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -54,3 +56,29 @@ def test_closing_cancels_what_waits() -> None:
     may_end.set()
     closer.join(WAIT_S)
     assert first.result(WAIT_S) and not closer.is_alive()
+
+
+def test_a_tenant_has_its_threads_whatever_has_ended() -> None:
+    """Two threads may be sent for what one of them does."""
+    lanes, gates = Lanes(4, "test"), {name: threading.Event() for name in ("a1", "a2", "b1", "b2", "c1", "c2", "a3")}
+    ended = {name: lanes.submit(name[0], partial(gate.wait, WAIT_S)) for name, gate in gates.items()}
+    for first in ("a1", "a2"):  # they leave the tenant's other work behind that of others
+        gates[first].set()
+        assert ended[first].result(WAIT_S)
+    for gate in gates.values():
+        gate.set()
+    assert all(each.result(WAIT_S) for each in ended.values())
+    both = threading.Barrier(2)
+    for each in [lanes.submit("a", partial(both.wait, WAIT_S)) for _ in range(2)]:
+        each.result(WAIT_S)
+    lanes.close()
+    assert not lanes._running and not lanes._waiting
+
+
+def test_no_thread_of_many_tenants_is_lost() -> None:
+    lanes = Lanes(4, "test")
+    work = [lanes.submit(tenant, partial(time.sleep, n % 3 / 1000)) for n in range(60) for tenant in "abcd"]
+    for each in work:
+        each.result(WAIT_S)
+    lanes.close()
+    assert not lanes._running and not lanes._waiting

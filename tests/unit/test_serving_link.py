@@ -11,6 +11,7 @@ import pytest
 from symbiosis.errors import AdapterError
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.link import engine_side
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.http.link.messages import (
@@ -202,3 +203,98 @@ def test_the_engine_says_that_it_has_not_begun_what_was_cancelled_before() -> No
     engine.may_go_on.set()
     link.close()
     theirs.close()
+
+
+def test_an_adapter_that_is_read_holds_up_no_schema_of_others() -> None:
+    ours, theirs = socket.socketpair()
+    engine, begun = _Busy(), threading.Event()
+
+    def submit(request: Request, on_output: Callable[[Output], None]) -> None:
+        assert engine.may_go_on.wait(20) if request.adapter else begun.set() is None
+
+    engine.submit = submit  # type: ignore[method-assign]
+    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    schema = Sampling(schema="{}")
+    for id in range(3):
+        asked = Request(id=id, prompt=(1,), sampling=schema, adapter=None if id == 2 else "mine")
+        theirs.sendall(framed(Submit(asked)))
+    assert begun.wait(20)
+    engine.may_go_on.set()
+    link.close()
+    theirs.close()
+
+
+def test_what_is_cancelled_while_it_is_begun_is_cancelled_then() -> None:
+    ours, theirs = socket.socketpair()
+    engine, begins, told = _Busy(), threading.Event(), list[str]()
+    ended = threading.Event()
+
+    def submit(request: Request, on_output: Callable[[Output], None]) -> None:
+        begins.set()
+        assert engine.may_go_on.wait(20)
+        told.append("begun")
+
+    def cancel(id: int) -> None:
+        told.append(f"cancelled {id}")
+        ended.set()
+
+    engine.submit, engine.cancel = submit, cancel  # type: ignore[method-assign]
+    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    theirs.sendall(framed(Submit(Request(id=5, prompt=(1,), adapter="mine"))))
+    assert begins.wait(20)
+    theirs.sendall(framed(Cancel(5)))
+    theirs.sendall(framed(Ask(1, "figures")))  # which is answered once the other message has been taken
+    theirs.settimeout(20)
+    with theirs.makefile("rb") as stream:
+        while not isinstance(from_engine.decode(stream.read(LENGTH.unpack(stream.read(4))[0])), Answer):
+            pass
+    assert not told
+    engine.may_go_on.set()
+    assert ended.wait(20) and told[:2] == ["begun", "cancelled 5"]
+    link.close()
+    theirs.close()
+
+
+def test_a_process_that_reads_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_side, "MOST_UNREAD", 100)
+    ours, theirs = socket.socketpair()
+    engine, pauses = _Busy(), list[Callable[[], None]]()
+    engine.on_pause = pauses.append  # type: ignore[method-assign]
+    link = Link(engine, ours, Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8))  # type: ignore[arg-type]
+    tokens = tuple(map(Token, range(10_000)))
+    for _ in range(101):
+        link._on_output(Output(request=1, tokens=tokens))
+        assert ours.fileno() != -1
+        pauses[0]()
+    link._threads[1].join(20)
+    assert not link._threads[1].is_alive(), "the one that writes"
+    link.close()
+    theirs.close()
+
+
+async def _calls_for(outputs: int) -> list[int]:
+    """How many outputs of one message there were each time that something was called at a pause."""
+    ours, theirs = socket.socketpair()
+    ours.sendall(framed(Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8)))
+    remote = await RemoteEngine.connect(theirs)
+    taken, calls, called = list[Output | ApiError](), list[int](), asyncio.Event()
+
+    def at_pause() -> None:
+        calls.append(len(taken))
+        called.set()
+
+    def take(output: Output | ApiError) -> None:
+        taken.append(output)
+        remote.at_pause(at_pause)
+
+    remote.submit(Request(id=1, prompt=(1,), sampling=Sampling(max_tokens=9)), take)
+    ours.sendall(framed(Outputs([Output(request=1, tokens=(Token(n),)) for n in range(outputs)])))
+    await called.wait()
+    remote.close()
+    ours.close()
+    await remote.ended
+    return calls
+
+
+def test_what_one_message_brings_is_handed_on_once() -> None:
+    assert asyncio.run(asyncio.wait_for(_calls_for(5), 30)) == [5]

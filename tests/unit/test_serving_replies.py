@@ -6,11 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from symbiosis.serving.engine.detokenize import Text
+from symbiosis.serving.engine.reader import Reader
 from symbiosis.serving.http import outlet
 from symbiosis.serving.http.answers import CompletionWords
-from symbiosis.serving.http.generation import Delta, Generation
+from symbiosis.serving.http.generation import Choice, Delta, Generation
 from symbiosis.serving.http.replies import Stream
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -129,3 +132,49 @@ async def _stopped() -> Remote:
 def test_a_completion_whose_text_has_stopped_is_ended_and_the_others_go_on() -> None:
     remote = asyncio.run(_stopped())
     assert remote.stopped == [(7, 1)] and not remote.cancelled
+
+
+def ends_within_a_character() -> Any:
+    """A tokenizer of GPT-2's kind, whose token 1 is a space and the first byte of a character."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "\u0120\u00e2": 1}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+@pytest.mark.parametrize("stop", [" ", "b"])
+def test_a_stop_string_that_the_end_completes_is_why_the_text_ends(stop: str) -> None:
+    finish, text = ("stop", "a") if stop == " " else ("length", "a \ufffd")
+    outputs = Output(request=-1, tokens=(Token(0),)), Output(request=-1, tokens=(Token(1),), finish=Finish.LENGTH)
+    choice = Choice(0, Text(ends_within_a_character(), [stop]))
+    for output in outputs:
+        choice.add(output)
+    delta = choice.read()
+    assert (delta.text, delta.finish) == (text, finish)
+
+    class Remote:
+        tokenizer, ends = ends_within_a_character(), frozenset[int]()
+
+        def next_id(self) -> int:
+            return -1
+
+        def submit(self, request: Request, take: Callable[[Output], None]) -> None:
+            for output in outputs:
+                take(output)
+
+        def cancel(self, id: int) -> None: ...
+        def stop(self, id: int, completion: int = 0) -> None: ...
+
+    whole = Reader(Remote(), [0], None, "", stop, {}).wait()
+    assert (whole.text, whole.finish) == (text, finish)
+
+
+def test_tokens_are_spent_as_they_come() -> None:
+    async def test() -> list[int]:
+        remote, tokenizer, spent = Remote(), bytes_tokenizer(), list[int]()
+        asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS))]
+        Generation(remote, asked, lambda: Text(tokenizer), spent.append, {}).begin()  # type: ignore[arg-type]
+        for tokens in (b"ab", b"cde"):
+            remote.take(Output(request=7, tokens=tuple(map(Token, tokens))))
+        return spent
+
+    assert asyncio.run(test()) == [2, 3]

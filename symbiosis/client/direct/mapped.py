@@ -206,8 +206,9 @@ class Mapped:
             if self._on_cpu:  # the values of a GPU's tensors are not looked at
                 check_values(call, payload, self._manifest[call.layer])
         if call.op.traits.multiplies:
-            width = self._matrix(call.layer, call.op, call.view).shape[-1]
-            self.count(1, call.rows, payload[0].numel() * width)
+            for layer in call.layers:
+                *_, M, N = self._matrix(layer, call.op, call.view).shape
+                self.count(1, call.rows, M * payload[0].numel() if call.op is Op.LEFT else call.rows * M * N)
         if (answer := ANSWERS.get(call.op)) is not None:
             results = [answer(self, call, payload)]
         elif call.op is Op.DGRAD:

@@ -1,7 +1,7 @@
 """The proxies of frozen layers, and the custom op behind them.
 
 A frozen linear layer computes `y = x Wᵀ (+ b)`, and the gradient of its input is `dx = dy W`. Both need only W, which the
-executor has, so nothing is saved for the backward pass but the layer's number:
+executor has, so no rows are saved for the backward pass:
 
     VirtLinear.forward(x)  ->  FORWARD of x, for the layer and those of its group  ->  Session.rows
     backward(dy)           ->  DGRAD of dy                                         ->  Session.rows

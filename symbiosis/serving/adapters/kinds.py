@@ -263,7 +263,7 @@ def _low_rank(name: str, of: dict[str, Tensor], config: dict[str, Any], base: Ba
     rank = int(_by_pattern(name, config.get("rank_pattern"), config.get("r", 8)))
     if rank > max_rank:
         raise AdapterError(
-            f"its rank is {rank} at {name}, and this server takes {max_rank} at most: start it with a larger max_rank"
+            f"its rank is {rank} at {name}, and this server takes {max_rank} at most: start it with a larger max_rank (--max-rank)"
         )
     if a_RK.dim() == b_NR.dim() == 2 and len(a_RK) == b_NR.shape[1] != rank:
         raise AdapterError(
@@ -372,7 +372,7 @@ def _vera(weights: AdapterWeights, base: Base, max_rank: int) -> dict[str, Part]
         raise NotFused
     if (rank := len(a)) > max_rank:
         raise AdapterError(
-            f"its rank is {rank}, and this server takes {max_rank} at most: start it with a larger max_rank"
+            f"its rank is {rank}, and this server takes {max_rank} at most: start it with a larger max_rank (--max-rank)"
         )
     layers = by_module(AdapterWeights(weights.config, tensors), base, ("vera_lambda_b", "vera_lambda_d"))
     check_complete(weights.config, base, layers)

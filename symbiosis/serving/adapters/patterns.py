@@ -153,7 +153,7 @@ def check_numbers(config: dict[str, Any], max_rank: int) -> None:
             raise AdapterError(f"its {shown(name)} is {value}, and may be {REPEATS.get(name, MOST)} at most")
         if value > max_rank and (name in RANKS or name.endswith("rank_pattern")):
             raise AdapterError(
-                f"its rank is {value} ({shown(name)}), and this server takes {max_rank} at most: start it with a larger max_rank"
+                f"its rank is {value} ({shown(name)}), and this server takes {max_rank} at most: start it with a larger max_rank (--max-rank)"
             )
         if not abs(value) <= MOST:
             raise AdapterError(f"its {shown(name)} is {value}: numbers must be from {-MOST} to {MOST}")

@@ -58,15 +58,23 @@ class Text:
         stop: What ends the text, which is cut before it.
         min_tokens: So many tokens at the beginning are not searched for stop strings.
         special: Whether special tokens are part of the text.
+        keeps_stop: Whether the stop string that ends the text is part of it.
+        silent: Tokens that are no part of the text, because they end it.
     """
 
     def __init__(
-        self, tokenizer: Any, stop: Iterable[str | Stop] = (), min_tokens: int = 0, special: bool = False
+        self,
+        tokenizer: Any,
+        stop: Iterable[str | Stop] = (),
+        min_tokens: int = 0,
+        special: bool = False,
+        keeps_stop: bool = False,
+        silent: Iterable[int] = (),
     ) -> None:
         self._decode, self._skips = decoder(tokenizer), not special
         self._stops = [Stop(each) if isinstance(each, str) else each for each in stop if each]
         self._matched = [0] * len(self._stops)  # characters of each, at the end of the text
-        self._min_tokens = min_tokens
+        self._min_tokens, self._keeps_stop, self._silent = min_tokens, keeps_stop, frozenset(silent)
         self._tokens: list[int] = []
         self._context = self._read = (
             0  # tokens from `context` on are decoded together; the text of those before `read` is out
@@ -80,6 +88,8 @@ class Text:
         for token in tokens:
             if self.stopped:
                 break
+            if token in self._silent:
+                continue
             self._tokens.append(token)
             out += self._release(self._whole_characters())
         return out
@@ -114,15 +124,15 @@ class Text:
         text = self._held + new
         if len(self._tokens) <= self._min_tokens:
             return text
-        starts = []
+        found = []  # where the text is cut, by each stop string that it has come to
         for number, stop in enumerate(self._stops):
             end, self._matched[number] = stop.after(new, self._matched[number])
             if end is not None:
-                starts.append(len(self._held) + end - len(stop.text))
-        if starts:
+                found.append(len(self._held) + end - (0 if self._keeps_stop else len(stop.text)))
+        if found:
             self.stopped, self._held = True, ""
-            return text[: min(starts)]
-        keep = max(self._matched, default=0)
+            return text[: min(found)]
+        keep = 0 if self._keeps_stop else max(self._matched, default=0)
         out, self._held = text[: len(text) - keep], text[len(text) - keep :]
         return out
 
@@ -159,6 +169,8 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
     """Return one token's own bytes. Together with those of the tokens beside it they are text; by themselves they may be a part of a
     character."""
     piece = tokenizer.convert_ids_to_tokens(token) or ""
+    if token in tokenizer.added_tokens_decoder:  # which is written as it is
+        return piece.encode()
     if _writes_bytes(tokenizer):
         if BYTES.keys() >= set(piece):
             return bytes(BYTES[character] for character in piece)

@@ -134,7 +134,8 @@ class Engine:
         grammars = self._grammars.begin(schema, request.completions)
         for number, grammar in enumerate(grammars):
             for token in request.chosen_of(number):
-                grammar.take(token)
+                if token not in self._served.ends:  # the loop, too, passes these by
+                    grammar.take(token)
         return grammars
 
     def on_pause(self, call: Callable[[], None]) -> None:
@@ -211,6 +212,11 @@ class Engine:
     def vocabulary(self) -> int:
         """The number of tokens: they are numbered from 0 to below this."""
         return self._served.vocabulary
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return self._served.ends
 
     @property
     def longest(self) -> int:

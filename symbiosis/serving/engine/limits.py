@@ -71,12 +71,17 @@ def check_number(name: str, value: float | None, limit: Limit | None = None) -> 
     raise Unfit(name, f"must be {bounds}, not {value}")
 
 
-def check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    """Raise `Unfit` for what no engine does."""
+def check_types(sampling: Sampling) -> None:
+    """Raise `Unfit` for a field that is of another type."""
     try:
         msgspec.convert(msgspec.to_builtins(sampling), Sampling)
     except (msgspec.ValidationError, TypeError) as error:
         raise Unfit("sampling", f"has a wrong type: {error}") from None
+
+
+def check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    """Raise `Unfit` for what no engine does."""
+    check_types(sampling)
     for name in Sampling.__struct_fields__:
         if name in LIMITS:
             check_number(name, getattr(sampling, name))

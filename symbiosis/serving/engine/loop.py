@@ -71,8 +71,12 @@ class Loop:
     def begin(self, job: Job) -> None:
         with self._awake:
             self.check(job.request.id)
-            self.ask(lambda: self._begin(job))
-            self._under_way.add(job.request.id)
+            self._under_way.add(job.request.id)  # before the engine's thread, which takes no lock for it, can end it
+            try:
+                self.ask(lambda: self._begin(job))
+            except ConfigError:
+                self._under_way.discard(job.request.id)
+                raise
 
     def cancel(self, request: int) -> None:
         self._put(lambda: self._end(request, Finish.CANCELLED))

@@ -10,7 +10,7 @@ import msgspec
 
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.serving.engine.detokenize import Text, prompt_tokens
-from symbiosis.serving.engine.limits import check_count, check_length
+from symbiosis.serving.engine.limits import Unfit, check_count, check_length, check_types
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 
 ENDS_WITH_ERROR = (Finish.ERROR, Finish.ABORTED)
@@ -36,10 +36,22 @@ class TakesRequests(Protocol):
 
     tokenizer: Any
 
+    @property
+    def ends(self) -> frozenset[int]: ...
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None: ...
     def cancel(self, id: int) -> None: ...
     def stop(self, id: int, completion: int = 0) -> None: ...
     def next_id(self) -> int: ...
+
+
+def _strings(stop: str | Iterable[str]) -> tuple[str, ...]:
+    several = tuple(stop) if isinstance(stop, Iterable) and not isinstance(stop, str) else (stop,)
+    if not all(isinstance(each, str) for each in several):
+        raise Unfit("stop", f"is a string, or several, and not {stop!r:.100}")
+    check_count("stop", len(several))
+    for each in several:
+        check_length("stop", len(each))
+    return several
 
 
 class Asking:
@@ -61,16 +73,15 @@ class Asking:
         if unknown := sorted(set(sampling) - set(Sampling.__struct_fields__)):
             known = ", ".join(Sampling.__struct_fields__)
             raise ConfigError(f"there is no {unknown[0]} to choose tokens by: there are {known}")
-        how = Sampling(**sampling)
-        stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        check_count("stop", len(stop))
-        for each in stop:
-            check_length("stop", len(each))
-        if stop and engine.tokenizer is None:
+        how, stops = Sampling(**sampling), _strings(stop)
+        check_types(how)
+        if stops and engine.tokenizer is None:
             raise ConfigError("stop strings need the model's tokenizer: give Engine(..., tokenizer=...)")
         self.engine, self.id = engine, engine.next_id()
-        self._text = Text(engine.tokenizer, stop, how.min_tokens) if engine.tokenizer is not None else None
-        self._silent = frozenset(how.stop_tokens)  # they end the text, and are no part of it
+        self._text = None
+        if engine.tokenizer is not None:
+            silent = (*how.stop_tokens, *(() if how.ignore_eos else engine.ends))
+            self._text = Text(engine.tokenizer, stops, how.min_tokens, silent=silent)
         tokens = prompt_tokens(engine.tokenizer, prompt)
         self.request = Request(id=self.id, prompt=tokens, sampling=how, adapter=adapter, tenant=tenant)
 
@@ -87,11 +98,12 @@ class Asking:
             raise GenerationFailed(output.error or "the first token could not come in time any more: try again later")
         finish, text = output.finish, ""
         if self._text is not None:
-            text = self._text.add(token.id for token in output.tokens if token.id not in self._silent)
+            text = self._text.add(token.id for token in output.tokens)
             if self._text.stopped:
                 finish = Finish.STOP
             elif finish is not None:
                 text += self._text.end()
+                finish = Finish.STOP if self._text.stopped else finish
         return Completion(
             text=text,
             tokens=tuple(token.id for token in output.tokens),

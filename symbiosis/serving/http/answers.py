@@ -2,8 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Iterator
-from itertools import accumulate
+from codecs import getincrementaldecoder
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -96,6 +96,24 @@ class ChatWords(Words):
         return {"token": text_of(self.tokenizer, id), "logprob": finite(logprob), "bytes": told}
 
 
+class Places:
+    """Where tokens begin in the text that they make. A character may be several tokens: all of them begin where it does.
+
+    >>> places = Places(10)
+    >>> [places.of(token) for token in (b"a", b"\\xc3", b"\\xa9", b"b")]
+    [10, 11, 11, 12]
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at, self._decoder = at, getincrementaldecoder("utf-8")("replace")
+
+    def of(self, token: bytes) -> int:
+        """Return the place of the next token, which has these bytes."""
+        at = self.at
+        self.at += len(self._decoder.decode(token))
+        return at
+
+
 class CompletionWords(Words):
     """Answers of POST /v1/completions.
 
@@ -118,7 +136,7 @@ class CompletionWords(Words):
         super().__init__(model, tokenizer, logprobs)
         self._echoes, self._prompts, self._completions = echoes, prompts, completions
         self._shown_prompts: dict[int, Fields] = {}  # log probabilities, by prompt: all its completions show the same
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, Places] = {}  # by completion
         self._begun: set[int] = set()
 
     def go_on(self, before: Continuation) -> None:
@@ -127,27 +145,23 @@ class CompletionWords(Words):
         for index, tokens in enumerate(before.tokens):
             if tokens or index in ended:
                 self._begun.add(index)
-                told = [*(self._prompts[index // self._completions] if self._echoes else ()), *tokens]
-                self._offsets[index] = (
-                    sum(len(text_of(self.tokenizer, token)) for token in told) if self.logprobs else 0
-                )
+                if self.logprobs:
+                    self._places_in(index, tokens)
 
     def choice(self, delta: Delta) -> Fields:
         return self.part(delta)
 
     def part(self, delta: Delta) -> Fields:
         index, text = delta.choice, delta.text
-        shown = self._shown(delta.tokens, self._offsets.get(index, 0)) if self.logprobs else None
+        places = self._places_in(index, [token.id for token in delta.tokens]) if self.logprobs else []
+        shown = self._shown(delta.tokens, places) if self.logprobs else None
         if self._echoes and index not in self._begun:
             text = self._echoes[index // self._completions] + text
             if shown is not None:
                 before = self._shown_prompt(delta)
-                shown = self._shown(delta.tokens, sum(map(len, before["tokens"])))
                 shown = {name: before[name] + shown[name] for name in shown}
         if index not in self._begun:
             self._begin(index)
-        if shown is not None and shown["tokens"]:
-            self._offsets[index] = shown["text_offset"][-1] + len(shown["tokens"][-1])
         return {"index": index, "text": text, "logprobs": shown, "finish_reason": delta.finish}
 
     def _begin(self, index: int) -> None:
@@ -165,16 +179,25 @@ class CompletionWords(Words):
             told = _tokens.decode(delta.prompt_logprobs) if delta.prompt_logprobs else ()
             prompt = self._prompts[number]
             missing = [Token(id) for id in prompt[: len(prompt) - len(told)]]
-            self._shown_prompts[number] = self._shown([*missing, *told], 0)
+            places = Places(0)
+            starts = [places.of(bytes_of(self.tokenizer, id)) for id in prompt]
+            unseen = places.at - len(self._echoes[number])  # characters of what the tokenizer has put in front
+            self._shown_prompts[number] = self._shown([*missing, *told], [max(0, start - unseen) for start in starts])
         return self._shown_prompts[number]
 
-    def _shown(self, tokens: list[Token], offset: int) -> Fields:
-        texts = [text_of(self.tokenizer, token.id) for token in tokens]
+    def _places_in(self, index: int, tokens: Sequence[int]) -> list[int]:
+        """Return where these next tokens of a completion begin in its text."""
+        if (places := self._places.get(index)) is None:
+            echo = len(self._echoes[index // self._completions]) if self._echoes else 0
+            places = self._places[index] = Places(echo)
+        return [places.of(bytes_of(self.tokenizer, token)) for token in tokens]
+
+    def _shown(self, tokens: list[Token], places: list[int]) -> Fields:
         return {
-            "tokens": texts,
+            "tokens": [text_of(self.tokenizer, token.id) for token in tokens],
             "token_logprobs": [finite(token.logprob) for token in tokens],
             "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": list(accumulate(map(len, texts[:-1]), initial=offset)) if texts else [],
+            "text_offset": places,
         }
 
     def _top(self, token: Token) -> dict[str, float | None] | None:

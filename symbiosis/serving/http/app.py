@@ -98,7 +98,10 @@ def _completion(
     # without a token to make, only the prompt is computed
     scored = bool(body.echo) and (body.logprobs is not None or most == 0)
     generation = front.generation(admission, body, prompts, sampling, scored)
-    echoes = [front.tokenizer.decode(prompt) for prompt in prompts] if body.echo else []
+    echoes = []
+    if body.echo:  # a text as it was given: its tokens may begin with one that the tokenizer has put there
+        both = zip(given, prompts, strict=True)
+        echoes = [each if isinstance(each, str) else front.tokenizer.decode(prompt) for each, prompt in both]
     words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.completions)
     if body.continuation is not None:
         words.go_on(body.continuation)

@@ -186,7 +186,10 @@ class Front(Keyed):
         return Generation(self.remote, requests, lambda: self._text(body, stops), admission.spend, names)
 
     def _text(self, body: Body, stops: list[Stop]) -> Text:
-        return Text(self.tokenizer, stops, body.min_tokens or 0, special=body.skip_special_tokens is False)
+        special, keeps = body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
+        ends = () if body.ignore_eos else self.remote.welcome.ends
+        silent = () if keeps else (*(body.stop_token_ids or ()), *ends)
+        return Text(self.tokenizer, stops, body.min_tokens or 0, special, keeps, silent)
 
 
 def _check_continuation(before: Continuation, completions: int, longest: int) -> None:

@@ -37,19 +37,18 @@ HandOver = Callable[[Callable[[], list[Delta]]], bool]  # gets what reads what i
 class Choice:
     """One completion under way."""
 
-    def __init__(self, index: int, text: Text, silent: frozenset[int]) -> None:
+    def __init__(self, index: int, text: Text) -> None:
         self.text, self.delta = text, Delta(index)
         self.finish: str | None = None
-        self._silent = silent  # tokens that end the text, and are no part of it
 
     def add(self, output: Output) -> bool:
         """Add tokens. Return whether there is something new to read."""
-        new, delta = self.text.add([t.id for t in output.tokens if t.id not in self._silent]), self.delta
+        new, delta = self.text.add(token.id for token in output.tokens), self.delta
         if self.text.stopped:
             self.finish = "stop"
         elif output.finish is not None:
             new += self.text.end()
-            self.finish = output.finish.value
+            self.finish = "stop" if self.text.stopped else output.finish.value
         delta.text += new
         delta.tokens.extend(output.tokens)
         delta.finish = self.finish
@@ -88,10 +87,7 @@ class Generation:
         self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
         self.choices = self.most_tokens = 0
         for request in requests:
-            silent = frozenset(request.sampling.stop_tokens)
-            self._open[request.id] = {
-                number: Choice(self.choices + number, new_text(), silent) for number in request.under_way
-            }
+            self._open[request.id] = {number: Choice(self.choices + number, new_text()) for number in request.under_way}
             for number, choice in self._open[request.id].items():
                 choice.text.add(request.chosen_of(number))  # which was handed out elsewhere
             self.choices += request.completions

@@ -81,6 +81,7 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None

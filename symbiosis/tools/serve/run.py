@@ -154,7 +154,8 @@ class ServeProcesses:
     def _welcome(self, engine: "Engine") -> None:
         assert self._ours is not None
         welcome = Welcome(
-            model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
+            model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
+            ends=tuple(engine.ends),
         )  # fmt: skip
         self._link = Link(engine, self._ours, welcome, load=Path)
 

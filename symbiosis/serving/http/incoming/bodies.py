@@ -71,7 +71,8 @@ class Bodies:
     def _end_oldest(self) -> None:
         oldest = next(iter(self._open))
         del self._open[oldest]
-        oldest.reschedule(0.0)
+        if not oldest.expired():  # else it ends by itself
+            oldest.reschedule(0.0)
 
 
 async def until_hung_up(receive: Receive) -> None:

@@ -39,5 +39,5 @@ def _config(weights: Path) -> str:
             return json.dumps(dict(json.loads(told)))
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
             raise wrong(
-                f"the body is no safetensors file whose metadata has {CONFIG!r}: symbiosis.publish makes one"
+                f"the body is no safetensors file whose metadata has {CONFIG!r}, as JSON: symbiosis.publish makes one"
             ) from None

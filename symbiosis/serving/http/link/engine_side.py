@@ -143,21 +143,22 @@ class Link:
     def _begin(self, request: Request) -> None:
         """Submit a request. What has to be read or prepared for it is done in another thread, because the next message does not wait."""
         schema, adapter = request.sampling.schema, request.adapter
-        if schema is None and adapter is None:
+        if adapter is not None and not self._engine.has_loaded(adapter):
+            begun = self._loading.submit(self._submit, request)
+        elif schema is not None:
+            begun = self._lanes.submit(request.tenant, lambda: self._submit(request))
+        elif adapter is not None:
+            begun = self._pool.submit(self._submit, request)
+        else:
             self._submit(request)
             return
-        if schema is not None:
-            begun = self._lanes.submit(request.tenant, lambda: self._submit(request))
-        else:
-            pool = self._pool if self._engine.has_loaded(str(adapter)) else self._loading
-            begun = pool.submit(self._submit, request)
         self._submissions[request.id] = begun
         begun.add_done_callback(lambda _: self._submissions.pop(request.id, None))
 
     def _beat(self) -> None:
         while not self._closing.wait(BEAT_S):
             self._unsent.put(Beat(self._engine.step_s, *self._engine.room))
-            self.is_lost = self._pulse.is_lost
+            self.is_lost = self._pulse.seems_lost()
 
     def _submit(self, request: Request) -> None:
         try:

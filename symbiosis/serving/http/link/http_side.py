@@ -151,7 +151,7 @@ class RemoteEngine(asyncio.Protocol):
         """Tell the engine's process that this one runs, and return whether that one does. To be called at least every second."""
         self._tell(Beat())
         self.is_silent = self._pulse.look() > SILENT_S / 3
-        return not self._pulse.is_lost
+        return not self._pulse.seems_lost()
 
     def _take(self, message: FromEngine) -> None:
         self._pulse.beat()

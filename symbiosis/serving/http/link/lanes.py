@@ -47,6 +47,9 @@ class Lanes:
     def _run_one(self, tenant: str) -> None:
         """Do one piece of a tenant's work, and queue again behind the others if there is more."""
         with self._lock:
+            if not self._waiting[tenant]:  # two threads were sent for what was one's
+                self._end(tenant)
+                return
             future, make = self._waiting[tenant].popleft()
         if future.set_running_or_notify_cancel():
             try:
@@ -60,7 +63,11 @@ class Lanes:
                     self._pool.submit(self._run_one, tenant)
                 except RuntimeError:  # it closes
                     self._running[tenant] -= 1
-            elif self._running[tenant] > 1:
-                self._running[tenant] -= 1
             else:
-                del self._running[tenant], self._waiting[tenant]
+                self._end(tenant)
+
+    def _end(self, tenant: str) -> None:
+        """Count a thread no more that has nothing to do for this tenant."""
+        self._running[tenant] -= 1
+        if not self._running[tenant]:
+            del self._running[tenant], self._waiting[tenant]

@@ -75,6 +75,7 @@ class Welcome(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     longest: int  # positions
     most_tokens: int  # of them, those for which there is memory
     vocabulary: int
+    ends: tuple[int, ...] = ()  # tokens that end answers
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):

@@ -33,6 +33,6 @@ class Pulse:
         self._looked = now
         return self._silent
 
-    @property
-    def is_lost(self) -> bool:
+    def seems_lost(self) -> bool:
+        """Look, and return whether the silence is too long."""
         return self.look() > self._most
