@@ -26,6 +26,7 @@ import symbiosis
 from symbiosis.errors import AdapterError, ConfigError, UnknownAdapter
 from symbiosis.serving import Engine
 from symbiosis.serving.adapters import files
+from symbiosis.serving.adapters import library as library_module
 from symbiosis.serving.adapters.files import check_finite
 from symbiosis.serving.adapters.folder import Folder, State
 from symbiosis.serving.adapters.kinds import LoadedAdapter
@@ -516,9 +517,44 @@ def test_an_adapter_that_takes_long_to_read_holds_up_no_other(
         assert is_reading.wait(20)
         try:
             assert library.get("other").name == "other" and not any(each.done() for each in mine)
+            assert library.has("other") and not library.has("mine")
         finally:
             may_go_on.set()
         assert mine[0].result(20) is mine[1].result(20), "and it is read once"
+    assert library.has("mine")
+
+
+def test_what_is_read_again_because_it_has_changed_is_not_there(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests for it wait where those for others do not."""
+    library = Library(served, folder.parent)
+    library.get("mine")
+    os.utime(folder / "adapter_model.safetensors")
+    is_reading, may_go_on = slow_to_read("mine", monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        mine = pool.submit(library.get, "mine")
+        assert is_reading.wait(20)
+        there = library.has("mine")
+        may_go_on.set()
+        assert mine.result(20).version and not there and library.has("mine")
+
+
+def test_a_defect_in_one_ends_no_look_at_the_others(
+    served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies(folder, "a", "z")
+    read = library_module.read_folder
+
+    def broken(path: Path, *rest: Any) -> Any:
+        if path.name == "a":
+            raise RuntimeError("Stride calculation overflowed")
+        return read(path, *rest)
+
+    monkeypatch.setattr(library_module, "read_folder", broken)
+    library = Library(served, folder.parent)
+    assert library.look(lambda: False).problems == {"a": "adapter 'a': RuntimeError"}
+    assert {adapter.name for adapter in library.loaded()} == {"mine", "z"}
 
 
 @pytest.mark.parametrize("how", ["found", "found again", "given"])

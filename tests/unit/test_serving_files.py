@@ -84,9 +84,10 @@ def with_header(header: Any, data: bytes = b"") -> bytes:
         {"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]}},
         {"a": {"dtype": "F32", "shape": [1 << 62, 1 << 62], "data_offsets": [0, 8]}},
         {"a": {"dtype": "PICKLE", "shape": [8], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, "b": {"dtype": "F32", "shape": [0, 1 << 62, 1 << 62], "data_offsets": [8, 8]}},
         {"a": [0, 8]}, [1, 2], "a", 7,
     ],
-    ids=["overlapping", "a hole", "too much", "negative", "half", "boolean", "too little", "huge", "dtype", "no table", "list", "text", "number"],
+    ids=["overlapping", "a hole", "too much", "negative", "half", "boolean", "too little", "huge", "dtype", "empty and huge", "no table", "list", "text", "number"],
 )  # fmt: skip
 def test_what_the_format_does_not_allow(header: Any) -> None:
     with pytest.raises(WRONG):

@@ -1,7 +1,9 @@
 """What the front decides by the size of a body: what it refuses before anything is made of it, and what is made in a thread."""
 
 import asyncio
+import resource
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,9 +11,12 @@ import pytest
 
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.front import Front, _check_continuation
+from symbiosis.serving.http.incoming import connections
 from symbiosis.serving.http.link.lanes import LARGE, MANY_CHOICES, Lanes
+from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.http.schemas import Continuation
 from symbiosis.serving.request import Request
+from tests.unit.test_serving_detokenize import bytes_tokenizer
 
 
 @pytest.mark.parametrize("ended", [[0, 0], [3, 1, 3], [4], [-1], [0] * 4, [0, 1, 2, 3, 0]])
@@ -47,3 +52,54 @@ def test_what_takes_long_is_made_in_a_thread(size: int, choices: int, in_thread:
     made = asyncio.run(Front.made(front, request, tenant, size, choices, threading.current_thread))
     assert (made is not threading.current_thread()) == in_thread
     lanes.close()
+
+
+def keyed(tmp_path: Path, most: int) -> Front:
+    """A front end that two tenants have keys of."""
+    file = tmp_path / "keys"
+    file.write_text("eve eves-own-key\nbob bobs-own-key\n")
+    file.chmod(0o600)
+    welcome = Welcome(model="demo", longest=64, most_tokens=64, vocabulary=8)
+    remote: Any = SimpleNamespace(welcome=welcome, drained=asyncio.Event(), under_way=0)
+    return Front(
+        remote, bytes_tokenizer(), FrontOptions(model="demo", folder="", api_keys=str(file), max_requests=most)
+    )
+
+
+def test_one_key_leaves_places_for_the_next(tmp_path: Path) -> None:
+    front = keyed(tmp_path, most=12)
+    eve, bob = (front.keys.tenant(f"Bearer {name}s-own-key") for name in ("eve", "bob"))
+    body: Any = SimpleNamespace(completions=1, continuation=None)
+    with pytest.raises(ApiError, match="at most 6 prompts of one key") as error, front.admitted(eve, body, 7, 1):
+        pass
+    assert error.value.status == 400
+    with front.admitted(eve, body, 6, 1) as hers:
+        for _ in range(2):
+            with pytest.raises(ApiError, match="its part") as error, front.admitted(eve, body, 1, 1):
+                pass
+            assert error.value.status == 503 and eve.under_way == 6
+        with front.admitted(bob, body, 3, 1) as his:
+            his.end()
+    hers.end()
+    with front.admitted(eve, body, 6, 1) as again:
+        again.end()
+    assert eve.under_way == bob.under_way == 0
+
+
+def test_a_key_may_ask_however_few_requests_there_may_be(tmp_path: Path) -> None:
+    front = keyed(tmp_path, most=1)
+    body: Any = SimpleNamespace(completions=1, continuation=None)
+    with front.admitted(front.keys.tenant("Bearer eves-own-key"), body, 1, 1) as admission:
+        admission.end()
+
+
+@pytest.mark.parametrize(("limit", "most"), [(300, 150), (100_000, 4096), (resource.RLIM_INFINITY, 4096)])
+def test_half_of_the_descriptors_are_for_those_who_are_known(
+    limit: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections.Connection, "strangers", connections.Strangers())
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: None)
+    connections.take_all_descriptors()
+    assert connections.Connection.strangers._most == most
+    assert connections.Connection.strangers._of_an_address == min(most, connections.MOST_OF_AN_ADDRESS)

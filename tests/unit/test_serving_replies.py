@@ -13,7 +13,9 @@ from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.engine.reader import Reader
 from symbiosis.serving.http import outlet
 from symbiosis.serving.http.answers import CompletionWords
+from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.generation import Choice, Delta, Generation
+from symbiosis.serving.http.incoming.sharing import Held, Room
 from symbiosis.serving.http.replies import Stream
 from symbiosis.serving.request import Finish, Output, Request, Sampling, Token
 from tests.unit.test_serving_detokenize import bytes_tokenizer
@@ -178,3 +180,23 @@ def test_tokens_are_spent_as_they_come() -> None:
         return spent
 
     assert asyncio.run(test()) == [2, 3]
+
+
+def test_log_probabilities_that_find_no_room_end_their_own_answer() -> None:
+    async def test() -> None:
+        remote, tokenizer, room = Remote(), bytes_tokenizer(), Room(16)
+        held = Held(room, "eve")
+        asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS, logprobs=1))]
+        generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
+        generation.hold = held.take
+        generation.begin()
+        tokens = tuple(Token(token, -0.5, ((66, -0.5),)) for token in b"abcd")
+        remote.take(Output(request=7, tokens=tokens))
+        assert held.size == 8 and not remote.cancelled
+        remote.take(Output(request=7, tokens=tokens[:1]))
+        assert remote.cancelled == [7]
+        with pytest.raises(ApiError, match="too many") as error:
+            [_ async for _ in generation.deltas()]
+        assert error.value.status == 503 and held.size == 8
+
+    asyncio.run(test())

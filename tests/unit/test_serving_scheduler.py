@@ -537,3 +537,20 @@ def test_what_comes_and_goes_looks_at_few_of_those_that_wait() -> None:
     for request in reversed(requests):
         scheduler.drop(request.id)
     assert not scheduler.waiting and Watched.looks < 300 * len(many)
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "vtc"])
+def test_what_is_computed_of_prompts_is_shared_out_only_under_vtc(policy: Any) -> None:
+    server = Server(40_000, StepRules(max_batch=20, prefill_tokens=64, policy=policy))
+    for id in range(10):
+        server.scheduler.add(sequences(id, 500, tenant="many", most=1, prompt_logprobs=True))
+    server.step()
+    server.scheduler.add(sequences(10, 30, tenant="few", most=1))
+    steps = 0
+    while (10, 0) not in server.ended:
+        server.step()
+        steps += 1
+    assert steps <= 2 if policy == "vtc" else steps > 50
+    while server.scheduler.running:
+        server.step()
+    assert len(server.ended) == 11

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import resource
 import socket
 import sys
 
@@ -13,7 +12,7 @@ from symbiosis.cluster.front.app import Front, make_app
 from symbiosis.cluster.front.started import FrontStarted
 from symbiosis.cluster.front.view import View
 from symbiosis.logs import TextFormatter
-from symbiosis.serving.http.incoming.connections import Connection
+from symbiosis.serving.http.incoming.connections import Connection, take_all_descriptors
 
 
 async def serve(started: FrontStarted, listener: socket.socket) -> None:
@@ -32,8 +31,7 @@ async def serve(started: FrontStarted, listener: socket.socket) -> None:
 
 
 def main(argument: str) -> None:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    take_all_descriptors()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter())
     logging.getLogger().handlers[:] = [handler]

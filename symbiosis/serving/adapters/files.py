@@ -19,6 +19,7 @@ from symbiosis.text import shown
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30
+MOST_SIDES = 1 << 40  # all sides of an empty tensor together, but for those of 0
 PIECE_BYTES, MOST_THREADS = 4 << 20, 8  # of a file that is read by several threads
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
@@ -209,6 +210,8 @@ def parse_tensors(data: Data) -> dict[str, Tensor]:
 def _tensor(memory: memoryview, at: int, dtype: torch.dtype, shape: list[int]) -> Tensor:
     count = math.prod(shape)
     if not count:
+        if math.prod(side for side in shape if side) > MOST_SIDES:
+            raise ValueError(f"a shape of {shown(str(shape))} is no tensor's")
         return torch.empty(shape, dtype=dtype)
     if at % dtype.itemsize:
         memory, at = memoryview(bytearray(memory[at : at + count * dtype.itemsize])), 0

@@ -63,6 +63,9 @@ class Turns:
         self._locks: dict[str, threading.Lock] = {}
         self._users = Counter[str]()
 
+    def is_taken(self, name: str) -> bool:
+        return name in self._users
+
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
         with self._lock:
@@ -162,11 +165,14 @@ class Library:
                 largest = max(largest, self.get(name).bytes + FIXED_BYTES)
             except AdapterError as error:
                 looked.problems[name] = str(error)
+            except Exception as error:  # whatever it is: the others are looked at
+                logger.warning("adapter %r: it cannot be loaded", name, exc_info=error)
+                looked.problems[name] = f"adapter {name!r}: {type(error).__name__}"
         return looked
 
     def has(self, name: str) -> bool:
-        """Whether an adapter is loaded, in whatever version."""
-        return name in self._found
+        """Whether an adapter is loaded, in whatever version, and is not being read now."""
+        return name in self._found and not self._turns.is_taken(name)
 
     def is_replaced(self, adapter: Adapter) -> bool:
         """Whether no later request gets this version: another one, or none, has the name."""

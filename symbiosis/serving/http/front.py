@@ -27,6 +27,7 @@ from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
 MOST_PROMPT_LOGPROBS = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here
+MOST_LOGPROBS = 1 << 21  # of tokens of answers that are not streamed: each takes 100 bytes until all of them are there
 
 
 class Front(Keyed):
@@ -40,7 +41,9 @@ class Front(Keyed):
         self._lanes = Lanes(4, "http-made")
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
-        self._prompt_logprobs = Room(MOST_PROMPT_LOGPROBS)
+        self._prompt_logprobs, self._logprobs = Room(MOST_PROMPT_LOGPROBS), Room(MOST_LOGPROBS)
+        # of those who have keys: nobody takes the last ones from whoever comes next
+        self._places = Room(max(2, options.max_requests))
         self._metrics: asyncio.Task[bytes] | None = None  # that are being made
 
     @property
@@ -90,10 +93,22 @@ class Front(Keyed):
         most = min(tokens, self.remote.welcome.most_tokens)
         admission = tenant.admit(completions, self.keys.clock(), completions * most)
         try:
+            self._take_places(admission, prompts)
             yield admission
         except BaseException:
             admission.end()
             raise
+
+    def _take_places(self, admission: Admission, requests: int) -> None:
+        """Keep places until the admission ends. Raises `ApiError` if this key has its part of them already."""
+        if not self.keys.are_needed:
+            return
+        if requests > (most := max(1, self.options.max_requests // 2)):  # which a key alone may have
+            raise wrong(f"at most {most} prompts of one key, and this would be {requests}", "prompt")
+        places = Held(self._places, admission.tenant.name)
+        if not places.take(requests):
+            raise ApiError(503, "this key has its part of the requests that may be under way: try again", retry_s=1.0)
+        admission.at_end(places.end)
 
     def check_room(self, requests: int) -> None:
         """Raise `ApiError` unless so many more requests may be under way."""
@@ -116,6 +131,12 @@ class Front(Keyed):
         if not held.take(prompt_logprobs):
             raise ApiError(503, "log probabilities of other prompts are under way: try again later", retry_s=1.0)
         admission.at_end(held.end)
+
+    def hold_as_they_come(self, generation: Generation, admission: Admission) -> None:
+        """Have a generation keep room for the log probabilities of its tokens until the admission ends; without room it fails."""
+        held = Held(self._logprobs, admission.tenant.name)
+        admission.at_end(held.end)
+        generation.hold = held.take
 
     async def made(
         self, request: HttpRequest, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]

@@ -14,6 +14,9 @@ from symbiosis.serving.request import Finish, Output, Request, Token
 
 logger = logging.getLogger("symbiosis")
 
+NO_ROOM = (
+    "the log probabilities of this answer, beside those of others, are too many: ask for fewer tokens, or for a stream"
+)
 FAILURES = {
     Finish.ABORTED: (503, "the server is too busy to begin in time: try again later"),
     Finish.CANCELLED: (503, "the request was cancelled by the server"),
@@ -84,6 +87,7 @@ class Generation:
         self._new: dict[int, Choice] = {}
         self._event, self._is_awaited = asyncio.Event(), False
         self.hand_over: HandOver | None = None
+        self.hold: Callable[[int], bool] | None = None  # asked whether there is room for so many log probabilities more
         self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
         self.choices = self.most_tokens = 0
         for request in requests:
@@ -161,6 +165,9 @@ class Generation:
         self.cached_tokens += output.cached_tokens
         self.completion_tokens += len(output.tokens)
         self._spent(len(output.tokens))
+        if self.hold is not None and not self.hold(sum(1 + len(token.top) for token in output.tokens)):
+            self._fail(ApiError(503, NO_ROOM, retry_s=1.0))
+            return
         if output.prompt_logprobs:  # they come once, with the first output of a request
             packed = msgspec.msgpack.encode(output.prompt_logprobs)
             for each in self._open[output.request].values():

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -16,7 +15,7 @@ from symbiosis.logs import name_process, set_up_logging
 from symbiosis.memory import look_at_what_is_new, look_seldom
 from symbiosis.serving.http.app import make_app
 from symbiosis.serving.http.front import Front
-from symbiosis.serving.http.incoming.connections import Connection
+from symbiosis.serving.http.incoming.connections import Connection, take_all_descriptors
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.http.link.messages import FrontOptions, Started
 from symbiosis.serving.http.link.pulse import BEAT_S, SILENT_S
@@ -80,8 +79,7 @@ def do_without_torch() -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process says when it is over
         signal.signal(number, signal.SIG_IGN)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    take_all_descriptors()
     started = msgspec.json.decode(sys.argv[1], type=Started)
     look_seldom()
     do_without_torch()

@@ -140,6 +140,19 @@ def lifted(counters: Mapping[str, float], tenant: str, active: Iterable[str]) ->
     return max(own, min((counters.get(other, 0.0) for other in active if other != tenant), default=own))
 
 
+def shared(wanted: Mapping[str, int], most: int) -> dict[str, int]:
+    """Share out so many rows: alike, and what some do not want goes to the others.
+
+    >>> shared({"a": 1000, "b": 10, "c": 1000}, 100)
+    {'b': 10, 'a': 45, 'c': 45}
+    """
+    parts: dict[str, int] = {}
+    for number, (whose, rows) in enumerate(sorted(wanted.items(), key=lambda each: each[1])):
+        parts[whose] = min(rows, -(-most // (len(wanted) - number)))
+        most -= parts[whose]
+    return parts
+
+
 def too_late(waiting: Iterable[W], now: float, first_token_s: float, takes_s: float) -> list[W]:
     """Return the sequences that would get their first token after the deadline even if they began now. What has begun is not aborted."""
     return [s for s in waiting if not s.has_begun and now + takes_s > s.arrived + first_token_s]

@@ -273,16 +273,29 @@ class Scheduler:
         """Compose a step: one row of each sequence that decodes, and pieces of prompts. The oldest sequence gets room first, and the
         newest loses it first."""
         parts: list[tuple[Sequence, int]] = []
-        left = self.rules.prefill_tokens
+        left = self._rows_of_prompts()
         for sequence in list(self.running):
             if sequence.is_full:
                 continue
-            missing = len(sequence.tokens) - sequence.computed
-            rows = missing if missing == 1 or (self.rules.whole_prompts and left > 0) else min(missing, max(0, left))
+            missing, whose = len(sequence.tokens) - sequence.computed, self._sharer(sequence)
+            is_whole = missing == 1 or (self.rules.whole_prompts and left[whose] > 0)
+            rows = missing if is_whole else min(missing, max(0, left[whose]))
             if rows and self._is_here(sequence) and self._has_room(sequence, sequence.computed + rows):
                 parts.append((sequence, rows))
-                left -= rows if missing > 1 else 0
+                left[whose] -= rows if missing > 1 else 0
         return _step(sorted(parts, key=lambda part: part[0].version))
+
+    def _sharer(self, sequence: Sequence) -> str:
+        """Whose part of a step's rows of prompts a sequence has; where the policy is not fair, all have one."""
+        return sequence.tenant if self.rules.policy == "vtc" else ""
+
+    def _rows_of_prompts(self) -> Counter[str]:
+        """How many rows of prompts each may have in this step."""
+        wanted = Counter[str]()
+        for sequence in self.running:
+            if (missing := len(sequence.tokens) - sequence.computed) > 1:
+                wanted[self._sharer(sequence)] += missing
+        return Counter(policy.shared(wanted, self.rules.prefill_tokens))
 
     def _is_here(self, sequence: Sequence) -> bool:
         if self._residency is None or sequence.adapter is None:

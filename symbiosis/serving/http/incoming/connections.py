@@ -1,5 +1,6 @@
 """Connections: what a client may send, and have a process hold for it, before anybody knows who it is."""
 
+import resource
 from collections import defaultdict
 from typing import Any
 
@@ -230,6 +231,14 @@ class Connection(HttpToolsProtocol):
         elif is_answered and self.cycle is before:
             self.transport.close()
         self._look_later = self.loop.call_later(HEAD_S, self._look, self.cycle)
+
+
+def take_all_descriptors() -> None:
+    """Let this process have as many connections as it may. Strangers get half of them at most."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    if limit != resource.RLIM_INFINITY:
+        Connection.strangers = Strangers(min(MOST_STRANGERS, limit // 2), min(MOST_OF_AN_ADDRESS, limit // 2))
 
 
 def connection_of(scope: Scope) -> Connection | None:
