@@ -169,7 +169,7 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
     """Return one token's own bytes. Together with those of the tokens beside it they are text; by themselves they may be a part of a
     character."""
     piece = tokenizer.convert_ids_to_tokens(token) or ""
-    if token in tokenizer.added_tokens_decoder:  # which is written as it is
+    if token in _added(tokenizer):  # which is written as it is
         return piece.encode()
     if _writes_bytes(tokenizer):
         if BYTES.keys() >= set(piece):
@@ -179,6 +179,12 @@ def bytes_of(tokenizer: Any, token: int) -> bytes:
     elif SPACE in piece and token not in tokenizer.all_special_ids:  # of which a decoder drops the first one
         return piece.replace(SPACE, " ").encode()
     return text_of(tokenizer, token).encode()
+
+
+@lru_cache(maxsize=8)
+def _added(tokenizer: Any) -> frozenset[int]:
+    """The tokens that were added to those of a tokenizer's model."""
+    return frozenset(tokenizer.added_tokens_decoder)
 
 
 @lru_cache(maxsize=8)
