@@ -84,6 +84,7 @@ class Generation:
         self.cached_tokens = 0
         self.completion_tokens = sum(len(tokens) for request in requests for tokens in request.chosen)
         self._failure: ApiError | None = None
+        self._is_left = False  # ended before it was over
         self._new: dict[int, Choice] = {}
         self._event, self._is_awaited = asyncio.Event(), False
         self.hand_over: HandOver | None = None
@@ -125,8 +126,14 @@ class Generation:
             if self._new:
                 yield self._read()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all completions have finished. Nothing is made of the others, whose reader has hung up."""
+        return not self._is_left
+
     def end(self) -> None:
         """End the generation, because nobody reads any more: what is still under way is cancelled."""
+        self._is_left = self._is_left or bool(self._open)
         for id in list(self._open):
             self._remote.cancel(id)
         self._open.clear()

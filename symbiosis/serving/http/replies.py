@@ -46,6 +46,8 @@ class Reply:
         async for deltas in self._generation.deltas():
             for delta in deltas:
                 _join(whole[delta.choice], delta)
+        if not self._generation.is_whole:
+            return
         await outlet.start(JSON)
         await outlet.take_all(self._words.whole(self._generation, whole), more=False)
 

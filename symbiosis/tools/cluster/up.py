@@ -127,7 +127,7 @@ class Cluster:
 
     def take(self, plan: Plan) -> None:
         """Go on with another plan. Models that it has no more retire, those that it has besides are to be added, or are there."""
-        self.retiring += tuple(model for model in self.plan.models if model not in plan.models)
+        self._begin_to_retire([model for model in self.plan.models if model not in plan.models])
         self.plan, self.aliases = plan, dict(plan.aliases)
         self._tell()
 
@@ -136,7 +136,7 @@ class Cluster:
         self.plan = replace(
             self.plan, models={name: each for name, each in self.plan.models.items() if name not in models}
         )
-        self.retiring += tuple(models)
+        self._begin_to_retire(models)
         for process in (process for model in models for process in self.of_model(model)):
             self.drain(process.name, "its model could not start")
 
@@ -289,6 +289,12 @@ class Cluster:
         may = len(live) > least and any(not each.running for each in live)
         if may and (moves := consolidate(live, requests)) is not None:
             self.drain(snapshot[moves.server].name, "the others have room for all that it runs")
+
+    def _begin_to_retire(self, models: Collection[str]) -> None:
+        """From now on it is waited until nobody uses these: what was begun just before is on no page yet."""
+        self.retiring += tuple(models)
+        now = time.monotonic()
+        self._worked |= {process.name: now for model in models for process in self.of_model(model)}
 
     def _retire(self, model: str) -> None:
         """End what nobody has used for `idle_s`: servers, and executors after all servers."""
