@@ -1,5 +1,6 @@
 """Requests and answers of the server, as plain data that crosses processes."""
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 import msgspec
@@ -41,6 +42,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    def ending(self, ends: Iterable[int]) -> frozenset[int]:
+        """Return the tokens that end a completion of a model which has these `ends`.
+
+        >>> sorted(Sampling(stop_tokens=(7,)).ending([2])), sorted(Sampling(stop_tokens=(7,), ignore_eos=True).ending([2]))
+        ([2, 7], [7])
+        """
+        return frozenset([*self.stop_tokens, *(() if self.ignore_eos else ends)])
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -60,6 +60,10 @@ class Sequence:
         return self.prompt_length + len(self.request.chosen_of(self.completion))
 
     @property
+    def uncomputed(self) -> int:
+        return len(self.tokens) - self.computed
+
+    @property
     def tenant(self) -> str:
         return self.request.tenant
 

@@ -80,8 +80,7 @@ class Asking:
         self.engine, self.id = engine, engine.next_id()
         self._text = None
         if engine.tokenizer is not None:
-            silent = (*how.stop_tokens, *(() if how.ignore_eos else engine.ends))
-            self._text = Text(engine.tokenizer, stops, how.min_tokens, silent=silent)
+            self._text = Text(engine.tokenizer, stops, how.min_tokens, silent=how.ending(engine.ends))
         tokens = prompt_tokens(engine.tokenizer, prompt)
         self.request = Request(id=self.id, prompt=tokens, sampling=how, adapter=adapter, tenant=tenant)
 

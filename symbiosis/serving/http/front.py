@@ -103,12 +103,9 @@ class Front(Keyed):
         """Keep places until the admission ends. Raises `ApiError` if this key has its part of them already."""
         if not self.keys.are_needed:
             return
-        if requests > (most := max(1, self.options.max_requests // 2)):  # which a key alone may have
+        if requests > (most := self._places.alone):
             raise wrong(f"at most {most} prompts of one key, and this would be {requests}", "prompt")
-        places = Held(self._places, admission.tenant.name)
-        if not places.take(requests):
-            raise ApiError(503, "this key has its part of the requests that may be under way: try again", retry_s=1.0)
-        admission.at_end(places.end)
+        _keep(self._places, requests, admission, "this key has its part of the requests that may be under way")
 
     def check_room(self, requests: int) -> None:
         """Raise `ApiError` unless so many more requests may be under way."""
@@ -119,18 +116,14 @@ class Front(Keyed):
 
     def hold(self, prompt_logprobs: int, admission: Admission) -> None:
         """Keep room for so many log probabilities of prompts until the admission ends. Raises `ApiError` if there is none."""
-        if prompt_logprobs > (most := MOST_PROMPT_LOGPROBS // 2):  # which a tenant alone may have
+        if prompt_logprobs > (most := self._prompt_logprobs.alone):
             raise wrong(
                 f"at most {most} log probabilities of prompts, and this would be {prompt_logprobs}: send fewer prompts at once, "
                 "or ask for fewer of each token",
                 "prompt",
             )
-        if not prompt_logprobs:
-            return
-        held = Held(self._prompt_logprobs, admission.tenant.name)
-        if not held.take(prompt_logprobs):
-            raise ApiError(503, "log probabilities of other prompts are under way: try again later", retry_s=1.0)
-        admission.at_end(held.end)
+        if prompt_logprobs:
+            _keep(self._prompt_logprobs, prompt_logprobs, admission, "log probabilities of other prompts are under way")
 
     def hold_as_they_come(self, generation: Generation, admission: Admission) -> None:
         """Have a generation keep room for the log probabilities of its tokens until the admission ends; without room it fails."""
@@ -204,13 +197,21 @@ class Front(Keyed):
                 check_chosen(request, self.remote.welcome.vocabulary)
         stops = [Stop(each) for each in body.stops]
         names = AS_CHAT if isinstance(body, ChatBody) else AS_ASKED
-        return Generation(self.remote, requests, lambda: self._text(body, stops), admission.spend, names)
-
-    def _text(self, body: Body, stops: list[Stop]) -> Text:
         special, keeps = body.skip_special_tokens is False, bool(body.include_stop_str_in_output)
-        ends = () if body.ignore_eos else self.remote.welcome.ends
-        silent = () if keeps else (*(body.stop_token_ids or ()), *ends)
-        return Text(self.tokenizer, stops, body.min_tokens or 0, special, keeps, silent)
+        silent = () if keeps else sampling.ending(self.remote.welcome.ends)
+
+        def text() -> Text:
+            return Text(self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
+
+        return Generation(self.remote, requests, text, admission.spend, names)
+
+
+def _keep(room: Room, size: int, admission: Admission, refusal: str) -> None:
+    """Keep so much of a room until the admission ends. Raises `ApiError` if its tenant has its part already."""
+    held = Held(room, admission.tenant.name)
+    if not held.take(size):
+        raise ApiError(503, f"{refusal}: try again later", retry_s=1.0)
+    admission.at_end(held.end)
 
 
 def _check_continuation(before: Continuation, completions: int, longest: int) -> None:

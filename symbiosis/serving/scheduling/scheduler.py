@@ -277,7 +277,7 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.is_full:
                 continue
-            missing, whose = len(sequence.tokens) - sequence.computed, self._sharer(sequence)
+            missing, whose = sequence.uncomputed, self._sharer(sequence)
             is_whole = missing == 1 or (self.rules.whole_prompts and left[whose] > 0)
             rows = missing if is_whole else min(missing, max(0, left[whose]))
             if rows and self._is_here(sequence) and self._has_room(sequence, sequence.computed + rows):
@@ -293,8 +293,8 @@ class Scheduler:
         """How many rows of prompts each may have in this step."""
         wanted = Counter[str]()
         for sequence in self.running:
-            if (missing := len(sequence.tokens) - sequence.computed) > 1:
-                wanted[self._sharer(sequence)] += missing
+            if sequence.uncomputed > 1:
+                wanted[self._sharer(sequence)] += sequence.uncomputed
         return Counter(policy.shared(wanted, self.rules.prefill_tokens))
 
     def _is_here(self, sequence: Sequence) -> bool:

@@ -51,10 +51,11 @@ class Prompts:
 
     def of_chat(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> tuple[int, ...]:
         """Return the tokens that the chat template makes of messages. Long ones take long."""
-        if own := sorted(
-            {"self", "messages", *signature(self._tokenizer.apply_chat_template).parameters} & options.keys()
-        ):
-            raise wrong(f"chat_template_kwargs may not have {own[0]!r}, which is the server's", "chat_template_kwargs")
+        own = {"messages", *signature(type(self._tokenizer).apply_chat_template).parameters} & options.keys()
+        if own:
+            raise wrong(
+                f"chat_template_kwargs may not have {min(own)!r}, which is the server's", "chat_template_kwargs"
+            )
         try:
             text = chat_text(self._tokenizer, [_plain(message) for message in messages], **options)
         except ConfigError as error:

@@ -17,6 +17,11 @@ class Room:
         self._most, self._taken = most, 0
         self._of = Counter[str]()
 
+    @property
+    def alone(self) -> int:
+        """As much as a tenant has beside nobody else."""
+        return self._most // 2
+
     def has(self, tenant: str, more: int) -> bool:
         """Whether a tenant may take so much more."""
         return self._of[tenant] + more <= self._most - self._taken - more
