@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import symbiosis
 from symbiosis.client.weights.remote_weight import remote_weights
@@ -113,8 +114,9 @@ def test_many_rows_are_multiplied_by_gathered_weights(service: Executor, device:
     steps: list[Callable[[Tensor], Tensor]] = [trainer(lora(one).train()) for one in (model().to(device), split)]
     whole, mine = (symbiosis.capture(step) if captured else step for step in steps)
     ids = torch.randint(3, 100, (4, 128), generator=torch.Generator().manual_seed(1)).to(device)
-    for turn in range(STEPS):
-        assert torch.equal(whole((ids + turn) % 100).clone(), mine((ids + turn) % 100).clone()), turn
+    with sdpa_kernel(SDPBackend.MATH):  # that of long masked prompts adds gradients in any order
+        for turn in range(STEPS):
+            assert torch.equal(whole((ids + turn) % 100).clone(), mine((ids + turn) % 100).clone()), turn
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "captured"])
