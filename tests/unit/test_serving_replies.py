@@ -188,7 +188,7 @@ def test_log_probabilities_that_find_no_room_end_their_own_answer() -> None:
         held = Held(room, "eve")
         asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=TOKENS, logprobs=1))]
         generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
-        generation.hold = held.take
+        generation.held = held
         generation.begin()
         tokens = tuple(Token(token, -0.5, ((66, -0.5),)) for token in b"abcd")
         remote.take(Output(request=7, tokens=tokens))
@@ -200,3 +200,42 @@ def test_log_probabilities_that_find_no_room_end_their_own_answer() -> None:
         assert error.value.status == 503 and held.size == 8
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_log_probabilities_wait_for_the_reader_of_a_stream_as_far_as_there_is_room(reads: bool) -> None:
+    async def test() -> bytes:
+        remote, tokenizer, taken = Remote(), bytes_tokenizer(), list[bytes]()
+        held = Held(Room(16), "eve")  # for four tokens
+        asked = [Request(id=7, prompt=(65,), sampling=Sampling(max_tokens=100, logprobs=1))]
+        generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
+        generation.held = held
+        generation.begin()
+        gate = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            taken.append(message.get("body", b""))
+            await gate.wait()
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(3600)
+            return {"type": "http.disconnect"}
+
+        if reads:
+            gate.set()
+        words = CompletionWords("demo", tokenizer, True, [], [(65,)], 1)
+        answer = asyncio.create_task(Stream(generation, words, lambda: None, False)({"type": "http"}, receive, send))
+        for number in range(20):
+            finish = Finish.LENGTH if number == 19 else None
+            remote.take(Output(request=7, tokens=(Token(66, -0.5, ((67, -0.5),)),), finish=finish))
+            for _ in range(5):
+                await asyncio.sleep(0)
+        gate.set()
+        await asyncio.wait_for(answer, 30)
+        assert held.size == 0 if reads else remote.cancelled == [7]
+        return b"".join(taken)
+
+    told = asyncio.run(test())
+    assert told.endswith(b"data: [DONE]\n\n")
+    assert (told.count(b'"text":"B"') == 20) is reads
+    assert (b"too many log probabilities" in told) is not reads

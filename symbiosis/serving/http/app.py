@@ -135,7 +135,7 @@ def _reply(front: Front, admission: Admission, body: schemas.Body, words: Words,
     front.hold(generation.prompt_logprobs, admission)
     admission.tenant.spend(generation.prompt_tokens + generation.completion_tokens)
     admission.keep(generation.most_tokens)
-    if words.logprobs and not body.is_streamed:
+    if words.logprobs:
         front.hold_as_they_come(generation, admission)
     generation.begin()
     if body.is_streamed:

@@ -27,7 +27,7 @@ from symbiosis.serving.request import Request, Sampling
 
 Made = TypeVar("Made")
 MOST_PROMPT_LOGPROBS = 1 << 22  # log probabilities of prompts that answers under way have: each takes 16 bytes here
-MOST_LOGPROBS = 1 << 21  # of tokens of answers that are not streamed: each takes 100 bytes until all of them are there
+MOST_LOGPROBS = 1 << 21  # of tokens that wait for the readers of answers: each takes 100 bytes
 
 
 class Front(Keyed):
@@ -126,10 +126,10 @@ class Front(Keyed):
             _keep(self._prompt_logprobs, prompt_logprobs, admission, "log probabilities of other prompts are under way")
 
     def hold_as_they_come(self, generation: Generation, admission: Admission) -> None:
-        """Have a generation keep room for the log probabilities of its tokens until the admission ends; without room it fails."""
-        held = Held(self._logprobs, admission.tenant.name)
-        admission.at_end(held.end)
-        generation.hold = held.take
+        """Have a generation keep room for the log probabilities of its tokens, until they are read or the admission ends; without room it
+        fails."""
+        generation.held = Held(self._logprobs, admission.tenant.name)
+        admission.at_end(generation.held.end)
 
     async def made(
         self, request: HttpRequest, tenant: Tenant, size: int, choices: int, make: Callable[[], Made]

@@ -9,13 +9,15 @@ import msgspec
 
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.http.failures import ApiError, failed, renamed, unknown_model
+from symbiosis.serving.http.incoming.sharing import Held
 from symbiosis.serving.http.link.http_side import RemoteEngine
 from symbiosis.serving.request import Finish, Output, Request, Token
 
 logger = logging.getLogger("symbiosis")
 
 NO_ROOM = (
-    "the log probabilities of this answer, beside those of others, are too many: ask for fewer tokens, or for a stream"
+    "too many log probabilities wait for the reader of this answer, beside those of others: ask for fewer tokens, or for a "
+    "stream, and read it as it comes"
 )
 FAILURES = {
     Finish.ABORTED: (503, "the server is too busy to begin in time: try again later"),
@@ -88,7 +90,7 @@ class Generation:
         self._new: dict[int, Choice] = {}
         self._event, self._is_awaited = asyncio.Event(), False
         self.hand_over: HandOver | None = None
-        self.hold: Callable[[int], bool] | None = None  # asked whether there is room for so many log probabilities more
+        self.held: Held | None = None  # room for the log probabilities of tokens that wait for their reader
         self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
         self.choices = self.most_tokens = 0
         for request in requests:
@@ -172,7 +174,7 @@ class Generation:
         self.cached_tokens += output.cached_tokens
         self.completion_tokens += len(output.tokens)
         self._spent(len(output.tokens))
-        if self.hold is not None and not self.hold(sum(1 + len(token.top) for token in output.tokens)):
+        if self.held is not None and not self.held.take(_logprobs(output.tokens)):
             self._fail(ApiError(503, NO_ROOM, retry_s=1.0))
             return
         if output.prompt_logprobs:  # they come once, with the first output of a request
@@ -190,9 +192,18 @@ class Generation:
             if not of_request:
                 del self._open[output.request]
 
+    def let_go(self, delta: Delta) -> None:
+        """Give back the room of log probabilities that wait no more."""
+        if self.held is not None:
+            self.held.give_back(_logprobs(delta.tokens))
+
     def _fail(self, failure: ApiError) -> None:
         self._failure = failure
         self.end()
+
+
+def _logprobs(tokens: Sequence[Token]) -> int:
+    return sum(1 + len(token.top) for token in tokens)
 
 
 def _prompt_logprobs(request: Request) -> int:

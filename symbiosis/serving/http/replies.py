@@ -104,7 +104,9 @@ class Stream(Reply):
     def _told(self, delta: Delta) -> bytes:
         """Return the event of what a choice has gained."""
         tokens = told_tokens(delta) if self._tells_tokens else b""
-        return tokens + self._event(self._words.part(delta))
+        told = tokens + self._event(self._words.part(delta))
+        self._generation.let_go(delta)
+        return told
 
     def _event(self, choice: dict[str, object]) -> bytes:
         before, after = self._frame

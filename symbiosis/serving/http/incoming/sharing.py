@@ -60,7 +60,10 @@ class Held:
         self._room.take(self._tenant, more)
         self.size += more
 
+    def give_back(self, less: int) -> None:
+        self._room.give_back(self._tenant, less)
+        self.size -= less
+
     def end(self) -> None:
         """Give everything back. It may be called again."""
-        self._room.give_back(self._tenant, self.size)
-        self.size = 0
+        self.give_back(self.size)
