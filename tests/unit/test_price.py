@@ -278,7 +278,7 @@ def test_the_first_turn_is_short_though_nothing_of_its_kind_has_run(call: Call, 
     batcher.add(large)
     cell_s = plan.multiplications * pace * min(1.0, 64 / plan.rows if call.by_rows else 1.0) / plan.cells
     # the tenants get the same time, so beside a call of minutes small ones would be millions if they were not a little longer
-    small_s = min(max(1e-4, plan.multiplications * pace / 10_000), SLICE_S / 2)
+    small_s = min(max(1e-4, plan.multiplications * pace / 2_000), SLICE_S / 2)
     while done < 0.999 * plan.multiplications:
         batch = batcher.next_batch(now)
         assert batch is not None
