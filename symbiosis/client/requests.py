@@ -120,6 +120,12 @@ def is_observed() -> bool:
     )
 
 
+def saves_are_hooked() -> bool:
+    """Whether somebody takes what is saved for the backward: a checkpoint, which has to find the same again when it computes anew, or what moves
+    it to another memory. Then a linear layer saves nothing, whichever way its product goes, and experts are not called."""
+    return _top_saved_tensors_default_hooks(False) is not None
+
+
 def will_be_made_again() -> bool:
     """Whether a checkpoint will compute anew what is computed now, before the backward."""
     hooks = _top_saved_tensors_default_hooks(False)

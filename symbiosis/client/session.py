@@ -4,6 +4,7 @@ All threads of a process may use a session. A forked or unpickled copy joins aga
 resends calls, `lanes` gives busy threads connections of their own, and `lifetime` handles heartbeats, forks and the end.
 """
 
+import logging
 import os
 import sys
 import threading
@@ -41,6 +42,7 @@ from symbiosis.transport.tensors import CPU, TORCH_DTYPE, Shapes
 if TYPE_CHECKING:
     from symbiosis.transport.cuda.client import DeviceLine
 
+logger = logging.getLogger("symbiosis")
 LANE_AFTER_S = 0.5e-3  # a thread that waited so long for the others gets a connection of its own
 MOST_LANES, OF_A_TENANT = 16, 4  # in a process: of the sessions that a tenant may have, one in so many
 LANE_JOIN_S = 2.0
@@ -291,7 +293,9 @@ class Session(Reconnecting):
                 return self._connected().commons()
             except ConnectionLost:
                 self._disconnect()
-                return {}
+            except OSError as error:  # of this process: it has no memory or descriptors left
+                logger.warning("what %s shares cannot be mapped (%s), so it is read", self.endpoint, error)
+            return {}
 
     def close(self, timeout: float = 1.0) -> None:
         """Leave the executor. A call that another thread has under way gets `timeout` seconds to end. A later call joins again."""
@@ -302,12 +306,16 @@ class Session(Reconnecting):
             self.spread.close(timeout)
         lines, self._lines = self.lines, {}
         for line in lines:
+            self.stats.batched_calls += line.batched
+            self.stats.reconnects += line.reconnects
             line.close()
         self._lanes.close(timeout)
         if self._lock.acquire(timeout=max(0.0, end - time.monotonic())):  # else a call is under way
             try:
                 self._disconnect()
                 self._is_away = False
+                if self.mapped is not None:
+                    self.mapped.join({}, None)
             finally:
                 self._lock.release()
 

@@ -263,11 +263,13 @@ def stats(model: nn.Module) -> Stats:
 
 
 def _stats_of(session: Session) -> Stats:
+    found = session.all_stats() if isinstance(session, PrivateSession) else session.stats.copy()
     for line in session.lines:  # the executor counts for the GPU
-        session.stats.batched_calls, session.stats.reconnects = line.batched, line.reconnects
+        found.batched_calls += line.batched
+        found.reconnects += line.reconnects
     if session.mapped is not None:
-        session.stats.direct, session.stats.direct_rows, _ = session.mapped.figures
-    return session.all_stats() if isinstance(session, PrivateSession) else session.stats.copy()
+        found.direct, found.direct_rows, _ = session.mapped.figures
+    return found
 
 
 def report(model: nn.Module) -> WrapReport:

@@ -13,7 +13,10 @@ from symbiosis.executor.observe.snapshot import Usage
 from symbiosis.protocol import Limits
 from symbiosis.transport.base import Direct, Peer, Tokens
 
-MOST_DIRECT, MOST_COUNTED = 10**15, 1 << 60  # direct rows or multiplications in one report of a client, and in all
+MOST_ROWS, MOST_COUNTED = 10**15, 1 << 60  # direct rows in one report of a client, and in all
+MOST_MULTIPLICATIONS = (
+    1e24  # in one report, which may be that of weeks without an executor; all together stay below 1e30
+)
 BUSY_S = 0.02  # when to try again if that depends on other calls: the time of a few products
 ALWAYS_ROOM = 4 << 20  # bytes that a session may always have in flight, in however many calls
 
@@ -161,10 +164,14 @@ class ServedSession:
     def count_direct(self, now: Direct) -> None:
         """Count the products that the client says it made directly. Implausible figures are ignored."""
         rows, multiplications = now.rows - self.direct.rows, now.multiplications - self.direct.multiplications
-        if 0 <= rows < MOST_DIRECT and 0 <= multiplications < MOST_DIRECT and now.calls < MOST_COUNTED:
+        if (
+            0 <= rows < MOST_ROWS
+            and 0.0 <= multiplications < MOST_MULTIPLICATIONS  # which a NaN is not
+            and max(now.calls, now.rows) < MOST_COUNTED
+        ):
             usage, self.direct = self.account.usage, now
             usage.direct_rows = min(usage.direct_rows + rows, MOST_COUNTED)
-            usage.direct_multiplications = min(usage.direct_multiplications + multiplications, MOST_COUNTED)
+            usage.direct_multiplications = min(usage.direct_multiplications + multiplications, 1e29)
 
     def begin(self, held: int = 0) -> None:
         """Count a call in flight that holds so many bytes of the executor's memory."""

@@ -68,14 +68,19 @@ class Sequence:
         return self.request.tenant
 
     @property
+    def is_first(self) -> bool:
+        """Whether it computes its prompt for all completions of the request."""
+        return self.completion == (self.request.under_way[0] if self.request.ended else 0)
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether it computes the log probabilities of its prompt's tokens: one completion does so for all of its request."""
-        return self.request.prompt_logprobs and self.completion == self.request.under_way[0]
+        return self.request.prompt_logprobs and self.is_first
 
     @property
     def has_begun(self) -> bool:
         """Whether tokens of its request were handed out already, or are about to be."""
-        return self.produced > 0 or self.completion > 0
+        return self.produced > 0 or not self.is_first
 
     @property
     def produced(self) -> int:

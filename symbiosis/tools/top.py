@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from symbiosis.client.session import Session
 
 BUSIEST = 12
-MOST = 2.0**63  # of any figure
+MOST = 1e30  # of any figure
 LONGEST_NAME = 256  # characters
 BAR = 40
 AWAY_S = 0.5  # how long a rank may be away before it is left out of a view

@@ -43,7 +43,7 @@ class Direct(NamedTuple):
 
     calls: int
     rows: int
-    multiplications: int
+    multiplications: float
     tokens: Tokens
 
 

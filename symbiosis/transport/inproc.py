@@ -121,7 +121,11 @@ class InprocConnection:
         self._listener, self._peer = listener, InprocPeer(listener)
         self._closed = threading.Event()
         listener.post(self._peer, hello)
-        self.welcome = accepted(self._next(timeout), listener.url, hello)
+        try:
+            self.welcome = accepted(self._next(timeout), listener.url, hello)
+        except BaseException:
+            self.close()  # it may be let in yet
+            raise
         self._answers = Answers(self.welcome)
 
     def call(

@@ -1,9 +1,11 @@
 """Clients that map the executor's weights: the same bits whether a product is called or made directly, for layers and whole models."""
 
 import copy
+import errno
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 import symbiosis
+from symbiosis.client.connection import reconnect
 from symbiosis.client.direct import rule
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import RemoteWeight
@@ -29,7 +32,9 @@ from symbiosis.executor.account import MOST_COUNTED
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.scheduling import advice
 from symbiosis.protocol import Op, Priority, View
+from symbiosis.tools import top
 from symbiosis.transport.base import Advice, Direct
+from symbiosis.transport.local import client as local_client
 from symbiosis.transport.local import listener, shared_page
 from symbiosis.transport.local.segment import Slab
 from symbiosis.transport.local.shared_page import NBYTES, SharedPage
@@ -673,7 +678,10 @@ def test_figures_that_cannot_be_are_not_counted(share: Share) -> None:
     session = joined(executor.endpoint)
     assert session.mapped
     (record,) = executor.server.sessions.values()
-    for wrong in (Direct(1, 2**63, 1, False), Direct(2**64 - 1, 1, 1, False), Direct(1, 1, 2**63, False)):
+    for wrong in (
+        Direct(1, 2**63, 1, False), Direct(2**64 - 1, 1, 1, False), Direct(1, 1, 1e25, False), Direct(1, 1, -1.0, False),
+        Direct(1, 1, float("nan"), False), Direct(1, 1, float("inf"), False),
+    ):  # fmt: skip
         record.count_direct(wrong)
     assert record.direct == Direct(0, 0, 0, False) and executor.server.sessions.usage[""].direct_rows == 0
     record.count_direct(Direct(3, 7, 9, True))
@@ -875,3 +883,104 @@ def test_products_of_a_group_are_counted_as_those_of_its_layers(share: Share) ->
     plain = counted(nullcontext())
     assert plain == (6, 120, 2 * 20 * 64 * (64 + 32 + 32))
     assert [counted(Sees()) for _ in range(4)] == [plain] * 4
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gpt2, tiny_mixtral])
+def test_advice_may_change_between_a_checkpoint_and_what_it_makes_again(
+    build: Callable[[], nn.Module], share: Share, ids: Tensor
+) -> None:
+    model = build()
+    split = symbiosis.wrap(copy.deepcopy(model), share(model).endpoint)
+    targets, trained = ["c_attn", "c_fc"] if build is tiny_gpt2 else ["q_proj", "v_proj"], []
+    for one in (model, split):
+        torch.manual_seed(3)
+        config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, fan_in_fan_out=build is tiny_gpt2)
+        adapted = get_peft_model(one, config)
+        adapted.gradient_checkpointing_enable({"use_reentrant": False})
+        adapted.enable_input_require_grads()
+        for before, after in ((False, True), (True, False)):
+            if one is split:
+                advise(session_of(split), give_way=before)
+            loss = adapted.train()(input_ids=ids, labels=ids).loss
+            if one is split:
+                advise(session_of(split), give_way=after)
+            loss.backward()
+        trained.append((loss.detach(), [p.grad for p in adapted.parameters() if p.grad is not None]))
+    (loss, expected), (split_loss, got) = trained
+    assert torch.equal(loss, split_loss) and expected and all(map(torch.equal, got, expected))
+    figures = symbiosis.stats(split)
+    assert figures.calls > 0 and figures.direct > 0
+
+
+def test_a_closed_session_joins_and_maps_again(share: Share, ids: Tensor) -> None:
+    model = tiny_llama()
+    executor = share(copy.deepcopy(model))
+    split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint)
+    session = session_of(split)
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.equal(split(ids).logits, expected)
+        before = symbiosis.stats(split).direct
+        session.close()
+        assert session.may_read and session._connection is not None, "mapped again, to be read"
+        session.close()
+        until(lambda: not executor.server.sessions, "both leave")
+        assert torch.equal(split(ids).logits, expected)
+    assert session.mapped and session.mapped._page is not None and len(executor.server.sessions) == 1
+    assert symbiosis.stats(split).direct > before
+
+
+def test_an_answer_about_weights_that_comes_too_late_is_not_taken_for_another(
+    share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    executor = share(copy.deepcopy(model))
+    split = symbiosis.wrap(copy.deepcopy(model), executor.endpoint)
+    session = session_of(split)
+    session.close()
+    served, slept = executor.server.dispatch.served_weights, []
+
+    def slow() -> Any:
+        if not slept:
+            slept.append(True)
+            time.sleep(1.0)
+        return served()
+
+    monkeypatch.setattr(reconnect, "JOIN_S", 0.4)
+    monkeypatch.setattr(executor.server.dispatch, "served_weights", slow)
+    many = torch.randint(3, 100, (2, 64))
+    with torch.no_grad():
+        assert torch.equal(split(many).logits, model(many).logits)
+    assert slept and session.mapped and session.mapped.suffices
+
+
+def test_a_program_without_memory_for_the_mappings_calls_and_says_so(
+    share: Share, ids: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def held_in(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(local_client, "held_in", held_in)
+    model = tiny_llama()
+    endpoint = share(copy.deepcopy(model), allow_read=True).endpoint
+    split = symbiosis.wrap(copy.deepcopy(model), endpoint)
+    with torch.no_grad():
+        assert torch.equal(split(ids).logits, model(ids).logits)
+    assert session_of(split).mapped is None and symbiosis.stats(split).calls > 0
+    assert "cannot be mapped" in caplog.text and "Cannot allocate memory" in caplog.text
+
+
+def test_multiplications_of_weeks_are_counted(share: Share) -> None:
+    executor = share(tiny_llama(), heartbeat_s=1)
+    session = joined(executor.endpoint)
+    assert session.mapped
+    session.mapped.count(1, 10, 3 * 10**21)
+    session.beat()
+    usage = executor.server.sessions.usage[""]
+    until(lambda: usage.direct_multiplications == 3e21, "a report")
+    usage.multiplications += 10**20
+    session.mapped.count(1, 10, 10**21)
+    session.beat()
+    until(lambda: usage.direct_multiplications == 4e21, "another one")
+    told = top.snapshot(Session(executor.endpoint, observer=True))
+    assert told.tenants[""].multiplications >= 1e20 and told.tenants[""].direct_rows == 20

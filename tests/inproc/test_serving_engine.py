@@ -275,6 +275,19 @@ def test_a_prompt_without_an_answer_is_counted_and_has_no_first_token(engine: En
     assert (figures.queue_s.count, figures.first_token_s.count, figures.whole_s.count) == (3, 1, 4)
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_prompt_is_counted_whichever_of_its_completions_has_ended_elsewhere(engine: Engine, ended: int) -> None:
+    got = SimpleQueue[Output]()
+    sampling = Sampling(max_tokens=3, ignore_eos=True)
+    engine.submit(Request(id=1, prompt=tuple(PROMPTS[0]), sampling=sampling, completions=2, ended=(ended,)), got.put)
+    while got.get(timeout=60).finish is None:
+        pass
+    wait_until_idle(engine)
+    figures = engine.figures()
+    assert figures.prompt_tokens == len(PROMPTS[0])
+    assert figures.queue_s.count == figures.first_token_s.count == 1
+
+
 def test_what_stops_takes_as_long_as_what_ends_and_what_is_cancelled_does_not(engine: Engine) -> None:
     """Who reads the text finds a stop string in it, and says so."""
     for n, stops in enumerate((True, False), 1):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from pathlib import Path
 from queue import SimpleQueue
@@ -15,8 +16,11 @@ import symbiosis
 from symbiosis.errors import ConfigError
 from symbiosis.serving import Engine
 from symbiosis.serving.choosing import grammar
-from symbiosis.serving.choosing.grammar import Grammars
+from symbiosis.serving.choosing.grammar import Grammar, Grammars
 from symbiosis.serving.choosing.schema_cost import check_schema
+from symbiosis.serving.engine import following
+from symbiosis.serving.engine.limits import Unfit
+from symbiosis.serving.engine.reader import GenerationFailed
 from symbiosis.serving.request import Output, Request, Sampling
 
 pytestmark = pytest.mark.long
@@ -215,3 +219,49 @@ def test_what_goes_on_elsewhere_behind_ends_of_text_that_are_ignored_is_the_same
         whole = tokens(1)
         assert end in whole[:4] and len(whole) == 8
         assert [tokens(1 + at, tuple(whole[:at])) for at in (1, 2, 4)] == [whole[at:] for at in (1, 2, 4)]
+
+
+def test_a_text_whose_next_tokens_are_not_found_in_time_ends_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not begun again at once, nor is another one of its tenant."""
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(following, "LATE_S", 0.5)
+    find, let_go = Grammar._mask, threading.Event()
+
+    def mask(self: Grammar) -> bytes:
+        if len(self._taken) == 2:
+            let_go.wait(60)
+        return find(self)
+
+    monkeypatch.setattr(Grammar, "_mask", mask)
+    schemas = [
+        json.dumps({"type": "object", "properties": {name: {"type": "string"}}, "required": [name]}) for name in "ab"
+    ]
+    with engine() as one:
+        outputs = SimpleQueue[Output]()
+        one.submit(Request(id=1, prompt=(80, 81), sampling=Sampling(max_tokens=40, temperature=0.0)), outputs.put)
+        with pytest.raises(GenerationFailed, match="takes longer than 0.5 s to find"):
+            one.generate("x", schema=schemas[0], max_tokens=20, tenant="eve")
+        for tenant, schema, says in (
+            ("bob", schemas[0], "by this schema"),
+            ("eve", schemas[1], "another schema of this key"),
+        ):
+            with pytest.raises(Unfit, match=f"has to wait a minute: .*{says}"):
+                one.generate("x", schema=schema, max_tokens=20, tenant=tenant)
+        told = [outputs.get(timeout=60) for _ in range(40)]
+        assert told[-1].finish == "length"
+        let_go.set()
+        assert one.generate("x", schema=schemas[1], max_tokens=20, tenant="bob").text.startswith('{"b"')
+
+
+def test_a_text_that_its_grammar_gives_up_is_an_error_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("llguidance")
+    properties = {f"p{number}": {"type": "string"} for number in range(1000)}
+    wide = {
+        "type": "object",
+        "properties": {"t": {"enum": ["x", "y"]}, "k": {"type": "object", "properties": properties}},
+    }
+    schema = json.dumps({**wide, "required": ["t", "k"], "additionalProperties": False})
+    with engine() as one, pytest.raises(GenerationFailed, match="cannot be followed.*items"):
+        one.generate("x", schema=schema, max_tokens=60, temperature=0.0)

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 import symbiosis
+from symbiosis import transport
 from symbiosis.client.connection import lanes
 from symbiosis.client.session import Session
-from symbiosis.errors import CallError, Code
-from symbiosis.protocol import Op
+from symbiosis.client.weights.remote_weight import remote_weights
+from symbiosis.errors import CallError, Code, ConnectionLost
+from symbiosis.protocol import Hello, Op
 from symbiosis.transport.local import client
 from tests.conftest import tiny_llama
 from tests.processes import until
@@ -295,3 +297,41 @@ def test_every_call_of_every_thread_is_counted(executor: symbiosis.Executor) -> 
         thread.join(60.0)
     assert session.stats.calls == 1601 == session.stats.by_op["ECHO"] == session.stats.batched_calls
     session.close()
+
+
+def test_a_join_that_takes_too_long_leaves_no_session(serve: Callable) -> None:
+    executor = serve(tiny_llama())
+    session = Session(executor.endpoint)
+    echo(session)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        begun.set()
+        go_on.wait(60)
+
+    executor.server.reactor.call_soon(hold)
+    assert begun.wait(60)
+    for _ in range(3):
+        with pytest.raises(ConnectionLost, match="no answer"):
+            transport.connect(executor.endpoint, Hello(), 0.05)
+    go_on.set()
+    echo(session)
+    echo(session)
+    assert len(executor.server.sessions) == 1
+
+
+def test_the_calls_of_all_gpus_of_a_session_and_of_its_host_are_counted(
+    executor: symbiosis.Executor, ids: Tensor
+) -> None:
+    split = symbiosis.wrap(tiny_llama(), executor.endpoint)
+    session = next(remote_weights(split)).handle.session
+    with torch.no_grad():
+        split(ids)
+    before = symbiosis.stats(split)
+    line = SimpleNamespace(close=lambda: None)
+    session._lines = {n: SimpleNamespace(**vars(line), batched=5 + n, reconnects=n) for n in range(2)}
+    for _ in range(2):
+        after = symbiosis.stats(split)
+        assert (after.batched_calls, after.reconnects) == (before.batched_calls + 11, before.reconnects + 1)
+    session.close()
+    assert symbiosis.stats(split).batched_calls == before.batched_calls + 11

@@ -1,5 +1,6 @@
 """Endpoints of an executor: addresses in use, stale sockets, several at once."""
 
+import errno
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -164,3 +166,36 @@ def test_an_executor_answers_at_several_addresses(tmp_path: Path, serve: Callabl
         session = Session(endpoint)
         assert echoed(session, anything((3, 5)))
         session.close()
+
+
+def test_a_client_for_whom_no_descriptor_is_left_waits_without_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, tried = Reactor(), []
+    inbox: Any = SimpleNamespace(device=torch.device("cpu"), left=lambda peer: None)
+    listener = local.LocalListener(f"{tmp_path}/socket", loop, inbox)
+    listening = listener._socket
+
+    class Full:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(listening, name)
+
+        def accept(self) -> Any:
+            tried.append(True)
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    listener._socket = Full()  # type: ignore[assignment]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.connect(f"{tmp_path}/socket")
+        for _ in range(20):
+            loop.poll(0.01)
+        assert len(tried) == 1
+        listener.tick()
+        loop.poll(0.01)
+        assert len(tried) == 2, "it is looked again"
+        listener._socket = listening
+        listener.tick()
+        loop.poll(0.01)
+        assert len(listener._peers) == 1
+    listener.close()
+    loop.close()

@@ -187,7 +187,9 @@ def test_a_client_that_is_answered_does_not_send_for_ever(monkeypatch: pytest.Mo
     at_a_site(test)
 
 
-@pytest.mark.parametrize("head", [b"a:\r\n" * 1000, b"a: " + b"x" * 100_000, b"a" * 100_000])
+@pytest.mark.parametrize(
+    "head", [b"a:\r\n" * 1000, b"a: " + b"x" * 100_000, b"a" * 100_000, b"a: " + b"x" * 40_000 + b"\r\n\r\n"]
+)
 def test_a_head_that_is_too_large_is_told_so(head: bytes) -> None:
     async def test(site: Site) -> None:
         reader, writer = await site.open()

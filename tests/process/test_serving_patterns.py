@@ -12,6 +12,7 @@ from peft import HRAConfig, LoraConfig, get_peft_model
 from symbiosis.errors import AdapterError
 from symbiosis.serving.adapters import layers
 from symbiosis.serving.adapters.library import Library
+from symbiosis.serving.adapters.patterns import without_patterns
 from symbiosis.serving.alone import make_ready
 from symbiosis.serving.model import Served
 from tests.conftest import tiny_llama
@@ -154,3 +155,33 @@ def test_who_asks_for_what_is_loaded_does_not_wait_for_what_is_read(served: Serv
         assert "slow" in library._turns._locks
         with pytest.raises(AdapterError, match="takes too long"):
             slow.result()
+
+
+def test_a_table_has_no_names_but_those_of_modules() -> None:
+    """PEFT compares each of them with every layer, and has none left to compare with."""
+    names = ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
+    table = {"q_proj": 4, "layers.1.self_attn.q_proj": 8, "_proj": 9, "model.layers.0": 2} | {
+        f"x{n}": 1 for n in range(60_000)
+    }
+    got = without_patterns({"peft_type": "LOHA", "rank_pattern": table, "alpha_pattern": {}}, names)
+    assert list(got["rank_pattern"]) == ["q_proj", "layers.1.self_attn.q_proj"] and got["alpha_pattern"] == {}
+
+
+@pytest.mark.parametrize("kind", ["CARTRIDGE", "CPT"])
+def test_what_acts_elsewhere_is_refused_before_anything_is_made_of_it(
+    served: Served, good: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "_inject", lambda *_: pytest.fail("it was made"))
+    change = {"peft_type": kind, "num_virtual_tokens": 1_000_000}
+    with pytest.raises(AdapterError, match="cannot be served"):
+        Library(served).add("huge", changed(good, tmp_path, change))
+
+
+def test_a_list_is_no_longer_than_the_file_has_numbers(served: Served, good: Path, tmp_path: Path) -> None:
+    change = {
+        "peft_type": "TRAINABLE_TOKENS",
+        "token_indices": list(range(100_000)),
+        "target_modules": ["embed_tokens"],
+    }
+    with pytest.raises(AdapterError, match="token_indices has 100000 items, more than its file has numbers"):
+        Library(served).add("long", changed(good, tmp_path, change))

@@ -27,7 +27,7 @@ def test_patterns_whose_states_multiply_are_refused(how: str) -> None:
     """To prepare them took all of the memory, and nobody could end the thread that did so."""
     pytest.importorskip("llguidance")
     began = time.monotonic()
-    with pytest.raises(Unfit, match="schema may have patterns that take"):
+    with pytest.raises(Unfit, match="schema may have patterns and choices that take"):
         check_schema(json.dumps(TOGETHER[how]))
     assert time.monotonic() - began < 10
 
@@ -35,3 +35,19 @@ def test_patterns_whose_states_multiply_are_refused(how: str) -> None:
 def test_many_patterns_that_hold_one_by_one_are_taken() -> None:
     pytest.importorskip("llguidance")
     check_schema(json.dumps({"properties": {pattern: {"type": "string", "pattern": pattern} for pattern in PATTERNS}}))
+
+
+def test_a_choice_of_what_begins_alike_is_refused() -> None:
+    """What may come first takes the cube of their number."""
+    pytest.importorskip("llguidance")
+    alike = [{"type": "array", "items": {"$ref": "#/$defs/a"}}] * 600
+    with pytest.raises(Unfit, match="schema may have patterns and choices that take"):
+        check_schema(json.dumps({"$defs": {"a": {"anyOf": alike}}, "$ref": "#/$defs/a"}))
+
+
+def test_a_long_choice_of_what_differs_is_taken() -> None:
+    pytest.importorskip("llguidance")
+    tools = [
+        {"type": "object", "properties": {"name": {"const": f"tool{n}"}, "a": {"type": "string"}}} for n in range(300)
+    ]
+    check_schema(json.dumps({"anyOf": tools}))

@@ -199,3 +199,19 @@ def test_what_is_no_file_of_keys_keeps_the_ones_that_there_are(file: Path, tmp_p
 def test_a_mark_of_its_encoding_is_no_part_of_a_name(file: Path) -> None:
     file.write_bytes("\ufeffanna sk-anna-1234".encode())
     assert list(read_keys(file)) == ["anna"]
+
+
+def test_who_has_no_limit_owes_nothing(file: Path) -> None:
+    clock = Clock()
+    keys = Keys(file, clock)
+    anna = keys.tenant("Bearer sk-anna-1234")
+    long = anna.admit(1, clock.now, tokens=100_000)
+    for line in ("anna sk-anna-1234", "anna sk-anna-1234 tokens_per_s=100"):
+        clock.now += 5.0
+        file.write_text(f"{line}\n")
+        assert keys.tenant("Bearer sk-anna-1234") is anna
+        if not anna.tokens_per_s:
+            long.spend(10)
+            long.end()
+    anna.admit(1, clock.now, tokens=10).end()
+    assert anna.tokens_per_s == 100

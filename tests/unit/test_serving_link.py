@@ -11,6 +11,7 @@ import pytest
 from symbiosis.errors import AdapterError
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http.failures import ApiError
+from symbiosis.serving.http.incoming.sharing import Room
 from symbiosis.serving.http.link import engine_side
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.http_side import RemoteEngine
@@ -67,10 +68,12 @@ async def _cancelled(taken: list[Output | ApiError]) -> list[int]:
     ours, theirs = socket.socketpair()
     ours.sendall(framed(Welcome(model="demo", longest=8, most_tokens=8, vocabulary=8)))
     remote = await RemoteEngine.connect(theirs)
+    remote.places = Room(12)
     for id, completions in ((1, 2), (2, 1), (3, 1)):
         remote.submit(Request(id=id, prompt=(1,), completions=completions), taken.append)
     for id in (1, 2, 1):
         remote.cancel(id)
+    assert remote.places.has("", 2) and not remote.places.has("", 3), "four of twelve are taken"
     counts = [remote.under_way]
     for message in (
         Outputs([Output(request=1, tokens=(Token(1),))]),
@@ -81,6 +84,7 @@ async def _cancelled(taken: list[Output | ApiError]) -> list[int]:
     ):
         remote.data_received(framed(message))
         counts.append(remote.under_way)
+    assert remote.places.has("", 6), "all are given back"
     remote.close()
     ours.close()
     await remote.ended

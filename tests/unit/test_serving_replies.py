@@ -239,3 +239,18 @@ def test_log_probabilities_wait_for_the_reader_of_a_stream_as_far_as_there_is_ro
     assert told.endswith(b"data: [DONE]\n\n")
     assert (told.count(b'"text":"B"') == 20) is reads
     assert (b"too many log probabilities" in told) is not reads
+
+
+def test_text_offsets_are_those_of_the_text_that_is_shown() -> None:
+    """Behind a prompt that ends within a character, and behind tokens that are left out of the text."""
+    tokenizer = bytes_tokenizer()
+    special = tokenizer.eos_token_id
+    prompt = (97, 98, 0xC3)
+    words = CompletionWords("demo", tokenizer, True, [tokenizer.decode(prompt)], [prompt], 1)
+    told = msgspec.msgpack.encode(tuple(Token(id, -1.0) for id in prompt[1:]))
+    tokens = [Token(id, -1.0) for id in (120, special, 121)]
+    shown = words.part(Delta(0, text="xy", tokens=tokens, prompt_logprobs=told))["logprobs"]
+    assert shown["text_offset"] == [0, 1, 2, 3, 4, 4]
+    whole = CompletionWords("demo", tokenizer, True, [], [()], 1, skips=False)
+    shown = whole.part(Delta(0, text="x<|end|>y", tokens=tokens))["logprobs"]
+    assert shown["text_offset"] == [0, 1, 8]

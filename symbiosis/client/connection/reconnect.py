@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeGuard
 
 import torch
@@ -97,12 +97,10 @@ class Reconnecting:
     @property
     def may_read(self) -> bool:
         """Whether weights may be read: the provider allows it, or they are mapped."""
-        return self.welcome.allow_read or (self.mapped is not None and self.mapped.suffices)
-
-    @property
-    def _mapped_here(self) -> Mapped | None:
-        """The weights that are mapped by this connection, not by the line of a GPU."""
-        return self.mapped if self.mapped is not None and self.mapped.device is CPU else None
+        if self.share and self._connection is None and not has_weights(self.mapped) and self.welcome.shares_weights:
+            with suppress(ConnectionLost), self._lock:
+                self._connected()  # after `close`, or in a forked child
+        return self.welcome.allow_read or has_weights(self.mapped)
 
     def name(self, layer: int) -> str:
         known = self._welcome.manifest if self._welcome else []
@@ -127,7 +125,7 @@ class Reconnecting:
                     if _says_when(error) and time.perf_counter() + error.retry_s <= end:
                         self._slow_down(error)
                         continue
-                    if (mapped := self._mapped_here) is not None and is_away(error) and mapped.knows(call):
+                    if (mapped := mapped_on_cpu(self.mapped)) is not None and is_away(error) and mapped.knows(call):
                         self._disconnect()
                         return None
                     self._look_elsewhere(error)
@@ -195,8 +193,12 @@ class Reconnecting:
         try:
             weights = connection.served_weights()
         except ConnectionLost:
-            return  # the next call finds out, and joins again
-        before = self._mapped_here
+            self._disconnect()  # else a late answer would be taken for that of another question
+            raise
+        except OSError as error:  # of this process: it has no memory or descriptors left
+            logger.warning("the weights of %s cannot be mapped (%s), so each product is a call", self.endpoint, error)
+            return
+        before = mapped_on_cpu(self.mapped)
         if weights:
             mapped = before or Mapped(connection.welcome.manifest, self.priority, CPU)
             mapped.join(weights, connection.page)
@@ -309,7 +311,7 @@ class Reconnecting:
 
     def _disconnect(self) -> None:
         if self._connection is not None:
-            if (mapped := self._mapped_here) is not None:
+            if (mapped := mapped_on_cpu(self.mapped)) is not None:
                 if not self._connection.is_lost:
                     mapped.report()
                 elif mapped.suffices:
@@ -335,11 +337,20 @@ class Reconnecting:
         with held_by_heartbeat(self) as held:
             if held and self._connection is not None:
                 self._connection.beat()
-                if (mapped := self._mapped_here) is not None:
+                if (mapped := mapped_on_cpu(self.mapped)) is not None:
                     if self._connection.is_lost:
                         self._disconnect()
                     else:
                         mapped.report()
+
+
+def has_weights(mapped: Mapped | None) -> bool:
+    return mapped is not None and mapped.suffices
+
+
+def mapped_on_cpu(mapped: Mapped | None) -> Mapped | None:
+    """The weights that are mapped by the connection itself, not by the line of a GPU."""
+    return mapped if mapped is not None and mapped.device is CPU else None
 
 
 def must_serve_the_same(joined: transport.Connection, layers: Sequence[Layer], endpoint: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from symbiosis.client.direct.rule import DECODE_ROWS, should_send
-from symbiosis.client.requests import is_observed, unshared, will_be_made_again
+from symbiosis.client.requests import is_observed, saves_are_hooked, unshared, will_be_made_again
 from symbiosis.errors import CallError, Code
 from symbiosis.kernels.grouped import grouped
 from symbiosis.kernels.operand import cast, matrix_of, norms
@@ -124,9 +124,9 @@ class Mapped:
         if not (x.is_cpu if self._on_cpu else x.device == self.device):  # `_has`, which would cost a call
             return None
         recorded, rows = torch.is_grad_enabled(), x.numel() // matrix.width
-        if self._should_send(rows, training and recorded):
+        if (recorded and saves_are_hooked()) or self._should_send(rows, training and recorded):
             return None
-        if recorded and x.requires_grad and not will_be_made_again():  # the gradient's product, too
+        if recorded and x.requires_grad:  # the gradient's product, too
             self.calls += 1
             rows *= 2
         self.calls += 1
@@ -150,13 +150,14 @@ class Mapped:
             routed: How many rows it multiplies, if it multiplies some of them more than once.
         """
         weights = {name: self.weights.get(number) for name, (number, _) in wanted.items()}
+        rows, recorded = max(routed, x.numel() // max(1, x.size(-1))), torch.is_grad_enabled()
         if not self._has(x):
             return {}
-        rows, recorded = max(routed, x.numel() // max(1, x.size(-1))), torch.is_grad_enabled()
         found = {
             name: weight for name, weight in weights.items() if weight is not None and weight.dtype is wanted[name][1]
         }
-        if len(found) < len(wanted) or self._should_send(rows, training and recorded):
+        is_better_sent = self._should_send(rows, training and recorded) and not (recorded and saves_are_hooked())
+        if len(found) < len(wanted) or is_better_sent:
             return {}
         products = 2 if recorded and x.requires_grad and not will_be_made_again() else 1
         for weight in found.values():

@@ -255,9 +255,14 @@ def _made(weights: AdapterWeights, base: Base, skeleton: Skeleton) -> dict[str, 
 
 
 def _refuse(config: dict[str, Any]) -> None:
+    from peft.config import PromptLearningConfig
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
     kind = config["peft_type"]
     if kind in CANNOT:
         raise AdapterError(f"{kind} cannot be served together with others: {CANNOT[kind]}")
+    if issubclass(PEFT_TYPE_TO_CONFIG_MAPPING.get(kind, object), PromptLearningConfig):
+        raise AdapterError(f"{kind} acts elsewhere than at layers, and cannot be served")
     for option, reason in OPTIONS.items():
         if config.get(option):
             raise AdapterError(f"a LoRA with {option} cannot be served together with others: {reason}")

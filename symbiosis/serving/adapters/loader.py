@@ -10,7 +10,7 @@ from symbiosis.errors import AdapterError
 from symbiosis.serving.adapters.files import TENSORS, AdapterWeights, check_finite
 from symbiosis.serving.adapters.kinds import Base, LoadedAdapter, LoraFile, NotFused, OwnTensor, Part, fused_parts
 from symbiosis.serving.adapters.layers import Skeleton, own_tensors, peft_layers
-from symbiosis.serving.adapters.patterns import check_bank, check_numbers, without_patterns
+from symbiosis.serving.adapters.patterns import check_numbers, check_sizes, without_patterns
 from symbiosis.serving.adapters.probe import misplaced
 from symbiosis.serving.adapters.residency import pages_for
 from symbiosis.serving.model import Served
@@ -37,7 +37,7 @@ class Loader:
     def load(self, name: str, weights: AdapterWeights, version: int, is_known: bool = False) -> LoadedAdapter:
         """Prepare an adapter. One that `is_known` was prepared before from the same files, and its numbers are not looked at again."""
         check_numbers(weights.config, self.max_rank)
-        check_bank(weights.config, sum(tensor.numel() for tensor in weights.tensors.values()))
+        check_sizes(weights.config, sum(tensor.numel() for tensor in weights.tensors.values()))
         weights = replace(weights, config=without_patterns(weights.config, self.base.modules))
         kind = weights.config["peft_type"]
         parts: dict[str, Part] = {}

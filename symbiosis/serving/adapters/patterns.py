@@ -18,6 +18,7 @@ PLAIN = re.compile(r"[\w.-]*")
 LONGEST_S = 2.0  # for all of them
 LONGEST_MATCH_S = 0.05  # of the processor, for one that PEFT matches once more, where all others wait
 MOST = 10**6
+FEW = 1024  # items that a list may have in any case
 RANKS = ("r", "rank", "init_r", "target_r", "hybrid_r", "subspace_rank")
 # what is done, or made, so many times at a layer
 REPEATS = {"num_cayley_neumann_terms": 32, "depth": 32, "num_B": 256, "boft_n_butterfly_factor": 32}
@@ -55,6 +56,7 @@ def without_patterns(config: dict[str, Any], names: Collection[str]) -> dict[str
     """
     config = {field: value for field, value in config.items() if field not in UNREAD}
     whole, keys = _expressions(config)
+    config = _with_used_keys(config, names)
     if not whole and not keys:
         return config
     if "target_modules" in whole:
@@ -126,6 +128,18 @@ def _keys(field: str, value: Any) -> list[str]:
     return [key for key in value or () if not _is_plain(key)]
 
 
+def _with_used_keys(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Return the configuration with tables that have no names but those of modules: PEFT looks for each layer at all of them."""
+    ends = {name[at:] for name in names for at in (0, *(match.end() for match in re.finditer(r"\.", name)))}
+    tables = {field: value for field, value in config.items() if field.endswith("_pattern") and field not in NAMES}
+    used = {
+        field: {key: one for key, one in value.items() if key in ends or not _is_plain(key)}
+        for field, value in tables.items()
+        if value
+    }
+    return config | used
+
+
 def _check_plain(field: str, value: Any) -> None:
     """Check what PEFT may put into expressions of its own: items of lists and of tables, whatever the field, because it iterates over
     what it finds."""
@@ -159,11 +173,15 @@ def check_numbers(config: dict[str, Any], max_rank: int) -> None:
             raise AdapterError(f"its {shown(name)} is {value}: numbers must be from {-MOST} to {MOST}")
 
 
-def check_bank(config: dict[str, Any], numbers: int) -> None:
-    """Raise `AdapterError` if a bank of vectors, which PEFT makes before it compares shapes, is larger than all that the file holds.
+def check_sizes(config: dict[str, Any], numbers: int) -> None:
+    """Raise `AdapterError` if PEFT would make more than all that the file holds, which it does before it compares shapes: a bank of vectors, or
+    one for each item of a list.
 
-    >>> check_bank({"peft_type": "VBLORA", "num_vectors": 16, "vector_length": 64}, numbers=2000)
+    >>> check_sizes({"peft_type": "VBLORA", "num_vectors": 16, "vector_length": 64}, numbers=2000)
     """
+    for name, value in config.items():
+        if isinstance(value, list) and len(value) > max(numbers, FEW):
+            raise AdapterError(f"its {shown(name)} has {len(value)} items, more than its file has numbers: {numbers}")
     bank = config.get("num_vectors", 0), config.get("vector_length", 0)
     if all(isinstance(size, int) for size in bank) and bank[0] * bank[1] > numbers:
         raise AdapterError(

@@ -10,12 +10,20 @@ from torch import Tensor
 
 from symbiosis.errors import ConfigError
 from symbiosis.serving.choosing.schema_cost import check_schema
-from symbiosis.serving.engine.limits import check_length
+from symbiosis.serving.engine.limits import Unfit, check_length
+from symbiosis.serving.request import Request
 
 COMPACT = {"whitespace_flexible": False}  # otherwise a model may write spaces for ever
 KEPT = 16  # most schemas that are kept, the last ones that were asked for
 SLOW_S = 0.0005  # a mask that took so long is kept for other texts that have the same tokens so far
 MOST_MASKS, LONGEST = 64, 32  # most masks of a schema that are kept, and most tokens before them
+LATE_S = 1.0  # how long all others' next tokens may wait for what may come next in one text
+MOST_LATE = 1024  # texts that were late, of which the last ones are remembered
+REST_S = 60.0  # how long a tenant whose text was late begins no other
+
+
+class NotFollowed(Exception):
+    """A text by a schema cannot go on. It says why."""
 
 
 class Grammars:
@@ -32,10 +40,22 @@ class Grammars:
         self._prepared: Any = None
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Grammar] = OrderedDict()  # at the beginning of a text, by schema
+        self._late: dict[str, float] = {}  # when a text was late, by schema, and by tenant behind a blank
 
-    def begin(self, schema: str, texts: int = 1) -> "list[Grammar]":
+    def was_late(self, request: Request) -> None:
+        """Note that a text was late, in the engine's thread."""
+        for name in (request.sampling.schema or "", *([f" {request.tenant}"] if request.tenant else ())):
+            self._late.pop(name, None)
+            self._late[name] = time.monotonic()
+        while len(self._late) > MOST_LATE:
+            del self._late[next(iter(self._late))]
+
+    def begin(self, schema: str, texts: int = 1, tenant: str = "") -> "list[Grammar]":
         """Begin so many texts. The schema is prepared once for all. Raises an error if it is wrong."""
         check_length("schema", len(schema))
+        for name, of in ((schema, "this schema"), (f" {tenant}", "another schema of this key")):
+            if time.monotonic() - self._late.get(name, -REST_S) < REST_S:
+                raise Unfit("schema", f"has to wait a minute: what may come next by {of} took longer than {LATE_S} s")
         grammar = self._kept.get(schema) or self._begun(schema)
         with self._lock:
             self._kept[schema] = grammar
@@ -49,10 +69,10 @@ class Grammars:
         that are made later share what was found."""
         check_schema(schema)
         grammar = Grammar(self._matcher(schema), self._vocabulary, {})
-        if grammar.why_not is None:
+        try:
             grammar.allowed()
-        if grammar.why_not is not None:
-            raise ConfigError(f"the JSON schema cannot be followed: {grammar.why_not}")
+        except NotFollowed as error:
+            raise ConfigError(str(error)) from None
         return grammar
 
     def _matcher(self, schema: str) -> Any:
@@ -95,11 +115,6 @@ class Grammar:
         assert not self._taken
         return Grammar(self._matcher.deep_copy(), self._vocabulary, self._masks)
 
-    @property
-    def why_not(self) -> str | None:
-        """Why this schema cannot be followed any further."""
-        return " ".join(self._matcher.get_error().split())[:300] if self._matcher.is_error() else None
-
     def _mask(self) -> bytes:
         if (kept := self._masks.get(self._taken)) is not None:
             return kept
@@ -111,17 +126,25 @@ class Grammar:
         return mask
 
     def allowed(self) -> Tensor:
-        """Return which tokens may come next, bool [vocabulary]."""
+        """Return which tokens may come next, bool [vocabulary]. Raises `NotFollowed`."""
+        self._check()
         mask = self._mask()
+        self._check()
         bits = torch.frombuffer(bytearray(mask), dtype=torch.uint8)
         spread = (bits.unsqueeze(1) >> torch.arange(8, dtype=torch.uint8)) & 1
         return spread.flatten().bool()[: self._vocabulary]
 
     def take(self, token: int) -> None:
-        """Go on with this token."""
+        """Go on with this token. Raises `NotFollowed`."""
         self._matcher.consume_token(token)
+        self._check()
         if len(self._taken) <= LONGEST:
             self._taken = *self._taken, token
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            why = " ".join(self._matcher.get_error().split())[:300]
+            raise NotFollowed(f"the JSON schema cannot be followed: {why}")
 
     @property
     def has_ended(self) -> bool:

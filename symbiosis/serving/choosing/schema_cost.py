@@ -16,12 +16,13 @@ MOST_REMAINDERS = (
 )
 MOST_REPEATED = 50_000  # pieces that all patterns repeat
 MOST_UNTRIED = 8  # patterns and formats of a schema, which take some milliseconds if all of them hold at once
+MOST_CHOICES = 100  # of all `anyOf` and `oneOf`: what begins alike takes the cube of their number
 LONGEST_S, MOST_BYTES = 2.0, 1 << 30  # of the process in which more are tried
 TRY = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
 from llguidance import LLMatcher, LLTokenizer
-LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(sys.stdin.buffer.read().decode()))
+LLMatcher(LLTokenizer("byte"), LLMatcher.grammar_from_json_schema(sys.stdin.buffer.read().decode())).compute_bitmask()
 """
 # what follows a bracket that is never closed is one piece: to look for its end at each bracket would take the square of the length
 PIECE = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*+\]?|\{(?P<least>\d{0,12})(?:,(?P<most>\d{0,12}))?\}|.", re.DOTALL)
@@ -39,7 +40,8 @@ def check_schema(schema: str) -> None:
         raise Unfit("schema", f"may have multipleOf up to {MOST_REMAINDERS}, all that differ multiplied")
     if sum(repeated(value) for name, value in values if name == "pattern") > MOST_REPEATED:
         raise Unfit("schema", f"may have patterns that repeat {MOST_REPEATED} pieces")
-    if len({value for name, value in values if name in ("pattern", "format")}) > MOST_UNTRIED:
+    expressions = {value for name, value in values if name in ("pattern", "format")}
+    if len(expressions) > MOST_UNTRIED or sum(value for name, value in values if name == "choices") > MOST_CHOICES:
         _try(schema)
 
 
@@ -49,13 +51,13 @@ def _try(schema: str) -> None:
     try:
         ran = subprocess.run(command, input=schema.encode(), timeout=LONGEST_S, capture_output=True)
     except subprocess.TimeoutExpired:
-        raise Unfit("schema", f"may have patterns that take {LONGEST_S} s together") from None
+        raise Unfit("schema", f"may have patterns and choices that take {LONGEST_S} s together") from None
     if ran.returncode < 0 or b"MemoryError" in ran.stderr:
-        raise Unfit("schema", f"may have patterns that take {MOST_BYTES >> 20} MiB together")
+        raise Unfit("schema", f"may have patterns and choices that take {MOST_BYTES >> 20} MiB together")
 
 
 def _values(told: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all numbers for `multipleOf`, all patterns and all formats."""
+    """Yield all numbers for `multipleOf`, all patterns, all formats, and how many there are in each choice."""
     left = [told]
     while left:
         one = left.pop()
@@ -71,6 +73,9 @@ def _values(told: Any) -> Iterator[tuple[str, Any]]:
                 yield "format", form
             if isinstance(names := one.get("patternProperties"), dict):
                 yield from (("pattern", name) for name in names)
+            for choices in (one.get("anyOf"), one.get("oneOf")):
+                if isinstance(choices, list):
+                    yield "choices", len(choices)
 
 
 def _remainders(number: float) -> int:

@@ -188,6 +188,13 @@ def _added(tokenizer: Any) -> frozenset[int]:
 
 
 @lru_cache(maxsize=8)
+def special_tokens(tokenizer: Any) -> frozenset[int]:
+    """The tokens that a tokenizer leaves out of a text without special ones."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset([*tokenizer.all_special_ids, *(number for number, token in added if token.special)])
+
+
+@lru_cache(maxsize=8)
 def _writes_bytes(tokenizer: Any) -> bool:
     """Whether a tokenizer writes each byte as a character."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

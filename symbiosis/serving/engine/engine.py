@@ -103,6 +103,7 @@ class Engine:
         self._ids = count(-1, -1)  # of requests that are made here; those of others are not negative
         served.serve(max_batch, max_batch + prefill_tokens, compiles)
         self._loop = Loop(served, self._scheduler, max_waiting, self._ended)
+        self._loop.following.on_late = self._grammars.was_late
         self._library.on_replaced, self._library.on_let_go = self._forget, self._leave
 
     def submit(self, request: Request, on_output: Callable[[Output], None]) -> None:
@@ -131,7 +132,7 @@ class Engine:
 
     def _begun(self, request: Request, schema: str) -> list[Grammar]:
         """Return the grammar of each completion, behind the tokens that were chosen already."""
-        grammars = self._grammars.begin(schema, request.completions)
+        grammars = self._grammars.begin(schema, request.completions, request.tenant)
         for number, grammar in enumerate(grammars):
             for token in request.chosen_of(number):
                 if token not in self._served.ends:  # the loop, too, passes these by

@@ -27,6 +27,7 @@ class Job:
     prompt: dict[int, Token] = field(default_factory=dict)  # by position: log probabilities of the prompt's tokens
     done: set[int] = field(default_factory=set)  # completions that have ended
     has_told: bool = False
+    failure: str = ""  # why it cannot go on
 
     def tell(
         self, completion: int, tokens: tuple[Token, ...] = (), finish: Finish | None = None, error: str | None = None

@@ -4,7 +4,8 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from symbiosis.logs import Tracebacks
 from symbiosis.serving.adapter import Adapter
 from symbiosis.serving.choosing.sampling import Chosen, begin_choice
 from symbiosis.serving.engine.figures import Figures
+from symbiosis.serving.engine.following import Following
 from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.launched import Launched
 from symbiosis.serving.engine.suspects import Suspects
@@ -48,7 +50,7 @@ class Loop:
         self.figures, self.finished = Figures(), Counter[str]()
         # called between two steps, when what a step tells is all told by then
         self.on_pause: Callable[[], None] = lambda: None
-        self._on_ended = on_ended
+        self._on_ended, self.following = on_ended, Following()
         self.ahead = served.batches and served.device.type == "cuda"  # a CPU computes when it is told to
         self.is_starved = False  # a step has failed, and no memory can be had
         self._launched: Launched | None = None
@@ -104,6 +106,7 @@ class Loop:
             self._awake.notify()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+        self.following.close()
 
     def uses(self, version: int) -> bool:
         """Whether a request under way has this version of an adapter. Only for the engine's thread."""
@@ -215,33 +218,14 @@ class Loop:
         return None if is_over else job
 
     def _choose(self, step: Step) -> Chosen:
-        logits = self._logits(step)
+        logits = _logits(self._served, self.jobs, step)
         sequences = [segment.sequence for segment in step.segments if segment.chooses]
         allowed = {}
         for row, sequence in enumerate(sequences):
             if (job := self._job_of(sequence)) is not None and job.grammars:
-                allowed[row] = job.grammars[sequence.completion].allowed()
+                found = self.following.attempt(job, job.grammars[sequence.completion].allowed)
+                allowed[row] = torch.zeros(self._served.vocabulary, dtype=torch.bool) if found is None else found
         return begin_choice(logits, sequences, self._served.ends, allowed)
-
-    def _logits(self, step: Step) -> Tensor:
-        """Return the logits of the rows that choose. Those of prompts whose log probabilities were asked for are computed with them."""
-        if not any(segment.sequence.scores_prompt for segment in step.segments):
-            return self._served.forward(step)
-        rows: list[int] = []
-        parts: list[tuple[Segment, int, int]] = []
-        for segment in step.segments:
-            whole = segment.sequence.scores_prompt
-            start = len(rows)
-            if whole or segment.chooses:
-                rows.extend(
-                    range(segment.first if whole else segment.first + segment.rows - 1, segment.first + segment.rows)
-                )
-            parts.append((segment, start, len(rows)))
-        logits = self._served.logits(step, torch.tensor(rows))
-        for segment, start, end in parts:
-            if segment.sequence.scores_prompt:
-                self.jobs[segment.sequence.request.id].read_prompt(segment, logits[start:end])
-        return logits[[end - 1 for segment, _, end in parts if segment.chooses]]
 
     def _tell(self, tokens: Iterable[tuple[Sequence, int, Token | None]]) -> None:
         now = time.monotonic()
@@ -250,7 +234,7 @@ class Loop:
                 continue
             if token is None:
                 message = "the model's numbers are not finite, or nothing that the schema allows can come"
-                self._end(job.request.id, Finish.ERROR, message)
+                self._end(job.request.id, Finish.ERROR, job.failure or message)
             elif not job.request.sampling.max_tokens:
                 self._count_prompt(job, sequence)
                 self._finish(job, sequence, (), Finish.LENGTH)
@@ -260,7 +244,10 @@ class Loop:
     def _add(self, job: Job, sequence: Sequence, token: Token, produced: int, now: float) -> None:
         self._time_token(job, sequence, now)
         if job.grammars and token.id not in self._served.ends:
-            job.grammars[sequence.completion].take(token.id)
+            self.following.attempt(job, partial(job.grammars[sequence.completion].take, token.id))
+            if job.failure:
+                self._end(job.request.id, Finish.ERROR, job.failure)
+                return
         if (finish := _finish_of(job, sequence, token.id, produced, self._served.ends)) is not None:
             self._finish(job, sequence, (token,), finish)
         elif not job.tell(sequence.completion, (token,)):
@@ -321,13 +308,13 @@ class Loop:
         figures.generated_tokens += 1
         if before is not None:
             figures.between_tokens_s.observe(now - before)
-        elif not sequence.completion:
+        elif sequence.is_first:
             figures.first_token_s.observe(now - sequence.arrived)
             self._count_prompt(job, sequence)
         job.told_at[sequence.completion] = now
 
     def _count_prompt(self, job: Job, sequence: Sequence) -> None:
-        if not sequence.completion:  # the others find it computed
+        if sequence.is_first:
             self.figures.queue_s.observe(sequence.began - sequence.arrived)
             self.figures.prompt_tokens += len(job.request.prompt)
 
@@ -335,6 +322,27 @@ class Loop:
         self.jobs[job.request.id] = job
         self._versions[job.sequences[0].version] += 1
         self._scheduler.add(job.sequences)
+
+
+def _logits(served: Served, jobs: Mapping[int, Job], step: Step) -> Tensor:
+    """Return the logits of the rows that choose. Those of prompts whose log probabilities were asked for are computed with them."""
+    if not any(segment.sequence.scores_prompt for segment in step.segments):
+        return served.forward(step)
+    rows: list[int] = []
+    parts: list[tuple[Segment, int, int]] = []
+    for segment in step.segments:
+        whole = segment.sequence.scores_prompt
+        start = len(rows)
+        if whole or segment.chooses:
+            rows.extend(
+                range(segment.first if whole else segment.first + segment.rows - 1, segment.first + segment.rows)
+            )
+        parts.append((segment, start, len(rows)))
+    logits = served.logits(step, torch.tensor(rows))
+    for segment, start, end in parts:
+        if segment.sequence.scores_prompt:
+            jobs[segment.sequence.request.id].read_prompt(segment, logits[start:end])
+    return logits[[end - 1 for segment, _, end in parts if segment.chooses]]
 
 
 def _finish_of(job: Job, sequence: Sequence, token: int, produced: int, ends: frozenset[int]) -> Finish | None:

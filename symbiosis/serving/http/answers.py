@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from symbiosis.serving.engine.detokenize import bytes_of, text_of
+from symbiosis.serving.engine.detokenize import bytes_of, special_tokens, text_of
 from symbiosis.serving.http.generation import Delta, Generation
 from symbiosis.serving.http.schemas import Continuation
 from symbiosis.serving.request import Token
@@ -113,6 +113,10 @@ class Places:
         self.at += len(self._decoder.decode(token))
         return at
 
+    def end(self) -> int:
+        """Return where the text ends, of which no more tokens come."""
+        return self.at + len(self._decoder.decode(b"", final=True))
+
 
 class CompletionWords(Words):
     """Answers of POST /v1/completions.
@@ -120,6 +124,7 @@ class CompletionWords(Words):
     Args:
         echoes: The text of each prompt, which comes first; empty if it was not asked for.
         completions: Of each prompt.
+        skips: Whether special tokens are left out of what is generated.
     """
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
@@ -132,9 +137,10 @@ class CompletionWords(Words):
         echoes: list[str],
         prompts: list[tuple[int, ...]],
         completions: int,
+        skips: bool = True,
     ) -> None:
         super().__init__(model, tokenizer, logprobs)
-        self._echoes, self._prompts, self._completions = echoes, prompts, completions
+        self._echoes, self._prompts, self._completions, self._skips = echoes, prompts, completions, skips
         self._shown_prompts: dict[int, Fields] = {}  # log probabilities, by prompt: all its completions show the same
         self._places: dict[int, Places] = {}  # by completion
         self._begun: set[int] = set()
@@ -181,7 +187,7 @@ class CompletionWords(Words):
             missing = [Token(id) for id in prompt[: len(prompt) - len(told)]]
             places = Places(0)
             starts = [places.of(bytes_of(self.tokenizer, id)) for id in prompt]
-            unseen = places.at - len(self._echoes[number])  # characters of what the tokenizer has put in front
+            unseen = places.end() - len(self._echoes[number])  # characters of what the tokenizer has put in front
             self._shown_prompts[number] = self._shown([*missing, *told], [max(0, start - unseen) for start in starts])
         return self._shown_prompts[number]
 
@@ -190,7 +196,8 @@ class CompletionWords(Words):
         if (places := self._places.get(index)) is None:
             echo = len(self._echoes[index // self._completions]) if self._echoes else 0
             places = self._places[index] = Places(echo)
-        return [places.of(bytes_of(self.tokenizer, token)) for token in tokens]
+        silent = special_tokens(self.tokenizer) if self._skips else ()
+        return [places.of(b"" if token in silent else bytes_of(self.tokenizer, token)) for token in tokens]
 
     def _shown(self, tokens: list[Token], places: list[int]) -> Fields:
         return {

@@ -102,7 +102,10 @@ def _completion(
     if body.echo:  # a text as it was given: its tokens may begin with one that the tokenizer has put there
         both = zip(given, prompts, strict=True)
         echoes = [each if isinstance(each, str) else front.tokenizer.decode(prompt) for each, prompt in both]
-    words = CompletionWords(body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.completions)
+    skips = body.skip_special_tokens is not False
+    words = CompletionWords(
+        body.model, front.tokenizer, body.logprobs is not None, echoes, prompts, body.completions, skips
+    )
     if body.continuation is not None:
         words.go_on(body.continuation)
     return words, generation
@@ -131,7 +134,7 @@ def _chat(front: Front, admission: Admission, body: schemas.ChatBody) -> tuple[W
 
 def _reply(front: Front, admission: Admission, body: schemas.Body, words: Words, generation: Generation) -> ASGIApp:
     """Begin a generation, and return the answer, which ends it and what it was admitted with."""
-    front.check_room(len(generation.requests))
+    front.check_room(admission.tenant, len(generation.requests), generation.completions)
     front.hold(generation.prompt_logprobs, admission)
     admission.tenant.spend(generation.prompt_tokens + generation.completion_tokens)
     admission.keep(generation.most_tokens)

@@ -42,8 +42,7 @@ class Front(Keyed):
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
         self._prompt_logprobs, self._logprobs = Room(MOST_PROMPT_LOGPROBS), Room(MOST_LOGPROBS)
-        # of those who have keys: nobody takes the last ones from whoever comes next
-        self._places = Room(max(2, options.max_requests))
+        remote.places = Room(max(2, options.max_requests))
         self._metrics: asyncio.Task[bytes] | None = None  # that are being made
 
     @property
@@ -89,26 +88,23 @@ class Front(Keyed):
             raise wrong(f"at most {self.options.max_requests} completions, and this would be {completions}", "n")
         if body.continuation is not None:
             _check_continuation(body.continuation, completions, self.remote.welcome.longest)
-        self.check_room(prompts)
+        self.check_room(tenant, prompts, completions)
         most = min(tokens, self.remote.welcome.most_tokens)
         admission = tenant.admit(completions, self.keys.clock(), completions * most)
         try:
-            self._take_places(admission, prompts)
             yield admission
         except BaseException:
             admission.end()
             raise
 
-    def _take_places(self, admission: Admission, requests: int) -> None:
-        """Keep places until the admission ends. Raises `ApiError` if this key has its part of them already."""
-        if not self.keys.are_needed:
-            return
-        if requests > (most := self._places.alone):
-            raise wrong(f"at most {most} prompts of one key, and this would be {requests}", "prompt")
-        _keep(self._places, requests, admission, "this key has its part of the requests that may be under way")
-
-    def check_room(self, requests: int) -> None:
-        """Raise `ApiError` unless so many more requests may be under way."""
+    def check_room(self, tenant: Tenant, requests: int, completions: int) -> None:
+        """Raise `ApiError` unless so many more requests may be under way. Where there are keys, none takes the last places from whoever comes
+        next, nor has them back before the engine has ended what had them."""
+        if self.keys.are_needed:
+            if completions > (most := self.remote.places.alone):
+                raise wrong(f"at most {most} completions of one key, and this would be {completions}", "n")
+            if not self.remote.places.has(tenant.name, completions):
+                raise ApiError(503, "this key has its part of what may be under way: try again later", retry_s=1.0)
         if self.remote.drained.is_set():
             raise ApiError(503, "the server is ending: ask another one", retry_s=10.0)
         if self.remote.under_way + requests > self.options.max_requests:

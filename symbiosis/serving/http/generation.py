@@ -92,12 +92,13 @@ class Generation:
         self.hand_over: HandOver | None = None
         self.held: Held | None = None  # room for the log probabilities of tokens that wait for their reader
         self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
-        self.choices = self.most_tokens = 0
+        self.choices = self.completions = self.most_tokens = 0  # completions: those under way
         for request in requests:
             self._open[request.id] = {number: Choice(self.choices + number, new_text()) for number in request.under_way}
             for number, choice in self._open[request.id].items():
                 choice.text.add(request.chosen_of(number))  # which was handed out elsewhere
             self.choices += request.completions
+            self.completions += len(request.under_way)
             self.most_tokens += request.sampling.max_tokens * len(request.under_way)
         self.requests = [request for request in requests if request.under_way]
         self.prompt_logprobs = sum(map(_prompt_logprobs, self.requests))

@@ -167,6 +167,8 @@ class Keys:
         """Take over what was read. A tenant keeps the requests that it has under way."""
         for name, new in read.items():
             if old := self._tenants.get(name):
+                if not old.tokens_per_s or not new.tokens_per_s:  # without a limit nothing is owed, nor saved up
+                    old.owed = 0.0
                 old.digest, old.requests, old.tokens_per_s = new.digest, new.requests, new.tokens_per_s
                 old.may_change_adapters = new.may_change_adapters
                 read[name] = old

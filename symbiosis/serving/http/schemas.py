@@ -144,7 +144,9 @@ class ChatBody(Body, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
+    parallel_tool_calls: bool | None = None  # ignored, as are those of `Body`
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
 
     @property
     def wanted(self) -> int | None:

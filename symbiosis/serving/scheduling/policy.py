@@ -141,15 +141,18 @@ def lifted(counters: Mapping[str, float], tenant: str, active: Iterable[str]) ->
 
 
 def shared(wanted: Mapping[str, int], most: int) -> dict[str, int]:
-    """Share out so many rows: alike, and what some do not want goes to the others.
+    """Share out so many rows: alike, and what some do not want goes to the others. Where there are too few, the first ones get them.
 
-    >>> shared({"a": 1000, "b": 10, "c": 1000}, 100)
-    {'b': 10, 'a': 45, 'c': 45}
+    >>> shared({"a": 1000, "b": 10, "c": 1000}, 100), shared({"a": 3, "b": 1, "c": 2}, 2)
+    ({'a': 45, 'b': 10, 'c': 45}, {'a': 1, 'b': 1, 'c': 0})
     """
-    parts: dict[str, int] = {}
-    for number, (whose, rows) in enumerate(sorted(wanted.items(), key=lambda each: each[1])):
-        parts[whose] = min(rows, -(-most // (len(wanted) - number)))
-        most -= parts[whose]
+    parts = dict.fromkeys(wanted, 0)
+    while most > 0 and (hungry := [whose for whose, rows in wanted.items() if parts[whose] < rows]):
+        each = max(1, most // len(hungry))
+        for whose in hungry:
+            more = min(each, wanted[whose] - parts[whose], most)
+            parts[whose] += more
+            most -= more
     return parts
 
 

@@ -160,7 +160,7 @@ class Scheduler:
             self._blocks.keep(sequence)
             if segment.chooses:
                 self._counters[sequence.tenant] += policy.OUTPUT_COST
-                if segment.end == sequence.prompt_length and not sequence.completion:
+                if segment.end == sequence.prompt_length and sequence.is_first:
                     self._takes = self._takes.after(now - sequence.began)
             if segment.end >= sequence.prompt_length:
                 for follower in self._followers.pop(sequence, ()):
@@ -227,8 +227,7 @@ class Scheduler:
         if not sequence.has_begun and not sequence.began:
             self._begun = self._begun.after(now)
         if not sequence.began:
-            is_first = sequence.completion == sequence.request.under_way[0]  # the others find the prompt computed
-            rows = sequence.brought if is_first else sequence.brought - sequence.prompt_length
+            rows = sequence.brought - (0 if sequence.is_first else sequence.prompt_length)
             self._counters[sequence.tenant] += policy.INPUT_COST * rows
             sequence.began, sequence.cached = now, sequence.computed
             self.counts.asked += sequence.prompt_length

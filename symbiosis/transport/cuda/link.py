@@ -216,7 +216,9 @@ class Link:
                 sharing.join({}, None)
                 return
             found = mapped(self.welcome.manifest, fds[:-1], self._device)
-            self._page = SharedPage(Slab(fds.pop(), NBYTES))
+            page = Slab(fds[-1], NBYTES)
+            fds.pop()  # which is the slab's now
+            self._page = SharedPage(page)
         sharing.join(found, self._page)
 
     def _unmap(self) -> None:

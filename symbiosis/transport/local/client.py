@@ -4,7 +4,7 @@ import os
 import select
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -120,6 +120,18 @@ class LocalConnection:
                 )
             yield answer, fds
 
+    @contextmanager
+    def _answered(self, message: Control, kind: type[Answer], *descriptors: int) -> Iterator[tuple[Answer, list[int]]]:
+        """Do the same once joined: raise `ConnectionLost` where the socket breaks. What the block raises is its own."""
+        with ExitStack() as stack:
+            try:
+                answered = stack.enter_context(self._asked(message, kind, *descriptors))
+            except TimeoutError:
+                raise ConnectionLost(f"no answer from {self._url} in time") from None
+            except OSError as error:
+                raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
+            yield answered
+
     def call(
         self, seq: int, call: Call, payload: tuple[Tensor, ...], timeout: float, shapes: Shapes = ()
     ) -> tuple[Reply, list[Tensor]]:
@@ -179,7 +191,7 @@ class LocalConnection:
         WORD.pack_into(memory, CLIENT_SLEEPS_AT, 0)
 
     def _grow(self, nbytes: int) -> Slab:
-        with self._told_of_loss(), self._asked(Grow(nbytes), Grown, 1) as (grown, fds):
+        with self._answered(Grow(nbytes), Grown, 1) as (grown, fds):
             slab = segment(fds[0], grown.nbytes, nbytes, 2 * nbytes)
             fds.clear()
         self._slab.close()
@@ -187,24 +199,18 @@ class LocalConnection:
         return slab
 
     def commons(self) -> dict[int, Tensor]:
-        with self._told_of_loss(), self._asked(Share(), Shared, 1, self.welcome.ranks) as (_, fds):
+        with self._answered(Share(), Shared, 1, self.welcome.ranks) as (_, fds):
             return held_in(self.welcome, fds, served=False)
 
     def served_weights(self) -> dict[int, Tensor]:
-        with self._told_of_loss(), self._asked(Share(weights=True), Shared, 0, 2, self.welcome.ranks + 1) as (_, fds):
+        with self._answered(Share(weights=True), Shared, 0, 2, self.welcome.ranks + 1) as (_, fds):
             if not fds:
                 return {}
             weights = held_in(self.welcome, fds[:-1], served=True)
-            self.page = SharedPage(Slab(fds.pop(), shared_page.NBYTES))
+            page = Slab(fds[-1], shared_page.NBYTES)
+            fds.pop()  # which is the slab's now
+            self.page = SharedPage(page)
             return weights
-
-    @contextmanager
-    def _told_of_loss(self) -> Iterator[None]:
-        """Raise `ConnectionLost` where the socket broke."""
-        try:
-            yield
-        except OSError as error:
-            raise ConnectionLost(f"the executor at {self._url} hung up: {error}") from None
 
     @property
     def is_lost(self) -> bool:

@@ -3,6 +3,7 @@
 The socket's hang-up tells either side that the other is gone.
 """
 
+import errno
 import logging
 import os
 import socket
@@ -26,6 +27,7 @@ NOT_OURS = (
 OF_ONE_OWNER = (
     "local:// shares device memory with its clients: for tenants of one owner only; let others come by tcp:// with keys"
 )
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # for another connection
 logger = logging.getLogger("symbiosis")
 
 
@@ -38,6 +40,7 @@ class LocalListener:
         self._path = Path(address)
         self._peers: set[LocalPeer | DevicePeer] = set()
         self.leaving = False
+        self._is_full = False  # while nobody can be let in
         self._socket = bind(self._path)
         self._inode = self._path.stat().st_ino
         reactor.watch(self._socket.fileno(), self._accept)
@@ -47,7 +50,10 @@ class LocalListener:
     def _accept(self) -> None:
         try:
             sock, _ = self._socket.accept()
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_ROOM:  # who waits keeps the socket readable, so look again at the next tick
+                self.reactor.forget(self._socket.fileno())
+                self._is_full = True
             return
         sock.setblocking(False)
         if not is_trusted(uid := peer_uid(sock)):
@@ -79,6 +85,9 @@ class LocalListener:
                 peer.release()
 
     def tick(self) -> None:
+        if self._is_full and not self.leaving:
+            self._is_full = False
+            self.reactor.watch(self._socket.fileno(), self._accept)
         for peer in list(self._peers):
             self.reactor.attempt(peer, self._look_after, peer)
 

@@ -16,7 +16,7 @@ from symbiosis.transport.local.segment import Slab
 
 NBYTES = 4096
 OTHERS_AT, GIVE_WAY_AT, TOKENS_AT, FIGURES_AT = 0, 1, 64, 128
-FIGURES = struct.Struct("<3Q")
+FIGURES = struct.Struct("<2Qd")  # 64 bits would not hold the multiplications of a day
 
 
 class SharedPage:
@@ -47,7 +47,7 @@ class SharedPage:
             self._memory[TOKENS_AT] = tokens
 
     def report(self, calls: int, rows: int, multiplications: int) -> None:
-        FIGURES.pack_into(self._memory, FIGURES_AT, calls, rows, multiplications)
+        FIGURES.pack_into(self._memory, FIGURES_AT, calls, rows, float(multiplications))
 
     def read(self) -> Direct:
         """Return what the client has multiplied directly so far, and clear its note of tokens."""

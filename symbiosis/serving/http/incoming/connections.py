@@ -14,6 +14,7 @@ HEAD_S = 20.0  # a connection that has not sent the head of a request by then is
 STALL_S = 120.0  # a reader that takes nothing for so long is hung up on
 SLOWEST = 16 << 10  # bytes per second at which what is left of an answer is taken
 MOST_HEAD, MOST_LINES = 32 << 10, 128  # bytes of a head and of what follows a body in chunks, and lines of both
+TOO_LONG = f"the head of a request has at most {MOST_HEAD} bytes, and so has what follows a body"
 FRAMING = b"content-length", b"transfer-encoding"  # what only a request with a body has
 MOST_EARLY = 1 << 20  # bytes that come before they may, and are not looked at
 MOST_STRANGERS, MOST_OF_AN_ADDRESS = 4096, 2048  # connections whose clients are not known
@@ -88,7 +89,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **more)
         self.address = ""
         self._is_head = self._is_body = self._is_deaf = self._has_ended = False
-        self._lines = self._early = 0
+        self._lines = self._in_lines = self._early = 0
         self._head = 0  # bytes that were no body, since a body or a request began or ended
         self._taken_by: float | None = None  # what is left of an answer, else it is hung up on
 
@@ -121,9 +122,7 @@ class Connection(HttpToolsProtocol):
             except httptools.HttpParserError as error:
                 self._refuse(400, "this is no HTTP request", error)
             if self._head > MOST_HEAD:
-                self._refuse(
-                    431, f"the head of a request has at most {MOST_HEAD} bytes, and so has what follows a body"
-                )
+                self._refuse(431, TOO_LONG)
 
     # ------------------------------------------------------------------ pieces of an answer that need not wait
 
@@ -148,14 +147,18 @@ class Connection(HttpToolsProtocol):
             raise _Refused
         super().on_message_begin()
         self._is_body = True
-        self._is_head, self._lines, self._taken_by = True, 0, None
+        self._is_head, self._lines, self._in_lines, self._taken_by = True, 0, 0, None
         self.scope["symbiosis.connection"] = self  # type: ignore[typeddict-unknown-key]
         self.strangers.come(self)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._lines += 1
+        self._in_lines += len(name) + len(value)
         if self._lines > MOST_LINES:
             self._refuse(431, f"a request has at most {MOST_LINES} lines beside its body")
+            raise _Refused
+        if self._in_lines > MOST_HEAD:  # though it has come in one piece with its end
+            self._refuse(431, TOO_LONG)
             raise _Refused
         if self._is_head:  # and not what follows a body
             super().on_header(name, value)

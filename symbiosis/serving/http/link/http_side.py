@@ -3,13 +3,16 @@
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeVar
 
 import msgspec
 
 from symbiosis.serving.http.failures import ApiError, failed
+from symbiosis.serving.http.incoming.sharing import Room
 from symbiosis.serving.http.link.messages import (
     LENGTH,
     Answer,
@@ -35,6 +38,15 @@ Result = TypeVar("Result")
 OnOutput = Callable[[Output | ApiError], None]
 
 
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that the engine has not ended."""
+
+    request: Request
+    take: OnOutput | None  # None: it was cancelled
+    left: int  # completions that have not finished
+
+
 class RemoteEngine(asyncio.Protocol):
     """One engine, asked through one connection. Use `await RemoteEngine.connect(...)`."""
 
@@ -50,8 +62,8 @@ class RemoteEngine(asyncio.Protocol):
         self._pulse, self.step_s, self.is_silent = Pulse(), 0.0, False
         self.room = self.tokens = 0
         self._ids = count(1)
-        # with the completions that have not finished; None: cancelled, and the engine has not said yet that it is over
-        self._takers: dict[int, tuple[OnOutput | None, int]] = {}
+        self._requests: dict[int, OpenRequest] = {}
+        self.places = Room(sys.maxsize)  # what tenants have of it: completions of those requests
         self._asked: dict[int, asyncio.Future[Answer]] = {}
 
     @classmethod
@@ -68,7 +80,7 @@ class RemoteEngine(asyncio.Protocol):
     @property
     def under_way(self) -> int:
         """Requests that the engine has not ended, also those that nobody wants any more."""
-        return len(self._takers)
+        return len(self._requests)
 
     def next_id(self) -> int:
         return next(self._ids)
@@ -77,14 +89,16 @@ class RemoteEngine(asyncio.Protocol):
         """Begin a request. `on_output` is called with what comes, or once with an error."""
         if not self.is_there:
             raise gone()
-        self._takers[request.id] = on_output, len(request.under_way)
+        completions = len(request.under_way)
+        self._requests[request.id] = OpenRequest(request, on_output, completions)
+        self.places.take(request.tenant, completions)
         self._tell(Submit(request))
 
     def cancel(self, id: int) -> None:
         """End a request: nothing of it is handed out any more."""
-        take, left = self._takers.get(id, (None, 0))
-        if take is not None:
-            self._takers[id] = None, left
+        asked = self._requests.get(id)
+        if asked is not None and asked.take is not None:
+            asked.take = None
             self._tell(Cancel(id))
 
     def stop(self, id: int, completion: int) -> None:
@@ -139,10 +153,9 @@ class RemoteEngine(asyncio.Protocol):
         self.ended.set_result(None)
         if not self._is_ready.done():
             self._is_ready.set_exception(EOFError("the engine ended before it was ready"))
-        takers, self._takers = self._takers, {}
-        for take, _ in takers.values():
-            if take is not None:
-                take(gone())
+        for asked in [self._over(id) for id in list(self._requests)]:
+            if asked is not None and asked.take is not None:
+                asked.take(gone())
         for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(gone())
@@ -159,9 +172,9 @@ class RemoteEngine(asyncio.Protocol):
             for output in message.outputs:
                 self._give(output)
         elif isinstance(message, Refused):
-            take, _ = self._takers.pop(message.id, (None, 0))
-            if take is not None:
-                take(ApiError(message.status, message.error, message.param))
+            asked = self._over(message.id)
+            if asked is not None and asked.take is not None:
+                asked.take(ApiError(message.status, message.error, message.param))
         elif isinstance(message, Answer):
             answer = self._asked.get(message.number)
             if answer is not None and not answer.done():
@@ -175,22 +188,26 @@ class RemoteEngine(asyncio.Protocol):
             self._is_ready.set_result(None)
 
     def _give(self, output: Output) -> None:
-        if (taker := self._takers.get(output.request)) is None:
+        if (asked := self._requests.get(output.request)) is None:
             return
-        take, left = taker
-        if output.finish is not None:
-            left -= 1
-            self._takers[output.request] = take, left
-        if not left:
-            del self._takers[output.request]
-        if take is None:
-            return  # cancelled
+        asked.left -= output.finish is not None
+        if not asked.left:
+            self._over(output.request)
+        if (take := asked.take) is None:
+            return
         try:
             take(output)
         except Exception as error:  # a mistake of ours, which ends this request and no other
             logger.error("an output could not be taken", exc_info=error)
             self.cancel(output.request)
             take(failed(error))
+
+    def _over(self, id: int) -> OpenRequest | None:
+        """Forget a request that the engine has ended."""
+        asked = self._requests.pop(id, None)
+        if asked is not None:
+            self.places.give_back(asked.request.tenant, len(asked.request.under_way))
+        return asked
 
     def close(self) -> None:
         self._transport.close()
