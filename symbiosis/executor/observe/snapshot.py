@@ -107,14 +107,24 @@ def of_service(ranks: Sequence[tuple[int, Snapshot]]) -> Snapshot:
             before = astuple(tenants.get(name, Usage()))
             tenants[name] = Usage(*(a + b for a, b in zip(before, astuple(used), strict=True)))
     return Snapshot(
-        min(told.uptime_s for told in each), each[0].policy, each[0].endpoints,
-        sum(told.rss_bytes for told in each), sum(told.weights_bytes for told in each),
-        _sum([told.batch_sizes for told in each]), sum(told.queue_depth for told in each),
-        _sum([told.bytes for told in each]), _sum([told.errors for told in each]), sum(told.dropped for told in each),
-        [replace(session, rank=rank) for rank, told in ranks for session in told.sessions],
-        list(layers.values()), tenants, _sum_of_pairs([told.refused_joins for told in each]), _sum([told.kept_out for told in each]),
-        _sum_of_pairs([told.in_vain for told in each]), sum(told.gather_bytes for told in each),
-    )  # fmt: skip
+        uptime_s=min(told.uptime_s for told in each),
+        policy=each[0].policy,
+        endpoints=each[0].endpoints,
+        rss_bytes=sum(told.rss_bytes for told in each),
+        weights_bytes=sum(told.weights_bytes for told in each),
+        batch_sizes=_sum([told.batch_sizes for told in each]),
+        queue_depth=sum(told.queue_depth for told in each),
+        bytes=_sum([told.bytes for told in each]),
+        errors=_sum([told.errors for told in each]),
+        dropped=sum(told.dropped for told in each),
+        sessions=[replace(session, rank=rank) for rank, told in ranks for session in told.sessions],
+        layers=list(layers.values()),
+        tenants=tenants,
+        refused_joins=_sum_of_pairs([told.refused_joins for told in each]),
+        kept_out=_sum([told.kept_out for told in each]),
+        in_vain=_sum_of_pairs([told.in_vain for told in each]),
+        gather_bytes=sum(told.gather_bytes for told in each),
+    )
 
 
 def _sum(each: Sequence[dict[Key, int]]) -> dict[Key, int]:

@@ -93,7 +93,7 @@ def _completion(
     front: Front, admission: Admission, body: schemas.CompletionBody, given: list[str | list[int]]
 ) -> tuple[Words, Generation]:
     prompts = [front.prompts.tokens(each) for each in given]
-    most = front.room(prompts, body.max_tokens, 16, "max_tokens")
+    most = front.tokens_for(prompts, body.max_tokens, 16, "max_tokens")
     sampling = schemas.sampling_of(body, most, body.logprobs, front.remote.welcome.vocabulary)
     # without a token to make, only the prompt is computed
     scored = bool(body.echo) and (body.logprobs is not None or most == 0)
@@ -123,7 +123,7 @@ async def chat(front: Front, request: Request) -> ASGIApp:
 
 def _chat(front: Front, admission: Admission, body: schemas.ChatBody) -> tuple[Words, Generation]:
     prompts = [front.prompts.of_chat(body.messages, body.chat_template_kwargs or {})]
-    most = front.room(prompts, body.wanted, None, "max_completion_tokens")
+    most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
     sampling = schemas.sampling_of(body, most, tops, front.remote.welcome.vocabulary)
     words = ChatWords(body.model, front.tokenizer, bool(body.logprobs))

@@ -147,7 +147,7 @@ class Front(Keyed):
             result.cancel()
             left.cancel()
 
-    def room(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
+    def tokens_for(self, prompts: list[tuple[int, ...]], wanted: int | None, default: int | None, name: str) -> int:
         """Return how many tokens a completion may have: `wanted` if they fit, else it is an error; by default as many as fit. (The engine
         knows what an adapter leaves of them.)"""
         longest, length = self.remote.welcome.longest, max(map(len, prompts))
