@@ -14,9 +14,8 @@ from symbiosis.protocol import Limits
 from symbiosis.transport.base import Direct, Peer, Tokens
 
 MOST_ROWS, MOST_COUNTED = 10**15, 1 << 60  # direct rows in one report of a client, and in all
-MOST_MULTIPLICATIONS = (
-    1e24  # in one report, which may be that of weeks without an executor; all together stay below 1e30
-)
+# the same of multiplications: a report may be that of weeks without an executor
+MOST_MULTIPLICATIONS, MOST_MULTIPLIED = 1e24, 1e29
 BUSY_S = 0.02  # when to try again if that depends on other calls: the time of a few products
 ALWAYS_ROOM = 4 << 20  # bytes that a session may always have in flight, in however many calls
 
@@ -171,7 +170,7 @@ class ServedSession:
         ):
             usage, self.direct = self.account.usage, now
             usage.direct_rows = min(usage.direct_rows + rows, MOST_COUNTED)
-            usage.direct_multiplications = min(usage.direct_multiplications + multiplications, 1e29)
+            usage.direct_multiplications = min(usage.direct_multiplications + multiplications, MOST_MULTIPLIED)
 
     def begin(self, held: int = 0) -> None:
         """Count a call in flight that holds so many bytes of the executor's memory."""

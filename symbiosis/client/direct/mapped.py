@@ -150,14 +150,15 @@ class Mapped:
             routed: How many rows it multiplies, if it multiplies some of them more than once.
         """
         weights = {name: self.weights.get(number) for name, (number, _) in wanted.items()}
-        rows, recorded = max(routed, x.numel() // max(1, x.size(-1))), torch.is_grad_enabled()
         if not self._has(x):
             return {}
+        rows, recorded = max(routed, x.numel() // max(1, x.size(-1))), torch.is_grad_enabled()
         found = {
             name: weight for name, weight in weights.items() if weight is not None and weight.dtype is wanted[name][1]
         }
-        is_better_sent = self._should_send(rows, training and recorded) and not (recorded and saves_are_hooked())
-        if len(found) < len(wanted) or is_better_sent:
+        if len(found) < len(wanted):
+            return {}
+        if self._should_send(rows, training and recorded) and not (recorded and saves_are_hooked()):
             return {}
         products = 2 if recorded and x.requires_grad and not will_be_made_again() else 1
         for weight in found.values():

@@ -130,12 +130,15 @@ def _keys(field: str, value: Any) -> list[str]:
 
 def _with_used_keys(config: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return the configuration with tables that have no names but those of modules: PEFT looks for each layer at all of them."""
+    tables = {
+        field: value for field, value in config.items() if value and field.endswith("_pattern") and field not in NAMES
+    }
+    if not tables:
+        return config
     ends = {name[at:] for name in names for at in (0, *(match.end() for match in re.finditer(r"\.", name)))}
-    tables = {field: value for field, value in config.items() if field.endswith("_pattern") and field not in NAMES}
     used = {
-        field: {key: one for key, one in value.items() if key in ends or not _is_plain(key)}
-        for field, value in tables.items()
-        if value
+        field: {key: one for key, one in table.items() if key in ends or not _is_plain(key)}
+        for field, table in tables.items()
     }
     return config | used
 

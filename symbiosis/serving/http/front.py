@@ -118,8 +118,12 @@ class Front(Keyed):
                 "or ask for fewer of each token",
                 "prompt",
             )
-        if prompt_logprobs:
-            _keep(self._prompt_logprobs, prompt_logprobs, admission, "log probabilities of other prompts are under way")
+        if not prompt_logprobs:
+            return
+        held = Held(self._prompt_logprobs, admission.tenant.name)
+        if not held.take(prompt_logprobs):
+            raise ApiError(503, "log probabilities of other prompts are under way: try again later", retry_s=1.0)
+        admission.at_end(held.end)
 
     def hold_as_they_come(self, generation: Generation, admission: Admission) -> None:
         """Have a generation keep room for the log probabilities of its tokens, until they are read or the admission ends; without room it
@@ -200,14 +204,6 @@ class Front(Keyed):
             return Text(self.tokenizer, stops, sampling.min_tokens, special, keeps, silent)
 
         return Generation(self.remote, requests, text, admission.spend, names)
-
-
-def _keep(room: Room, size: int, admission: Admission, refusal: str) -> None:
-    """Keep so much of a room until the admission ends. Raises `ApiError` if its tenant has its part already."""
-    held = Held(room, admission.tenant.name)
-    if not held.take(size):
-        raise ApiError(503, f"{refusal}: try again later", retry_s=1.0)
-    admission.at_end(held.end)
 
 
 def _check_continuation(before: Continuation, completions: int, longest: int) -> None:
