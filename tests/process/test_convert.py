@@ -1,6 +1,5 @@
 """Distributed checkpoints, as FSDP writes them, become models that executors read; nothing that is in them is run."""
 
-import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from symbiosis.executor.model.distributed import DistributedCheckpoint
 from symbiosis.executor.preflight import check
 from symbiosis.tools.convert import convert
 from tests.conftest import MODELS, tiny_llama
+from tests.processes import context
 
 
 def saved(model: Any, folder: Path, **more: Any) -> Path:
@@ -66,7 +66,6 @@ def shard_and_save(rank: int, store: str, folder: Path) -> None:
 
 def test_pieces_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     """As FSDP2 writes them, from two processes, in the dtype of the checkpoint; by the command."""
-    context = multiprocessing.get_context("spawn")
     folder, store = tmp_path / "checkpoint", f"{tmp_path}/store"
     ranks = [context.Process(target=shard_and_save, args=(rank, store, folder)) for rank in range(2)]
     for process in ranks:
