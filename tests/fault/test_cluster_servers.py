@@ -31,7 +31,7 @@ LONG: dict[str, Any] = {"model": "demo", "prompt": "def average(numbers):", "max
 DRAWS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "n": 2}, {"temperature": 1.5, "top_p": 0.9, "seed": 1}]  # fmt: skip
 
 
-PAUSE_S = 0.004  # before each step: a text takes seconds, during which something can happen to it
+PAUSE_S = 0.009  # before each step: a text takes seconds, during which something can happen to it
 
 
 @dataclass

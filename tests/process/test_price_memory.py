@@ -83,7 +83,7 @@ def heavy_calls() -> list[Call]:
     return [
         Call(Op.FORWARD, linear, "float32", (2000, LARGE_K), bias=True),
         Call(Op.FORWARD, linear, "float64", (10, LARGE_K)),
-        Call(Op.DGRAD, linear, "bfloat16", (400, LARGE_N)),
+        Call(Op.DGRAD, linear, "bfloat16", (2000, LARGE_N)),
         Call(Op.FORWARD, linear, "int32", (1000, LARGE_K), seeded=True),
         Call(Op.FORWARD, linear, "int64", (500, LARGE_K)),
         Call(Op.PRODUCT, linear, "bfloat16", (100, LARGE_N // 2), view=odd),
