@@ -4,7 +4,7 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ def interpret() -> None:
             "install triton, and set TRITON_INTERPRET=1: a CPU runs these kernels by Triton's interpreter only"
         )
     paged.is_for = lambda device, dtype: True  # type: ignore[attr-defined]
-    with_triton("gpu.paged_attention").PROGRAMS = 1
+    with_triton("gpu.paged_attention").split_for = lambda *_: 1
 
 
 def dtype_on(device: str) -> torch.dtype:
@@ -208,8 +208,6 @@ def step_bench(
                     took = times[kind] = bench.time(step, seconds)
                     progress(f"{took:.2f} ms (ready after {time.perf_counter() - start - seconds:.1f} s)")
                     on_device = bench.device_time(step) if device == "cuda" else 0.0
-                    if profiles and kind != "identical" and device == "cuda":
-                        show_profile(lambda step=step: bench.step(step))
                 bench.drop(adapters)
                 moved = size.weight_bytes + size.cache_bytes(count * context) + different * size.adapter_bytes
                 floor = moved / speed * 1e3
@@ -221,7 +219,20 @@ def step_bench(
                     report.bar(f"{name}_over_floor", took / floor, "<=", 1.6 if context == 512 else 1.4)
             report.bar(f"{count}x{context}_distinct_of_identical", times["identical"] / times["distinct"], ">=", 0.95)
             report.bar(f"{count}x{context}_adapters_over_base", times["distinct"] / times["base"], "<=", 1.2)
+        if profiles and device == "cuda":
+            show_profiles(bench, loads)
     print_table(("a step", "ms", "device ms", "floor ms", "x floor", "tokens/s"), rows)
+
+
+def show_profiles(bench: Bench, loads: Iterable[tuple[int, int]]) -> None:
+    """Which kernels take the time of a step. To be called when nothing else is to be timed: once the profiler has run, launches take longer."""
+    for count, context in loads:
+        for different in (0, count):
+            adapters = bench.adapters(different)
+            with bench.requests(count, context, adapters) as step:
+                print(f"{count} requests of {context} tokens, {different} adapters")
+                show_profile(lambda step=step: bench.step(step))
+            bench.drop(adapters)
 
 
 def show_profile(run: Callable[[], object]) -> None:
@@ -264,35 +275,60 @@ def captured_time(run: Callable[[], object], times: int = 20) -> float:
     return events[0].elapsed_time(events[1]) / times
 
 
-def sweep_attention(layers: int = 8) -> None:
-    """The decode kernel over so many layers, by how it is cut."""
+# so many rows, which see so many tokens each, or between so many and so many
+CASES = ((32, 512), (32, 2048), (128, 512), (8, 2048), (1, 8192), (32, (64, 2048)), (128, (64, 1024)))
+CUTS = tuple((pages, warps, stages) for pages in (1, 2, 4) for warps in (2, 4) for stages in (2, 3, 4))
+SPLITS = (1, 2, 4, 8, 16, 32)
+
+
+def sweep_attention(heads: int = 32) -> None:
+    """The decode kernel by how it is cut: which way is the best for each load, and which for all of them."""
+    from symbiosis.kernels.gpu import paged_attention as kernels
+
+    for shared in (heads, heads // 4):
+        chosen, ratios = kernels.DECODE_ALONE if shared == heads else kernels.DECODE, dict[Any, list[float]]()
+        for rows, tokens in CASES:
+            blocks, found, read = time_attention(rows, tokens, heads, shared)
+            best = sorted(found.items(), key=lambda pair: pair[1])
+            speed = read / best[0][1] / 1e6
+            print(f"attention {rows} x {tokens}, {shared} heads of keys: {speed:.2f} TB/s;", [(f"{us:.1f} us", *which) for which, us in best[:4]], flush=True)  # fmt: skip
+            for cut in CUTS:
+                for programs in (256, 512, 1024, 2048, 4096):
+                    took = found.get((cut, kernels.split_for(programs, rows, shared, blocks)), float("inf"))
+                    ratios.setdefault((*cut, programs), []).append(took / best[0][1])
+        over_all = sorted((statistics.geometric_mean(of), max(of), cut) for cut, of in ratios.items())
+        now = next(each for each in over_all if each[2] == tuple(chosen))
+        for mean, worst, cut in (*over_all[:4], now):
+            print(f"  {kernels.Decode(*cut)}: {mean:.3f} of the best for each, at worst {worst:.3f}", flush=True)
+
+
+def time_attention(
+    rows: int, tokens: int | tuple[int, int], heads: int, shared: int, layers: int = 4
+) -> tuple[int, dict[Any, float], int]:
+    """How many blocks the longest row has, the microseconds of each way to cut, and the bytes that must be read."""
     from symbiosis.kernels.gpu import paged_attention as kernels
     from symbiosis.kernels.paged_attention import How
 
-    for rows, context, heads, shared in ((32, 512, 32, 32), (32, 2048, 32, 32), (32, 2048, 32, 8)):
-        blocks, page = context // 16, 2 * 16 * shared * 128
-        flat = torch.randn(rows * layers * blocks * page, device="cuda", dtype=torch.bfloat16)
-        pages = torch.randperm(rows * layers * blocks, device="cuda").int().view(rows, layers, blocks)
-        singles = torch.tensor([(row, row, context) for row in range(rows)], dtype=torch.int32, device="cuda")
-        query = torch.randn(heads, rows, 128, device="cuda", dtype=torch.bfloat16)
-        result = torch.empty(rows, heads, 128, device="cuda", dtype=torch.bfloat16)
-        found = []
-        for cut in (kernels.Decode(p, w, s) for p in (1, 2, 4) for w in (2, 4) for s in (2, 3, 4)):
-            for split in (1, 2, 4):
+    least, most = tokens if isinstance(tokens, tuple) else (tokens, tokens)
+    blocks, page = most // 16, 2 * 16 * shared * 128
+    seen = torch.linspace(least, most, rows).int().tolist() if least < most else [most] * rows
+    flat = torch.randn(rows * layers * blocks * page, device="cuda", dtype=torch.bfloat16)
+    pages = torch.randperm(rows * layers * blocks, device="cuda").int().view(rows, layers, blocks)
+    singles = torch.tensor([(row, row, seen[row]) for row in range(rows)], dtype=torch.int32, device="cuda")
+    query = torch.randn(heads, rows, 128, device="cuda", dtype=torch.bfloat16)
+    result = torch.empty(rows, heads, 128, device="cuda", dtype=torch.bfloat16)
+    found = {}
+    for cut in CUTS:
+        for split in SPLITS:
 
-                def run(cut: Any = cut, split: int = split) -> None:
-                    for layer in range(layers):
-                        memory = kernels.Memory(flat, pages, 16, page, page // 2, shared, 128, 128, layer)
-                        kernels.decode(memory, How(0.09), query, singles, result, cut, split)
+            def run(cut: Any = cut, split: int = split) -> None:
+                for layer in range(layers):
+                    memory = kernels.Memory(flat, pages, 16, page, page // 2, shared, 128, 128, layer)
+                    kernels.decode(memory, How(0.09), query, singles, result, kernels.Decode(*cut), split)
 
-                try:
-                    found.append((captured_time(run, 5) / layers * 1e3, tuple(cut), split))
-                except Exception as error:
-                    print("attention", cut, split, repr(error)[:150], flush=True)
-        found.sort()
-        speed = flat.nbytes / layers / found[0][0] / 1e6
-        default = [took for took, cut, split in found if cut == tuple(kernels.DECODE_ALONE if shared == heads else kernels.DECODE) and split == kernels.split_for(rows, shared, blocks)]  # fmt: skip
-        print(f"attention {rows} x {context}, {shared} heads of keys: {speed:.2f} TB/s;", [(f"{t:.1f} us", c, s) for t, c, s in found[:4]], "default", default, flush=True)  # fmt: skip
+            if split <= blocks and 64 <= rows * shared * split <= 16384:
+                found[cut, split] = captured_time(run, 5) / layers * 1e3
+    return blocks, found, sum(seen) * shared * 128 * 2 * 2
 
 
 def sweep_adapters() -> None:

@@ -184,6 +184,23 @@ def on_device(how: How, dtype: torch.dtype) -> How:
     return How(how.scaling, how.window, how.softcap, None if how.sinks is None else how.sinks.to(DEVICE, dtype))
 
 
+def test_a_launch_takes_the_memory_that_a_gpu_has() -> None:
+    from symbiosis.kernels.gpu.paged_attention import Decode, cut_to_fit
+
+    wanted, kib = Decode(4, 4, 3), 1 << 10
+    assert cut_to_fit(wanted, 8 * kib, 200 * kib) == wanted
+    assert cut_to_fit(wanted, 8 * kib, 86 * kib) == Decode(4, 4, 2)
+    assert cut_to_fit(wanted, 32 * kib, 200 * kib) == Decode(2, 4, 3)
+    assert cut_to_fit(wanted, 96 * kib, 200 * kib) == Decode(1, 4, 2)
+    assert cut_to_fit(wanted, 96 * kib, 86 * kib) == Decode(1, 4, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shared", "key", "value"), [(8, 256, 256), (1, 576, 512)])
+def test_single_rows_of_large_heads(shared: int, key: int, value: int, dtype: torch.dtype) -> None:
+    test_single_rows("all", shared, key, value, 0, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shared", "key", "value"), [(8, 32, 32), (2, 20, 12), (1, 64, 33), (4, 96, 128)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,6 +17,7 @@ from symbiosis.kernels.paged_attention import How
 
 QUERIES = 32  # rows of a block of a longer segment; of 64, Triton 3.6 makes products that are wrong where values have at most 16 elements
 KEYS = 64  # that a block of a longer segment looks at together
+MOST_PARTS = 32  # into which the tokens that a row sees are cut
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -36,15 +37,16 @@ class Memory(NamedTuple):
 
 
 class Decode(NamedTuple):
-    """How a launch is divided. Measured."""
+    """How a launch is divided."""
 
     pages: int  # at once
     warps: int
     stages: int
+    programs: int = 1  # that occupy a GPU
 
 
-DECODE, DECODE_ALONE = Decode(2, 4, 3), Decode(2, 2, 4)
-PROGRAMS = 1024  # that occupy a GPU
+# Measured: on average over many loads, 3 % and 7 % over the best that each has (`scripts/bench_serve.py attention`).
+DECODE, DECODE_ALONE = Decode(4, 4, 3, 512), Decode(2, 2, 3, 2048)
 
 
 @triton.jit(do_not_specialize=["layer"])
@@ -297,10 +299,19 @@ def store(memory: Memory, key: Tensor, value: Tensor, slots: Tensor, positions: 
     )  # fmt: skip
 
 
-def split_for(rows: int, heads: int, pages: int) -> int:
-    """Return into how many parts the tokens that a row sees are cut, so that few rows occupy the whole GPU."""
-    wanted = triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * heads))
-    return int(max(1, min(wanted, triton.next_power_of_2(pages), 32)))
+def split_for(programs: int, rows: int, heads: int, pages: int) -> int:
+    """Return into how many parts the tokens that a row sees are cut, so that few rows occupy a GPU that so many programs occupy."""
+    wanted = triton.next_power_of_2(triton.cdiv(programs, rows * heads))
+    return int(max(1, min(wanted, triton.next_power_of_2(pages), MOST_PARTS)))
+
+
+def cut_to_fit(cut: Decode, page_bytes: int, shared: int) -> Decode:
+    """Return the cut with as many of its pages and stages as fit into so many bytes of shared memory. A page has so many bytes of keys and
+    values that a program reads."""
+    pages = cut.pages
+    while pages > 1 and 2 * pages * page_bytes > shared:
+        pages //= 2
+    return cut._replace(pages=pages, stages=max(1, min(cut.stages, shared // (pages * page_bytes))))
 
 
 def decode(
@@ -311,8 +322,11 @@ def decode(
     query = query if query.stride(2) == 1 else query.contiguous()
     heads, count = query.shape[0], len(singles)
     group = heads // memory.heads
-    cut = cut or (DECODE_ALONE if group == 1 else DECODE)
-    split = split or split_for(count, memory.heads, memory.pages.shape[2])
+    sizes = memory.key, memory.value, _padded(memory.key), _padded(memory.value)
+    if cut is None:
+        page_bytes = memory.block * (sizes[2] + sizes[3]) * query.element_size()
+        cut = cut_to_fit(DECODE_ALONE if group == 1 else DECODE, page_bytes, _shared_bytes(query.device))
+    split = split or split_for(cut.programs, count, memory.heads, memory.pages.shape[2])
     part = query.new_empty(count * heads * split * memory.value if split > 1 else 0, dtype=torch.float32)
     stats = query.new_empty(count * heads * split * 2 if split > 1 else 0, dtype=torch.float32)
     sinks = part if how.sinks is None else how.sinks
@@ -322,7 +336,6 @@ def decode(
         memory.page, memory.values_at, query.stride(1), query.stride(0), how.window or 0, how.scaling, how.softcap or 0.0,
         memory.heads,
     )  # fmt: skip
-    sizes = memory.key, memory.value, _padded(memory.key), _padded(memory.value)
     cuts = memory.block, cut.pages, split, cut.stages, how.softcap is not None, how.sinks is not None
     grid, cuts_of = (memory.heads, count, split), {"num_warps": cut.warps, "num_stages": cut.stages}
     if group == 1:
@@ -350,6 +363,13 @@ def prefill(memory: Memory, how: How, query: Tensor, blocks: Tensor, result: Ten
         heads // memory.heads, memory.key, memory.value, keys, values, memory.block, QUERIES, columns,
         how.softcap is not None, how.sinks is not None, num_warps=4, num_stages=2,
     )  # fmt: skip
+
+
+def _shared_bytes(device: torch.device) -> int:
+    """Return how much shared memory a program may take. Some is left for what Triton keeps there besides."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 1 << 20
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor * 7 // 8
 
 
 def _padded(size: int) -> int:
