@@ -129,4 +129,5 @@ class Step:
 
     @property
     def rows(self) -> int:
-        return sum(segment.rows for segment in self.segments)
+        last = self.segments[-1]
+        return last.first + last.rows

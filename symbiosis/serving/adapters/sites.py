@@ -4,7 +4,8 @@ A site is a hook of the layer, so the model's structure, names and weights stay 
 whose adapter acts there, and keeps them; rows without an adapter are not touched.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from symbiosis.serving.adapters.layers import run_layer
 from symbiosis.serving.adapters.residency import Residency
 from symbiosis.serving.model import Served
 from symbiosis.serving.step import Segment, Step
+
+Span = tuple[int, int, LoadedAdapter]  # consecutive rows of one adapter: the first, and how many
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,39 +96,43 @@ class Sites:
 
     def begin(self, step: Step, kept: Tensor) -> None:
         """Tell the sites which rows of the step belong to which adapter, and which of them are those whose logits are kept."""
-        ours: dict[LoadedAdapter, list[Segment]] = {}
+        spans: list[Span] = []
+        self._virtual = []
         for segment in step.segments:
-            if isinstance(adapter := segment.sequence.adapter, LoadedAdapter):
+            adapter = segment.sequence.adapter
+            if not isinstance(adapter, LoadedAdapter):
+                continue
+            if adapter.version not in self._known:
                 self.add(adapter)
-                ours.setdefault(adapter, []).append(segment)
-        self._virtual = [s for adapter, of in ours.items() for s in of if s.position < adapter.virtual]
-        owners = {row: adapter for adapter, of in ours.items() for s in of for row in range(s.first, s.first + s.rows)}
-        ours_kept = {i: owners[row] for i, row in enumerate(kept.tolist()) if row in owners}
+            spans.append((segment.first, segment.rows, adapter))
+            if segment.position < adapter.virtual:
+                self._virtual.append(segment)
+        kept_spans = spans if len(kept) == step.rows else _spans_of(kept.tolist(), spans)
         if self._runner is not None:
-            is_plain = not self._virtual and all(adapter.packed is not None for adapter in ours)
-            self._runner.begin(is_plain, self._runs(owners), self._runs(ours_kept))
-        self._all = self._shares(owners.items(), step.rows)
+            is_plain = not self._virtual and all(adapter.packed is not None for _, _, adapter in spans)
+            self._runner.begin(is_plain, self._runs(spans), self._runs(kept_spans))
+        self._all = self._shares(spans, step.rows)
         if self._served.keeps_rows:
-            self._kept = self._shares(ours_kept.items(), len(kept))
+            self._kept = self._shares(kept_spans, len(kept))
 
-    def _runs(self, owners: dict[int, LoadedAdapter]) -> list[tuple[int, int, Any]]:
+    def _runs(self, spans: Sequence[Span]) -> list[tuple[int, int, Any]]:
         """Return the runs of rows of one adapter that the kernels compute: the first row, how many, and where the adapter lies."""
         runs: list[tuple[int, int, Any]] = []
-        for row in sorted(owners):
-            if (adapter := owners[row]).packed is None:
+        for first, rows, adapter in spans:
+            if adapter.packed is None:
                 continue
             book = self._residency.book(adapter)
-            if runs and runs[-1][2] is book and sum(runs[-1][:2]) == row:
-                runs[-1] = (runs[-1][0], runs[-1][1] + 1, book)
+            if runs and runs[-1][2] is book and runs[-1][0] + runs[-1][1] == first:
+                runs[-1] = (runs[-1][0], runs[-1][1] + rows, book)
             else:
-                runs.append((row, 1, book))
+                runs.append((first, rows, book))
         return runs
 
-    def _shares(self, owners: Iterable[tuple[int, LoadedAdapter]], count: int) -> Shares:
+    def _shares(self, spans: Sequence[Span], count: int) -> Shares:
         rows: dict[LoadedAdapter, list[int]] = {}
-        for row, adapter in owners:
+        for first, many, adapter in spans:
             if adapter.packed is None:
-                rows.setdefault(adapter, []).append(row)
+                rows.setdefault(adapter, []).extend(range(first, first + many))
         highest = max((adapter.rank for adapter in rows), default=0)
         numbers = list(rows.values())
         few = (
@@ -195,6 +202,17 @@ def _loaded(segment: Segment) -> LoadedAdapter:
     adapter = segment.sequence.adapter
     assert isinstance(adapter, LoadedAdapter)
     return adapter
+
+
+def _spans_of(kept: Sequence[int], spans: Sequence[Span]) -> list[Span]:
+    """Return which of the kept rows, by their places among these, are in which span. Spans come one after another."""
+    firsts = [first for first, _, _ in spans]
+    found: list[Span] = []
+    for place, row in enumerate(kept):
+        at = bisect_right(firsts, row) - 1
+        if at >= 0 and row < firsts[at] + spans[at][1]:
+            found.append((place, 1, spans[at][2]))
+    return found
 
 
 def _rows(numbers: list[int]) -> Rows:

@@ -3,10 +3,8 @@
 They lie in tensors that stay where they are, so that a CUDA graph can read them. One copy fills in all that a step changes in its rows.
 """
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ class Slots:
     def __init__(self, slots: int, layers: int, device: torch.device) -> None:
         self.pages = torch.zeros(slots, layers, FIRST_BLOCKS, dtype=torch.int32, device=device)
         self._free = list(range(slots))
-        self._known: WeakKeyDictionary[Sequence, tuple[int, list[Block]]] = WeakKeyDictionary()
+        self._known: dict[Sequence, tuple[int, list[Block]]] = {}
         self.moved = 0  # how often `pages` became another tensor
 
     def reserve(self, slots: int, blocks: int) -> None:
@@ -106,31 +104,32 @@ class Rows:
     def fill(self, step: Step, slots: Slots, kept: Tensor) -> None:
         """Fill in a step, of which the logits of the `kept` rows are wanted."""
         self.wait()
-        host, count = self.host, step.rows
-        host["slots"][:] = host["singles"][:] = EMPTY
-        host["blocks"][:] = 0
+        ids: list[int] = []
+        positions: list[int] = []
+        of_rows: list[int] = []  # their slots
         singles: list[tuple[int, int, int]] = []
         blocks: list[tuple[int, int, int, int]] = []
         for segment in step.segments:
-            slot, end = slots.of(segment.sequence), segment.first + segment.rows
-            host["slots"][segment.first : end] = slot
-            if segment.rows == 1:
-                singles.append((segment.first, slot, segment.end))
+            first, rows, position = segment.first, segment.rows, segment.position
+            slot = slots.of(segment.sequence)
+            ids += segment.tokens
+            positions += range(position, position + rows)
+            of_rows += [slot] * rows
+            if rows == 1:
+                singles.append((first, slot, position + 1))
                 continue
-            for at in range(0, segment.rows, self._queries):
-                rows = min(self._queries, segment.rows - at)
-                blocks.append((segment.first + at, rows, slot, segment.position + at))
-        _put(host["ids"], [token for segment in step.segments for token in segment.tokens])
-        host["ids"][count:] = 0
+            for at in range(0, rows, self._queries):
+                blocks.append((first + at, min(self._queries, rows - at), slot, position + at))
+        host = self.host
+        _put(host["ids"], ids, 0)
+        _put(host["positions"], positions, 0)
+        _put(host["slots"], of_rows, EMPTY)
+        _put(host["singles"], singles, EMPTY)
+        _put(host["blocks"], blocks, 0)
+        _put(host["kept"], kept[: self.sequences].numpy(), 0)
         if step.fed is not None:
-            host["fed"][:count] = EMPTY
+            host["fed"][: step.rows] = EMPTY
             host["fed"][step.fed.rows] = step.fed.sources
-        _put(host["positions"], [at for segment in step.segments for at in range(segment.position, segment.end)])
-        host["positions"][count:] = 0
-        _put(host["singles"], singles)
-        _put(host["blocks"], blocks)
-        host["kept"][:] = 0
-        host["kept"][: len(kept)] = kept[: self.sequences].numpy()
 
     def upload(self, step: Step) -> None:
         """Copy all of it to the device at once. Then put in the tokens that only the device knows."""
@@ -143,7 +142,8 @@ class Rows:
             ids.copy_(torch.where(fed >= 0, known, ids))
 
 
-def _put(section: Any, values: Iterable[Any]) -> None:
-    values = list(values)
-    if values:
+def _put(section: Any, values: Any, empty: int) -> None:
+    """Fill a section with these values, and the rest of it with what stands for none."""
+    section[len(values) :] = empty
+    if len(values):
         section[: len(values)] = values
