@@ -22,6 +22,7 @@ from symbiosis.serving.model import Served
 from symbiosis.serving.request import Request
 from symbiosis.serving.step import Segment, Sequence, Step
 from symbiosis.transport.base import Tokens
+from symbiosis.transport.cuda.driver import HIGHEST
 
 logger = logging.getLogger("symbiosis")
 
@@ -50,7 +51,7 @@ class Paged(Served):
         try:
             super().__init__(model, _layers(model), memory)
             if is_for(self.device, self.dtype):
-                self.runner = Runner(model, self.arena, self.keeps_rows)
+                self.runner = Runner(model, self.arena, self.keeps_rows, HIGHEST if self._sessions else 0)
             self._prove(references)
             if self.runner is not None:
                 self.fetcher = self.runner.find_layers(self._probe, model.get_output_embeddings())  # type: ignore[operator]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+import symbiosis
 from symbiosis.serving import Engine
 from symbiosis.serving.adapters.library import Library
 from symbiosis.serving.adapters.residency import Residency
@@ -23,9 +24,13 @@ from symbiosis.serving.adapters.sites import Sites
 from symbiosis.serving.alone import make_ready
 from symbiosis.serving.choosing.sampling import begin_choice
 from symbiosis.serving.gpu import runner
+from symbiosis.serving.gpu.beside import Beside
 from symbiosis.serving.request import Request, Sampling
 from symbiosis.serving.step import Sequence
 from tests.adapters import Made, off, run, saved, sequence_of
+from tests.conftest import wide_llama
+from tests.gpu.test_gpu_line import Processes
+from tests.gpu.test_gpu_mapped import Served
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 pytestmark = [
@@ -53,7 +58,7 @@ def kernels_on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     if INTERPRETED:
         monkeypatch.setattr("symbiosis.serving.paged.is_for", lambda device, dtype: dtype in runner.DTYPES)
-        monkeypatch.setattr("symbiosis.kernels.gpu.paged_attention.PROGRAMS", 1)
+        monkeypatch.setattr("symbiosis.kernels.gpu.paged_attention.split_for", lambda *_: 1)
 
 
 def llama(**changes: object) -> nn.Module:
@@ -149,6 +154,58 @@ def test_compiled_layers_compute_what_they_did(tmp_path: Path) -> None:
                 )
                 mine = engine.generate(prompt, adapter=name, max_tokens=8, temperature=0.0, ignore_eos=True)
                 assert list(mine.tokens) == told[0, len(prompt) :].tolist(), (name, len(prompt))
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> Iterator[str]:
+    """Of an executor that shares the weights of `wide_llama`."""
+    processes = Processes()
+    yield Served(processes, tmp_path, "wide").endpoint
+    processes.end()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="a CPU has no streams")
+@pytest.mark.parametrize("by_executor", [False, True])
+@torch.inference_mode()
+def test_layers_that_run_beside_one_another_compute_what_they_did(
+    by_executor: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """In graphs, with adapters and without, by weights of this program or by mapped ones."""
+    folder, _ = saved(wide_llama(), lora(8), tmp_path / "r8")
+    found, ran = [], list[int]()
+    for beside in (True, False):
+        model = wide_llama().eval().to(DEVICE)
+        if by_executor:
+            model = symbiosis.wrap(model, request.getfixturevalue("endpoint"))
+        served = make_ready(model, 1 << 26)
+        residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
+        sites = Sites(served, residency)
+        adapter = Library(served).add("r8", folder)
+        assert residency.fetch(adapter) and sites
+        served.serve(4, 64)
+        if beside:
+            count_what_runs_beside(served.runner.adapting._beside, ran)
+        else:
+            served.runner.adapting._beside = Beside(torch.device("cpu"), 0, 0)
+        sequences = [sequence_of(range(3, 3 + n), of) for n, of in ((5, adapter), (9, None), (12, adapter))]
+        logits = [run(served, [(sequence, len(sequence.tokens)) for sequence in sequences])]
+        for token in range(20, 28):  # as it is, then captured, then replayed
+            for sequence in sequences:
+                sequence.tokens.append(token)
+            logits.append(run(served, [(sequence, 1) for sequence in sequences]).clone())
+        found.append(torch.stack(logits))
+    assert max(ran) == 4, "q, k, v, and what adapters make of their rows"
+    assert torch.equal(*found)
+
+
+def count_what_runs_beside(beside: Beside, ran: list[int]) -> None:
+    run_all = beside.run
+
+    def counting(*things: Any) -> list[Any]:
+        ran.append(len(things))
+        return run_all(*things)
+
+    beside.run = counting  # type: ignore[method-assign]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="a CPU waits for nothing")

@@ -25,6 +25,8 @@ from transformers import AutoModelForCausalLM
 import symbiosis
 from symbiosis.client.connection import reconnect
 from symbiosis.client.direct import rule
+from symbiosis.client.direct.ways import Way, following
+from symbiosis.client.layers.virt_layer import is_multiplied_here
 from symbiosis.client.session import Session
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.errors import CallError, WeightRead
@@ -610,6 +612,20 @@ def test_there_is_one_copy_of_what_is_served(share: Share) -> None:
     for number in served:
         at = store.weights[number].data_ptr()
         assert any(begin <= at < end for begin, end in ranges)
+
+
+def test_a_captured_step_knows_which_products_it_computes_itself(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rule, "WORTH_JOINING", 0)
+    model = tiny_llama()
+    own = copy.deepcopy(model.model.layers[0].mlp.up_proj)
+    wrapped = symbiosis.wrap(model, share(copy.deepcopy(model)).endpoint, share=True)
+    layer, mapped = wrapped.model.layers[0].mlp.up_proj, session_of(wrapped).mapped
+    assert mapped is not None and is_multiplied_here(own, 1) and not is_multiplied_here(nn.ReLU(), 1)
+    assert not is_multiplied_here(layer, 1), "outside of a step that is captured, advice may change"
+    for others, rows, here in ((0, 1, True), (1, 1, False), (1, rule.DECODE_ROWS + 1, True)):
+        with following((Way(session_of(wrapped).number, mapped.joins, others, False),), {}):
+            assert is_multiplied_here(layer, rows) is here
+    assert not mapped.multiplies(-1, torch.float32, 1)
 
 
 def test_those_who_decode_are_told_of_each_other_and_counted(share: Share, monkeypatch: pytest.MonkeyPatch) -> None:

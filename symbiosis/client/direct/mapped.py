@@ -134,6 +134,13 @@ class Mapped:
         self.multiplications += rows * matrix.values
         return matrix.weight
 
+    def multiplies(self, number: int, dtype: torch.dtype, rows: int) -> bool:
+        """Whether a product of so many rows, in a step that is captured and trains nothing, is computed here."""
+        matrix, advice = self._matrices.get(number), self.fixed
+        if matrix is None or matrix.dtype is not dtype or advice is None:
+            return False
+        return not should_send(rows, self._nbytes, False, advice.others, advice.give_way)
+
     def _has(self, x: Tensor) -> bool:
         """Whether the rows lie where the weights do."""
         return x.is_cpu if self._on_cpu else x.device == self.device
@@ -149,12 +156,13 @@ class Mapped:
             x: The rows that the module was given.
             routed: How many rows it multiplies, if it multiplies some of them more than once.
         """
-        weights = {name: self.weights.get(number) for name, (number, _) in wanted.items()}
         if not self._has(x):
             return {}
         rows, recorded = max(routed, x.numel() // max(1, x.size(-1))), torch.is_grad_enabled()
         found = {
-            name: weight for name, weight in weights.items() if weight is not None and weight.dtype is wanted[name][1]
+            name: weight
+            for name, (number, dtype) in wanted.items()
+            if (weight := self.weights.get(number)) is not None and weight.dtype is dtype
         }
         if len(found) < len(wanted):
             return {}

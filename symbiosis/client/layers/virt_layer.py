@@ -275,6 +275,15 @@ def local_value(weight: Tensor) -> Tensor:
     return weight.value() if isinstance(weight, RemoteWeight) and weight.handle.private is not None else weight
 
 
+def is_multiplied_here(layer: nn.Module, rows: int) -> bool:
+    """Whether the product of so many rows, in a step that is captured and trains nothing, is computed by this process, and not by a call."""
+    weight = layer._parameters.get("weight")
+    if weight is None or not isinstance(weight, RemoteWeight):
+        return weight is not None
+    mapped = weight.handle.session.mapped
+    return is_as_served(weight) and mapped is not None and mapped.multiplies(weight.handle.index, weight.dtype, rows)
+
+
 def _mapped(layer: nn.Module, weight: RemoteWeight, x: Tensor) -> Tensor | None:
     """Return the layer's mapped weight if this client should multiply by itself. None means that the executor is called."""
     handle = weight.handle

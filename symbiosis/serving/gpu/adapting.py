@@ -1,8 +1,7 @@
 """Adapters in a step on a GPU. When the first layer of a group is called on which any loaded adapter acts, the products of the whole group
 are computed. Meanwhile, on a stream of its own, one kernel shrinks the rows for all adapters. Then another expands them for all."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from symbiosis.client.layers.virt_layer import is_multiplied_here
 from symbiosis.errors import AdapterError
 from symbiosis.kernels import with_triton
 from symbiosis.kernels.gpu.records import RANKS
 from symbiosis.serving.adapters.kinds import LoadedAdapter
+from symbiosis.serving.gpu.beside import Beside
 from symbiosis.serving.gpu.books import Book
 from symbiosis.serving.gpu.compiled import put_in_place
 from symbiosis.serving.gpu.groups import Group, width_of
@@ -60,7 +61,9 @@ class Adapting:
     `state` tells graphs apart: it changes with the layers on which adapters act, and with the tensors that a graph uses.
     """
 
-    def __init__(self, groups: Sequence[Group], rows: Rows, page: int, dtype: torch.dtype, come: Tensor) -> None:
+    def __init__(
+        self, groups: Sequence[Group], rows: Rows, page: int, dtype: torch.dtype, come: Tensor, priority: int = 0
+    ) -> None:
         self._of = {name: group for group in groups for name in group.names}
         self._ranks: dict[Group, int] = {}  # of the groups on which adapters act: how many ranks there is room for
         self._page, self._dtype, self._device, self._come = page, dtype, come.device, come
@@ -71,13 +74,14 @@ class Adapting:
         self.acts = False  # whether this step has rows of adapters
         self._singly = False  # whether each of its sequences has one row
         self._runs: tuple[Sequence[Run], Sequence[Run]] = (), ()
+        self._filled: Any = None  # what the tables say
         self._kernels = with_triton("gpu.adapter_rows")
-        self._aside = torch.cuda.Stream(come.device) if come.is_cuda else None
+        self._beside = Beside(come.device, max([1, *(len(group.names) for group in groups)]), priority)
         self.resize(rows)
 
     def resize(self, rows: Rows) -> None:
         """Make room for as many rows and sequences as `rows` has."""
-        self._rows = rows
+        self._rows, self._filled = rows, None
         tiles = rows.tiles_of(rows.rows), rows.tiles_of(rows.sequences)
         self._records = [
             Records(entries, count, self._device) for entries, count in zip(self._entries, tiles, strict=True)
@@ -122,8 +126,10 @@ class Adapting:
         self.acts, self._runs = bool(runs or kept_runs), (runs, kept_runs)
 
     def fill(self, singly: bool) -> None:
-        """Fill in the tables of a step. `singly` says that each of its sequences has one row."""
-        self._singly = singly
+        """Fill in the tables of a step, unless the step before had the same. `singly` says that each of its sequences has one row."""
+        if self._filled == (self._runs, singly):
+            return
+        self._singly, self._filled = singly, (self._runs, singly)
         self._rows.wait()
         size = 1 if singly else self._kernels.TILE
         for section, records, of, head in (
@@ -151,18 +157,27 @@ class Adapting:
     def _products(self, group: Group, before: list[Any], x: Tensor) -> list[Tensor]:
         """Compute the products of all layers of a group, with what adapters add."""
         if not self.acts or group not in self._ranks:
-            return [forward(x) for forward in before]
+            return self._bases(group, before, x)
         x_TK, kernels = x.reshape(-1, x.shape[-1]).contiguous(), self._kernels
         tiles, count = self._tiles(group, len(x_TK))
         parts, ranks = kernels.parts_of(x_TK.shape[1]), self._ranks[group]
         low = self._low[: len(x_TK) * parts * ranks].view(len(x_TK), parts, ranks)
-        with self._beside(lambda: self._shrink(group, x_TK, tiles, count, low)):
-            ys = [forward(x) for forward in before]
+        ys = self._bases(group, before, x, partial(self._shrink, group, x_TK, tiles, count, low))
         kernels.expand_([y.view(-1, y.shape[-1]) for y in ys], tiles, count, group.entry + 1, self._page, low)
         return ys
 
+    def _bases(self, group: Group, before: list[Any], x: Tensor, *shrink: Any) -> list[Tensor]:
+        """Compute the products of the layers alone, and run `shrink` beside them. Few rows take as long as a weight takes to be read, and one
+        product does not ask for all that a GPU can read: they run beside one another, unless the executor is called, one call at a time."""
+        products = [partial(forward, x) for forward in before]
+        rows = x.numel() // x.shape[-1]
+        if self._singly and all(is_multiplied_here(module, rows) for module in group.modules):
+            return self._beside.run(*products, *shrink)[: len(products)]
+        ys: list[Tensor] = self._beside.run(lambda: [product() for product in products], *shrink)[0]
+        return ys
+
     def _shrink(self, group: Group, x_TK: Tensor, tiles: Any, count: int, low: Tensor) -> None:
-        if self._aside is not None and group.stage > self._stage:
+        if self._come.is_cuda and group.stage > self._stage:
             self._kernels.wait_until_come(self._come, group.stage, self._rows.device["awaited"])
             self._stage = group.stage
         self._kernels.shrink(x_TK, tiles, count, group.entry, self._page, low)
@@ -174,20 +189,6 @@ class Adapting:
         words = self._rows.device["kept_tiles" if group.is_head else "tiles"]
         tiles = self._kernels.Tiles(words, self._records[group.is_head].device, self._singly)
         return tiles, rows if self._singly else self._rows.tiles_of(rows)
-
-    @contextmanager
-    def _beside(self, run: Callable[[], object]) -> Iterator[None]:
-        """Run it on a stream of its own, while the block runs."""
-        if self._aside is None:
-            run()
-            yield
-            return
-        now = torch.cuda.current_stream(self._device)
-        self._aside.wait_stream(now)
-        with torch.cuda.stream(self._aside):
-            run()
-        yield
-        now.wait_stream(self._aside)
 
 
 def _rounded(ranks: int) -> int:

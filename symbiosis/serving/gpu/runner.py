@@ -52,8 +52,8 @@ def bucket(rows: int) -> int:
 class Runner:
     """Runs the steps of one model, in one thread."""
 
-    def __init__(self, model: nn.Module, arena: Arena, keeps_rows: bool) -> None:
-        self._model, self._arena, self._keeps_rows = model, arena, keeps_rows
+    def __init__(self, model: nn.Module, arena: Arena, keeps_rows: bool, priority: int = 0) -> None:
+        self._model, self._arena, self._keeps_rows, self._priority = model, arena, keeps_rows, priority
         self._device = arena.flat.device
         self._attention = with_triton("gpu.paged_attention")
         self._slots = Slots(8, len(arena.layers), self._device)
@@ -69,7 +69,7 @@ class Runner:
         groups = find_groups(self._model, run, head)
         fetcher = Fetcher(self._arena, groups)
         page, dtype = self._arena.page_elements, self._arena.flat.dtype
-        self.adapting = Adapting(groups, self._rows, page, dtype, fetcher.come)
+        self.adapting = Adapting(groups, self._rows, page, dtype, fetcher.come, self._priority)
         return fetcher
 
     def compile(self, backend: str = "inductor") -> None:

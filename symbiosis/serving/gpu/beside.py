@@ -1,0 +1,38 @@
+"""Runs several things beside one another on a GPU: each on a stream of its own, which forks from the current one and joins it again."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Beside:
+    """So many streams. On a CPU there are none, and things run one after another.
+
+    >>> Beside(torch.device("cpu"), 2, 0).run(lambda: 1, lambda: 2)
+    [1, 2]
+    """
+
+    def __init__(self, device: torch.device, count: int, priority: int) -> None:
+        self._device = device
+        self._streams = [torch.cuda.Stream(device, priority) for _ in range(count if device.type == "cuda" else 0)]
+        for stream in self._streams:
+            with torch.cuda.stream(
+                stream
+            ):  # a library makes its workspace for a stream, which must not be part of a graph
+                torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)
+
+    def run(self, first: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]:
+        """Return what each returns. The first runs on the current stream, and what comes after waits for all."""
+        if not self._streams:
+            return [first(), *(run() for run in others)]
+        now, found = torch.cuda.current_stream(self._device), []
+        streams = self._streams[: len(others)]
+        for stream, run in zip(streams, others, strict=True):
+            stream.wait_stream(now)
+            with torch.cuda.stream(stream):
+                found.append(run())
+        mine = first()
+        for stream in streams:
+            now.wait_stream(stream)
+        return [mine, *found]
