@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -28,6 +27,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.tools.cluster.control import send_order
 from tests.browser import browser, is_installed
 from tests.cluster import Running, cluster, wait_for_servers
+from tests.processes import run
 from tests.serving_api import client, eventually, web
 
 FILE = """
@@ -395,9 +395,7 @@ def test_an_adapter_that_is_sent_is_served_by_all(api: openai.OpenAI, running: R
 
 
 def command(*words: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, "-m", "symbiosis", "cluster", *words], capture_output=True, text=True, timeout=120
-    )
+    return run("cluster", *words, seconds=120, **os.environ)
 
 
 def test_a_roll_says_how_far_it_is(api: openai.OpenAI, running: Running) -> None:
@@ -406,10 +404,7 @@ def test_a_roll_says_how_far_it_is(api: openai.OpenAI, running: Running) -> None
 
 
 def test_doctor_looks_at_it(api: openai.OpenAI, running: Running, folder: Path) -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "symbiosis", "doctor", "--cluster", str(folder / "test.yaml")],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    told = run("doctor", "--cluster", str(folder / "test.yaml"), seconds=120, **os.environ)
     assert f"test runs at {running.url}/v1: 4 of 4 processes are ready" in told.stdout and told.returncode == 0
 
 

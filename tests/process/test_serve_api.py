@@ -4,8 +4,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
 from symbiosis.serving.engine.limits import LIMITS, MANY
 from symbiosis.serving.request import Request, Sampling
+from tests.processes import run
 from tests.serving_api import Api, eventually, http_process, web
 
 PROMPT = "def average(numbers):"
@@ -469,9 +468,7 @@ def test_version_health_and_page(api: Api) -> None:
 def run_example(name: str, api: Api, *arguments: str) -> str:
     environment = {**os.environ, "OPENAI_BASE_URL": f"{api.url}/v1", "OMP_NUM_THREADS": "1"}
     file = Path(__file__).parents[2] / "examples" / name
-    done = subprocess.run(
-        [sys.executable, file, *arguments], capture_output=True, text=True, timeout=110, env=environment
-    )
+    done = run(str(file), *arguments, seconds=110, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -1,8 +1,6 @@
 """Options of `symbiosis serve`, by the command: what each says is what the server does."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -15,6 +13,7 @@ import pytest
 import symbiosis
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.serving import Engine
+from tests.processes import run
 from tests.serving_api import WAIT_S, Command, client, eventually, web
 
 ADAPTERS = DEMO_MODEL / "adapters"
@@ -109,7 +108,7 @@ def test_no_server_starts_over_an_executor_of_another_model(executor: symbiosis.
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
     arguments = ["serve", str(tmp_path), "--executor", executor.endpoint, "--port", "0", "--memory", "33554432"]
-    done = subprocess.run([sys.executable, "-m", "symbiosis", *arguments], capture_output=True, text=True, timeout=120)
+    done = run(*arguments, seconds=120)
     assert (
         done.returncode == 2
         and f"{executor.endpoint} serves another model than {tmp_path} (num_hidden_layers" in done.stderr
@@ -119,6 +118,6 @@ def test_no_server_starts_over_an_executor_of_another_model(executor: symbiosis.
 
 def test_no_server_starts_with_an_adapter_of_the_bases_name() -> None:
     arguments = ["serve", "demo", "--port", "0", "--memory", "33554432", "--adapters", f"demo={ADAPTERS / 'python'}"]
-    done = subprocess.run([sys.executable, "-m", "symbiosis", *arguments], capture_output=True, text=True, timeout=60)
+    done = run(*arguments)
     assert done.returncode == 2 and "an adapter cannot be named 'demo', which is the base's name" in done.stderr
     assert "Traceback" not in done.stderr
