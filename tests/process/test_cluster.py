@@ -400,7 +400,7 @@ def command(*words: str) -> "subprocess.CompletedProcess[str]":
 
 def test_a_roll_says_how_far_it_is(api: openai.OpenAI, running: Running) -> None:
     told = command("roll", "--only", "demo-server-2").stdout
-    assert re.fullmatch(r"1 of 1: demo-server-2 is replaced, after \d+ s\n1 processes were replaced\n", told), told
+    assert re.fullmatch(r"1 of 1: demo-server-2 is replaced, after \d+ s\n1 process was replaced\n", told), told
 
 
 def test_doctor_looks_at_it(api: openai.OpenAI, running: Running, folder: Path) -> None:

@@ -151,6 +151,24 @@ def test_the_last_of_a_kind_is_not_drained(unstarted: Cluster) -> None:
     for name in ("demo-executor-1", "demo-server-2"):
         unstarted.release(name)
         assert not unstarted.members[name].comes_back
+        with pytest.raises(ConfigError, match=f"{name} does not run"):
+            unstarted.release(name)
+
+
+def test_an_executor_is_not_drained_whose_servers_could_not_start_again(tmp_path: Path) -> None:
+    """A server that has ended would wait for it for ever, and its model with it."""
+    plan = Plan(name="lab", models={"demo": ModelPlan(executors=3, servers=[1, 2])})
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        cluster = Cluster(plan, listener, Short(plan, tmp_path))
+    cluster.add("demo")
+    for executor, server in ((2, 1), (3, 2)):  # also of one that may be added
+        message = (
+            f"without demo-executor-{executor}, demo-server-{server} could not.*roll --only demo-executor-{executor}"
+        )
+        with pytest.raises(ConfigError, match=message):
+            cluster.release(f"demo-executor-{executor}")
+    cluster.release("demo-executor-1")  # of clients only
+    assert not cluster.members["demo-executor-1"].comes_back
 
 
 def test_an_order_that_fails_for_a_reason_of_ours_is_no_success(

@@ -98,10 +98,12 @@ class Control:
                 for process in self._cluster.members.values()
                 if process.member.kind == kind
                 and process.is_running
+                and process.comes_back
                 and name in ("", process.member.model, process.name)
             ]
             if not names:
-                known = ", ".join([*self._cluster.plan.models, *self._cluster.members])
+                running = (process.name for process in self._cluster.members.values() if process.is_running)
+                known = ", ".join([*self._cluster.plan.models, *running])
                 raise ConfigError(f"no model or process {name!r:.80} runs: name one of {known}")
             for number, each in enumerate(names, 1):
                 begun = time.monotonic()
@@ -109,7 +111,7 @@ class Control:
                 self._cluster.order(lambda each=each: self._cluster.drain(each, "it is replaced", comes_back=True))  # type: ignore[misc]
                 self._await(each, lambda each=each, before=before: self._is_new(each, before))  # type: ignore[misc]
                 say(f"{number} of {len(names)}: {each} is replaced, after {time.monotonic() - begun:.0f} s")
-            return f"{len(names)} processes were replaced"
+            return "1 process was replaced" if len(names) == 1 else f"{len(names)} processes were replaced"
 
     def _is_new(self, name: str, before: int) -> bool:
         process = self._cluster.members[name]

@@ -144,12 +144,19 @@ class Cluster:
         return [each for each in self.members.values() if each.member.model == model and kind in ("", each.member.kind)]
 
     def release(self, name: str) -> None:
-        """Drain a process, since somebody wants it to end. Raises `ConfigError` if it is the last of its kind, which would be missed."""
-        if self._is_last(self.members[name]):
+        """Drain a process, since somebody wants it to end. Raises `ConfigError` if it would be missed: as the last of its kind, or by servers
+        that start beside it only."""
+        process, instead = self.members[name], f"`symbiosis cluster roll --only {name}` replaces it"
+        if not process.is_running and not process.comes_back:
+            raise ConfigError(f"{name} does not run")
+        if self._is_last(process):
             raise ConfigError(
-                f"{name} is the last of its kind, and nothing would start it again: `symbiosis cluster roll --only {name}` replaces it; "
+                f"{name} is the last of its kind, and nothing would start it again: {instead}; "
                 "a model that the file has no more ends by `symbiosis cluster apply`"
             )
+        users = [each.name for each in self.of_model(process.member.model, "server") if each.needs is process]
+        if users and process.member.model not in self.retiring:
+            raise ConfigError(f"without {name}, {' and '.join(users)} could not start again: {instead}")
         self.drain(name, "somebody told it to")
 
     def _is_last(self, process: Watched) -> bool:
