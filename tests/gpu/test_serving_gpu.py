@@ -27,7 +27,7 @@ from symbiosis.serving.gpu import runner
 from symbiosis.serving.gpu.beside import Beside
 from symbiosis.serving.request import Request, Sampling
 from symbiosis.serving.step import Sequence
-from tests.adapters import Made, off, run, saved, sequence_of
+from tests.adapters import Made, off, run, saved, sequence_of, step_over
 from tests.conftest import wide_llama
 from tests.gpu.test_gpu_line import Processes
 from tests.gpu.test_gpu_mapped import Served
@@ -137,6 +137,50 @@ def test_every_kind_in_one_batch_has_the_logits_it_has_alone(tmp_path: Path, dty
             assert off(mine, expected) < AS_ALONE[dtype], name
             sequence.tokens.append(int(expected.argmax()))
     assert sites is not None
+
+
+@torch.inference_mode()
+def test_all_rows_of_a_long_prompt_have_the_logits_that_they_have_alone(tmp_path: Path) -> None:
+    """As its log probabilities need them. There are more tiles of rows than there may be sequences, also where the head is adapted."""
+    base = llama()
+    made = saved_kinds(base, tmp_path)
+    served = make_ready(deepcopy(base), 1 << 24)
+    residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
+    sites, library = Sites(served, residency), Library(served)
+    tokens = torch.randint(3, 96, (150,), generator=torch.Generator().manual_seed(3)).tolist()
+    for name in ("rank 7", "lm_head"):
+        folder, alone = made[name]
+        adapter = library.add(name.replace(" ", "-"), folder)
+        assert residency.fetch(adapter) and sites
+        sequence = sequence_of(tokens, adapter)
+        assert served.blocks.grow(sequence, len(tokens))
+        logits = served.logits(step_over([(sequence, len(tokens))]), torch.arange(len(tokens)))
+        assert off(logits, alone(input_ids=torch.tensor([tokens], device=DEVICE)).logits[0].float()) < 2e-5, name
+        served.release(sequence)
+
+
+@torch.inference_mode()
+def test_a_step_that_failed_leaves_nothing_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = llama()
+    made = {name: saved(base, lora(4), tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b"))}
+    served = make_ready(deepcopy(base), 1 << 24)
+    residency = Residency(served.arena, served.blocks.make_room, served.fetcher)
+    sites, library = Sites(served, residency), Library(served)
+    adapters = {name: library.add(name, folder) for name, (folder, _) in made.items()}
+    assert all(map(residency.fetch, adapters.values())) and sites
+    run(served, [(sequence_of([5], adapters["a"]), 1)])
+    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+        patched.setattr("symbiosis.serving.gpu.adapting.Records.fill", raises(MemoryError))
+        run(served, [(sequence_of([5], adapters["b"]), 1)])
+    logits = run(served, [(sequence_of([5], adapters["b"]), 1)])
+    assert off(logits[0], made["b"][1](input_ids=torch.tensor([[5]], device=DEVICE)).logits[0, -1].float()) < 2e-5
+
+
+def raises(error: type[Exception]) -> Any:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
 
 
 @pytest.mark.skipif(INTERPRETED, reason="torch compiles kernels for a GPU")

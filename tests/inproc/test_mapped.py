@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -622,9 +623,14 @@ def test_a_captured_step_knows_which_products_it_computes_itself(share: Share, m
     layer, mapped = wrapped.model.layers[0].mlp.up_proj, session_of(wrapped).mapped
     assert mapped is not None and is_multiplied_here(own, 1) and not is_multiplied_here(nn.ReLU(), 1)
     assert not is_multiplied_here(layer, 1), "outside of a step that is captured, advice may change"
-    for others, rows, here in ((0, 1, True), (1, 1, False), (1, rule.DECODE_ROWS + 1, True)):
-        with following((Way(session_of(wrapped).number, mapped.joins, others, False),), {}):
-            assert is_multiplied_here(layer, rows) is here
+    for priority in (None, Priority.DECODE, Priority.TRAIN):
+        monkeypatch.setattr(mapped, "_priority", priority)
+        for others, give_way, rows in product((0, 1), (False, True), (1, rule.DECODE_ROWS, rule.DECODE_ROWS + 1)):
+            with following((Way(session_of(wrapped).number, mapped.joins, others, give_way),), {}), torch.no_grad():
+                found = mapped.weight_for_local_product(
+                    layer.weight.handle.index, torch.float32, torch.randn(rows, 64), True
+                )
+                assert is_multiplied_here(layer, rows) is (found is not None), (priority, others, give_way, rows)
     assert not mapped.multiplies(-1, torch.float32, 1)
 
 

@@ -135,11 +135,12 @@ class Mapped:
         return matrix.weight
 
     def multiplies(self, number: int, dtype: torch.dtype, rows: int) -> bool:
-        """Whether a product of so many rows, in a step that is captured and trains nothing, is computed here."""
+        """Whether a product of so many rows, in a step that is captured and records no gradients, is computed here."""
         matrix, advice = self._matrices.get(number), self.fixed
         if matrix is None or matrix.dtype is not dtype or advice is None:
             return False
-        return not should_send(rows, self._nbytes, False, advice.others, advice.give_way)
+        training = self._priority is Priority.TRAIN
+        return not should_send(rows, self._nbytes, training, advice.others, advice.give_way)
 
     def _has(self, x: Tensor) -> bool:
         """Whether the rows lie where the weights do."""

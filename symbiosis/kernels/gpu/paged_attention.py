@@ -369,7 +369,7 @@ def _shared_bytes(device: torch.device) -> int:
     """Return how much shared memory a program may take. Some is left for what Triton keeps there besides."""
     if device.type != "cuda":  # Triton's interpreter
         return 1 << 20
-    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor * 7 // 8
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin * 7 // 8  # type: ignore[attr-defined, no-any-return]
 
 
 def _padded(size: int) -> int:

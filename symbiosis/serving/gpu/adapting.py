@@ -1,5 +1,6 @@
 """Adapters in a step on a GPU. When the first layer of a group is called on which any loaded adapter acts, the products of the whole group
-are computed. Meanwhile, on a stream of its own, one kernel shrinks the rows for all adapters. Then another expands them for all."""
+are computed, few rows' beside one another. Meanwhile, on a stream of its own, one kernel shrinks the rows for all adapters. Then another
+expands them for all."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -82,10 +83,7 @@ class Adapting:
     def resize(self, rows: Rows) -> None:
         """Make room for as many rows and sequences as `rows` has."""
         self._rows, self._filled = rows, None
-        tiles = rows.tiles_of(rows.rows), rows.tiles_of(rows.sequences)
-        self._records = [
-            Records(entries, count, self._device) for entries, count in zip(self._entries, tiles, strict=True)
-        ]
+        self._records = [Records(entries, rows.tiles_of(rows.rows), self._device) for entries in self._entries]
         self._make_low()
 
     def _make_low(self) -> None:
@@ -129,7 +127,7 @@ class Adapting:
         """Fill in the tables of a step, unless the step before had the same. `singly` says that each of its sequences has one row."""
         if self._filled == (self._runs, singly):
             return
-        self._singly, self._filled = singly, (self._runs, singly)
+        self._singly, self._filled = singly, None
         self._rows.wait()
         size = 1 if singly else self._kernels.TILE
         for section, records, of, head in (
@@ -145,6 +143,7 @@ class Adapting:
             records.fill([book.head_addresses if head else book.addresses for book in books])
         brought = [book.number for runs in self._runs for _, _, book in runs]
         self._rows.host["awaited"][0] = max(brought, default=0)
+        self._filled = self._runs, singly
 
     def begin_pass(self) -> None:
         """The model is about to be run through."""
@@ -184,7 +183,7 @@ class Adapting:
 
     def _tiles(self, group: Group, rows: int) -> tuple[Any, int]:
         """Return the tiles of the rows that the group sees, and how many there may be."""
-        if rows > (self._rows.sequences if group.is_head else self._rows.rows):
+        if rows > self._rows.rows:
             raise AdapterError(f"{group.names[0]} was given {rows} rows: adapters cannot act there")
         words = self._rows.device["kept_tiles" if group.is_head else "tiles"]
         tiles = self._kernels.Tiles(words, self._records[group.is_head].device, self._singly)

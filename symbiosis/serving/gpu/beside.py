@@ -28,11 +28,12 @@ class Beside:
             return [first(), *(run() for run in others)]
         now, found = torch.cuda.current_stream(self._device), []
         streams = self._streams[: len(others)]
-        for stream, run in zip(streams, others, strict=True):
-            stream.wait_stream(now)
-            with torch.cuda.stream(stream):
-                found.append(run())
-        mine = first()
-        for stream in streams:
-            now.wait_stream(stream)
-        return [mine, *found]
+        try:
+            for stream, run in zip(streams, others, strict=True):
+                stream.wait_stream(now)
+                with torch.cuda.stream(stream):
+                    found.append(run())
+            return [first(), *found]
+        finally:
+            for stream in streams:
+                now.wait_stream(stream)

@@ -78,7 +78,7 @@ class Rows:
         sizes = {
             "ids": (rows,), "fed": (rows,), "positions": (rows,), "slots": (rows,), "singles": (sequences, 3),
             "blocks": (self.blocks_of(rows), 4), "kept": (sequences,), "tiles": (self.tiles_of(rows), 2),
-            "kept_tiles": (self.tiles_of(sequences), 2), "awaited": (1,),
+            "kept_tiles": (self.tiles_of(rows), 2), "awaited": (1,),
         }  # fmt: skip
         lengths = [int(np.prod(size)) for size in sizes.values()]
         self._host = torch.zeros(sum(lengths), dtype=torch.int32, pin_memory=device.type == "cuda")
