@@ -36,7 +36,7 @@ QUIET = {
 def prepare(threads: int, once: Sequence[str] = ()) -> None:
     """Settings that processes inherit; and an end by SIGTERM is one by an exception, so that all is cleaned up. The modules `once` are
     imported once, for all workers, which share their memory then: where a disk is slow, eight workers need a minute to import torch."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    processes.exit_at_sigterm()
     os.environ.update(QUIET, OMP_NUM_THREADS=str(threads))
     if once:
         multiprocessing.set_start_method("forkserver")

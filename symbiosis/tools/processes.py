@@ -94,6 +94,17 @@ class Child:
             pipe.close()
 
 
+def exit_at_sigterm() -> None:
+    """Let SIGTERM end this process as an exception does, so that it cleans up. Later ones are ignored: `timeout N make demo` sends two, and
+    the second one would break off what the first one has begun."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 @contextlib.contextmanager
 def whole() -> Iterator[None]:
     """Let SIGTERM wait until the block is over: a process that was started must be known, so that it can be ended."""

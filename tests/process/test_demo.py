@@ -70,11 +70,14 @@ def test_demo(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(200)
 def test_sigterm_ends_all_its_processes() -> None:
+    """Also when it comes twice, as from `timeout N make demo`."""
     with killed_at_the_end() as processes:
         processes.append(Program("demo", "--steps", "1000"))
         demo = psutil.Process(processes[0].pid)
         until(lambda: len(demo.children()) == 4, "a start of all", 100)
         children = demo.children()
+        processes[0].signal(signal.SIGTERM)
+        time.sleep(0.05)  # the first one is being answered
         processes[0].signal(signal.SIGTERM)
         assert processes[0].wait() == 143
         assert not any(child.is_running() for child in children)

@@ -1,6 +1,5 @@
 """Runs the demo: starts all processes, shows what they do, and compares the results with plain transformers and PEFT."""
 
-import signal
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from symbiosis.executor.observe.snapshot import Snapshot
 from symbiosis.tools.demo.compare import Comparison, compare
 from symbiosis.tools.demo.display import display
 from symbiosis.tools.demo.tasks import PROMPT, TASKS
-from symbiosis.tools.processes import Child, ProcessError, clients, executor
+from symbiosis.tools.processes import Child, ProcessError, clients, executor, exit_at_sigterm
 from symbiosis.tools.reporting import Report, print_table
 from symbiosis.tools.top import size_of, snapshot
 
@@ -49,7 +48,7 @@ class DemoResults:
 
 def run(steps: int, tokens: int, keep: Path | None) -> int:
     """Run the whole demo. Return 0 if split and unsplit are identical and both trainers have learned."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the processes are ended
+    exit_at_sigterm()
     console = Console(width=None if sys.stdout.isatty() else 140, highlight=False)
     begun = time.monotonic()
     with folders(keep) as (sockets, folder):
