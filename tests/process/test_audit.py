@@ -4,11 +4,15 @@ import dataclasses
 import json
 import os
 import random
+import signal
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -30,6 +34,7 @@ from symbiosis.executor.model.load import load_model
 from symbiosis.protocol import Op, Priority, width
 from symbiosis.security.keystream import keystream, new_key
 from symbiosis.tools.audit import recorder as recorder_module
+from symbiosis.tools.audit import run as audit_module
 from symbiosis.tools.audit.adapters import MLP, cosine, gate_projection
 from symbiosis.tools.audit.attacks import rows_themselves
 from symbiosis.tools.audit.operator_view import OperatorView
@@ -56,7 +61,7 @@ from symbiosis.tools.audit.run import (
     uniformity,
 )
 from symbiosis.tools.make_pads import make
-from tests.processes import run
+from tests.processes import Process, run, until
 
 NEIGHBOURS = "difference of two rows of a call"
 ADAPTED = ("v_proj", "gate_proj", "down_proj")
@@ -98,6 +103,23 @@ def test_a_level_holds_what_it_promises(level: str) -> None:
         )
     plain = {bar["name"] for bar in line["bars"] if bar["bar"] == SUCCESS}
     assert plain >= ({f"{name}, plain" for name in wanted} if operators else attacks)
+
+
+def audit_in(folder: Path) -> None:
+    """An audit whose owner works for a minute."""
+    tempfile.tempdir = str(folder)
+    audit_module.PublicKnowledge = audit_module.Work = Mock()  # type: ignore[misc, assignment]
+    audit_module.PublicKnowledge.return_value.bits = 8
+    audit_module.unprotected = lambda *_: time.sleep(60)  # type: ignore[assignment, return-value]
+    audit_module.run("pads", quick=True)
+
+
+def test_sigterm_leaves_no_folder(tmp_path: Path, processes: list) -> None:
+    processes.append(Process(audit_in, tmp_path))
+    until(lambda: any(tmp_path.glob("symbiosis-audit-*")), "a folder")
+    processes[0].signal(signal.SIGTERM)
+    assert processes[0].wait() == 143
+    assert not any(tmp_path.glob("symbiosis-audit-*"))
 
 
 @pytest.mark.soak

@@ -25,6 +25,7 @@ from symbiosis.tools.audit.owner import BYTES, FULL, QUICK, REPEATS, TRAIN_BATCH
 from symbiosis.tools.audit.public import PublicKnowledge
 from symbiosis.tools.audit.recorder import Recorder
 from symbiosis.tools.make_pads import make
+from symbiosis.tools.processes import exit_at_sigterm
 from symbiosis.tools.reporting import Report, print_table
 
 Level = Literal["none", "noise", "split", "pads"]
@@ -106,6 +107,7 @@ class Row:
 def run(level: Level, quick: bool, bits: int = 8, tcp: bool = False, tokens: int | None = None) -> int:
     """Run the whole audit. Return 0 if every row holds. Weights are quantised to `bits`; `tokens` more are sent for the equations of the
     adapter."""
+    exit_at_sigterm()  # the folder of pads may have gigabytes
     transformers.utils.logging.disable_progress_bar()
     warnings.simplefilter("ignore", FutureWarning)  # between PEFT and transformers
     checked_bits(bits)
