@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import multiprocessing
-import os
 import socket
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ from signal import SIGKILL
 from typing import Any, NamedTuple
 
 import torch
-from _processes import executor, progress
+from _processes import executor, prepare, progress
 
 import symbiosis
 from symbiosis.clusters import told_by
@@ -105,7 +104,7 @@ def run_clients(port: int, clients: int, tokens: int, results: Any) -> None:
 def over_http(port: int, clients: int, tokens: int) -> Clients:
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
-    process = context.Process(target=run_clients, args=(port, clients, tokens, results))
+    process = context.Process(target=run_clients, args=(port, clients, tokens, results), daemon=True)
     process.start()
     found: Clients = results.get(timeout=600)
     process.join()
@@ -214,10 +213,10 @@ def main() -> int:
     parser.add_argument("--cluster", action="store_true", help="the front end of a cluster over its server")
     arguments = parser.parse_args()
     rounds, tokens = (2, 64) if arguments.quick else (5, 200)
+    prepare(threads=1)
     torch.set_num_threads(1)
     report, rows = Report("bench_api"), []
     if arguments.cluster:
-        os.environ["OMP_NUM_THREADS"] = "1"
         front_end(rounds, tokens, report)
         return report.finish()
     with ExitStack() as stack:
