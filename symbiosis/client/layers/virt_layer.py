@@ -278,7 +278,7 @@ def local_value(weight: Tensor) -> Tensor:
 def is_multiplied_here(layer: nn.Module, rows: int) -> bool:
     """Whether the product of so many rows, in a step that is captured and records no gradients, is computed by this process, and not by a call."""
     weight = layer._parameters.get("weight")
-    if weight is None or not isinstance(weight, RemoteWeight):
+    if not isinstance(weight, RemoteWeight):
         return weight is not None
     mapped = weight.handle.session.mapped
     return is_as_served(weight) and mapped is not None and mapped.multiplies(weight.handle.index, weight.dtype, rows)

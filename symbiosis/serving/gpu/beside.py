@@ -16,11 +16,6 @@ class Beside:
     def __init__(self, device: torch.device, count: int, priority: int) -> None:
         self._device = device
         self._streams = [torch.cuda.Stream(device, priority) for _ in range(count if device.type == "cuda" else 0)]
-        for stream in self._streams:
-            with torch.cuda.stream(
-                stream
-            ):  # a library makes its workspace for a stream, which must not be part of a graph
-                torch.ones(16, 16, device=device) @ torch.ones(16, 16, device=device)
 
     def run(self, first: Callable[[], Any], *others: Callable[[], Any]) -> list[Any]:
         """Return what each returns. The first runs on the current stream, and what comes after waits for all."""
@@ -28,9 +23,10 @@ class Beside:
             return [first(), *(run() for run in others)]
         now, found = torch.cuda.current_stream(self._device), []
         streams = self._streams[: len(others)]
+        for stream in streams:
+            stream.wait_stream(now)
         try:
             for stream, run in zip(streams, others, strict=True):
-                stream.wait_stream(now)
                 with torch.cuda.stream(stream):
                     found.append(run())
             return [first(), *found]
