@@ -58,7 +58,7 @@ class TcpListener:
         # the tenants whose messages were read since the last tick, and in the interval before it
         self._active: tuple[set[str | bytes], set[str | bytes]] = set(), set()
         self._due = False  # whether `_drain` is already scheduled
-        self._drained = -1  # the pass of the loop in which `_drain` stopped early
+        self._drained = -1  # the pass of the loop that takes in no more
         self._door = Door.at(address, reactor, inbox)
         self.encrypted = self._door is not None
         self._socket = self._bound(address)
@@ -230,6 +230,7 @@ class TcpListener:
         while knock := self._waiting.next(monotonic()):
             self.reactor.attempt(None, self._join_or_refuse, knock)
             if monotonic() > until:
+                self._drained = self.reactor.passes
                 self._drain_soon()
                 break
 
@@ -330,7 +331,6 @@ class TcpListener:
         self._gate.look(now)
         self._lookout.look(list(self._peers.values()))
         self._drain()
-        self._let_in()
 
     def stop_accepting(self) -> None:
         with suppress(zmq.ZMQError):  # it may be unbound already
