@@ -25,6 +25,7 @@ from symbiosis.errors import CaptureError, ConfigError
 from symbiosis.kernels import with_triton
 from symbiosis.kernels.gpu import shareable_memory
 from symbiosis.kernels.gpu.graphs import captured, capturing, nothing_captured
+from symbiosis.kernels.gpu.streams import alongside
 from symbiosis.protocol import Call, Priority
 from symbiosis.transport.cuda.driver import HIGHEST
 from symbiosis.transport.cuda.weights import unmap_unused
@@ -267,12 +268,8 @@ def _streams_on(device: torch.device | None) -> Streams:
 
 def _aside(stream: torch.cuda.Stream, run: Callable[[], Any]) -> Any:
     """Run on the stream on which graphs are captured, because autograd remembers the stream on which it ran first."""
-    current = torch.cuda.current_stream(stream.device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        result = run()
-    current.wait_stream(stream)
-    return result
+    with alongside(torch.cuda.current_stream(stream.device), [stream]), torch.cuda.stream(stream):
+        return run()
 
 
 def only_makes_tokens(run: WarmUp, asked: dict[int, tuple[bool, bool]]) -> bool:

@@ -10,9 +10,8 @@ step does the same. Where ranks are GPUs, each makes what lies in its own memory
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from symbiosis.client.requests import unshared
 from symbiosis.client.stats import Stats
+from symbiosis.kernels.gpu.streams import alongside
 from symbiosis.protocol import (
     FLOATS,
     Call,
@@ -159,31 +159,21 @@ class Spread(Generic[Session]):
     def _by_streams(self, payload: Payload, each: list[list[RankShare]]) -> list[list[Tensor]]:
         """Enqueue a GPU's calls, each rank's by a stream, and return the results in the same way."""
         device, found = payload[0].device, {}
-        callers, current = self.callers, torch.cuda.current_stream(payload[0].device)
-        joined = []
-        try:
-            for rank in (*self._others, self._here):  # the current stream last, because the others follow it
-                with self._aside(rank, current) as stream:
-                    joined.append(stream)
+        callers, current = self.callers, torch.cuda.current_stream(device)
+        aside = {rank: self._stream(rank, current) for rank in self._others}
+        with alongside(current, aside.values()):
+            for rank in (*aside, self._here):  # the current stream last, because the others follow it
+                with torch.cuda.stream(aside.get(rank, current)):
                     found[rank] = [_enqueued(callers[rank], device, payload, shares[rank]) for shares in each]
-        finally:
-            for stream in joined:
-                current.wait_stream(stream)
         return [found[rank] for rank in range(len(callers))]
 
-    @contextmanager
-    def _aside(self, rank: int, current: torch.cuda.Stream) -> Iterator[torch.cuda.Stream]:
-        """Enqueue what the block does for a rank beside the current stream. What it allocates is used on that stream only, and freed before
-        the stream of the rank follows it again."""
-        if rank == self._here:
-            yield current
-            return
+    def _stream(self, rank: int, current: torch.cuda.Stream) -> torch.cuda.Stream:
+        """Return the stream of a rank beside the current one. What is allocated there is used there only, and freed before it follows the
+        current one again."""
         key = rank, current.cuda_stream
         if key not in self._streams:
             self._streams[key] = torch.cuda.Stream(current.device)
-        self._streams[key].wait_stream(current)
-        with torch.cuda.stream(self._streams[key]):
-            yield self._streams[key]
+        return self._streams[key]
 
     def close(self, timeout: float) -> None:
         """Leave the other ranks."""

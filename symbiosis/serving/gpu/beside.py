@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from symbiosis.kernels.gpu.streams import alongside
+
 
 class Beside:
     """So many streams. On a CPU there are none, and things run one after another.
@@ -23,13 +25,8 @@ class Beside:
             return [first(), *(run() for run in others)]
         now, found = torch.cuda.current_stream(self._device), []
         streams = self._streams[: len(others)]
-        for stream in streams:
-            stream.wait_stream(now)
-        try:
+        with alongside(now, streams):
             for stream, run in zip(streams, others, strict=True):
                 with torch.cuda.stream(stream):
                     found.append(run())
             return [first(), *found]
-        finally:
-            for stream in streams:
-                now.wait_stream(stream)
