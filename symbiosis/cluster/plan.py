@@ -71,7 +71,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     4
     """
 
-    models: dict[str, ModelPlan]
+    models: dict[str, ModelPlan] = {}
     name: str = ""  # default: that of the file
     backend: str = "local"
     host: str = "127.0.0.1"
@@ -150,25 +150,42 @@ def load(file: Path) -> Plan:
         told = read_yaml(file)
         if told is None:
             raise ConfigError(f"{file} is empty: write at least `models: {{NAME: {{}}}}`")
-        plan = msgspec.convert(told, Plan)
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror or error}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    if problems := list(_misread(told, Plan)):
+        raise ConfigError("\n".join(f"{file}: {problem}" for problem in problems))
+    try:
+        plan = msgspec.convert(told, Plan)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {_with_known(str(error))}") from None
+        raise ConfigError("\n".join(f"{file}: {problem}" for problem in str(error).splitlines())) from None
     paths = {name: _resolved(file, plan.adapters) for name, plan in plan.models.items()}
     models = {name: msgspec.structs.replace(each, adapters=paths[name]) for name, each in plan.models.items()}
     keys, log = _resolved(file, plan.api_keys), _resolved(file, plan.decision_log)
     return msgspec.structs.replace(plan, name=plan.name or file.stem, models=models, api_keys=keys, decision_log=log)
 
 
-def _with_known(error: str) -> str:
-    """Add the keys that there are to an error about one that there is not."""
-    if "unknown field" not in error:
-        return error
-    kind = ModelPlan if "`$.models" in error else Plan
-    return f"{error}: there are {', '.join(kind.__struct_fields__)}"
+def _misread(told: Any, kind: type[Plan | ModelPlan], place: str = "") -> Iterator[str]:
+    """Yield a line for each key that there is not, and for each value of another kind than its key takes."""
+    if not isinstance(told, dict):
+        yield f"{place or 'a cluster'}: write keys and values, or {{}}, not {told!r:.50}"
+        return
+    fields = {field.name: field.type for field in msgspec.structs.fields(kind)}
+    for key, value in told.items():
+        here = f"{place}.{key}".lstrip(".")[:150]
+        if key not in fields:
+            yield f"{here}: there is no such key: there are {', '.join(fields)}"
+        elif key == "models" and isinstance(value, dict):
+            for name, plan in value.items():
+                yield from _misread(plan, ModelPlan, f"models.{name}"[:80])
+                if not isinstance(name, str):
+                    yield f"models.{name}: a name is text: write '{name}'"[:150]
+        else:
+            try:
+                msgspec.convert(value, fields[key])
+            except msgspec.ValidationError as error:
+                yield f"{here}: {str(error).partition(' - at ')[0]}"
 
 
 def _resolved(file: Path, path: str | None) -> str | None:

@@ -62,13 +62,16 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
     ("text", "told"),
     [
         ("models: {}", "name at least one"),
-        ("models: [demo]", "lab.yaml: Expected `object`"),
+        ("models: [demo]", "lab.yaml: models: Expected `object`"),
         ("models: {demo: {", "lab.yaml is no YAML"),
-        ("models: {demo: {serverz: 2}}", "unknown field `serverz`"),
+        (
+            "models: {demo: {serverz: 2}}",
+            "models.demo.serverz: there is no such key: there are model, executors, servers",
+        ),
         ("models: {demo: {}, demo: {executors: 2}}", "'demo' is there twice"),
         ("port: 8000\nmodels: {demo: {}}", "'port' is there twice"),
         ("models: " + "{a: " * 3000 + "1" + "}" * 3000, "nested too deeply"),
-        ("models: &m {demo: *m}", "nested too deeply|found undefined alias|unknown field"),
+        ("models: &m {demo: *m}", "nested too deeply|found undefined alias|no such key"),
         ("models: {demo: {executor: {max-rows: &r {a: *r}}}}", "nested too deeply"),
         ("name: 2026-99-99\nmodels: {demo: {}}", "is no YAML: a value in it is none"),
         ("models: !!timestamp x", "is no YAML: a value in it is none"),
@@ -77,7 +80,7 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
         ("models: {demo: {servers: 1000000000}}", "executors and 4096 servers"),
         ("models: {demo: {}}\nfront_ends: 100000", "front_ends must be from 1 to 256"),
         ("models: {demo: {}}\nhost: ..", "cannot listen at '..:0'"),
-        ("models: {demo: {servers: 0.5}}", r"models\[...\].servers"),
+        ("models: {demo: {servers: 0.5}}", r"models.demo.servers: Expected `int \| array`, got `float`"),
         ("models: {demo: {servers: [3, 1]}}", "models.demo: at least one executor"),
         ("models: {a/b: {}}", "'a/b' is no name"),
         ("models: {demo: {}}\nbackend: cloud", "write local or ray"),
@@ -99,8 +102,9 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
         ("models: {demo: {}}\naliases: {chat: {demo: -1}}", "shares are numbers that are not negative"),
         ("models: {demo: {}}\naliases: {chat: {}}", "not all 0"),
         ("models: {demo: {}}\napi_keys: nowhere", "cannot read the API keys"),
-        ("models: {demo: {}}\nfrontends: 2", "unknown field `frontends`: there are models, name, backend"),
-        ("models: {demo: {serverz: 2}}", "there are model, executors, servers"),
+        ("models: {demo: {}}\nfrontends: 2", "frontends: there is no such key: there are models, name, backend"),
+        ("models: {demo: }", "models.demo: write keys and values, or {}, not None"),
+        ("models: {1: {model: demo}}", "models.1: a name is text: write '1'"),
         ("models: {demo: {}}\nlimits: {anna: -3}", "limits.anna: at least 1 sequence, not -3"),
         ("models: {demo: {}}\nfrozen_s: -1", "frozen_s: a number of seconds, at least 1, not -1"),
         ("models: {demo: {}}\nidle_s: .nan", "idle_s: a number of seconds, at least 0, not nan"),
@@ -125,6 +129,16 @@ def test_all_that_is_wrong_is_said_together(tmp_path: Path) -> None:
         (
             "models: {demo: {executor: {devcie: cuda}, server: {max_bach: 3}}}\ndecision_log: no/log\napi_keys: none",
             ("devcie", "max-bach|max_bach", "decision_log"),
+        ),
+        (
+            "models: {demo: {serverz: 2, threads: many}, other: []}\nhost: 4\nfront-ends: 2",
+            (
+                "demo.serverz",
+                "demo.threads: Expected `int`",
+                "models.other",
+                "host: Expected",
+                "front-ends: there is no",
+            ),
         ),
     ):
         with pytest.raises(ConfigError) as raised:

@@ -110,7 +110,7 @@ class Door:
         self._next_look = now + (now - begun) / LOOK_SHARE
 
     def _tell(self) -> None:
-        logger.info("%d tenants may come in", len(self.tenants))
+        logger.info("tenants that may come in: %d", len(self.tenants))
         for problem in self.tenants.problems:
             logger.warning("%s", problem)
 
