@@ -227,12 +227,11 @@ class TcpListener:
     def _let_in(self) -> None:
         """Let clients in that have waited, as many as there is time for before the next product."""
         until = monotonic() + LET_IN_S
-        while knock := self._waiting.next(monotonic()):
+        while self._drained != self.reactor.passes and (knock := self._waiting.next(monotonic())):
             self.reactor.attempt(None, self._join_or_refuse, knock)
             if monotonic() > until:
                 self._drained = self.reactor.passes
                 self._drain_soon()
-                break
 
     def _join_or_refuse(self, knock: Knock) -> None:
         self._socket.getsockopt(zmq.EVENTS)  # ZeroMQ notices connections that are gone, so that `send` fails for them
@@ -331,6 +330,7 @@ class TcpListener:
         self._gate.look(now)
         self._lookout.look(list(self._peers.values()))
         self._drain()
+        self._let_in()
 
     def stop_accepting(self) -> None:
         with suppress(zmq.ZMQError):  # it may be unbound already
