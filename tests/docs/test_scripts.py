@@ -133,6 +133,7 @@ def test_long_contexts(script: Callable, monkeypatch: pytest.MonkeyPatch, capsys
     assert figures["token_float32_8_heads_host_ms"] > 0 and figures["float16_32_heads_gb_per_s"] > 0
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_a_suite_in_processes_of_its_own() -> None:
     command = [sys.executable, str(SCRIPTS / "bench_gpu.py"), "integers", "--tiny"]
@@ -369,6 +370,7 @@ def test_bars_of_shards(slow: float, heavy: float, script: Callable, capsys: pyt
     }
 
 
+@pytest.mark.soak
 def test_fsdp_jobs_train_at_once(script: Callable, tmp_path: Path) -> None:
     """Two processes that share a base; what they do is measured from one moment on. One that fails says why."""
     bench, gpu = script("_shard_trainers"), script("_gpu")

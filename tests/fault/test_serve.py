@@ -300,7 +300,9 @@ def test_a_server_says_that_it_is_ready_when_it_answers() -> None:
     Command(before=LATE).close()
 
 
-@pytest.mark.parametrize("limit", ["", LIMIT], ids=["a large request", "nothing left"])
+@pytest.mark.parametrize(
+    "limit", [pytest.param("", marks=pytest.mark.soak, id="a large request"), pytest.param(LIMIT, id="nothing left")]
+)
 def test_a_server_that_has_no_memory_left_ends(limit: str) -> None:
     """Else it would say that it works, and fail at one request after the other. Where there is memory, only the request has failed."""
     command = Command(before=STARVES.format(limit=limit))
@@ -318,6 +320,7 @@ def test_a_server_that_has_no_memory_left_ends(limit: str) -> None:
         command.close()
 
 
+@pytest.mark.soak
 def test_servers_that_freeze_together_go_on(own: Command) -> None:
     wanted = _text(own)
     frozen = [own.process.pid, own.child("serving.http.process"), own.child("serve.executor")]

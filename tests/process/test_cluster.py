@@ -194,8 +194,8 @@ def test_one_key_leaves_others_their_share_of_the_batches(api: openai.OpenAI, ru
     ("how", "draws"),
     [
         ("kill", {"temperature": 1.0, "seed": 7, "n": 2}),
-        ("freeze", {"temperature": 0}),
-        ("roll", {"temperature": 1.5, "top_p": 0.9}),
+        pytest.param("freeze", {"temperature": 0}, marks=pytest.mark.soak),
+        pytest.param("roll", {"temperature": 1.5, "top_p": 0.9}, marks=pytest.mark.soak),
     ],
 )
 def test_a_stream_outlives_its_server(api: openai.OpenAI, running: Running, how: str, draws: dict[str, Any]) -> None:
@@ -281,7 +281,7 @@ def test_a_model_all_of_whose_processes_died_is_still_known(api: openai.OpenAI, 
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("how", ["kill", "drain"])
+@pytest.mark.parametrize("how", ["kill", pytest.param("drain", marks=pytest.mark.soak)])
 def test_an_answer_that_is_no_stream_goes_on_at_another_server(api: openai.OpenAI, running: Running, how: str) -> None:
     """It is not made again: the other server makes what is left, with the same draws."""
     draws = {"seed": 3, "max_tokens": 450, "temperature": 1.5, "n": 4, "logprobs": 1, "ignore_eos": True}

@@ -211,7 +211,7 @@ time.sleep(0.3)
 """
 
 
-@pytest.mark.parametrize("scheme", ["inproc", "local"])
+@pytest.mark.parametrize("scheme", [pytest.param("inproc", marks=pytest.mark.soak), "local"])
 def test_a_program_that_forgets_its_executors_ends_well(scheme: str, tmp_path: Path) -> None:
     endpoints = [f"{scheme}://{tmp_path}/{number}.sock" for number in range(6)]
     ended = subprocess.run(

@@ -78,7 +78,7 @@ def test_prompts_come_in_pieces_of_so_many_tokens(command: Command) -> None:
 def test_the_key_that_has_got_the_fewest_tokens_is_next(command: Command) -> None:
     with ThreadPoolExecutor(MANY) as pool:
         many = [
-            pool.submit(complete, command, "many", max_tokens=300, extra_body={"ignore_eos": True}) for _ in range(MANY)
+            pool.submit(complete, command, "many", max_tokens=100, extra_body={"ignore_eos": True}) for _ in range(MANY)
         ]
         eventually(lambda: metric(command, "num_requests_waiting") > MANY // 2)
         complete(command, "few", max_tokens=2)
