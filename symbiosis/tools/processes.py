@@ -107,7 +107,8 @@ def exit_at_sigterm() -> None:
 
 @contextlib.contextmanager
 def whole() -> Iterator[None]:
-    """Let SIGTERM wait until the block is over: a process that was started must be known, so that it can be ended."""
+    """Let SIGTERM wait until the block is over: a process that was started must be known, so that it can be ended, and its end must not be
+    broken off."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
@@ -135,7 +136,8 @@ def executor(folder: Path, *arguments: str, threads: int = 1) -> Iterator[Child]
         yield child
     finally:
         if child:
-            child.close()
+            with whole():
+                child.close()
 
 
 @contextlib.contextmanager
@@ -148,5 +150,6 @@ def clients(arguments: dict[str, list[str]], folder: Path) -> Iterator[list[Chil
                 started.append(Child(name, words, folder))
         yield started
     finally:
-        for child in started:
-            child.close()
+        with whole():
+            for child in started:
+                child.close()

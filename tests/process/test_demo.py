@@ -1,6 +1,7 @@
 """`symbiosis demo`: it runs, its verdict is earned, and it leaves nothing behind."""
 
 import json
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +19,9 @@ from symbiosis.executor.model.load import DEMO_MODEL, load_model
 from symbiosis.tools.demo.compare import Comparison, Result, compute, hold_against, same_bits
 from symbiosis.tools.demo.run import DemoResults, report
 from symbiosis.tools.demo.tasks import BATCH, HELD_OUT, LENGTH, TASKS, examples
-from symbiosis.tools.processes import Child, ProcessError, clients, executor
+from symbiosis.tools.processes import Child, ProcessError, clients, executor, exit_at_sigterm
 from symbiosis.tools.top import snapshot
-from tests.processes import Program, killed_at_the_end, run, until
+from tests.processes import Process, Program, killed_at_the_end, run, until
 
 STEPS, TOKENS = 10, 24
 
@@ -108,6 +109,34 @@ def test_an_executor_that_does_not_start_is_shown(tmp_path: Path) -> None:
         executor(tmp_path, "demo", "--listen", f"local://{tmp_path}/occupied"),
     ):
         pass
+
+
+SLOW = """
+import pathlib, signal, sys, time
+def end(*_):
+    pathlib.Path("told").touch()
+    time.sleep(3)
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+print("here", flush=True)
+time.sleep(60)
+"""
+
+
+def ends_what_it_started(folder: Path) -> None:
+    exit_at_sigterm()
+    os.chdir(folder)
+    with clients({"slow": ["-c", SLOW]}, folder) as (child,):
+        (folder / "pid").write_text(str(child.pid))
+        until(lambda: child.lines, "a start")
+
+
+def test_sigterm_during_an_ordinary_end_leaves_nothing(tmp_path: Path, processes: list) -> None:
+    processes.append(Process(ends_what_it_started, tmp_path))
+    until((tmp_path / "told").exists, "the end of the child")
+    processes[0].signal(signal.SIGTERM)
+    assert processes[0].wait() == 143
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 def test_a_child_waits_for_its_start(tmp_path: Path) -> None:
