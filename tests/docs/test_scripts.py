@@ -370,7 +370,6 @@ def test_bars_of_shards(slow: float, heavy: float, script: Callable, capsys: pyt
     }
 
 
-@pytest.mark.soak
 def test_fsdp_jobs_train_at_once(script: Callable, tmp_path: Path) -> None:
     """Two processes that share a base; what they do is measured from one moment on. One that fails says why."""
     bench, gpu = script("_shard_trainers"), script("_gpu")

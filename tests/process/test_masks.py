@@ -106,7 +106,7 @@ def test_quantised_weights_are_closer_to_float32_than_bfloat16_is(two: Callable)
     reference = AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     one, other = two(reference)
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    ids = torch.tensor(blocks(base_text(), tokenizer, 96, 8, seed=1))
+    ids = torch.tensor(blocks(base_text(), tokenizer, 96, 16, seed=1))
     with torch.no_grad():
         expected = reference(ids).logits.log_softmax(-1)
 

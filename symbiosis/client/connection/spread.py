@@ -162,7 +162,7 @@ class Spread(Generic[Session]):
         callers, current = self.callers, torch.cuda.current_stream(device)
         aside = {rank: self._stream(rank, current) for rank in self._others}
         with alongside(current, aside.values()):
-            for rank in (*aside, self._here):  # the current stream last, because the others follow it
+            for rank in (*aside, self._here):
                 with torch.cuda.stream(aside.get(rank, current)):
                     found[rank] = [_enqueued(callers[rank], device, payload, shares[rank]) for shares in each]
         return [found[rank] for rank in range(len(callers))]
