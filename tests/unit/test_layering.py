@@ -135,11 +135,6 @@ def test_batching_is_plain_python() -> None:
         assert not {part_of(name) for name in imports(file)} & {"torch", "numpy", "zmq"}, file
 
 
-def test_a_folder_is_seen_at_a_glance() -> None:
-    for folder in {file.parent for file in SOURCES}:
-        assert len([file for file in folder.glob("*.py") if file.stem != "__init__"]) <= 12, folder
-
-
 def test_nobody_imports_through_the_links_at_the_root() -> None:
     for file in SOURCES:
         assert not {name.split(".")[0] for name in imports(file)} & {"client", "executor", "kernels"}, file
