@@ -67,6 +67,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'symbiosis' has no attribute {name!r}")
     import importlib
 
+    if name != "SymbiosisError":
+        from symbiosis import requirements
+
+        requirements.check()
     if name in _PACKAGES:
         return importlib.import_module(f"symbiosis.{name}")
     value = getattr(importlib.import_module(_WHERE[name]), name)

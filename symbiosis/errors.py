@@ -2,6 +2,7 @@
 
 SymbiosisError
 ├── ConfigError                 an option, file or pattern is wrong
+│   ├── OutdatedPackage         ... a package that is needed is too old
 │   └── AdapterError            ... an adapter, which cannot be served as it is
 │       └── UnknownAdapter      ... there is none of this name
 ├── WrapError                   a model cannot be wrapped (nothing was changed)
@@ -64,6 +65,10 @@ class AdapterError(ConfigError):
 
 class UnknownAdapter(AdapterError):
     """There is no adapter of this name."""
+
+
+class OutdatedPackage(ConfigError, ImportError):
+    """A package that Symbiosis needs is older than what it needs."""
 
 
 class WrapError(SymbiosisError, ValueError):

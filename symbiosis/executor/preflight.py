@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
-from symbiosis import mps
+from symbiosis import mps, requirements
 from symbiosis.config import DTYPE_BITS, Options
 from symbiosis.endpoints import is_loopback, open_to_others, parts_of
 from symbiosis.errors import ConfigError
@@ -37,6 +37,7 @@ LONGEST_SOCKET = 107  # bytes that the path of a Unix socket may have
 
 def check(options: Options) -> str:
     """Return the model's name, or raise `ConfigError` with a line for each thing that is wrong."""
+    requirements.check()
     with ExitStack() as held:  # ports stay taken until all are, so that two options cannot want the same one
         if problems := [line for test in TESTS for line in test(options, held)]:
             raise ConfigError("\n".join(dict.fromkeys(problems)))

@@ -15,9 +15,10 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
-from symbiosis import mps
+from symbiosis import mps, requirements
 from symbiosis.config import default_endpoints, named_endpoints
 from symbiosis.endpoints import how_to_start_one, socket_path
+from symbiosis.errors import OutdatedPackage
 from symbiosis.tools.cluster_findings import findings
 from symbiosis.tools.reporting import versions
 from symbiosis.tools.room import room_for
@@ -84,6 +85,10 @@ def check_versions() -> Check:
     text = ", ".join(f"{name} {version}" for name, version in found.items())
     if missing:
         return Check("FAIL", "versions", text, f"Install what is missing: pip install {' '.join(missing)}")
+    try:
+        requirements.check()
+    except OutdatedPackage as error:
+        return Check("FAIL", "versions", text, str(error))
     return Check("ok", "versions", text)
 
 

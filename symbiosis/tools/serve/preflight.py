@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from symbiosis import requirements
 from symbiosis.config import DTYPE_BITS
 from symbiosis.endpoints import is_within_process, parts_of
 from symbiosis.errors import ConfigError
@@ -13,7 +14,6 @@ from symbiosis.executor.preflight import SMALLER, check_room, fewer_bits
 from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
 
-PACKAGES = ("httptools", "jinja2", "starlette", "uvicorn")
 INSTALL = "`symbiosis serve` needs the packages of an extra: pip install 'symbiosis-llm[serve]'"
 DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
 
@@ -39,8 +39,9 @@ def said(test: Callable[[ServeOptions], None], options: ServeOptions) -> Iterato
 
 
 def check_packages(options: ServeOptions) -> None:
-    if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in requirements.NEEDED["serve"] if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"{INSTALL} (missing here: {', '.join(missing)})")
+    requirements.check("serve")
 
 
 def check_model(options: ServeOptions) -> None:
