@@ -106,7 +106,7 @@ def serve_store(store: Store, options: Options, pages: Pages | None, ready: Call
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.drain())
     if options.audit_log:
-        signal.signal(signal.SIGHUP, lambda *_: setattr(server.register, "reopen", True))
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # each line goes to the file that lies there by then
     server.listen(options.listen)
     if pages:
         pages.show(server, PrometheusCollector(server.snapshot))

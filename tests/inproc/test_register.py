@@ -123,14 +123,14 @@ def test_what_the_executor_itself_ends_is_told_as_such(tmp_path: Path) -> None:
 def test_a_file_that_was_moved_is_begun_anew(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     log = AuditLog(path)
-    log.write("one")
+    log.tell("one")
     path.rename(tmp_path / "audit.1")
-    log.write("two", client='"\n')
+    log.tell("two", client='"\n')
     path.unlink()
-    log.write("three")
+    log.tell("three")
     other = AuditLog(path)  # as another executor may
-    other.write("four")
-    log.write("five")
+    other.tell("four")
+    log.tell("five")
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["three", "four", "five"]
     assert json.loads((tmp_path / "audit.1").read_text())["event"] == "one"
     log.close()

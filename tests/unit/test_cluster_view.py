@@ -1,7 +1,6 @@
 """What a front end makes of its servers: who waits for one, and what each says of itself, whatever that is."""
 
 import asyncio
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ from symbiosis.cluster.front.shown import together
 from symbiosis.cluster.front.view import Flight, Seen, View
 from symbiosis.cluster.placement import Wish
 from symbiosis.clusters import Member
+from symbiosis.logs import JsonLines, unwritten
 from symbiosis.serving.engine.figures import Figures, Histogram
 
 
@@ -104,16 +104,18 @@ def test_what_a_server_leaves_out_of_its_memory_stays_as_it_was(monkeypatch: pyt
         assert (of_one.seen[1].room, of_one.seen[1].tokens, of_one.seen[1].longest) == (5, 9, 7)
 
 
-def test_a_log_on_a_full_disk_holds_up_no_request() -> None:
+def test_a_log_on_a_full_disk_holds_up_no_request(caplog: pytest.LogCaptureFixture) -> None:
     of_one = view_of()
 
     async def place() -> None:
         for _ in range(3):
             await of_one.place(flight())
 
-    with suppress(OSError), Path("/dev/full").open("w") as of_one._log:  # which fails once more when it is closed
-        asyncio.run(place())
+    of_one._log = JsonLines(Path("/dev/full"), "decision")
+    before = unwritten["decision"]
+    asyncio.run(place())
     assert of_one.seen[1].mine == 3
+    assert unwritten["decision"] - before == 3 and caplog.text.count("cannot write the decision log") == 1
 
 
 def test_the_figures_of_a_cluster_are_the_sums_of_its_servers() -> None:

@@ -1,9 +1,8 @@
 """The process of a front end. It is started with a socket that listens, which all front ends of a cluster share; a second one is its own."""
 
 import asyncio
-import logging
 import socket
-import sys
+from pathlib import Path
 
 import msgspec
 import uvicorn
@@ -11,13 +10,13 @@ import uvicorn
 from symbiosis.cluster.front.app import Front, make_app
 from symbiosis.cluster.front.started import FrontStarted
 from symbiosis.cluster.front.view import View
-from symbiosis.logs import TextFormatter
+from symbiosis.logs import JsonLines, write_lines
 from symbiosis.serving.http.incoming.connections import Connection, take_all_descriptors
 
 
 async def serve(started: FrontStarted, listener: socket.socket) -> None:
     """Serve until SIGTERM; what is under way then is finished for at most `drain_s`."""
-    log = open(started.decision_log, "a") if started.decision_log else None  # noqa: SIM115, PTH123  as long as the process
+    log = JsonLines(Path(started.decision_log), "decision") if started.decision_log else None
     view = View(started.cluster, started.limits, log)
     following = asyncio.create_task(view.follow())
     own = socket.create_server(("127.0.0.1", 0))
@@ -32,9 +31,6 @@ async def serve(started: FrontStarted, listener: socket.socket) -> None:
 
 def main(argument: str) -> None:
     take_all_descriptors()
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(TextFormatter())
-    logging.getLogger().handlers[:] = [handler]
-    logging.getLogger("symbiosis").setLevel(logging.INFO)
+    write_lines()
     started = msgspec.json.decode(argument, type=FrontStarted)
     asyncio.run(serve(started, socket.socket(fileno=started.listener)))

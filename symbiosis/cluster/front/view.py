@@ -1,20 +1,20 @@
 """The servers as one front end sees them: what the cluster tells, what each server says of itself, and what this front end has sent there."""
 
 import asyncio
-import json
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 import msgspec
 
 from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, is_vain
 from symbiosis.clusters import Member, Told, folder_of
+from symbiosis.logs import JsonLines, request_id
 from symbiosis.serving.http.incoming.sharing import Room
 
 logger = logging.getLogger("symbiosis")
@@ -37,6 +37,7 @@ class Flight:
     why: str = "new"  # or moved, lost: how it comes to look for a server
     since: float = field(default_factory=time.monotonic)
     server: int = 0
+    request: str = field(default_factory=request_id.get)
 
 
 @dataclass(eq=False)
@@ -92,7 +93,7 @@ class View:
         log: For each decision a line that says why.
     """
 
-    def __init__(self, cluster: str, limits: dict[str, int], log: TextIO | None = None) -> None:
+    def __init__(self, cluster: str, limits: dict[str, int], log: JsonLines | None = None) -> None:
         self._file, self._stamp = folder_of(cluster) / "told.json", (0, 0)
         self.limits, self._log = limits, log
         self.room = Room(MOST_WAITING)  # for what waits
@@ -276,12 +277,16 @@ class View:
         wish = msgspec.to_builtins(flight.wish)
         waited = round(time.monotonic() - flight.since, 4)
         load = f"{server.running} of {server.batch} with it"
-        line = {"time": time.time(), "why": flight.why, "server": self.seen[server.number].member.name, "load": load}
+        line = {
+            "time": time.time(),
+            "request": flight.request,
+            "why": flight.why,
+            "server": self.seen[server.number].member.name,
+            "load": load,
+        }
         self.decisions.append({**line, "waited_s": waited, **wish})
         if self._log is not None:
-            with suppress(OSError):  # a full disk holds up no request
-                self._log.write(json.dumps(self.decisions[-1]) + "\n")
-                self._log.flush()
+            self._log.write(self.decisions[-1])
 
 
 async def answer_of(url: str, path: str, headers: dict[str, str] | None = None) -> Any:

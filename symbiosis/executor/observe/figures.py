@@ -11,6 +11,7 @@ import msgspec
 from symbiosis.executor.account import RateLimit, ServedSession
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.observe.snapshot import LayerFigures, SessionFigures, Snapshot, Usage
+from symbiosis.logs import unwritten
 from symbiosis.protocol import Op
 
 SNAPSHOTS_PER_S = 20  # most that are made for clients
@@ -53,6 +54,7 @@ def snapshot_of(
         refused_joins=[(tenant, code, times) for (tenant, code), times in list(ledger.refused_joins.items())],
         kept_out=dict(ledger.kept_out),
         in_vain=[(tenant, transport, nbytes) for (tenant, transport), nbytes in list(ledger.in_vain.items())],
+        unwritten=dict(unwritten),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from symbiosis.errors import Code
 from symbiosis.executor.account import ServedSession
 from symbiosis.executor.ledger import Ledger
 from symbiosis.executor.observe.audit_log import AuditLog
-from symbiosis.executor.observe.log import Alarm, log
+from symbiosis.executor.observe.log import log
 from symbiosis.logs import worth_logging
 from symbiosis.protocol import Hello
 from symbiosis.security.allowance import Allowance
@@ -39,8 +39,6 @@ class JoinLog:
         self._sessions = Allowance(SESSIONS_AT_ONCE, SESSIONS_PER_S)
         self._untold: set[int] = set()  # sessions that last, of which no line was written
         self._left_out = 0  # such sessions since the last line
-        self._unwritten = Alarm()
-        self.reopen = False  # the audit log; set by a signal
 
     def joined(self, session: ServedSession) -> None:
         """Record a session, unless clients without keys join too often: they must not fill the disk. (Tenants wait at the door.)"""
@@ -114,16 +112,8 @@ class JoinLog:
         return times if worth_logging(times) and self._lines.takes(code, monotonic()) else 0
 
     def _write(self, event: str, **fields: Any) -> None:
-        if self._audit is None:
-            return
-        try:
-            if self.reopen:
-                self.reopen = False
-                self._audit.close()
-            self._audit.write(event, **fields)
-        except OSError as error:  # the executor goes on, and its log says so
-            if self._unwritten.sounds(monotonic()):
-                log(logging.ERROR, "cannot write the audit log", file=str(self._audit.path), error=str(error))
+        if self._audit is not None:
+            self._audit.tell(event, **fields)
 
 
 def _who(peer: Peer, client: str) -> dict[str, str]:

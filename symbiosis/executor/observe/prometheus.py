@@ -73,6 +73,7 @@ def _by_label(now: Snapshot) -> Iterator[Metric]:
             "Connections refused before a join",
             now.kept_out,
         ),
+        (CounterMetricFamily, "unwritten_log_lines", "log", "Lines of logs that could not be written", now.unwritten),
         (GaugeMetricFamily, "sessions", "transport", "Clients that are joined", sessions),
         (GaugeMetricFamily, "tenant_sessions", "tenant", "A tenant's clients that are joined", tenants),
     ):

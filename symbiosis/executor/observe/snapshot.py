@@ -72,6 +72,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     kept_out: dict[str, int] = {}  # refused handshakes, by reason
     in_vain: list[tuple[str, str, int]] = []  # tenant, transport, and bytes that came with what was refused
     gather_bytes: int = 0  # of buffers for weights that are gathered from other GPUs
+    unwritten: dict[str, int] = {}  # lines of logs that could not be written, by log
 
     @property
     def calls(self) -> int:
@@ -124,6 +125,7 @@ def of_service(ranks: Sequence[tuple[int, Snapshot]]) -> Snapshot:
         kept_out=_sum([told.kept_out for told in each]),
         in_vain=_sum_of_pairs([told.in_vain for told in each]),
         gather_bytes=sum(told.gather_bytes for told in each),
+        unwritten=_sum([told.unwritten for told in each]),
     )
 
 

@@ -240,7 +240,7 @@ def serve(model: str, options: Options) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: service.end_by_signal())
         if options.audit_log:
-            signal.signal(signal.SIGHUP, lambda number, _: service.signal(number))
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # each line goes to the file that lies there by then
         if pages:
             log(logging.INFO, "pages", health=pages.url("/health"), metrics=pages.url("/metrics"))
             pages.show(service, RankFigures(service.ports))

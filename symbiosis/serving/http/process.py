@@ -77,7 +77,7 @@ def do_without_torch() -> None:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the engine's process says when it is over
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the engine's process says when it is over
         signal.signal(number, signal.SIG_IGN)
     take_all_descriptors()
     started = msgspec.json.decode(sys.argv[1], type=Started)

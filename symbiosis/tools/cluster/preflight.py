@@ -13,6 +13,7 @@ from symbiosis.config import DTYPE_BITS, Options, load_as
 from symbiosis.errors import ConfigError
 from symbiosis.executor import preflight as of_executor
 from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
+from symbiosis.logs import JsonLines
 from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
 from symbiosis.tools.serve import preflight as of_server
@@ -88,8 +89,10 @@ def _decision_log(plan: Plan) -> list[str]:
     if plan.decision_log is None:
         return []
     try:
-        with Path(plan.decision_log).open("a"):
-            return []
+        lines = JsonLines(Path(plan.decision_log), "decision")
+        lines.open()
+        lines.close()
+        return []
     except OSError as error:
         return [f"decision_log: cannot write to {plan.decision_log}: {error.strerror}"]
 

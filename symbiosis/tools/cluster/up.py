@@ -67,6 +67,8 @@ class Cluster:
         self._listener.listen(2048)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: self._ending.set())
+        if self.plan.decision_log:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # each line goes to the file that lies there by then
         try:
             self._plan_members()
             while not self._ending.wait(LOOK_EVERY_S):
