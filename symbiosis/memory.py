@@ -2,26 +2,33 @@
 
 import gc
 import sys
-from contextlib import suppress
 from pathlib import Path
+
+from symbiosis import cgroups
+from symbiosis.cgroups import ROOT
 
 USUAL = gc.get_threshold()
 WHILE_LOADING = 100_000  # new objects until the next look: to load torch and transformers makes a million, and hardly any of them goes
 
 
-def free_memory() -> int:
-    """Return how many bytes a new process could have: the machine's, with swap, within the limit of its cgroup. Where nothing tells,
+def free_memory(root: Path = ROOT) -> int:
+    """Return how many bytes a new process could have: the machine's, with swap, within the limits of its cgroups. Where nothing tells,
     there is no limit."""
-    if not Path("/proc/meminfo").exists():
+    if not (root / "proc/meminfo").exists():
         return sys.maxsize
-    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = sum(int(told[name].split()[0]) << 10 for name in ("MemAvailable", "SwapFree"))
-    with suppress(OSError, ValueError, LookupError):  # no cgroup, or no limit
-        group = Path("/sys/fs/cgroup" + Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip())
-        used = int((group / "memory.current").read_text())
-        cached = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        free = min(free, int((group / "memory.max").read_text()) - used + int(cached["inactive_file"]))
-    return max(0, free)
+    told = meminfo(root)
+    return min(told["MemAvailable"] + told["SwapFree"], cgroups.free_memory(root))
+
+
+def whole_memory(root: Path = ROOT) -> int:
+    """Return how many bytes all that runs here could have together."""
+    return min(meminfo(root)["MemTotal"], cgroups.memory_limit(root))
+
+
+def meminfo(root: Path = ROOT) -> dict[str, int]:
+    """Return what the kernel tells of the machine's memory, in bytes."""
+    lines = (line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
+    return {name: int(told.split()[0]) << 10 for name, told in lines}
 
 
 def look_seldom() -> None:

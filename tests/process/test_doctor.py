@@ -6,13 +6,14 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from torch import nn
 
-from symbiosis import mps
+from symbiosis import cgroups, mps
 from symbiosis.tools import doctor
 from tests.processes import run
 
@@ -198,3 +199,30 @@ def test_the_file_of_a_cluster_is_checked_before_it_is_started(tmp_path: Path) -
     assert (status, lines["cluster"][:4]) == (1, "FAIL") and "models.demo: " in lines["cluster"]
     status, lines = diagnose("--cluster", str(tmp_path / "none.yaml"), XDG_RUNTIME_DIR=str(tmp_path))
     assert status == 1 and "cannot read" in lines["cluster"]
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A cgroup of this machine that allows 300 MiB."""
+    above = next(cgroups.folders("memory"), Path("/nowhere"))
+    made = above / f"symbiosis-test-{os.getpid()}"
+    try:
+        made.mkdir()
+        limit = next(made / name for name, *_ in cgroups.MEMORY if (made / name).exists())
+        limit.write_text(str(300 << 20))
+    except (OSError, StopIteration) as error:
+        with suppress(OSError):
+            made.rmdir()
+        pytest.skip(f"no cgroup can be made here: {error!r}")
+    yield made
+    made.rmdir()
+
+
+def test_the_limit_of_a_true_group_is_found(group: Path) -> None:
+    code = (
+        f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+        "from symbiosis import memory; print(memory.free_memory(), memory.whole_memory())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    free, whole = map(int, done.stdout.split())
+    assert whole == 300 << 20 and 200 << 20 < free < whole

@@ -57,6 +57,7 @@ def ours(file: Path) -> set[str]:
 
 
 ROOT = {
+    "cgroups",
     "choice",
     "clusters",
     "config",
@@ -75,7 +76,8 @@ ALLOWED = {
     "kernels": {"errors", "kernels", "security"},
     "text": set[str](),
     "logs": {"text"},
-    "memory": set[str](),
+    "cgroups": set[str](),
+    "memory": {"cgroups"},
     "errors": {"text"},
     "endpoints": {"errors"},
     "choice": set[str](),
