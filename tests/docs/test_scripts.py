@@ -502,3 +502,58 @@ def test_the_simulated_cluster_makes_every_token(script: Callable[[str], ModuleT
         assert len(outcome.came) > 400 and all(each.produced == each.output for each in outcome.came)
     assert len({outcome.tokens_per_s for outcome in found.values()}) == 1
     assert found["punica"].gpus < 4 == found["round robin"].gpus
+
+
+def test_functions_are_noted_while_a_path_is_recorded(script: Callable, tmp_path: Path) -> None:
+    recorder = script("_recorder")
+    code = f"""
+import sys; sys.path.insert(0, {str(SCRIPTS)!r})
+from pathlib import Path
+from _recorder import Flag
+from symbiosis.text import shown
+flag = Flag(Path({str(tmp_path)!r}))
+shown("before"); flag.record(3); shown("now"); shown("again"); flag.record(0); shown("after")
+"""
+    environment = {**os.environ, **recorder.environment(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+    noted = list(recorder.Flag(tmp_path).noted())
+    assert [(each.path, each.file, each.function) for each in noted] == [(3, "text.py", "shown")]
+
+
+def test_what_a_newcomer_reads_is_counted(
+    script: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["paths.py", "--static"])
+    script("paths").main()
+    figures = last_line(capsys.readouterr().out, "paths")["figures"]
+    assert all(figures[name] > 0 for name in ("files for an op", "files that mention an op", "words", "lines"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("a < b", {"a <= b"}),
+        ("a + b", {"a - b"}),
+        ("a and b", {"a or b"}),
+        ("not a", {"a"}),
+        ("f(2, True)", {"f(3, True)", "f(2, False)"}),
+    ],
+)
+def test_a_mutant_has_one_change(before: str, after: set[str], script: Callable, tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(before)
+    assert {mutant.source for mutant in script("mutants").mutants(tmp_path / "module.py")} == after
+
+
+def test_a_mutant_is_killed_and_the_module_itself_is_not() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(SCRIPTS)!r})
+from pathlib import Path
+import mutants
+file = Path("symbiosis/serving/pool.py")
+source = file.read_text()
+wrong = source.replace("self._free", "self._flee", 1)
+assert wrong != source
+for text, lives in ((source, True), (wrong, False)):
+    assert mutants.survives(mutants.Mutant(file, 1, "", "", text), mutants.tests_of(file)) is lives
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=SCRIPTS.parent, check=True, timeout=110)
