@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from symbiosis.serving.engine.detokenize import Text
 from symbiosis.serving.engine.reader import Reader
 from symbiosis.serving.http import outlet
-from symbiosis.serving.http.answers import CompletionWords
+from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words, counted
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.generation import Choice, Delta, Generation
 from symbiosis.serving.http.incoming.sharing import Held, Room
@@ -97,6 +97,53 @@ def test_no_timer_for_each_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(asyncio.BaseEventLoop, "call_at", counted)
     asyncio.run(streamed(lambda piece: 0.0))
     assert len([after for after in timers if 1 < after < 3000]) == 2, "the one that looks, and the one of this test"
+
+
+@pytest.mark.parametrize(
+    "words", [ChatWords("m", bytes_tokenizer(), False), CompletionWords("m", bytes_tokenizer(), False, [], [], 2)]
+)
+def test_each_event_counts_its_own_choice_and_prompt(words: Words) -> None:
+    """As vLLM does: nothing where a chat begins, then the tokens of that choice, and all only at the end."""
+
+    async def test() -> list[dict[str, Any]]:
+        remote, tokenizer, taken = Remote(), bytes_tokenizer(), list[bytes]()
+        asked = [
+            Request(
+                id=number, prompt=(65,) * number, sampling=Sampling(max_tokens=9), completions=2, chosen=((70, 71), ())
+            )
+            for number in (1, 2)
+        ]
+        generation = Generation(remote, asked, lambda: Text(tokenizer), lambda count: None, {})  # type: ignore[arg-type]
+        generation.begin()
+
+        async def send(message: Any) -> None:
+            taken.append(message.get("body", b""))
+
+        answer = Stream(generation, words, lambda: None, True, tells_usage=True)
+        task = asyncio.create_task(answer({"type": "http"}, asyncio.Event().wait, send))  # type: ignore[arg-type]
+        for tokens, finish in ((b"a", None), (b"bc", None), (b"d", Finish.LENGTH)):
+            for number, completion in ((1, 0), (1, 1), (2, 0), (2, 1)):
+                output = Output(request=number, completion=completion, tokens=tuple(map(Token, tokens)), finish=finish)
+                remote.take(output)
+                await asyncio.sleep(0)
+        await asyncio.wait_for(task, 30)
+        events = b"".join(taken).split(b"\n\n")
+        return [msgspec.json.decode(each.removeprefix(b"data: ")) for each in events[:-2]]
+
+    *events, last = asyncio.run(test())
+    so_far = [0, 0, 0, 0] if isinstance(words, ChatWords) else [2, 0, 2, 0]
+    begun = set[int]()
+    for event in events:
+        (choice,) = event["choices"]
+        index, text = choice["index"], choice.get("text") or choice["delta"].get("content", "")
+        if index not in begun and isinstance(words, ChatWords):
+            begun.add(index)
+            assert event["usage"]["completion_tokens"] == 0 and not text
+            so_far[index] = [2, 0][index % 2]
+            continue
+        so_far[index] += len(text)
+        assert event["usage"] == counted(1 + index // 2, so_far[index])
+    assert so_far == [6, 4, 6, 4] and last["usage"]["completion_tokens"] == 20 and last["usage"]["prompt_tokens"] == 3
 
 
 def test_what_all_completions_of_a_prompt_have_shown_is_not_kept() -> None:

@@ -1,6 +1,6 @@
 """What a request may ask for: one table, by which HTTP and the programs that use an engine are refused alike."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +38,7 @@ COUNTS = {  # how many there may be
     "stop_tokens": 128,
     "logit_bias": 1024,
     "messages": 16_384,  # and their parts
+    "metadata": 16,
 }
 LENGTHS = {  # how many characters one may have
     "stop": 1024,
@@ -81,15 +82,16 @@ def check_types(sampling: Sampling) -> None:
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     """Raise `Unfit` for what no engine does."""
+    for name in ("stop_tokens", "logit_bias"):
+        if isinstance(held := getattr(sampling, name), Sized):
+            check_count(name, len(held))
     check_types(sampling)
     for name in Sampling.__struct_fields__:
         if name in LIMITS:
             check_number(name, getattr(sampling, name))
     if sampling.min_tokens > sampling.max_tokens:
         raise Unfit("min_tokens", f"are {sampling.min_tokens}, and max_tokens {sampling.max_tokens}")
-    check_count("stop_tokens", len(sampling.stop_tokens))
     check_tokens("stop_tokens", sampling.stop_tokens, vocabulary)
-    check_count("logit_bias", len(sampling.logit_bias))
     check_tokens("logit_bias", tuple(sampling.logit_bias), vocabulary)
     for value in sampling.logit_bias.values():
         check_number("logit_bias", value, BIAS)

@@ -215,12 +215,12 @@ class CompletionWords(Words):
 
 
 def usage(generation: Generation) -> Fields:
-    return {
-        "prompt_tokens": generation.prompt_tokens,
-        "completion_tokens": generation.completion_tokens,
-        "total_tokens": generation.prompt_tokens + generation.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": generation.cached_tokens},
-    }
+    details = {"cached_tokens": generation.cached_tokens}
+    return counted(generation.prompt_tokens, generation.completion_tokens) | {"prompt_tokens_details": details}
+
+
+def counted(prompt: int, completion: int) -> Fields:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def finite(logprob: float | None) -> float | None:

@@ -122,7 +122,7 @@ async def chat(front: Front, request: Request) -> ASGIApp:
 
 
 def _chat(front: Front, admission: Admission, body: schemas.ChatBody) -> tuple[Words, Generation]:
-    prompts = [front.prompts.of_chat(body.messages, body.chat_template_kwargs or {})]
+    prompts = [front.prompts.of_chat(body.messages, body.template_options)]
     most = front.tokens_for(prompts, body.wanted, None, "max_completion_tokens")
     tops = (body.top_logprobs or 0) if body.logprobs else None
     sampling = schemas.sampling_of(body, most, tops, front.remote.welcome.vocabulary)

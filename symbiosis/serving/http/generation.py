@@ -33,6 +33,7 @@ class Delta(msgspec.Struct, gc=False):
     text: str = ""
     tokens: list[Token] = []
     finish: str | None = None
+    so_far: int = 0  # tokens that the choice has with these
     prompt_logprobs: bytes = b""  # packed: they wait for those of all other prompts, and take little room so
 
 
@@ -42,8 +43,9 @@ HandOver = Callable[[Callable[[], list[Delta]]], bool]  # gets what reads what i
 class Choice:
     """One completion under way."""
 
-    def __init__(self, index: int, text: Text) -> None:
-        self.text, self.delta = text, Delta(index)
+    def __init__(self, index: int, text: Text, before: Sequence[int] = ()) -> None:
+        self.text, self.delta, self._told = text, Delta(index), len(before)
+        text.add(before)  # which was handed out elsewhere
         self.finish: str | None = None
 
     def add(self, output: Output) -> bool:
@@ -61,6 +63,8 @@ class Choice:
 
     def read(self) -> Delta:
         delta, self.delta = self.delta, Delta(self.delta.choice)
+        self._told += len(delta.tokens)
+        delta.so_far = self._told
         return delta
 
 
@@ -93,10 +97,13 @@ class Generation:
         self.held: Held | None = None  # room for the log probabilities of tokens that wait for their reader
         self._open: dict[int, dict[int, Choice]] = {}  # completions under way, by request
         self.choices = self.completions = self.most_tokens = 0  # completions: those under way
+        self.prompts_of: list[int] = []  # tokens of each choice's prompt
         for request in requests:
-            self._open[request.id] = {number: Choice(self.choices + number, new_text()) for number in request.under_way}
-            for number, choice in self._open[request.id].items():
-                choice.text.add(request.chosen_of(number))  # which was handed out elsewhere
+            self._open[request.id] = {
+                number: Choice(self.choices + number, new_text(), request.chosen_of(number))
+                for number in request.under_way
+            }
+            self.prompts_of += [len(request.prompt)] * request.completions
             self.choices += request.completions
             self.completions += len(request.under_way)
             self.most_tokens += request.sampling.max_tokens * len(request.under_way)

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from symbiosis.serving.http.answers import Words, usage
+from symbiosis.serving.http.answers import Words, counted, usage
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.generation import Delta, Generation
 from symbiosis.serving.http.incoming.bodies import until_hung_up
@@ -56,7 +57,7 @@ class Stream(Reply):
     """An answer as events, one for whatever a choice has gained since the last one.
 
     Args:
-        wants_usage: At the end; `tells_usage`: in each event.
+        wants_usage: At the end; `tells_usage`: in each event, that of its choice so far, as vLLM does.
         before: What another server has told of it.
     """
 
@@ -99,19 +100,21 @@ class Stream(Reply):
             self._begun = True
             await outlet.start(EVENTS)
             if first := list(self._words.first(self._generation.choices))[self._opened :]:
-                await outlet.take_all(map(self._event, first))
+                await outlet.take_all(self._event(choice, 0) for choice in first)
 
     def _told(self, delta: Delta) -> bytes:
         """Return the event of what a choice has gained."""
         tokens = told_tokens(delta) if self._tells_tokens else b""
-        told = tokens + self._event(self._words.part(delta))
+        told = tokens + self._event(self._words.part(delta), delta.so_far)
         self._generation.let_go(delta)
         return told
 
-    def _event(self, choice: dict[str, object]) -> bytes:
+    def _event(self, choice: dict[str, Any], so_far: int) -> bytes:
+        """Return the event of a choice that has so many tokens with it."""
         before, after = self._frame
         if self._tells_usage:
-            after = b'],"usage":%b}' % msgspec.json.encode(usage(self._generation))
+            told = counted(self._generation.prompts_of[choice["index"]], so_far)
+            after = b'],"usage":%b}' % msgspec.json.encode(told)
         return b"data: %b%b%b\n\n" % (before, msgspec.json.encode(choice), after)
 
 

@@ -4,27 +4,39 @@ import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
-from symbiosis.serving.engine.limits import LIMITS, Unfit, check_count, check_length, check_number, check_sampling
+from symbiosis.serving.engine.limits import (
+    COUNTS,
+    LIMITS,
+    Unfit,
+    check_count,
+    check_length,
+    check_number,
+    check_sampling,
+)
 from symbiosis.serving.http.failures import ApiError, wrong
-from symbiosis.serving.http.incoming.costs import check_cost
+from symbiosis.serving.http.fields import DEFAULTS, OF_TEMPLATE, check_default
+from symbiosis.serving.http.incoming.costs import Most
 from symbiosis.serving.request import Sampling
 
 BY_FORMAT = "Text by a JSON schema is asked for by response_format={'type': 'json_schema', ...}"
 BodyType = TypeVar("BodyType", bound="Body")
 Kind = TypeVar("Kind")
+MOST_PROMPTS = 1 << 16  # of a request, and completions that go on
 NO_OBJECT = re.compile("Expected `object.*`, got `[a-z]+`")  # without a field: it is the whole body
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_obfuscation: msgspec.Raw = msgspec.Raw()  # of DEFAULTS
 
 
-class JsonSchema(msgspec.Struct):
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
     schema: msgspec.Raw = msgspec.Raw()  # its text, which the engine's process reads
     name: str | None = None
     strict: bool | None = None
@@ -88,13 +100,16 @@ class Body(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     continuation: Continuation | None = None
-    # Read and ignored: nothing here depends on them.
+    # HARMLESS
     user: str | None = None
     metadata: dict[str, str] | None = None
-    store: bool | None = None
-    service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # DEFAULTS
+    store: msgspec.Raw = msgspec.Raw()
+    service_tier: msgspec.Raw = msgspec.Raw()
+    prompt_cache_options: msgspec.Raw = msgspec.Raw()
+    prompt_cache_retention: msgspec.Raw = msgspec.Raw()
 
     @property
     def stops(self) -> list[str]:
@@ -131,7 +146,7 @@ class CompletionBody(Body, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
     best_of: int | None = None
-    suffix: str | None = None
+    suffix: msgspec.Raw = msgspec.Raw()  # of DEFAULTS
 
 
 class ChatBody(Body, kw_only=True):
@@ -142,27 +157,77 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None  # ignored, as are those of `Body`
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
+    # OF_TEMPLATE
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    # HARMLESS
+    parallel_tool_calls: bool | None = None
+    # DEFAULTS
+    tools: msgspec.Raw = msgspec.Raw()
+    tool_choice: msgspec.Raw = msgspec.Raw()
+    functions: msgspec.Raw = msgspec.Raw()
+    function_call: msgspec.Raw = msgspec.Raw()
+    modalities: msgspec.Raw = msgspec.Raw()
+    audio: msgspec.Raw = msgspec.Raw()
+    prediction: msgspec.Raw = msgspec.Raw()
+    moderation: msgspec.Raw = msgspec.Raw()
+    web_search_options: msgspec.Raw = msgspec.Raw()
 
     @property
     def wanted(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is given besides the messages."""
+        asked = {name: getattr(self, name) for name in OF_TEMPLATE if getattr(self, name) is not None}
+        return {**asked, **(self.chat_template_kwargs or {})}
+
+
+MOST_VALUES = 1 << 22
+MOST = {  # what fields hold at most: it is counted before anything is made of them
+    "stop": Most(COUNTS["stop"], 1, COUNTS["stop"]),
+    "stop_token_ids": Most(COUNTS["stop_tokens"], 1, COUNTS["stop_tokens"]),
+    "logit_bias": Most(COUNTS["logit_bias"], 1, COUNTS["logit_bias"]),
+    "metadata": Most(2 * COUNTS["metadata"], 1, COUNTS["metadata"]),
+    "chat_template_kwargs": Most(1024, 256, 1024),
+    "messages": Most(8 * COUNTS["messages"], 4 * COUNTS["messages"], 16 * COUNTS["messages"]),
+    "prompt": Most(MOST_PROMPTS, 1 + MOST_PROMPTS, MOST_VALUES),
+    "continuation": Most(16, 3 + MOST_PROMPTS, MOST_VALUES),
+}
+
 
 def read(kind: type[BodyType], data: bytes) -> BodyType:
     """Read a body of this kind. Raises an `ApiError` that says what is wrong with it."""
-    check_cost(data)
-    body = decoded(kind, data)
+    written = decoded(_as_written(kind), data)
+    fields = {name: getattr(written, name) for name in written.__struct_fields__}
+    for each in msgspec.structs.fields(kind):
+        if each.name in MOST and (given := bytes(fields[each.name])):
+            if not MOST[each.name].holds(given):
+                raise wrong(f"{each.name} holds too much: at most {MOST[each.name]}", each.name)
+            fields[each.name] = decoded(each.type, given, each.name)
+        elif each.name in MOST:
+            fields[each.name] = None
+    body = kind(**fields)
     _check(body)
     return body
 
 
-def decoded(kind: type[Kind], data: bytes) -> Kind:
-    """Decode a JSON object. Raises an `ApiError` that names the field that is wrong.
+@cache
+def _as_written(kind: type[Body]) -> type[msgspec.Struct]:
+    """Return a kind of body whose large fields are as they are written: nothing is made of them."""
+    fields: list[Any] = []
+    for each in msgspec.structs.fields(kind):
+        what = msgspec.Raw if each.name in MOST else each.type
+        is_needed = each.default is msgspec.NODEFAULT
+        fields.append(
+            (each.name, what) if is_needed else (each.name, what, msgspec.Raw() if what is msgspec.Raw else None)
+        )
+    return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+
+
+def decoded(kind: type[Kind], data: bytes, field: str = "") -> Kind:
+    """Decode a JSON object, or a field of it. Raises an `ApiError` that names the field that is wrong.
 
     >>> decoded(StreamOptions, b'{"include_usage": true}').include_usage
     True
@@ -170,23 +235,23 @@ def decoded(kind: type[Kind], data: bytes) -> Kind:
     try:
         return msgspec.json.decode(data, type=kind)
     except msgspec.ValidationError as error:
-        raise _named(error) from None
+        raise _named(str(error), field) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise wrong(f"the body is not JSON: {error}") from None
 
 
-def _named(error: msgspec.ValidationError) -> ApiError:
+def _named(text: str, field: str) -> ApiError:
     """Return an error that names the field."""
-    text = str(error)
-    if NO_OBJECT.fullmatch(text):
+    if not field and NO_OBJECT.fullmatch(text):
         return wrong("the body is not a JSON object")
     if found := re.search(r"unknown field `(.*?)`", text):
         hint = f". {BY_FORMAT}" if found[1].startswith(("guided_", "structured_outputs")) else ""
         return wrong(f"unrecognized request argument: {found[1][:100]}{hint}", found[1][:100])
     if found := re.search(r"missing required field `(.*?)`", text):
         return wrong(f"the argument {found[1]} is missing", found[1])
-    found = re.search(r"at `\$\.([\w.\[\]]+)`", text)
-    return wrong(f"wrong argument: {text}", found[1] if found else None)
+    found = re.search(r"at `\$\.?([\w.\[\]]+)`", text)
+    where = ".".join(filter(None, [field, found[1] if found else ""])).replace(".[", "[")
+    return wrong(f"wrong argument{field and f' {field}'}: {text}", where or None)
 
 
 AS_ASKED = {
@@ -212,6 +277,8 @@ def refusing(names: dict[str, str] = AS_ASKED) -> Iterator[None]:
 
 def _check(body: Body) -> None:
     for name in body.__struct_fields__:
+        if name in DEFAULTS:
+            check_default(name, getattr(body, name))
         if (value := getattr(body, name)) is None:
             continue
         checked = AS_CHECKED.get(name, name)
@@ -220,14 +287,28 @@ def _check(body: Body) -> None:
                 check_number(checked, value)
     with refusing():
         _check_sizes(body)
-    if body.stream_options is not None and not body.stream:
-        raise wrong("stream_options go with stream=true", "stream_options")
+    if body.stream_options is not None:
+        _check_stream(body, body.stream_options)
+    if (
+        body.response_format is not None
+        and body.response_format.json_schema
+        and body.response_format.type != "json_schema"
+    ):
+        raise wrong("response_format: a json_schema goes with the type json_schema", "response_format")
     if body.continuation is not None and not (body.stream and body.seed is not None):
         raise wrong("a continuation goes with stream=true and a seed", "continuation")
     if isinstance(body, CompletionBody):
         _check_completion(body)
     if isinstance(body, ChatBody):
         _check_chat(body)
+
+
+def _check_stream(body: Body, options: StreamOptions) -> None:
+    if not body.stream:
+        raise wrong("stream_options go with stream=true", "stream_options")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise wrong("continuous_usage_stats go with include_usage=true", "stream_options")
+    check_default("include_obfuscation", options.include_obfuscation)
 
 
 def _check_sizes(body: Body) -> None:
@@ -237,6 +318,7 @@ def _check_sizes(body: Body) -> None:
         check_length("stop", len(stop))
     check_count("stop_tokens", len(body.stop_token_ids or ()))
     check_count("logit_bias", len(body.logit_bias or ()))
+    check_count("metadata", len(body.metadata or ()))
     if body.response_format and body.response_format.json_schema:
         check_length("schema", len(str(bytes(body.response_format.json_schema.schema), errors="replace")))
     if body.continuation is not None:
@@ -252,18 +334,19 @@ def _parts(message: dict[str, Any]) -> int:
 def _check_completion(body: CompletionBody) -> None:
     if body.best_of is not None and body.best_of != body.completions:
         raise wrong("best_of is not supported beyond n: ask for n completions, and choose yourself", "best_of")
-    if body.suffix:
-        raise wrong("suffix is not supported: the model completes at the end only", "suffix")
 
 
 def _check_chat(body: ChatBody) -> None:
-    if body.tools:
-        raise wrong("tools are not supported: describe them in a message, and ask for JSON by response_format", "tools")
     if body.top_logprobs is not None and not body.logprobs:
         raise wrong("top_logprobs go with logprobs=true", "top_logprobs")
     for name in ("max_completion_tokens", "max_tokens"):
         if getattr(body, name) == 0:
             raise wrong(f"{name} must be at least 1, not 0", name)
+    if None is not body.max_tokens != body.max_completion_tokens is not None:
+        raise wrong("max_tokens is the old name of max_completion_tokens: give one of them", "max_tokens")
+    for name in OF_TEMPLATE:
+        if getattr(body, name) is not None and name in (body.chat_template_kwargs or {}):
+            raise wrong(f"{name} is in chat_template_kwargs, too: give it once", name)
     if not body.messages:
         raise wrong("messages is empty", "messages")
 

@@ -2,11 +2,31 @@
 nobody else is answered while they are made."""
 
 import re
+from typing import NamedTuple
 
-from symbiosis.serving.http.failures import wrong
-
-MOST_TEXTS, MOST_CONTAINERS, MOST_VALUES = 500_000, 200_000, 4_000_000  # of a body
 TEXT = re.compile(rb'"[^"]*"')
+
+
+class Most(NamedTuple):
+    """How much a field may hold."""
+
+    texts: int  # keys of objects, too
+    lists: int  # and objects
+    values: int
+
+    def holds(self, json: bytes) -> bool:
+        """Whether JSON stands for no more. Whether it is JSON at all is found later: up to where it is not, this counts what is made of it.
+
+        >>> Most(texts=2, lists=1, values=1).holds(b'{"a": "b"}'), Most(texts=1, lists=1, values=1).holds(b'{"a": "b"}')
+        (True, False)
+        """
+        outside = without_texts(json, self.texts)
+        if outside is None:
+            return False
+        return outside.count(b"[") + outside.count(b"{") <= self.lists and outside.count(b",") < self.values
+
+    def __str__(self) -> str:
+        return f"{self.values} values, {self.texts} texts, and {self.lists} lists and objects"
 
 
 def without_texts(json: bytes, most: int) -> bytes | None:
@@ -17,16 +37,6 @@ def without_texts(json: bytes, most: int) -> bytes | None:
     """
     if b"\\" in json:
         json = json.replace(rb"\\", b"").replace(rb"\"", b"")  # now each quotation mark begins or ends a text
-    return None if json.count(b'"') > 2 * most else TEXT.sub(b'"', json)
-
-
-def check_cost(json: bytes) -> None:
-    """Raise `ApiError` for a body of which more would have to be made than any request needs. Whether it is JSON at all is found later: up
-    to where it is not, this counts what JSON's reader would make."""
-    outside = without_texts(json, MOST_TEXTS)
-    if outside is None:
-        raise wrong(f"a body has at most {MOST_TEXTS} texts")
-    if outside.count(b"[") + outside.count(b"{") > MOST_CONTAINERS:
-        raise wrong(f"a body has at most {MOST_CONTAINERS} lists and objects")
-    if outside.count(b",") > MOST_VALUES:
-        raise wrong(f"a body has at most {MOST_VALUES} values")
+    if (marks := json.count(b'"')) > 2 * most:
+        return None
+    return TEXT.sub(b'"', json) if marks else json
