@@ -131,6 +131,53 @@ def test_a_header_without_measure_is_not_parsed() -> None:
         parse_tensors(len(header).to_bytes(8, "little") + header)
 
 
+def many(tensors: int) -> bytes:
+    """A file of empty tensors."""
+    return with_header(
+        {str(name): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in range(tensors)}, b""
+    )
+
+
+@pytest.mark.parametrize(
+    "data", [many(110_000), many(1000).replace(b'"data_offsets"', b'"data_offset\\u0073"')[:-1] + b" }"]
+)
+def test_tensors_are_counted_before_any_is_made(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_tensor", None)
+    monkeypatch.setattr(json, "loads", lambda text: None)
+    with pytest.raises(
+        AdapterError, match="too many tensors, or too much beside them: its header tells of more than 100"
+    ):
+        files._tensors(data, is_known=False, most=100)
+
+
+def test_as_many_tensors_as_a_base_may_need_are_read() -> None:
+    assert len(parse_tensors(many(2000), most=2000)) == 2000
+
+
+@pytest.mark.parametrize(
+    "config", [{"a": [[]] * 70_000}, {"a": dict.fromkeys(map(str, range(70_000)), 1)}, {"a": [1] * 70_000}]
+)
+def test_a_configurations_values_are_counted_before_any_is_made(
+    config: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = json.dumps({"peft_type": "LORA", **config})
+    file = sent(tmp_path / "file", {"adapter_config": text})
+    monkeypatch.setattr(json, "loads", None)
+    with pytest.raises(AdapterError, match="more than 65536 values"):
+        files._config(text.encode())
+    with pytest.raises(ApiError, match="more than 65536 values"):
+        _config(file)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_a_file_that_was_cut_off_is_its_senders_mistake(share: float, tmp_path: Path) -> None:
+    tensors = {"base_model.model.a.lora_A.weight": torch.ones(40, 40)}
+    whole = safetensors.torch.save(tensors, {"adapter_config": '{"peft_type": "LORA"}'})
+    (file := tmp_path / "file").write_bytes(cut := whole[: int(len(whole) * share)])
+    with pytest.raises((ApiError, AdapterError), match="cut off"):
+        AdapterWeights.parse(_config(file).encode(), cut)
+
+
 def sent(file: Path, metadata: dict[str, str]) -> Path:
     """A file without tensors, as one that a client has sent."""
     header = json.dumps({"__metadata__": metadata}).encode()

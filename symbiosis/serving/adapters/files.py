@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from symbiosis.errors import AdapterError
-from symbiosis.serving.adapter import LARGE_HEADER, MOST_HEADER_BYTES
+from symbiosis.serving.adapter import LARGE_CONFIG, LARGE_HEADER, MOST_CONFIG_PARTS, MOST_HEADER_BYTES, parts
 from symbiosis.text import shown
 
 CONFIG, TENSORS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 MOST_CONFIG_BYTES, MOST_TENSOR_BYTES = 1 << 20, 1 << 30
+MOST_TENSORS = 1 << 16  # of a file, where nothing is known of the base
 MOST_SIDES = 1 << 40  # all sides of an empty tensor together, but for those of 0
+PARTS_OF_A_TENSOR, FEW_OBJECTS = 12, 64  # of a header: its own, and those of the metadata
 PIECE_BYTES, MOST_THREADS = 4 << 20, 8  # of a file that is read by several threads
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
@@ -32,7 +34,7 @@ HOW_TO_CONVERT = "save it again with PEFT's save_pretrained, which writes safete
 
 
 class LargeHeader(ValueError):
-    """The header of a safetensors file is not parsed, because that could take long."""
+    """The header of a safetensors file is not parsed, because that could take long: others wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +53,25 @@ class AdapterWeights:
         return at if 0 <= at <= self.contents.nbytes - tensor.nbytes else None
 
     @classmethod
-    def parse(cls, config: Data, tensors: Data, is_known: bool = False) -> "AdapterWeights":
+    def parse(
+        cls, config: Data, tensors: Data, is_known: bool = False, most_tensors: int = MOST_TENSORS
+    ) -> "AdapterWeights":
         """Read an adapter from the contents of its two files.
 
         Args:
             is_known: All its numbers were found to be finite before.
         """
-        return cls(_config(config), _tensors(tensors, is_known))
+        return cls(_config(config), _tensors(tensors, is_known, most_tensors))
 
 
-def read_folder(folder: Path, is_known: bool = False, most_bytes: int = MOST_TENSOR_BYTES) -> AdapterWeights:
+def read_folder(
+    folder: Path, is_known: bool = False, most_bytes: int = MOST_TENSOR_BYTES, most_tensors: int = MOST_TENSORS
+) -> AdapterWeights:
     """Read an adapter that PEFT's `save_pretrained` wrote.
 
     Args:
         most_bytes: Of the file of its tensors.
+        most_tensors: In that file.
     """
     if not folder.is_dir():
         raise AdapterError(f"{folder.name!r} is not a folder: an adapter is what PEFT's save_pretrained writes")
@@ -72,7 +79,7 @@ def read_folder(folder: Path, is_known: bool = False, most_bytes: int = MOST_TEN
     if not (folder / TENSORS).exists() and (folder / PICKLE).exists():
         raise AdapterError(f"{folder.name!r} has {PICKLE}, a pickle, which could run anything: {HOW_TO_CONVERT}")
     contents = _bytes(folder, TENSORS, most_bytes)
-    weights = AdapterWeights.parse(config, contents, is_known)
+    weights = AdapterWeights.parse(config, contents, is_known, most_tensors)
     return replace(weights, contents=torch.frombuffer(contents, dtype=torch.uint8))
 
 
@@ -158,8 +165,10 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _config(data: Data) -> dict[str, Any]:
+    if parts(text := bytes(data)) > MOST_CONFIG_PARTS:
+        raise AdapterError(LARGE_CONFIG)
     try:
-        config = json.loads(bytes(data))
+        config = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise AdapterError(f"{CONFIG} is not JSON ({shown(str(error))}): save the adapter again") from None
     if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
@@ -167,9 +176,9 @@ def _config(data: Data) -> dict[str, Any]:
     return config
 
 
-def _tensors(data: Data, is_known: bool) -> dict[str, Tensor]:
+def _tensors(data: Data, is_known: bool, most: int) -> dict[str, Tensor]:
     try:
-        tensors = parse_tensors(data)
+        tensors = parse_tensors(data, most)
     except LargeHeader as error:
         raise AdapterError(f"{TENSORS} has too many tensors, or too much beside them: {error}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -181,7 +190,7 @@ def _tensors(data: Data, is_known: bool) -> dict[str, Tensor]:
     return tensors
 
 
-def parse_tensors(data: Data) -> dict[str, Tensor]:
+def parse_tensors(data: Data, most: int = MOST_TENSORS) -> dict[str, Tensor]:
     """Return the tensors of a safetensors file, as views into it where they can be. What that format does not allow is a `ValueError`, or
     another error of a wrong type."""
     size = int.from_bytes(data[:8], "little")
@@ -190,7 +199,10 @@ def parse_tensors(data: Data) -> dict[str, Tensor]:
         raise ValueError("it ends before its header does")
     if size > MOST_HEADER_BYTES:
         raise LargeHeader(LARGE_HEADER)
-    header: dict[str, Any] = json.loads(bytes(data[8:begin]).decode())
+    told = bytes(data[8:begin])
+    if parts(told) > PARTS_OF_A_TENSOR * most + MOST_CONFIG_PARTS or told.count(b"{") > most + FEW_OBJECTS:
+        raise LargeHeader(f"its header tells of more than {most}")
+    header: dict[str, Any] = json.loads(told.decode())
     header.pop("__metadata__", None)
     memory = memoryview(bytearray(data) if isinstance(data, bytes) else data)
     tensors, at = {}, 0

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from symbiosis.errors import AdapterError
 from symbiosis.serving.adapter import IS_THE_BASE
-from symbiosis.serving.adapters.files import MOST_TENSOR_BYTES, read_folder, state_of
+from symbiosis.serving.adapters.files import MOST_TENSOR_BYTES, MOST_TENSORS, read_folder, state_of
 from symbiosis.text import shown
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127}(/[A-Za-z0-9][A-Za-z0-9._@+=-]{0,127})?")
@@ -24,10 +24,17 @@ class Folder:
     Args:
         base: What the base is called, and so no adapter.
         most_bytes: Of the file of an adapter's tensors.
+        most_tensors: In it.
     """
 
-    def __init__(self, path: Path | None, base: str | None = None, most_bytes: int = MOST_TENSOR_BYTES) -> None:
-        self.path, self.base, self.most_bytes = path, base, most_bytes
+    def __init__(
+        self,
+        path: Path | None,
+        base: str | None = None,
+        most_bytes: int = MOST_TENSOR_BYTES,
+        most_tensors: int = MOST_TENSORS,
+    ) -> None:
+        self.path, self.base, self.most_bytes, self.most_tensors = path, base, most_bytes, most_tensors
         self._lock = threading.Lock()  # one lists, and the others wait for that list
         self._listed, self._until, self._like = dict[str, State](), float("-inf"), 0
 
@@ -76,7 +83,7 @@ class Folder:
             check_name(name, self.base)
             if not is_within(self.path / name, self.path):
                 raise AdapterError("it is a link to a folder outside of that of --adapters")
-            read_folder(self.path / name, most_bytes=self.most_bytes)
+            read_folder(self.path / name, False, self.most_bytes, self.most_tensors)
         except AdapterError as error:
             return f"adapter {shown(name)!r}: {error}"
         except OSError as error:

@@ -33,6 +33,7 @@ logger = logging.getLogger("symbiosis")
 SHOWN = 10  # names in a message
 MOST_KEPT = 1024  # adapters whose numbers only must be read again
 ODD = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)  # what odd values in files lead to
+OF_A_MODULE, FEW_TENSORS = 8, 1024  # tensors that an adapter may have at each module of the base, and in any case
 FIXED_BYTES = 1 << 16  # what an adapter takes besides its numbers: so the limit is one on how many there are, too
 
 
@@ -103,7 +104,9 @@ class Library:
         most_file_bytes: int = MOST_TENSOR_BYTES,
     ) -> None:
         self._loader = Loader.of(served, max_rank)
-        self._folder, self._memory = Folder(folder, base, max(most_file_bytes, memory or 0)), memory
+        most_tensors = OF_A_MODULE * len(self._loader.base.modules) + FEW_TENSORS
+        self._folder = Folder(folder, base, max(most_file_bytes, memory or 0), most_tensors)
+        self._memory = memory
         self._found: dict[str, FoundAdapter] = {}  # the one used last comes last
         self._let_go: dict[str, tuple[State, int]] = {}  # with their versions
         self._refusals = Refusals(self._folder)
@@ -267,7 +270,7 @@ class Library:
     ) -> LoadedAdapter:
         try:
             if not isinstance(source, AdapterWeights):
-                source = read_folder(Path(source), is_known, self._folder.most_bytes)
+                source = read_folder(Path(source), is_known, self._folder.most_bytes, self._folder.most_tensors)
             with torch.no_grad():
                 return self._loader.load(name, source, version, is_known)
         except AdapterError as error:

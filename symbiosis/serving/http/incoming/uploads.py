@@ -7,17 +7,19 @@ from pathlib import Path
 import msgspec
 from starlette.requests import Request
 
-from symbiosis.serving.adapter import LARGE_HEADER, MOST_HEADER_BYTES
+from symbiosis.serving.adapter import LARGE_CONFIG, LARGE_HEADER, MOST_CONFIG_PARTS, MOST_HEADER_BYTES, parts
 from symbiosis.serving.http.failures import wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 
-CONFIG = "adapter_config"  # the metadata in which the configuration travels, as JSON
+
+class Metadata(msgspec.Struct):
+    adapter_config: str  # the adapter's configuration, as JSON
 
 
 class Header(msgspec.Struct):
-    """What is read of a safetensors file's header: all else is skipped."""
+    """What is read of a safetensors file's header: all else is skipped, and nothing is made of it."""
 
-    metadata: dict[str, str] = msgspec.field(name="__metadata__")
+    metadata: Metadata = msgspec.field(name="__metadata__")
 
 
 async def received(bodies: Bodies, most: int, request: Request, folder: Path) -> None:
@@ -35,9 +37,11 @@ def _config(weights: Path) -> str:
         if MOST_HEADER_BYTES < length <= size - 8:
             raise wrong(f"the body is a safetensors file, but {LARGE_HEADER}")
         try:
-            told = msgspec.json.decode(file.read(min(length, MOST_HEADER_BYTES)), type=Header).metadata[CONFIG]
+            told = msgspec.json.decode(file.read(min(length, MOST_HEADER_BYTES)), type=Header).metadata.adapter_config
+            if parts(told.encode()) > MOST_CONFIG_PARTS:
+                raise wrong(f"the body is a safetensors file, but {LARGE_CONFIG}")
             return json.dumps(dict(json.loads(told)))
-        except (msgspec.MsgspecError, ValueError, LookupError, TypeError, RecursionError):
+        except (msgspec.MsgspecError, ValueError, TypeError, RecursionError):
             raise wrong(
-                f"the body is no safetensors file whose metadata has {CONFIG!r}, as JSON: symbiosis.publish makes one"
+                "the body is no safetensors file whose metadata has 'adapter_config', as JSON, or it was cut off: symbiosis.publish makes one"
             ) from None
