@@ -136,9 +136,9 @@ def test_what_a_chats_template_is_given_is_no_argument_of_ours(api: Api, name: s
 
 def test_each_event_tells_the_usage_so_far(api: Api) -> None:
     asked = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-    *before, last = complete(api, max_tokens=40, **asked)
+    *before, last = complete(api, max_tokens=200, **asked)
     counts = [event.usage.completion_tokens for event in before]
-    assert counts == sorted(set(counts)) and counts[0] < counts[-1] == last.usage.completion_tokens == 40
+    assert counts == sorted(set(counts)) and counts[0] < counts[-1] == last.usage.completion_tokens == 200
     assert {event.usage.prompt_tokens for event in before} == {last.usage.prompt_tokens}
 
 

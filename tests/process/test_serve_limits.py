@@ -85,7 +85,8 @@ def test_a_body_of_very_many_values_is_refused_before_they_are_made(api: Api, va
     body = b'{"model":"demo","messages":[{"role":"user","content":"a","x":[' + values + b"]}]}"
     headers = {"authorization": "Bearer key-of-one"}
     answer = web.post(f"{api.url}/v1/chat/completions", content=body, headers=headers, timeout=60)
-    assert answer.status_code == 400 and "a body has at most" in answer.json()["error"]["message"], answer.text
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(("messages holds too much", "the body is not JSON"))
 
 
 def test_a_key_that_owes_tokens_sends_no_body(api: Api) -> None:
