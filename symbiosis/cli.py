@@ -60,7 +60,7 @@ def executor(
     shares: Annotated[str | None, typer.Option(help="How much of the model each rank holds, in proportion, such as 3,1. Default: equal shares.")] = None,
     spread_rows: Annotated[int | None, typer.Option(help="With --shard fsdp: calls of at most this many rows go to all ranks, each of which computes some columns of the result, or its part of a gradient's sum. The result rounds differently from that of one product. Default: 0.")] = None,
     gather_buffers: Annotated[int | None, typer.Option(help="With --shard fsdp on GPUs: bytes that each rank may use for weights that it gathers before products of many rows. Default: 0; parts on other GPUs are read in place.")] = None,
-    hosts: Annotated[list[str] | None, typer.Option(help="Where clients reach each host, if torchrun starts ranks on several. Repeatable, in torchrun's order.")] = None,
+    hosts: Annotated[list[str] | None, typer.Option(help="Where clients reach each host, if torchrun starts ranks on several. Repeatable, in torchrun's order. Endpoints of clients list them: tcp://A:PORT?hosts=A,B.")] = None,
     mps: Annotated[bool | None, typer.Option("--mps/--no-mps", help="Share the GPU with its clients by CUDA MPS: join its daemon, or start and stop one.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, ... Default: that of the checkpoint.")] = None,
     policy: Annotated[str | None, typer.Option(help="immediate, lockstep or opportunistic (default).")] = None,

@@ -4,12 +4,13 @@ import ipaddress
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import unquote
 
-from symbiosis.errors import ConfigError
+from symbiosis.errors import CallError, Code, ConfigError, ProtocolError
 
 SCHEMES = ("inproc", "local", "tcp")
 CLUSTERS = "clusters"  # the folder of all clusters of a user
-LAST_PORT = 65535
+FIRST_OPEN_PORT, LAST_PORT = 1024, 65535  # those below are for servers of the system
 HOST = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,252}|\[[0-9A-Fa-f:.]{2,45}\]")
 
 
@@ -37,12 +38,12 @@ def parts_of(url: str) -> tuple[str, str]:
 
 def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> str:
     """Return where a rank of a service answers, if rank number `here` answers at `url`. The first one has the service's name. `hosts`: of each
-    rank, those of one host behind each other, if there are several.
+    rank, those of one host behind each other, if there are several. That is what an executor says: one that `url` does not name is refused.
 
     >>> of_rank("local:///a.sock", 1), of_rank("tcp://host:7001?key=a.key", 0, here=1)
     ('local:///a.sock.rank1', 'tcp://host:7000?key=a.key')
-    >>> of_rank("tcp://x:7001", 2, here=1, hosts=("a", "a", "b", "b"))
-    'tcp://b:7000'
+    >>> of_rank("tcp://x:7001?hosts=a,b", 2, here=1, hosts=("a", "a", "b", "b"))
+    'tcp://b:7000?hosts=a,b'
     """
     scheme, address = parts_of(url)
     if scheme != "tcp":
@@ -51,8 +52,26 @@ def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> st
     place, mark, query = address.partition("?")
     host, _, port = place.rpartition(":")
     if hosts:
-        host, rank, here = hosts[rank], rank - hosts.index(hosts[rank]), here - hosts.index(hosts[here])
-    return f"tcp://{host}:{int(port) + rank - here}{mark}{query}"
+        if hosts[rank] != hosts[here]:
+            host = _named_host(url, hosts[rank], hosts)
+        rank, here = rank - hosts.index(hosts[rank]), here - hosts.index(hosts[here])
+    if not 0 < (at := int(port) + rank - here) <= LAST_PORT:
+        raise ProtocolError(Code.BAD_FRAME, f"{url} names ranks of which one would answer at port {at}: there is none")
+    return f"tcp://{host}:{at}{mark}{query}"
+
+
+def _named_host(url: str, host: str, hosts: Sequence[str]) -> str:
+    """Return `host` if the endpoint names it, or raise `CallError`: an executor does not say where its clients connect to."""
+    place, _, query = url.partition("?")
+    given = dict(part.partition("=")[::2] for part in query.split("&") if part)
+    if host in unquote(given.pop("hosts", "")).split(","):
+        return host
+    named = "&".join([f"{name}={value}" for name, value in given.items()] + [f"hosts={','.join(dict.fromkeys(hosts))}"])
+    raise CallError(
+        Code.NOT_ALLOWED,
+        f"the executor at {place} says that a part of its model is on {host}, which the endpoint does not name. If these hosts are its "
+        f"operator's, write {place}?{named}",
+    )
 
 
 def is_within_process(url: str) -> bool:

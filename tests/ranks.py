@@ -65,8 +65,14 @@ def ranks_of(
 
     def make(rank: int) -> Server:
         hosts: Any = words.get("hosts", ())  # a rank on each
+        there = f"{url}?hosts={','.join(hosts)}" if hosts else url
         options = load_options(
-            {"listen": [of_rank(url, rank, 0, hosts)], "ranks": ranks, "shares": tuple(shares), **words}
+            {
+                "listen": [of_rank(there, rank, 0, hosts).partition("?")[0]],
+                "ranks": ranks,
+                "shares": tuple(shares),
+                **words,
+            }
         )
         others = Ranks(board, rank, ranks)
         if not isinstance(model, nn.Module):

@@ -15,11 +15,12 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import GenerationConfig
 
 from symbiosis.client import arguments
 from symbiosis.client.connection.reconnect import CALL_S, PATIENCE_S
 from symbiosis.client.session import Session
-from symbiosis.client.told_config import told_class, told_config
+from symbiosis.client.told_config import told_class, told_config, told_generation
 from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.wrap import attach
 from symbiosis.config import default_endpoints
@@ -99,6 +100,8 @@ def _structure(session: Session, changes: dict[str, Any]) -> nn.Module:
             f"transformers cannot build a {welcome.model_class} from what {session.endpoint} sends: {text}"
         ) from error
     _must_fit(model, welcome, session.endpoint)
+    if isinstance(generation := getattr(model, "generation_config", None), GenerationConfig):
+        model.generation_config = told_generation(generation)  # type: ignore[assignment]
     return model
 
 

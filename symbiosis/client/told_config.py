@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import transformers
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.auto_factory import _LazyAutoMapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -25,7 +25,17 @@ logger = logging.getLogger("symbiosis")
 # What the client decides, or what says where a checkpoint came from: of no use here, whatever it says.
 OUR_OWN = frozenset(
     ("_name_or_path", "name_or_path", "architectures", "dtype", "torch_dtype", "model_type", "transformers_version")
+    + (
+        "use_cache",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "chunk_size_feed_forward",
+        "torchscript",
+    )
 )
+# How texts are made, and how many and how long ones, unless a class declares a field of this name.
+GENERATION = frozenset(name for name in GenerationConfig().to_dict() if not name.endswith(("token_id", "token_ids")))
 # what is computed
 ALTERS = frozenset(("quantization_config", "use_pretrained_backbone", "backbone", "backbone_kwargs"))
 # Of what a class does not declare: names of code, files and loaders, and what the client decides.
@@ -62,6 +72,11 @@ def told_config(welcome: Welcome, changes: dict[str, Any], where: str) -> PreTra
     except Exception as error:  # whatever transformers makes of it
         text = shown(f"{type(error).__name__} {error}")
         raise WrapError(f"transformers cannot make a configuration from what {where} sends: {text}") from error
+
+
+def told_generation(generation: GenerationConfig) -> GenerationConfig:
+    """Return the part of what a model's configuration makes of generation that is not for the client to say: the special tokens."""
+    return GenerationConfig(**{k: v for k, v in generation.to_dict().items() if k.endswith(("token_id", "token_ids"))})
 
 
 def told_class(name: str, config: PreTrainedConfig, where: str) -> Any:
@@ -161,7 +176,7 @@ def _is_plain(config_class: type[PreTrainedConfig], name: str, value: object) ->
     if not name.isidentifier() or any(fnmatchcase(name, never) for never in NEVER) or hasattr(config_class, name):
         return False
     values = value if isinstance(value, list) else [value]
-    return all(one is None or isinstance(one, bool | int | float | str) for one in values)
+    return name not in GENERATION and all(one is None or isinstance(one, bool | int | float | str) for one in values)
 
 
 def _field_names(config_class: type[PreTrainedConfig]) -> set[str]:

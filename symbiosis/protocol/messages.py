@@ -18,7 +18,7 @@ Word = Annotated[str, Meta(max_length=128)]
 LONGEST_NAME = 512  # characters
 Name = Annotated[str, Meta(max_length=LONGEST_NAME)]
 # The bounds that a client accepts for an executor's limits and for the seconds between heartbeats.
-LARGEST_LIMIT, SHORTEST_BEAT_S, LONGEST_BEAT_S = 1 << 62, 1e-3, 1e6
+LARGEST_LIMIT, SHORTEST_BEAT_S, LONGEST_BEAT_S = 1 << 62, 0.1, 1e6
 MAX_WELCOME = 4 << 20  # bytes, for some 25,000 layers; decoding them can take 32 times as many
 MAX_CONTROL = 1 << 14  # bytes of any other message
 Numbers = Annotated[tuple[int, ...], Meta(max_length=MAX_CONTROL)]  # of calls or segments; more do not fit a message

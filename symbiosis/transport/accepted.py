@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from symbiosis.endpoints import HOST, LAST_PORT
+from symbiosis.endpoints import FIRST_OPEN_PORT, HOST, LAST_PORT
 from symbiosis.errors import CallError, Code, ProtocolError
 from symbiosis.protocol import (
     ELSEWHERE,
@@ -53,7 +53,7 @@ def accepted(answer: object, url: str, hello: Hello) -> Welcome:
     limits = msgspec.structs.astuple(answer.limits)
     if not (all(0 <= size <= LARGEST for size in sizes) and all(0 <= limit <= LARGEST_LIMIT for limit in limits)):
         raise ProtocolError(Code.BAD_FRAME, f"{url} states impossible sizes")
-    if not 0 <= answer.port <= LAST_PORT:
+    if answer.port and not FIRST_OPEN_PORT <= answer.port <= LAST_PORT:
         raise ProtocolError(Code.BAD_FRAME, f"{url} names port {answer.port}")
     if not SHORTEST_BEAT_S <= answer.heartbeat_s <= LONGEST_BEAT_S:
         raise ProtocolError(Code.BAD_FRAME, f"{url} asks for a heartbeat every {answer.heartbeat_s} s")

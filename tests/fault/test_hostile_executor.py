@@ -19,13 +19,17 @@ import transformers
 import zmq
 from msgspec.structs import replace
 from torch import Tensor, nn
-from transformers import DebertaV2Config, DebertaV2ForMaskedLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DebertaV2Config, DebertaV2ForMaskedLM, GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import symbiosis
+from symbiosis.client.connection.lifetime import beat_every
 from symbiosis.client.session import Session
+from symbiosis.endpoints import of_rank
 from symbiosis.errors import CallError, Code, ProtocolError, SymbiosisError, WrapError
 from symbiosis.executor.model.store import Store
 from symbiosis.protocol import (
+    LONGEST_BEAT_S,
+    SHORTEST_BEAT_S,
     Call,
     Grown,
     Hello,
@@ -83,10 +87,11 @@ def doctor(executor: symbiosis.Executor, **changes: Any) -> symbiosis.Executor:
 class Operator:
     """Who answers at tcp:// or local:// with whatever it likes: a join by `welcome`, a call by what `answer` makes of its number."""
 
-    def __init__(self, welcome: bytes, answer: Callable[[int, Call], list[bytes]]) -> None:
+    def __init__(self, welcome: bytes, answer: Callable[[int, Call], list[bytes]], place: str = "") -> None:
         self._welcome, self._answer, self._ends = welcome, answer, False
         self._socket: Any = zmq.Context.instance().socket(zmq.ROUTER)
-        self.url = f"tcp://127.0.0.1:{self._socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self._socket.bind(f"tcp://{place or '127.0.0.1:*'}")
+        self.url = self._socket.last_endpoint.decode()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -167,6 +172,62 @@ def test_texts_of_refusals_are_written_out() -> None:
             Session(refusing.url).call(Op.ECHO, 0, torch.ones(2))
 
 
+# ---------------------------------------------------------------- what it asks for
+
+
+@pytest.mark.parametrize("join", ["from_executor", "top"])
+def test_a_client_connects_to_no_host_that_only_the_executor_names(join: str) -> None:
+    """Another address of this machine stands for a host of the user's."""
+    with socket.create_server(("127.0.0.2", 0)) as victim:
+        victim.settimeout(0.5)
+        port = victim.getsockname()[1]
+        layers = [replace(layer, kind="elsewhere") for layer in Store(tiny_llama()).manifest]
+        ranks = {"ranks": 2, "shard": "layers", "manifest": layers, "hosts": ("here", "127.0.0.2")}
+        welcome = encode_control(welcome_of(tiny_llama(), **ranks))
+        with Operator(welcome, lambda seq, call: [], f"127.0.0.1:{port}") as operator:
+            told = rf"model is on 127\.0\.0\.2.*{operator.url}\?hosts=here,127\.0\.0\.2"
+            with pytest.raises(SymbiosisError, match=told):
+                if join == "top":
+                    top.run(operator.url, True, 0.1)
+                else:
+                    symbiosis.from_executor(operator.url, patience=1.0)
+            with pytest.raises(TimeoutError):
+                victim.accept()
+            with pytest.raises(SymbiosisError):
+                symbiosis.from_executor(f"{operator.url}?hosts=127.0.0.2", patience=0.1)
+            victim.accept()[0].close()  # which the user has named
+
+
+@pytest.mark.parametrize(("rank", "port"), [(0, 65535), (1, 1)])
+def test_there_are_no_ranks_at_ports_that_do_not_exist(rank: int, port: int) -> None:
+    with pytest.raises(ProtocolError, match="there is none"):
+        of_rank(f"tcp://127.0.0.1:{port}", 1 - rank, rank)
+
+
+def test_who_is_always_busy_costs_a_client_little() -> None:
+    asked = []
+
+    def busy(seq: int, call: Call) -> list[bytes]:
+        asked.append(seq)
+        return [encode_reply(Reply(seq, Code.BUSY, shape=(4,))), b"wait"]
+
+    with Operator(encode_control(welcome_of(tiny_llama())), busy) as operator:
+        session = Session(operator.url, patience=1.0)
+        with pytest.raises(CallError, match="BUSY"):
+            session.call(Op.ECHO, 0, torch.ones(2))
+        session.close()
+    assert 10 < len(asked) < 40
+
+
+@pytest.mark.parametrize("heartbeat_s", [SHORTEST_BEAT_S, LONGEST_BEAT_S])
+def test_a_heartbeat_costs_a_client_little(heartbeat_s: float, serve: Callable) -> None:
+    """However often it is asked for; and a thread that beats soon sees that its connection is gone."""
+    session = Session(serve(tiny_llama(), heartbeat_s=heartbeat_s).endpoint)
+    assert session.welcome and session._connection
+    assert 0.02 < beat_every(session._connection) <= 10
+    session.close()
+
+
 # ---------------------------------------------------------------- who joins
 
 
@@ -190,6 +251,8 @@ WELCOMES: dict[str, dict[str, Any]] = {
     "an operator of a megabyte": {"operator": "x" * MIB},
     "a heartbeat of zero": {"heartbeat_s": 0.0},
     "a heartbeat of NaN": {"heartbeat_s": float("nan")},
+    "a heartbeat of a millisecond": {"heartbeat_s": 1e-3},
+    "a port of the system's": {"port": 22},
     "a negative limit": {"limits": Limits(max_rows=-1)},
     "a port": {"port": -1},
     "another fingerprint": {"fingerprint": "0" * 64},
@@ -485,6 +548,14 @@ HARMLESS: dict[str, dict[str, Any]] = {
         "generation_config": {"custom_generate": "mallory/generate"},
     },
     "_name_or_path": {"_name_or_path": "mallory/model"},
+    "how long texts are": {
+        "max_length": 1 << 30,
+        "max_new_tokens": 1 << 30,
+        "num_beams": 5000,
+        "stop_strings": ["mallory"],
+    },
+    "what a model returns": {"output_attentions": True, "output_hidden_states": True, "return_dict": False},
+    "how a model computes": {"use_cache": False, "chunk_size_feed_forward": 1, "cache_implementation": "offloaded"},
     "dtype": {"dtype": "load", "torch_dtype": "load"},
     "a method": {"to_dict": "mine", "attribute_map": {"hidden_size": "x"}, "sub_configs": {}, "__class__": "int"},
 }
@@ -498,6 +569,9 @@ def test_what_is_no_field_is_left_out(what: str, serve: Callable, no_code: None,
         assert torch.equal(model(ids).logits, tiny_llama()(ids).logits)
     assert "mallory" not in repr(model.config.__dict__) and "mallory" not in repr(model.generation_config.__dict__)
     assert model.config._attn_implementation in ("sdpa", "eager") and model.name_or_path == ""
+    ours = {name: value for name, value in vars(model.generation_config).items() if not name.endswith("token_id")}
+    assert ours == {name: value for name, value in vars(GenerationConfig()).items() if not name.endswith("token_id")}
+    assert model(ids).keys() == tiny_llama()(ids).keys() and model.config.chunk_size_feed_forward == 0
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

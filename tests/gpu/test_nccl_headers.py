@@ -250,6 +250,30 @@ def test_the_port_for_headers_takes_only_who_has_the_token(
     connection.close()
 
 
+def test_what_a_client_says_at_that_port_is_not_for_the_executor_to_choose(
+    executor: symbiosis.Executor, monkeypatch: Any
+) -> None:
+    """Else it could have its clients give commands to whatever listens on its host."""
+    command, said = b"\r\nSHUTDOWN NOW\r\n".ljust(nccl.TOKEN_BYTES), []
+    connect = socket.create_connection
+
+    class Heard(socket.socket):
+        def sendall(self, data: Any, *flags: int) -> None:
+            said.append(bytes(data))
+            super().sendall(data, *flags)
+
+    def heard(place: tuple[str, int], timeout: float) -> Heard:
+        return Heard(fileno=connect(place, timeout).detach())
+
+    random = os.urandom
+    monkeypatch.setattr(nccl.os, "urandom", lambda size: command if size == nccl.TOKEN_BYTES else random(size))
+    monkeypatch.setattr(socket, "create_connection", heard)
+    connection = joined(executor)
+    assert connection.welcome.token == command
+    assert said and b"SHUTDOWN" not in b"".join(said)
+    connection.close()
+
+
 def test_where_the_port_cannot_be_reached_rows_go_through_the_host(
     executor: symbiosis.Executor, weight: Tensor, monkeypatch: Any, caplog: Any
 ) -> None:

@@ -323,11 +323,11 @@ def test_parts_that_cannot_be_are_refused(begins: dict[int, tuple[int, ...]]) ->
 
 
 def test_ranks_answer_on_the_hosts_that_welcomes_name(ids: Tensor) -> None:
-    """Two addresses of this machine stand for hosts; a client may name either."""
+    """Two addresses of this machine stand for hosts; a client may join either, and names both."""
     hosts = ("127.0.0.1", "127.0.0.2")
     port = free_port(*hosts)
-    urls = [f"tcp://{host}:{port}" for host in hosts]
-    with ranks_of(tiny_llama(), urls[0], hosts=hosts):
+    urls = [f"tcp://{host}:{port}?hosts={','.join(hosts)}" for host in hosts]
+    with ranks_of(tiny_llama(), f"tcp://{hosts[0]}:{port}", hosts=hosts):
         for url in urls:
             split = symbiosis.from_executor(url)
             assert {weight.handle.session.endpoint for weight in remote_weights(split)} == set(urls)

@@ -239,9 +239,9 @@ def test_ranks_may_be_on_several_hosts(model: Path) -> None:
             running.callback(launched[-1].kill)
         assert "2 ranks) at tcp://127.0.0.1" in lines_until(launched[0], "symbiosis-executor ready")
         for host in hosts:
-            split = symbiosis.from_executor(f"tcp://{host}:{port}")
+            split = symbiosis.from_executor(f"tcp://{host}:{port}?hosts={','.join(hosts)}")
             assert torch.equal(split(IDS).logits, tiny_llama()(IDS).logits)
-            assert {weight.handle.session.endpoint for weight in remote_weights(split)} == {
+            assert {weight.handle.session.endpoint.partition("?")[0] for weight in remote_weights(split)} == {
                 f"tcp://{one}:{port}" for one in hosts
             }
         for process in launched:

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 from symbiosis.errors import RemoteWeightError
 from symbiosis.transport.base import Connection
 
+LONGEST_PAUSE_S = 10.0  # between two beats, however seldom the executor wants them
+
 
 class Living(Protocol):
     """What this module needs of a session."""
@@ -62,8 +64,8 @@ def restored(key: str, make: Callable[[], Kept]) -> Kept:
 
 
 def beat_every(connection: Connection) -> float:
-    """Return how many seconds may lie between two calls of `connection.beat`."""
-    return min(connection.welcome.heartbeat_s / 4, connection.look_s)
+    """Return how many seconds may lie between two calls of `connection.beat`. A thread does it, which lives so long after its connection."""
+    return min(connection.welcome.heartbeat_s / 4, connection.look_s, LONGEST_PAUSE_S)
 
 
 def beat_from_now_on(alive: Kept, interval: float, beat: Callable[[Kept], bool]) -> None:

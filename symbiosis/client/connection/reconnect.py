@@ -38,6 +38,10 @@ CALL_S = arguments.seconds_in("SYMBIOSIS_CALL_TIMEOUT_S", 120.0)  # how long one
 FIRST_ROOM = 64 << 20  # bytes of the largest reply at first: for a larger one a session joins anew
 KEEPS_OUT = frozenset((Code.WRONG_MODEL, Code.LIMIT, Code.NOT_ALLOWED))  # of a join: another executor may let us in
 FIRST_PAUSE_S = 0.02  # between two attempts
+FIRST_WAIT_S, LONGEST_WAIT_S = (
+    1e-3,
+    0.05,
+)  # before a busy executor is asked again at least: at first, and after some times
 REFUSES = "%s is back and refuses this client, which goes on with the weights that it has mapped: %s"
 
 logger = logging.getLogger("symbiosis")
@@ -111,7 +115,7 @@ class Reconnecting:
     def _persist(self, call: Call, payload: tuple[Tensor, ...], shapes: Shapes) -> Answer | None:
         """Make a call. If the connection is lost, join the next replica, or the same executor again, until the patience is over.
         Returns None if the executor is away and the weights are mapped, so that the caller can compute locally."""
-        end, pause, lost = time.perf_counter() + self.patience, FIRST_PAUSE_S, 0
+        end, pause, lost, least = time.perf_counter() + self.patience, FIRST_PAUSE_S, 0, FIRST_WAIT_S
         try:
             while True:
                 try:
@@ -123,7 +127,8 @@ class Reconnecting:
                     continue
                 except (ConnectionLost, CallError) as error:
                     if _says_when(error) and time.perf_counter() + error.retry_s <= end:
-                        self._slow_down(error)
+                        self._slow_down(error, least)
+                        least = min(2 * least, LONGEST_WAIT_S)
                         continue
                     if (mapped := mapped_on_cpu(self.mapped)) is not None and is_away(error) and mapped.knows(call):
                         self._disconnect()
@@ -157,12 +162,12 @@ class Reconnecting:
         self._turn_to_next()
         self.stats.retries += 1
 
-    def _slow_down(self, error: CallError) -> None:
-        """Wait as long as the executor says (a little longer, so that not all clients return at once), with heartbeats."""
+    def _slow_down(self, error: CallError, least: float) -> None:
+        """Wait as long as the executor says (a little longer, so that not all clients return at once), with heartbeats; but `least` seconds."""
         if not self.stats.slowed_s:
             logger.warning("%s slows this client down: %s", self.endpoint, error.message)
         begun = time.perf_counter()
-        end = begun + error.retry_s * random.uniform(1.0, 1.25)
+        end = begun + max(least, error.retry_s) * random.uniform(1.0, 1.25)
         while (left := end - time.perf_counter()) > 0 and self._connection and self._welcome:
             time.sleep(min(left, beat_every(self._connection)))
             self._connection.beat()

@@ -39,7 +39,7 @@ class NcclConnection(TcpConnection):
             self._side = socket.create_connection((self.host, self.welcome.port), CONNECT_S)
             self._side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             meeting = nccl_driver.new_unique()
-            self._side.sendall(self.welcome.token + meeting)
+            self._side.sendall(nccl_driver.shown(self.welcome.token) + meeting)
             self._woken = select.poll()
             self._woken.register(self._side, select.POLLIN)
             self._side.setblocking(False)  # with a timeout every look would wait

@@ -44,7 +44,7 @@ from symbiosis.transport.tcp.peer import TcpHome, TcpPeer
 from symbiosis.transport.tcp.sockets import Wire
 from symbiosis.transport.tensors import bytes_of, tensor_at
 
-TOKEN_BYTES = 16
+TOKEN_BYTES = 32
 FIRST_BYTES = TOKEN_BYTES + UNIQUE_BYTES  # who this is, and where its NCCL waits
 LOOK_S = 0.5  # between two looks whether the client is there
 STALL_S = 30.0  # that rows may be on their way
@@ -176,7 +176,7 @@ class NcclPeer(TcpPeer):
             self._reactor.watch(sock.fileno(), self.look, self)
 
     def _meet(self, raw: bytes) -> None:
-        if not hmac.compare_digest(raw[:TOKEN_BYTES], self._token):
+        if not hmac.compare_digest(raw[:TOKEN_BYTES], nccl_driver.shown(self._token)):
             self._close_socket()
             return
         self._known = True

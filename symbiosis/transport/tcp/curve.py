@@ -199,10 +199,11 @@ class Address(NamedTuple):
     @classmethod
     def parse(cls, address: str) -> "Address":
         """Parse `HOST:PORT` or `HOST:PORT?server=EXECUTOR.pub&key=MINE.key`, with `&nccl=yes` or `no`. There may be several `.pub`
-        files, separated by commas."""
+        files, separated by commas. (`hosts=` says where else ranks may be: `endpoints.of_rank`.)"""
         where, _, query = address.partition("?")
         given = {name: values[-1] for name, values in parse_qs(query).items()}
         said = bool(given) or not query
+        given.pop("hosts", None)
         nccl = given.pop("nccl", "no" if given else "yes")
         if not said or sorted(given) not in ([], ["key", "server"]) or nccl not in ("yes", "no"):
             raise ConfigError(
