@@ -48,7 +48,8 @@ def from_executor(
     **config: Any,
 ) -> nn.Module:
     """Return a wrapped model of the executor's kind, without a checkpoint and without base weights in this process's memory. (`privacy` and
-    `verify` need those weights, so only `wrap` has them.)
+    `verify` need those weights, so only `wrap` has them.) All of it is frozen: an optimizer that has nothing else to train is refused at its
+    first step.
 
     Args:
         endpoint, timeout, patience, wait, layers, priority, exact, share: as for `wrap`.

@@ -22,6 +22,7 @@ from symbiosis.client.privacy.verify import Proofs
 from symbiosis.client.session import Session
 from symbiosis.client.state_dict import complete, put_in_remote, say_what_is_left_out
 from symbiosis.client.stats import Stats
+from symbiosis.client.untrained import refuse_to_train_nothing
 from symbiosis.client.warn import warn_of_differences, warn_of_heads, warn_when_trained
 from symbiosis.client.weights.assigned import guard_data
 from symbiosis.client.weights.peft_methods import support_peft_methods
@@ -145,6 +146,7 @@ def attach(
             rank.map_for(used)
     if trainable and device is None:
         warn_when_trained(root)
+    refuse_to_train_nothing(root)
     if say_what_is_left_out not in root._state_dict_hooks.values():
         root.register_state_dict_post_hook(say_what_is_left_out)
     _ignore_in_ddp(model)
