@@ -78,6 +78,7 @@ ALLOWED = {
     "logs": {"text"},
     "cgroups": set[str](),
     "memory": {"cgroups"},
+    "process_figures": {"memory"},
     "errors": {"text"},
     "endpoints": {"errors"},
     "choice": set[str](),

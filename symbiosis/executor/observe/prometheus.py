@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from symbiosis.executor.observe.snapshot import Snapshot
+from symbiosis.process_figures import process_figures
 
 BATCH_EDGES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -25,6 +26,7 @@ class PrometheusCollector(Collector):
         yield from _by_label(now)
         yield _batch_sizes(now)
         yield from _gauges(now)
+        yield from process_figures()
 
 
 def _by_layer(now: Snapshot) -> Iterator[Metric]:

@@ -11,20 +11,23 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from symbiosis.process_figures import process_figures
+
 ANSWER_S = 2.0  # a rank whose pages take longer is stalled
 WORST_LAST = ("ready", "draining", "starting", "stalled")
 _opener = build_opener(ProxyHandler({}))
 
 
 class RankFigures(Collector):
-    """Shows the figures of all ranks to `prometheus_client`. `ports`: of their pages, by rank; a rank that is away has none."""
+    """Shows the figures of all ranks to `prometheus_client`, and those of this process, which have no label `rank`. `ports`: of their pages,
+    by rank; a rank that is away has none."""
 
     def __init__(self, ports: Mapping[int, int]) -> None:
         self._ports = ports
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric once, with the samples of all ranks."""
-        found: dict[str, Metric] = {}
+        found: dict[str, Metric] = {family.name: family for family in process_figures()}
         for rank, text in sorted(pages(self._ports, "/metrics").items()):
             for family in text_string_to_metric_families(text or ""):
                 merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))

@@ -64,7 +64,7 @@ class Front(Keyed):
         return await asyncio.shield(self._metrics)
 
     async def _made_metrics(self) -> bytes:
-        return metrics.text(await self.remote.ask(Figures, "figures"), self.answered)
+        return metrics.text(await self.remote.ask(Figures, "figures"), self.answered, self.options.engine)
 
     async def body(self, request: HttpRequest) -> bytes:
         """Return the whole body of a request, if it is not too large and comes in time."""

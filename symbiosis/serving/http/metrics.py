@@ -1,11 +1,13 @@
 """Figures for Prometheus. Where vLLM has the same figure, the name is vLLM's, with `symbiosis_serve_` for its `vllm:`."""
 
+import os
 from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from symbiosis.process_figures import children, process_figures
 from symbiosis.serving.engine.figures import Figures, Histogram
 
 PREFIX = "symbiosis_serve_"
@@ -38,10 +40,10 @@ HISTOGRAMS: dict[str, tuple[str, Callable[[Figures], Histogram]]] = {
 
 
 class Collected(Collector):
-    """The figures at one moment, and the answers of HTTP by path and status."""
+    """The figures at one moment, and the answers of HTTP by path and status. `engine` is a process, with an executor that it may have started."""
 
-    def __init__(self, figures: Figures, answered: dict[tuple[str, int], int]) -> None:
-        self._figures, self._answered = figures, answered
+    def __init__(self, figures: Figures, answered: dict[tuple[str, int], int], engine: int) -> None:
+        self._figures, self._answered, self._engine = figures, answered, engine
 
     def collect(self) -> Iterable[Metric]:
         figures = self._figures
@@ -61,6 +63,7 @@ class Collected(Collector):
         for (path, status), count in self._answered.items():
             answers.add_metric([path, str(status)], count)
         yield answers
+        yield from process_figures({} if not self._engine else {"engine": self._engine} | _executor(self._engine))
 
 
 def _histogram(name: str, help: str, of: Histogram) -> HistogramMetricFamily:
@@ -71,8 +74,13 @@ def _histogram(name: str, help: str, of: Histogram) -> HistogramMetricFamily:
     return HistogramMetricFamily(name, help, buckets=buckets, sum_value=of.total)
 
 
-def text(figures: Figures, answered: dict[tuple[str, int], int]) -> bytes:
+def _executor(engine: int) -> dict[str, int]:
+    """Return the executor that this process has started beside the one that speaks HTTP, if it has."""
+    return {"executor": pid for pid in children(engine) if pid != os.getpid()}
+
+
+def text(figures: Figures, answered: dict[tuple[str, int], int], engine: int) -> bytes:
     """Return the figures as Prometheus reads them."""
     registry = CollectorRegistry()
-    registry.register(Collected(figures, answered))
+    registry.register(Collected(figures, answered, engine))
     return generate_latest(registry)

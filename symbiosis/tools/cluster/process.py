@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from msgspec.structs import replace
 
 from symbiosis.clusters import Member
+from symbiosis.process_figures import children
 from symbiosis.tools.cluster.watched import Watched
 
 logger = logging.getLogger("symbiosis")
@@ -173,8 +174,6 @@ def _stat(pid: int) -> list[str]:
 
 def descendants(pid: int) -> Iterator[int]:
     """Yield the processes that a process has started, and that these have."""
-    with contextlib.suppress(OSError):
-        for file in Path(f"/proc/{pid}/task").glob("*/children"):
-            for child in file.read_text().split():
-                yield int(child)
-                yield from descendants(int(child))
+    for child in children(pid):
+        yield child
+        yield from descendants(child)
