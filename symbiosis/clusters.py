@@ -24,6 +24,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     number: int = 0  # of servers: by which placement knows it
     url: str = ""
+    pages: str = ""  # where it has /metrics and /health
     state: str = "starting"  # or ready, draining, lost
     pid: int = 0
     batch: int = 0  # of a server: most sequences of a step

@@ -24,15 +24,23 @@ def process_figures(others: Mapping[str, int] | None = None) -> Iterator[Metric]
         yield from _of("self")
         return
     found: dict[str, Metric] = {}
-    for name, pid in {"http": "self", **others}.items():
-        for family in _of(pid):
+    for name, pid in (("http", "self"), *others.items()):
+        for family in _of(str(pid)):
             merged = found.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             merged.samples += [sample._replace(labels={"process": name}) for sample in family.samples]
     yield from found.values()
 
 
-def _of(pid: int | str) -> Iterator[Metric]:
+def _of(pid: str) -> Iterator[Metric]:
     yield from ProcessCollector(pid=lambda: pid, registry=None).collect()
+
+
+def command_of(pid: int) -> str:
+    """Return with which words a process was started; none if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
 
 
 def children(pid: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ LEAST_FROZEN_S = 1.0  # processes are asked how they are every half second
 MOST_EXECUTORS, MOST_SERVERS, MOST_FRONT_ENDS = 1 << 20, 4096, 256  # of one model; in all
 BACKENDS = ("local", "ray")  # this host; the nodes of a Ray cluster
 OURS = {  # options that the cluster gives itself
-    "executor": {"listen", "model", "config", "metrics-port"},
+    "executor": {"listen", "model", "config", "metrics-port", "metrics-host"},
     "server": {
         "executor", "model", "config", "served-model-name", "adapters", "host", "port", "api-keys", "drain-s", "wait-s",
     },
@@ -51,6 +50,10 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """For how many servers there is room from the start. On a GPU it is for all: they must be on that of their executor."""
         return self.most if self.gpus else self.least
 
+    def servers_of(self, executor: int) -> int:
+        """How many servers there is room for beside an executor, which are counted from 0."""
+        return len(range(executor or self.executors, self.reserved + 1, self.executors))
+
     @property
     def bundles(self) -> list[dict[str, float]]:
         """What each executor needs, on one node, together with its servers.
@@ -58,8 +61,7 @@ class ModelPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         >>> ModelPlan(executors=2, servers=(3, 5), threads=2).bundles
         [{'CPU': 4.0}, {'CPU': 6.0}]
         """
-        served = Counter(n % self.executors for n in range(1, self.reserved + 1))
-        counts = [1 + served[place] for place in range(self.executors)]
+        counts = [1 + self.servers_of(place) for place in range(self.executors)]
         gpus = [{"GPU": round(self.gpus * count, 4)} if self.gpus else {} for count in counts]
         return [{"CPU": float(self.threads * count), **gpu} for count, gpu in zip(counts, gpus, strict=True)]
 

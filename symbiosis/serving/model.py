@@ -12,9 +12,8 @@ from symbiosis.attention.alike import place_of, text_config
 from symbiosis.memory import free_memory
 from symbiosis.serving.arena import Arena, KvShape
 from symbiosis.serving.blocks import Blocks
+from symbiosis.serving.options import SHARE
 from symbiosis.serving.step import BLOCK, Sequence, Step
-
-SHARE = 0.25  # of the memory that is free, where nothing is said
 
 
 class Served(ABC):

@@ -12,6 +12,7 @@ from symbiosis.errors import ConfigError
 
 PORT = 8000
 Policy = Literal["fcfs", "abort", "vtc"]  # which waiting request is first; see `symbiosis.serving.scheduling.policy`
+SHARE = 0.25  # of the memory that is free, where nothing is said
 UNITS = {"": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 SIZE = re.compile(r"(\d+(?:\.\d*)?|\.\d+) ?([KMGT]iB)?", re.IGNORECASE)
 

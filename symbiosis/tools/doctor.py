@@ -16,9 +16,12 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from symbiosis import mps, requirements
+from symbiosis.cgroups import usable_cores
 from symbiosis.config import default_endpoints, named_endpoints
 from symbiosis.endpoints import how_to_start_one, socket_path
 from symbiosis.errors import OutdatedPackage
+from symbiosis.memory import free_memory, meminfo, whole_memory
+from symbiosis.tools.cluster.footprint import EXECUTOR
 from symbiosis.tools.cluster_findings import findings
 from symbiosis.tools.reporting import versions
 from symbiosis.tools.room import room_for
@@ -62,6 +65,7 @@ def checks(endpoint: str | None, model: str | None = None, cluster: Path | None 
     file of a `cluster`, look at that, and at no executor that was not named."""
     yield check_versions()
     yield check_threads()
+    yield check_memory()
     yield check_gpus()
     yield check_mps()
     yield check_shared_memory()
@@ -96,14 +100,31 @@ def check_threads() -> Check:
     """Check how many threads torch takes in each process: the executor and every client have such a pool."""
     import torch
 
-    usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-    text = f"{usable} cores, {threads} torch threads in each process"
+    cores, usable, threads = len(os.sched_getaffinity(0)), usable_cores(), torch.get_num_threads()
+    text = f"{cores} cores, {threads} torch threads in each process"
+    if threads > usable:
+        return Check(
+            "warn", "threads", f"{text}, and a cgroup that gives them the time of {usable:g} cores",
+            f"Set OMP_NUM_THREADS={max(1, int(usable))} or less: threads beyond that wait for each other",
+        )  # fmt: skip
     if threads > 1:
         return Check(
             "warn", "threads", text,
             "Executor and clients on one host would compete: set OMP_NUM_THREADS so that their sum is the number of cores",
         )  # fmt: skip
     return Check("ok", "threads", text)
+
+
+def check_memory() -> Check:
+    """Check that an executor has room here, whatever its model is, and say what a cgroup leaves of the machine's memory."""
+    free, whole, machine = free_memory(), whole_memory(), meminfo()["MemTotal"]
+    text = f"{free / 2**30:.1f} of {whole / 2**30:.1f} GiB free"
+    if whole < machine:
+        text += f" in its cgroup (the machine has {machine / 2**30:.1f})"
+    if free < EXECUTOR:
+        remedy = "Raise the limit, or end what else runs there"
+        return Check("FAIL", "memory", f"{text}, and a process with torch takes {EXECUTOR >> 20} MiB", remedy)
+    return Check("ok", "memory", text)
 
 
 def check_gpus() -> Check:

@@ -8,8 +8,11 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
 from symbiosis.executor.preflight import free_gpu_memory, visible_gpus
 from symbiosis.memory import free_memory
+from symbiosis.tools.cluster.footprint import EXECUTOR
 
-BESIDE = 1 / 16  # of a device's free memory, for products and for what clients bring
+BESIDE = (
+    1 / 16
+)  # of a device's free memory, for products and for what clients bring; on the host, an executor's process comes on top
 
 
 class Verdict(NamedTuple):
@@ -55,7 +58,7 @@ def fits(model: str, stored: int, half: int, host: int, gpus: Sequence[int]) -> 
 def ways_for(needed: int, host: int, gpus: Sequence[int]) -> list[str]:
     """Return the options by which so many bytes fit: on the host, on the emptiest GPU, and on as few GPUs as hold them together."""
     room = [int(nbytes * (1 - BESIDE)) for nbytes in gpus]
-    ways = ["--device cpu"] if needed <= host * (1 - BESIDE) else []
+    ways = ["--device cpu"] if needed + EXECUTOR <= host * (1 - BESIDE) else []
     order = sorted(range(len(room)), key=lambda number: -room[number])
     if order and needed <= room[order[0]]:
         ways.append(f"--device cuda:{order[0]}")

@@ -15,28 +15,47 @@ from typer.main import get_command
 
 import symbiosis
 from symbiosis.cli import executor_app
+from symbiosis.cluster.front.app import Front
+from symbiosis.cluster.front.app import _Collected as CollectedByFront
+from symbiosis.cluster.front.view import View
 from symbiosis.config import load_options
 from symbiosis.errors import Code
 from symbiosis.executor.observe.prometheus import PrometheusCollector
+from symbiosis.serving.engine.figures import Figures
+from symbiosis.serving.http.metrics import Collected
+from tests.prometheus import PROMTOOL, needs_prometheus, panels
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text().replace("\\\n", " ")
-DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text())
 RULES = [rule for group in yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
-QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]] + [r["expr"] for r in RULES]
+DASHBOARDS = ("grafana.json", "grafana-serving.json")
+QUERIES = [query for file in DASHBOARDS for panel in panels(file) for query in (t["expr"] for t in panel["targets"])]
+QUERIES += [rule["expr"] for rule in RULES]
 SUFFIXES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
-OF_PROMETHEUS = {"instance", "job", "le"}
+OF_PROMETHEUS = {
+    "instance",
+    "job",
+    "le",
+    "process",
+    "kind",
+    "cluster",
+    "member",
+}  # the last three: of a cluster's targets
 
 
 @pytest.fixture
 def metrics(llama: nn.Module, serve: Callable) -> dict[str, set[str]]:
-    """Every series of an executor that has answered something, with its labels."""
+    """Every series of an executor that has answered something, of a server and of a front end, with its labels."""
     executor = serve(llama)
     model = symbiosis.from_executor(executor.endpoint)
     model(model.dummy_inputs["input_ids"])
+    collectors = (
+        PrometheusCollector(executor.server.snapshot), Collected(Figures(), {("/", 200): 1}, 0),
+        CollectedByFront(Front(View("none", {}), None)),
+    )  # fmt: skip
     found: dict[str, set[str]] = {}
-    for family in PrometheusCollector(executor.server.snapshot).collect():
+    for family in (family for collector in collectors for family in collector.collect()):
         labels = {label for sample in family.samples for label in sample.labels} | set(
             getattr(family, "_labelnames", ())
         )
@@ -46,31 +65,102 @@ def metrics(llama: nn.Module, serve: Callable) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_queries_name_metrics_and_labels_that_there_are(query: str, metrics: dict[str, set[str]]) -> None:
-    named = set(re.findall(r"\bsymbiosis_\w+", query))
+    named = set(re.findall(r"\b(?:symbiosis|process)_\w+", re.sub(r'"[^"]*"', '""', query)))
     assert named or "up{" in query
     assert named <= metrics.keys()
     labels = {label for inside in re.findall(r"\{([^}]*)\}", query) for label in re.findall(r"(\w+)\s*[=!]~?", inside)}
     labels |= {label.strip() for inside in re.findall(r"\bby \(([^)]*)\)", query) for label in inside.split(",")}
-    for name in named:
-        assert labels - OF_PROMETHEUS <= metrics[name]
+    assert labels - OF_PROMETHEUS <= set().union(*(metrics[name] for name in named))
     for codes in re.findall(r'code[=!]~?"([^"]*)"', query):
         assert set(codes.split("|")) <= Code.__members__.keys()
 
 
 def test_the_check_of_queries_would_notice_a_wrong_name(metrics: dict[str, set[str]]) -> None:
     assert "symbiosis_calls" not in metrics and metrics["symbiosis_calls_total"] == {"layer", "op"}
-    assert len(metrics) > 12
+    assert len(metrics) > 50
+
+
+# For each alert, series that wake somebody, and series that do not: 60 values, one a minute, written as promtool reads them.
+FIRING = {
+    "SymbiosisExecutorDown": {'up{job="symbiosis-cluster",kind="executor"}': ("0x60", "0 1x59")},
+    "SymbiosisInternalErrors": {'symbiosis_errors_total{code="INTERNAL"}': ("0+6x60", "6x60")},
+    "SymbiosisRefusals": {'symbiosis_errors_total{code="BAD_SHAPE"}': ("0+120x60", "0+30x60")},
+    "SymbiosisCallsWait": {"symbiosis_wait_seconds_total": ("0+20x60", "0+5x60"), "symbiosis_calls_total": ("0+100x60",) * 2},
+    "SymbiosisQueueGrows": {"symbiosis_queue_depth": ("100x60", "100x49 0 100x9")},
+    "SymbiosisSessionsDropped": {"symbiosis_dropped_sessions_total": ("0+1x60", "0x30 5x30")},
+    "SymbiosisMemoryGrows": {
+        "symbiosis_resident_bytes": ("9000000000+10000000x120", "9000000000x120"), "symbiosis_weights_bytes": ("0x120",) * 2,
+    },
+    "SymbiosisStrangers": {'symbiosis_refused_handshakes_total{reason="x"}': ("0+120x60", "0+30x60")},
+    "SymbiosisServerDown": {'up{job="symbiosis-cluster",kind="front"}': ("1x50 0x9", "0 1x59")},
+    "SymbiosisNoServerReady": {
+        'symbiosis_cluster_member_ready{kind="server",model="m",member="a"}': ("0x60",) * 2,
+        'symbiosis_cluster_member_ready{kind="server",model="m",member="b"}': ("1x50 0x9", "1x60"),
+    },
+    "SymbiosisMemberNotReady": {'symbiosis_cluster_member_ready{kind="executor",member="a"}': ("0x60", "0x9 1 0x9 1 0x9 1x30")},
+    "SymbiosisRequestsFail": {
+        'symbiosis_serve_http_requests_total{path="/v1/completions",status="200"}': ("0+60x60",) * 2,
+        'symbiosis_serve_http_requests_total{path="/v1/completions",status="500"}': ("0+6x60", "6x60"),
+    },
+    "SymbiosisRequestsRefused": {
+        'symbiosis_serve_http_requests_total{path="/v1/completions",status="200"}': ("0+60x60",) * 2,
+        'symbiosis_serve_http_requests_total{path="/v1/completions",status="503"}': ("0+30x60", "0+1x60"),
+    },
+    "SymbiosisRequestsWait": {"symbiosis_serve_num_requests_waiting": ("20x60", "20x49 0 20x9")},
+    "SymbiosisClusterIsFull": {'symbiosis_cluster_waiting{model="m"}': ("20x60", "20x49 0 20x9")},
+    "SymbiosisFirstTokenLate": {
+        'symbiosis_serve_time_to_first_token_seconds_bucket{le="10"}': ("0+30x60", "0+60x60"),
+        'symbiosis_serve_time_to_first_token_seconds_bucket{le="20"}': ("0+60x60",) * 2,
+        'symbiosis_serve_time_to_first_token_seconds_bucket{le="+Inf"}': ("0+60x60",) * 2,
+    },
+    "SymbiosisPagesUsedUp": {
+        "symbiosis_serve_kv_cache_usage_perc": ("1x60", "1x60"), "symbiosis_serve_num_preemptions_total": ("0+30x60", "30x60"),
+    },
+    "SymbiosisAdaptersThrash": {"symbiosis_serve_adapter_evictions_total": ("0+120x60", "0+6x60")},
+    "SymbiosisRestarts": {'process_start_time_seconds{job="symbiosis-cluster"}': ("1x40 2x5 3x5 4x10", "1x40 2x20")},
+    "SymbiosisFewDescriptors": {'process_open_fds{job="symbiosis"}': ("90x60", "50x60"), 'process_max_fds{job="symbiosis"}': ("100x60",) * 2},
+    "SymbiosisLittleMemory": {"symbiosis_memory_free_bytes": ("1x60", "90x60"), "symbiosis_memory_bytes": ("100x60",) * 2},
+}  # fmt: skip
+
+
+@needs_prometheus
+@pytest.mark.parametrize("alert", FIRING)
+def test_alerts_wake_somebody_for_what_they_are_for_and_not_else(alert: str, tmp_path: Path) -> None:
+    minutes = max(len(re.findall(r"x120", str(FIRING[alert]))) and 120, 59)
+
+    def case(which: int) -> dict[str, Any]:
+        series = [{"series": name, "values": values[which]} for name, values in FIRING[alert].items()]
+        samples = [] if which else [{"labels": f'{{alertname="{alert}"}}', "value": 1}]
+        asked = f'count by (alertname) (ALERTS{{alertname="{alert}",alertstate="firing"}})'
+        test = {"expr": asked, "eval_time": f"{minutes}m", "exp_samples": samples}
+        return {"interval": "1m", "input_series": series, "promql_expr_test": [test]}
+
+    file = tmp_path / "tests.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(DEPLOY / "alerts.yml")], "tests": [case(0), case(1)]}))
+    done = subprocess.run([str(PROMTOOL), "test", "rules", file], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_each_alert_is_tried() -> None:
+    assert FIRING.keys() == {rule["alert"] for rule in RULES}
+
+
+@needs_prometheus
+def test_prometheus_takes_what_it_is_given() -> None:
+    for words in (["check", "rules", DEPLOY / "alerts.yml"], ["check", "config", DEPLOY / "prometheus.yml"]):
+        done = subprocess.run([str(PROMTOOL), *words], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_alerts_say_what_to_look_at() -> None:
     assert len(RULES) > 5 and len({rule["alert"] for rule in RULES}) == len(RULES)
     for rule in RULES:
-        assert rule["labels"]["severity"] in ("page", "look") and "$labels.instance" in rule["annotations"]["summary"]
+        assert rule["labels"]["severity"] in ("page", "look") and "{{ $labels." in rule["annotations"]["summary"]
     (file,) = yaml.safe_load((DEPLOY / "prometheus.yml").read_text())["rule_files"]
     assert (DEPLOY / file).is_file()
 
 
-@pytest.mark.parametrize("file", ["grafana.json", "grafana-serving.json"])
+@pytest.mark.parametrize("file", DASHBOARDS)
 def test_panels_lie_beside_each_other_and_not_one_on_another(file: str) -> None:
     dashboard = json.loads((DEPLOY / file).read_text())
     cells = [

@@ -69,7 +69,7 @@ def test_an_executor_whose_port_was_taken_meanwhile_starts_at_another_one(tmp_pa
     executor.kill()
     with socket.create_server(("127.0.0.1", port)):
         executor.start()
-        assert port_in(file) != port and executor._health == f"http://127.0.0.1:{port_in(file)}/health"
+        assert port_in(file) != port and executor.member.pages == f"http://127.0.0.1:{port_in(file)}"
         executor.kill()
 
 
@@ -108,6 +108,7 @@ def test_a_server_starts_when_its_own_executor_is_ready(tmp_path: Path) -> None:
     eventually(cluster.members["demo-executor-1"].ready.is_set)
     may = {name: cluster._may_start(cluster.members[name], time.monotonic()) for name in ("demo-server-1", "demo-server-2")}  # fmt: skip
     assert may == {"demo-server-1": False, "demo-server-2": True}
+    cluster.members["demo-server-1"]._place("")  # as its start does
     assert "wait-s: 600" in (tmp_path / "demo-server-1.yaml").read_text()
     cluster.members["demo-executor-1"].kill()
 

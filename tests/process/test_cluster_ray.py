@@ -267,6 +267,7 @@ TOO_MUCH = """
     [
         (TOO_MUCH, ["models.demo: Ray found no room", "1001 CPU", "models.other: Ray found no room", "1 CPU, 0.5 GPU"]),
         ("{demo: {executor: {device: cuda}}, no-such-model: {}}", ["models.demo: --device 'cuda'", "models.no-such-"]),
+        ("{demo: {server: {memory: 4000GiB}}}", ["all processes there need 400", "and node ", "GiB free"]),
         ("{demo: {server: {max-batch: 0}}}", ["models.demo: max-batch must be positive"]),
     ],
 )

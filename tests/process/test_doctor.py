@@ -226,3 +226,18 @@ def test_the_limit_of_a_true_group_is_found(group: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     free, whole = map(int, done.stdout.split())
     assert whole == 300 << 20 and 200 << 20 < free < whole
+
+
+def test_threads_beyond_the_quota_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 1.5)
+    check = doctor.check_threads()
+    assert check.state == "warn" and "the time of 1.5 cores" in check.text and "OMP_NUM_THREADS=1 " in check.remedy
+
+
+def test_memory_is_what_a_group_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert doctor.check_memory().state == "ok"
+    monkeypatch.setattr(doctor, "free_memory", lambda: 100 << 20)
+    monkeypatch.setattr(doctor, "whole_memory", lambda: 1 << 30)
+    check = doctor.check_memory()
+    assert check.state == "FAIL" and "0.1 of 1.0 GiB free in its cgroup" in check.text

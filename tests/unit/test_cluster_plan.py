@@ -96,7 +96,7 @@ def test_the_example_for_kubernetes_has_room_for_its_cluster(tmp_path: Path) -> 
         ),
         ("models: {demo: {executor: {nothing: 1}}}", "models.demo: unknown option nothing"),
         ("models: {demo: {adapters: nowhere}}", "there is no such folder"),
-        ("models: {demo: {executors: 1000000}}", "all executors' need"),
+        ("models: {demo: {executors: 1000000}}", "all processes need"),
         ("models: {demo: {}}\naliases: {demo: {demo: 1}}", "is the name of a model"),
         ("models: {demo: {}}\naliases: {chat: {other: 1}}", "aliases.chat: there is no model 'other'"),
         ("models: {demo: {}}\naliases: {chat: {demo: -1}}", "shares are numbers that are not negative"),

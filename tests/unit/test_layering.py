@@ -67,6 +67,7 @@ ROOT = {
     "memory",
     "mps",
     "names",
+    "process_figures",
     "protocol",
     "requirements",
     "security",

@@ -6,6 +6,7 @@ import random
 import shutil
 from collections import Counter
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -22,6 +23,8 @@ from symbiosis.cluster.front.shown import Shown
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
 from symbiosis.cluster.placement import State, Wish, version_of
+from symbiosis.clusters import Member
+from symbiosis.process_figures import process_figures
 from symbiosis.serving.http import page
 from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
@@ -150,6 +153,7 @@ def make_app(front: Front) -> ASGIApp:
         ("DELETE", "/v1/adapters/{name:path}", delete_adapter),
         ("GET", "/health", health),
         ("GET", "/cluster", cluster),
+        ("GET", "/cluster/targets", targets),
         ("GET", "/version", version),
         ("GET", "/metrics", metrics),
         ("GET", "/figures", figures),
@@ -257,6 +261,25 @@ async def cluster(front: Front, request: Request) -> ASGIApp:
     return _json(front.shown.cluster())
 
 
+async def targets(front: Front, request: Request) -> ASGIApp:
+    """Tell Prometheus (`http_sd_configs`) where the figures of each process are now. Its name stands for its address, which may change."""
+    front.administrator(request)
+    front.view.look()
+    told = front.view.told
+    return _json([_target(told.name, member) for member in told.members if member.pages])
+
+
+def _target(cluster: str, member: Member) -> dict[str, Any]:
+    labels = {
+        "instance": member.name,
+        "member": member.name,
+        "kind": member.kind,
+        "model": member.model,
+        "cluster": cluster,
+    }
+    return {"targets": [urlsplit(member.pages).netloc], "labels": labels}
+
+
 async def figures(front: Front, request: Request) -> ASGIApp:
     """Return what the page shows."""
     tenant = front.tenant(request)
@@ -291,6 +314,11 @@ class _Collected:
             names = [seen.member.model, seen.member.name]
             load.add_metric(names, seen.told().running)
             ready.add_metric(names, seen.state is State.READY)
+        members = GaugeMetricFamily(
+            PREFIX + "member_ready", "1 if a process works that is to.", labels=["kind", "model", "member"]
+        )
+        for member in view.told.members:
+            members.add_metric([member.kind, member.model, member.name], member.state == State.READY)
         waiting = GaugeMetricFamily(PREFIX + "waiting", "Sequences that wait for a server.", labels=["model"])
         for model, count in view.waiting.items():
             waiting.add_metric([model], count)
@@ -298,7 +326,8 @@ class _Collected:
         for why, count in view.moved.items():
             moved.add_metric([why], count)
         of = {"completions": self._front.completions, "tokens": self._front.tokens}
-        return [load, ready, waiting, moved, *(_by_tenant(name, counts) for name, counts in of.items())]
+        told = [_by_tenant(name, counts) for name, counts in of.items()]
+        return [load, ready, members, waiting, moved, *told, *process_figures()]
 
 
 def _by_tenant(name: str, counts: Counter[tuple[str, str]]) -> Metric:

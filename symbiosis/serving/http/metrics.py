@@ -1,13 +1,12 @@
 """Figures for Prometheus. Where vLLM has the same figure, the name is vLLM's, with `symbiosis_serve_` for its `vllm:`."""
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from symbiosis.process_figures import children, process_figures
+from symbiosis.process_figures import children, command_of, process_figures
 from symbiosis.serving.engine.figures import Figures, Histogram
 
 PREFIX = "symbiosis_serve_"
@@ -63,7 +62,7 @@ class Collected(Collector):
         for (path, status), count in self._answered.items():
             answers.add_metric([path, str(status)], count)
         yield answers
-        yield from process_figures({} if not self._engine else {"engine": self._engine} | _executor(self._engine))
+        yield from process_figures(dict(_others(self._engine)) if self._engine else {})
 
 
 def _histogram(name: str, help: str, of: Histogram) -> HistogramMetricFamily:
@@ -74,9 +73,10 @@ def _histogram(name: str, help: str, of: Histogram) -> HistogramMetricFamily:
     return HistogramMetricFamily(name, help, buckets=buckets, sum_value=of.total)
 
 
-def _executor(engine: int) -> dict[str, int]:
-    """Return the executor that this process has started beside the one that speaks HTTP, if it has."""
-    return {"executor": pid for pid in children(engine) if pid != os.getpid()}
+def _others(engine: int) -> Iterator[tuple[str, int]]:
+    """Yield the engine's process, and the executor that it has started, if it has."""
+    yield "engine", engine
+    yield from (("executor", pid) for pid in children(engine) if "executor_main" in command_of(pid))
 
 
 def text(figures: Figures, answered: dict[tuple[str, int], int], engine: int) -> bytes:

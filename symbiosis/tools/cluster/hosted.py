@@ -1,7 +1,6 @@
 """One process of a cluster on a node of Ray: an actor there makes its files, starts it and watches it, as `cluster up` does on its own host."""
 
 import shutil
-import socket
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +41,7 @@ class ActorReport(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None  # None: it runs
     is_ready: bool = False
     url: str = ""
+    pages: str = ""
     silent_s: float = 0.0
     health: dict[str, object] = {}
 
@@ -80,7 +80,7 @@ class Hosted:
         if self._node != task.home:
             beyond = self._beyond(host, port)
             self._url = beyond.url
-        return start.executor(task.plan, task.model, task.number, self._folder, beyond)
+        return start.executor(task.plan, task.model, task.number, self._folder, beyond, host)
 
     def _beyond(self, host: str, port: int) -> start.Beyond:
         """Write the keys, and return where trainers of other hosts come in."""
@@ -91,7 +91,7 @@ class Hosted:
             file = (tenants if name.endswith(".pub") else self._keys) / name
             file.touch(mode=0o600)
             file.write_text(text)
-        url = f"tcp://{host}:{port if port and is_free(host, port) else start.free_port(host)}"
+        url = f"tcp://{host}:{port if port and start.is_free(host, port) else start.free_port(host)}"
         return start.Beyond(url, self._keys / f"{EXECUTOR_KEY}.key", tenants)
 
     def look(self) -> ActorReport:
@@ -99,8 +99,8 @@ class Hosted:
         assert process is not None
         return ActorReport(
             node=self._node, pid=process.pid, status=None if process.is_running else process.status,
-            is_ready=process.ready.is_set(), url=self._url or process.member.url, silent_s=process.silent_s,
-            health=process.health,
+            is_ready=process.ready.is_set(), url=self._url or process.member.url, pages=process.member.pages,
+            silent_s=process.silent_s, health=process.health,
         )  # fmt: skip
 
     def stop(self) -> ActorReport:
@@ -131,12 +131,3 @@ class Hosted:
         for ending in ("yaml", "sock"):
             with suppress(OSError):
                 (self._folder / f"{self._task.name}.{ending}").unlink()
-
-
-def is_free(host: str, port: int) -> bool:
-    """Whether a port can be taken."""
-    try:
-        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
-    except OSError:
-        return False
-    return True

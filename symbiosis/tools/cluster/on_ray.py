@@ -30,6 +30,7 @@ from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import is_path
 from symbiosis.security.keys import generate
 from symbiosis.tools.cluster import preflight, start
+from symbiosis.tools.cluster.footprint import Footprint
 from symbiosis.tools.cluster.hosted import EXECUTOR_KEY, TENANT, ActorReport, Hosted, Task
 from symbiosis.tools.cluster.watched import Watched
 
@@ -150,7 +151,8 @@ class Placed(Watched):
             return
         self.silent_s, self.health = seen.silent_s, seen.health
         if seen.is_ready and not ready.is_set():
-            self.member = replace(self.member, url=seen.url + (self._keys if reaches_other_hosts(seen.url) else ""))
+            url = seen.url + (self._keys if reaches_other_hosts(seen.url) else "")
+            self.member = replace(self.member, url=url, pages=seen.pages)
             self.starts = 0
             ready.set()
             logger.info("%s is ready (pid %d of node %s)", self.name, seen.pid, seen.node[:8])
@@ -216,11 +218,25 @@ class OnRay:
         of_model = ray.remote(preflight.of_model)
         asked = [of_model.options(**self._in_bundle(name, 0)).remote(self._plan, name, is_here=True) for name in groups]
         try:
-            problems = [line for lines in ray.get(asked) for line in lines]
+            problems = [line for lines in ray.get(asked) for line in lines] or self._without_memory(groups)
         except RayError as error:
             raise ConfigError(f"backend: ray: a node cannot check the models: {str(error).strip()}") from None
         if problems:
             raise ConfigError("\n".join(dict.fromkeys(problems)))
+
+    def _without_memory(self, names: Iterable[str]) -> list[str]:
+        """Compare what Ray has placed on each node with what is free there."""
+        room = ray.remote(_room)
+        asked = [
+            room.options(**self._in_bundle(name, index)).remote(self._plan, name, index)
+            for name in names
+            for index in range(self._plan.models[name].executors)
+        ]
+        needed, free = Footprint(), dict[str, int]()
+        for found, has in ray.get(asked):
+            needed.update(found)
+            free |= has
+        return list(preflight.check_memory("all processes there", needed, free))
 
     def executor(self, model: str, number: int) -> Watched:
         self._coming.discard(model)
@@ -288,6 +304,23 @@ class OnRay:
         for group in self._groups.values():
             _remove(group)
         ray.shutdown()
+
+
+def _room(plan: Plan, name: str, executor: int) -> tuple[Footprint, dict[str, int]]:
+    """Return what an executor and its servers take on the node where Ray runs this, and what is free there. Places are named by the node."""
+    found, node = preflight.bundle_of(plan, name, executor), ray.get_runtime_context().get_node_id()[:8]
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+
+    def named(place: str) -> str:
+        number = place.removeprefix("cuda:")
+        if not number.isdecimal():
+            return f"node {node}"
+        return f"GPU {gpus[int(number)] if int(number) < len(gpus) and gpus[0] else number} of node {node}"
+
+    here = Footprint()
+    for (place, what), nbytes in found.items():
+        here[named(place), what] += nbytes
+    return here, {named(place): nbytes for place, nbytes in preflight.free_memory_of(found).items()}
 
 
 def _remove(group: PlacementGroup) -> None:

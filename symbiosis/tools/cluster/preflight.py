@@ -2,20 +2,22 @@
 
 import importlib.util
 import socket
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from symbiosis.cluster.plan import ModelPlan, Plan
-from symbiosis.config import DTYPE_BITS, Options, load_as
+from symbiosis.config import Options, load_as
 from symbiosis.errors import ConfigError
 from symbiosis.executor import preflight as of_executor
-from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
+from symbiosis.executor.preflight import free_gpu_memory
 from symbiosis.logs import JsonLines
 from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
+from symbiosis.tools.cluster import footprint
+from symbiosis.tools.cluster.footprint import HOST, Footprint
 from symbiosis.tools.serve import preflight as of_server
 
 WAIT_S = 600.0  # of a server, for its executor
@@ -97,20 +99,58 @@ def _decision_log(plan: Plan) -> list[str]:
         return [f"decision_log: cannot write to {plan.decision_log}: {error.strerror}"]
 
 
-def _memory(plan: Plan, names: Collection[str]) -> list[str]:
-    """Check that the weights of all executors of these models fit together. Each alone does, as was found before."""
-    needed = 0
+def footprint_of(
+    plan: Plan, names: Collection[str], most: bool = False, free: Mapping[str, int] | None = None
+) -> Footprint:
+    """Return what these models of a plan take, with all pages in use that options name.
+
+    Args:
+        most: When as many servers run as may, and not as many as start at once.
+        free: By place, what options may name a share of. Without it, only sizes count.
+    """
+    found = (
+        footprint.of_host(plan.front_ends) if len(names) == len(plan.models) else Footprint()
+    )  # else it is there already
     for name in names:
         model = plan.models[name]
-        options = executor_options(model, name)
-        if not options.on_gpu and (files := weight_files(located(str(options.model)))):
-            bits = DTYPE_BITS.get(options.dtype or "")
-            needed += model.executors * weights_nbytes(files, bits, options.integers)
-    try:
-        of_executor.check_room("all executors", needed, free_memory(), "this machine")
-    except ConfigError as error:
-        return [str(error)]
-    return []
+        executor, server = executor_options(model, name), server_options(plan, name, executor="local:///executor")
+        of_this = [(footprint.of_executor(executor), model.executors)]
+        of_this += [(footprint.of_server(server, executor, free), model.most if most else model.least)]
+        for each, count in of_this:
+            found.update({key: count * nbytes for key, nbytes in each.items()})
+    return found
+
+
+def bundle_of(plan: Plan, name: str, executor: int) -> Footprint:
+    """Return what an executor of a model, counted from 0, takes on its node of Ray, with the servers that have their place there."""
+    model = plan.models[name]
+    options, server = executor_options(model, name), server_options(plan, name, executor="local:///executor")
+    found = footprint.of_executor(options)
+    for _ in range(model.servers_of(executor)):
+        found.update(footprint.of_server(server, options))
+    return found
+
+
+def free_memory_of(found: Footprint) -> dict[str, int]:
+    """Return how much is free in each place of a footprint that this process can look at."""
+    looked = {place: free_memory() if place == HOST else free_gpu_memory(place) for place in footprint.places(found)}
+    return {place: free for place, free in looked.items() if free is not None}
+
+
+def check_memory(what: str, found: Footprint, free: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each place that has not enough."""
+    for place, room in free.items():
+        if footprint.total(found, place) > room:
+            yield (
+                f"{what} need {footprint.told(found, place)}, and {place} has {room / 2**30:.1f} GiB free: start fewer executors or servers, give servers "
+                "less `memory` and `adapter-memory`, end what else runs there, or choose a smaller model"
+            )
+
+
+def _memory(plan: Plan, names: Collection[str]) -> list[str]:
+    """Check that all processes of these models fit together. Each executor alone does, as was found before."""
+    found = footprint_of(plan, names)
+    return list(check_memory("all processes", found, free_memory_of(found)))
 
 
 def config_path(folder: Path, name: str) -> Path:

@@ -34,17 +34,16 @@ class Process(Watched):
 
     Args:
         code: What Python is to run.
-        health: Called before each start, returns the page that will say whether it works. None: at the URL that it prints.
+        place: Called before each start with where its pages were, returns where they will be; nothing: at the URL that it prints.
         descriptors: That it inherits.
     """
 
     def __init__(
         self, member: Member, code: list[str], threads: int = 1,
-        health: Callable[[], str] | None = None, descriptors: tuple[int, ...] = (),
+        place: Callable[[str], str] | None = None, descriptors: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
         super().__init__(member)
-        self._code, self._place, self._descriptors = code, health, descriptors
-        self._health: str | None = None
+        self._code, self._place, self._descriptors = code, place, descriptors
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self._process: subprocess.Popen[str] | None = None
         self._family: dict[int, str] = {}  # the processes that it has started, and when they began
@@ -62,7 +61,8 @@ class Process(Watched):
         return (self._process.poll() or 0) if self._process else 0
 
     def _start(self) -> None:
-        self._health = self._place() if self._place else None
+        if self._place is not None:
+            self.member = replace(self.member, pages=self._place(self.member.pages))
         self._process = subprocess.Popen(
             [sys.executable, *self._code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
             env=self._environment, pass_fds=self._descriptors, start_new_session=True,
@@ -123,14 +123,14 @@ class Process(Watched):
 
     def _works(self) -> dict[str, object] | None:
         """Return what its page of health tells, if it works. A front end does so also without a server."""
-        told = asked(self._health or f"{self.member.url}/health")
+        told = asked(f"{self.member.pages}/health")
         works = told is not None and (self.member.kind == "front" or told.get("status") in WORKS)
         return told if works else None
 
     def _is_ready(self, line: str, ready: threading.Event) -> None:
         if self.member.kind != "executor":
             url = line.split(" at ")[1].split()[0].rstrip(",").removesuffix("/v1")
-            self.member = replace(self.member, url=url)
+            self.member = replace(self.member, url=url, pages=url)
         self.starts = 0
         ready.set()
         logger.info("%s is ready (pid %d)", self.name, self.pid)

@@ -3,6 +3,7 @@
 import socket
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -29,18 +30,21 @@ class Beyond(NamedTuple):
     tenants: Path
 
 
-def executor(plan: Plan, model: str, number: int, folder: Path, beyond: Beyond | None = None) -> Process:
+def executor(
+    plan: Plan, model: str, number: int, folder: Path, beyond: Beyond | None = None, host: str = "127.0.0.1"
+) -> Process:
+    """Return an executor. `host` has its pages."""
     name = executor_name(model, number)
     endpoint = endpoint_of(folder, name)
     ours: dict[str, Any] = {"listen": (endpoint,)}
     if beyond is not None:
         ours = {"listen": (endpoint, beyond.url), "key": str(beyond.key), "tenants": str(beyond.tenants)}
 
-    def placed() -> str:
-        """Give it a port that is free now: while it did not run, another program may have taken the one that it had."""
-        port = free_port()
-        config_file(folder, name, executor_options(plan.models[model], model, metrics_port=port, **ours))
-        return f"http://127.0.0.1:{port}/health"
+    def placed(before: str) -> str:
+        port = port_of(before, host) or free_port(host)
+        options = executor_options(plan.models[model], model, metrics_port=port, metrics_host=host, **ours)
+        config_file(folder, name, options)
+        return url_of(host, port)
 
     code = COMMAND.format(name=name) + EXECUTOR.format(file=str(config_path(folder, name)))
     member = Member(name=name, kind="executor", model=model, url=endpoint)
@@ -52,10 +56,14 @@ def server(
 ) -> Process:
     """Return a server. Its number is unique in the cluster; `of_model` counts those of the model."""
     member = server_member(plan, model, number, of_model)
-    options = server_options(plan, model, executor=executor, host=host)
-    file = config_file(folder, member.name, options)
-    code = COMMAND.format(name=member.name) + SERVER.format(file=str(file))
-    return Process(member, ["-c", code], plan.models[model].threads)
+
+    def placed(before: str) -> str:
+        port = port_of(before, host)
+        config_file(folder, member.name, server_options(plan, model, executor=executor, host=host, port=port))
+        return url_of(host, port) if port else ""
+
+    code = COMMAND.format(name=member.name) + SERVER.format(file=str(config_path(folder, member.name)))
+    return Process(member, ["-c", code], plan.models[model].threads, placed)
 
 
 def executor_name(model: str, number: int) -> str:
@@ -83,6 +91,25 @@ def front(plan: Plan, number: int, listener: socket.socket) -> Process:
     )  # fmt: skip
     code = COMMAND.format(name=name) + FRONT.format(started=msgspec.json.encode(started).decode())
     return Process(Member(name=name, kind="front"), ["-c", code], descriptors=(listener.fileno(),))
+
+
+def url_of(host: str, port: int) -> str:
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def port_of(before: str, host: str) -> int:
+    """Return the port of these pages, so that they stay where they were. 0: there were none, or another program has taken it meanwhile."""
+    port = urlsplit(before).port or 0
+    return port if is_free(host, port) else 0
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a port can be taken."""
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError:
+        return False
+    return True
 
 
 def free_port(host: str = "127.0.0.1") -> int:
