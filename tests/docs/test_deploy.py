@@ -14,7 +14,7 @@ from torch import nn
 from typer.main import get_command
 
 import symbiosis
-from symbiosis.cli import executor_app
+from symbiosis.cli import app, executor_app
 from symbiosis.cluster.front.app import Front
 from symbiosis.cluster.front.app import _Collected as CollectedByFront
 from symbiosis.cluster.front.view import View
@@ -175,8 +175,13 @@ def test_panels_lie_beside_each_other_and_not_one_on_another(file: str) -> None:
     assert set(re.findall(r"\$\{?([a-z]\w*)", json.dumps(dashboard))) <= variables | {"__rate_interval", "__all"}
 
 
-def instructions(name: str) -> list[str]:
-    return re.findall(rf"^ *{name} (.*)$", DOCKERFILE, re.MULTILINE)
+STAGES = {
+    head.split()[-1]: body for head, body in re.findall(r"^FROM (.*)\n((?:(?!FROM ).*\n)*)", DOCKERFILE, re.MULTILINE)
+}
+
+
+def instructions(name: str, stage: str | None = None) -> list[str]:
+    return re.findall(rf"^ *{name} (.*)$", STAGES[stage] if stage else DOCKERFILE, re.MULTILINE)
 
 
 def test_the_image_is_made_of_what_there_is() -> None:
@@ -186,33 +191,64 @@ def test_the_image_is_made_of_what_there_is() -> None:
     for name in sources:
         assert (ROOT / name).exists() and f"!{name}" in ignored
     assert instructions("USER") == ["symbiosis"], "nothing of it runs as root"
-    known = {name for parameter in get_command(executor_app).params for name in parameter.opts}
-    (command,) = map(json.loads, [c for c in instructions("CMD") if "demo" in c])
-    assert {word for word in command if word.startswith("--")} <= known
-    port = command[command.index("--metrics-port") + 1]
-    assert f"127.0.0.1:{port}/" in instructions("HEALTHCHECK")[0], "the health check asks where metrics are"
-    assert json.loads(instructions("ENTRYPOINT")[0]) == ["symbiosis-executor"]
+    assert 'install --no-cache-dir "$@" ".[serve]"' in STAGES["build"]
 
 
-def test_the_composition_is_one_of_this_image() -> None:
+@pytest.mark.parametrize(
+    ("stage", "entry", "port"),
+    [("executor", ["symbiosis-executor"], 9400), ("serve", ["symbiosis", "serve"], 8000), ("cluster", ["symbiosis", "cluster", "up"], 8000)],
+)  # fmt: skip
+def test_each_image_runs_a_command_that_there_is(stage: str, entry: list[str], port: int) -> None:
+    (told,), (health,), (command,) = (
+        instructions(name, stage) for name in ("ENTRYPOINT", "HEALTHCHECK", "CMD(?= \\[.[a-z/])")
+    )
+    assert json.loads(told) == entry
+    found: Any = get_command(executor_app if stage == "executor" else app)
+    for word in entry[1:]:
+        found = found.commands[word]
+    known = {name for parameter in found.params for name in parameter.opts}
+    words = json.loads(command)
+    assert {word for word in words if word.startswith("--")} <= known
+    assert f"127.0.0.1:{port}/health" in health, "where it answers"
+    if stage != "cluster":  # its file says where
+        assert words[words.index("--port" if stage == "serve" else "--metrics-port") + 1] == str(port)
+        assert stage != "serve" or words[words.index("--host") + 1] == "0.0.0.0", "it can be published"
+
+
+def test_the_image_without_a_target_is_that_of_an_executor() -> None:
+    assert list(STAGES)[-1] == "executor" and {"FROM installed AS serve", "FROM installed AS cluster"} <= set(
+        DOCKERFILE.splitlines()
+    )
+
+
+def test_the_composition_is_one_of_these_images() -> None:
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
-    executor, client = compose["services"]["executor"], compose["services"]["client"]
-    assert (DEPLOY / executor["build"]["context"] / executor["build"]["dockerfile"]).samefile(DEPLOY / "Dockerfile")
-    for service in (executor, client):
-        assert service["image"] == "symbiosis" and service["read_only"] and service["cap_drop"] == ["ALL"]
-        mounts = [volume.split(":")[0] for volume in service["volumes"]]
+    executor, client, server = (compose["services"][name] for name in ("executor", "client", "serve"))
+    for service, image in ((executor, "symbiosis"), (client, "symbiosis"), (server, "symbiosis-serve")):
+        assert service["image"] == image and service["read_only"] and service["cap_drop"] == ["ALL"]
+        mounts = [volume.split(":")[0] for volume in service.get("volumes", [])]
         assert all(mount in compose["volumes"] or (DEPLOY / mount).is_dir() for mount in mounts)
+        if "build" in service:
+            assert (DEPLOY / service["build"]["context"] / service["build"]["dockerfile"]).samefile(
+                DEPLOY / "Dockerfile"
+            )
+            assert service["build"]["target"] in STAGES
     assert f"{instructions('VOLUME')[0]}" in executor["volumes"][0]
     assert (ROOT / client["entrypoint"][1].lstrip("/")).is_file()
     uid = re.findall(r"useradd --uid (\d+)", DOCKERFILE)[0]
-    assert f"/work:uid={uid}" in client["tmpfs"]
+    assert f"/work:uid={uid}" in client["tmpfs"] and any(f"uid={uid}" in each for each in server["tmpfs"])
+    assert instructions("EXPOSE", "serve")[0] == server["ports"][0].rpartition(":")[2]
+
+
+UNITS = {"executor": "symbiosis-executor", "serve": "symbiosis serve", "cluster": "symbiosis cluster up"}
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
-def test_the_unit_is_one_of_systemds_and_leaves_little_open(tmp_path: Path) -> None:
-    unit = tmp_path / "symbiosis-executor.service"
+@pytest.mark.parametrize("name", UNITS)
+def test_units_are_those_of_systemd_and_leave_little_open(name: str, tmp_path: Path) -> None:
+    unit = tmp_path / f"symbiosis-{name}.service"
     text = (DEPLOY / unit.name).read_text()
-    unit.write_text(text.replace("/opt/symbiosis/bin/symbiosis-executor", shutil.which("true") or ""))
+    unit.write_text(re.sub(r"/opt/symbiosis/bin/\S+", shutil.which("true") or "", text))
     check = subprocess.run(["systemd-analyze", "verify", "--man=no", unit], capture_output=True, text=True, timeout=60)
     assert (check.returncode, check.stdout + check.stderr) == (0, "")
     command = ["systemd-analyze", "security", "--offline=true", unit]
@@ -220,10 +256,14 @@ def test_the_unit_is_one_of_systemds_and_leaves_little_open(tmp_path: Path) -> N
     assert float(re.findall(r"exposure level.*: ([\d.]+)", told)[0]) < 3
 
 
-def test_the_unit_ends_as_the_command_does() -> None:
-    text = (DEPLOY / "symbiosis-executor.service").read_text()
+@pytest.mark.parametrize(("name", "command"), UNITS.items())
+def test_units_start_and_end_as_the_commands_do(name: str, command: str) -> None:
+    text = (DEPLOY / f"symbiosis-{name}.service").read_text()
+    assert f"ExecStart=/opt/symbiosis/bin/{command} " in text
     assert "RestartPreventExitStatus=2" in text, "as wrong options end it"
-    assert "/opt/symbiosis/bin/symbiosis-executor --config" in text
+    assert ("KillMode=mixed" in text) == (name != "executor"), (
+        "those that have started others tell them to end, in their order"
+    )
 
 
 def test_the_configuration_file_of_the_docs_is_right(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """How much memory the processes of a cluster take, on the host and on each GPU, from the files of weights and the options. It loads no torch.
 
 What an idle process has for itself was measured (`Private_Dirty`): with Python 3.11, torch 2.13 and transformers 5 on CPUs; on GPUs with torch 2.11
-on an H200, after products in float32 and bfloat16. `tests/process/test_cluster_memory.py` holds the former to what a cluster takes."""
+on an H200, after products in float32 and bfloat16. `tests/process/test_prometheus.py` holds the former to what a cluster takes."""
 
 from collections import Counter
 from collections.abc import Mapping
