@@ -44,6 +44,8 @@ def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> st
     ('local:///a.sock.rank1', 'tcp://host:7000?key=a.key')
     >>> of_rank("tcp://x:7001?hosts=a,b", 2, here=1, hosts=("a", "a", "b", "b"))
     'tcp://b:7000?hosts=a,b'
+    >>> of_rank("tcp://x:0", 0)
+    'tcp://x:0'
     """
     scheme, address = parts_of(url)
     if scheme != "tcp":
@@ -55,6 +57,8 @@ def of_rank(url: str, rank: int, here: int = 0, hosts: Sequence[str] = ()) -> st
         if hosts[rank] != hosts[here]:
             host = _named_host(url, hosts[rank], hosts)
         rank, here = rank - hosts.index(hosts[rank]), here - hosts.index(hosts[here])
+    if rank == here:  # its port may be one that is still to be chosen
+        return f"tcp://{host}:{port}{mark}{query}"
     if not 0 < (at := int(port) + rank - here) <= LAST_PORT:
         raise ProtocolError(Code.BAD_FRAME, f"{url} names ranks of which one would answer at port {at}: there is none")
     return f"tcp://{host}:{at}{mark}{query}"
