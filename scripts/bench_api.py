@@ -83,7 +83,8 @@ async def _stream(port: int, tokens: int) -> int:
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(data)
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+        % len(data)
         + data
     )
     told = await reader.read()
@@ -163,7 +164,7 @@ async def _first(port: int) -> float:
     data = json.dumps({"model": "demo", "prompt": PROMPT.decode(), "max_tokens": 4, "seed": 1, "stream": True}).encode()
     begun = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n"
     writer.write(head % len(data) + data)
     await reader.readuntil(b"data: {")
     found = time.perf_counter() - begun

@@ -119,7 +119,7 @@ class Reader:
         }  # fmt: skip
         data = json.dumps(body).encode()
         reader, writer = await asyncio.open_connection(self._parts.hostname, self._parts.port)
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         text, scored, used, done = "", 0, 0, False
         try:

@@ -129,6 +129,7 @@ def serve(
     adapters: Annotated[list[str] | None, typer.Option(metavar="DIR | NAME=PATH", help="A folder of adapters, each in a folder of its name, or one adapter. Repeatable.")] = None,
     host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000. 0: any that is free.")] = None,
+    allowed_hosts: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A name by which clients ask for the server, such as that of a proxy; *.DOMAIN: all of a domain; *: any. Repeatable. Default: this host's name, addresses and, with --api-keys, any.")] = None,
     api_keys: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N]`; read again when it changes.")] = None,
     chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="Jinja template that makes a prompt of a chat. Default: the tokenizer's.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Maximum sequences in one step. Default: 64.")] = None,

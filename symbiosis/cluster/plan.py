@@ -11,6 +11,7 @@ import yaml
 
 from symbiosis.endpoints import is_loopback
 from symbiosis.errors import ConfigError
+from symbiosis.security.hosts import check_hosts
 from symbiosis.security.yaml_file import read_yaml
 
 NAME = re.compile(r"[\w][\w.-]{0,63}")
@@ -20,7 +21,7 @@ BACKENDS = ("local", "ray")  # this host; the nodes of a Ray cluster
 OURS = {  # options that the cluster gives itself
     "executor": {"listen", "model", "config", "metrics-port", "metrics-host"},
     "server": {
-        "executor", "model", "config", "served-model-name", "adapters", "host", "port", "api-keys", "drain-s", "wait-s",
+        "executor", "model", "config", "served-model-name", "adapters", "host", "port", "allowed-hosts", "api-keys", "drain-s", "wait-s",
     },
 }  # fmt: skip
 
@@ -79,6 +80,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     host: str = "127.0.0.1"
     port: int = 8000
     front_ends: int = 1
+    allowed_hosts: tuple[str, ...] = ()  # as of `symbiosis serve`
     api_keys: str | None = None
     aliases: dict[str, dict[str, float]] = {}  # names for several models, versions for example: with the share of each
     limits: dict[str, int] = {}  # by tenant: sequences in the whole cluster; what is beyond waits
@@ -107,6 +109,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             yield "models: name at least one"
         if not 1 <= self.front_ends <= MOST_FRONT_ENDS or not 0 <= self.port <= 65535:
             yield f"front_ends must be from 1 to {MOST_FRONT_ENDS}, and port from 0 to 65535"
+        try:
+            check_hosts(self.allowed_hosts)
+        except ConfigError as error:
+            yield str(error)
         for field, least in (("frozen_s", LEAST_FROZEN_S), ("idle_s", 0.0), ("drain_s", 0.1)):
             if not least <= (seconds := getattr(self, field)) < math.inf:
                 yield f"{field}: a number of seconds, at least {least:g}, not {seconds}"

@@ -9,6 +9,7 @@ import msgspec
 
 from symbiosis.config import check_dtype
 from symbiosis.errors import ConfigError
+from symbiosis.security.hosts import check_hosts
 
 PORT = 8000
 Policy = Literal["fcfs", "abort", "vtc"]  # which waiting request is first; see `symbiosis.serving.scheduling.policy`
@@ -45,6 +46,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     adapters: tuple[str, ...] = ()
     host: str = "127.0.0.1"
     port: int = PORT
+    allowed_hosts: tuple[str, ...] = ()  # besides those that are known anyway; see `hosts_of`
     api_keys: str | None = None
     chat_template: str | None = None  # a file; None: the tokenizer's
     max_batch: int = 64
@@ -80,6 +82,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.max_tenant_batch is not None and self.api_keys is None:
             raise ConfigError("max-tenant-batch is for each API key: give --api-keys FILE, too")
         check_dtype(self.dtype)
+        check_hosts(self.allowed_hosts)
 
     @property
     def memory_size(self) -> int | float | None:

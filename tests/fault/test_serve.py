@@ -60,7 +60,7 @@ def raw(api: Api | Command, text: str) -> socket.socket:
 
 def posted(body: dict[str, Any]) -> str:
     data = json.dumps(body)
-    return f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n{data}"
+    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n{data}"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,7 +93,9 @@ def test_a_reader_that_reads_nothing_holds_nobody(api: Api) -> None:
 
 def test_a_thousand_silent_connections_and_half_a_body_hold_nobody(api: Api) -> None:
     silent = [raw(api, "") for _ in range(700)]
-    half = [raw(api, "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{") for _ in range(300)]
+    half = [
+        raw(api, "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{") for _ in range(300)
+    ]
     try:
         assert api.client.completions.create(**SHORT).usage.completion_tokens == 8
     finally:
@@ -337,7 +339,7 @@ def test_what_a_killed_server_leaves_behind_the_next_one_removes(own: Command, f
     (tmp_path / "broken").mkdir()
     living = set(folders.rglob("serve-*"))
     assert len(living) == 2
-    upload = raw(own, "PUT /v1/adapters/x HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n.")
+    upload = raw(own, "PUT /v1/adapters/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n.")
     eventually(lambda: list(folders.rglob("adapter_model.safetensors")))
     os.killpg(own.process.pid, signal.SIGKILL)
     own.process.wait(60)

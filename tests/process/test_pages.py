@@ -100,6 +100,12 @@ def test_other_pages_are_not_there(path: str, pages: Pages) -> None:
     assert status(pages, path) == 404
 
 
+def test_a_web_page_whose_name_leads_here_reads_nothing(pages: Pages) -> None:
+    for path in ("/health", "/metrics", "/nothing"):
+        assert ask(pages, path, host="rebound.example.com").status == 400
+    assert {ask(pages, "/metrics", host=host).status for host in ("localhost:1", "127.0.0.1", "[::1]")} == {200}
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
 def test_pages_are_read_only(method: str, pages: Pages) -> None:
     answer = ask(pages, "/metrics", method)

@@ -38,7 +38,7 @@ def charged(answer: bytes, state: str, folder: Path) -> int:
             front.view._put(front.view.seen[1])
             body = {"model": "m", "prompt": "abcd" * PROMPT, "stream": True}
             async with httpx.AsyncClient(
-                transport=httpx.ASGITransport(make_app(front)), base_url="http://test"
+                transport=httpx.ASGITransport(make_app(front)), base_url="http://localhost"
             ) as http:
                 await asyncio.wait(
                     [asyncio.create_task(http.post("/v1/completions", json=body, headers=KEY))], timeout=0.5

@@ -59,7 +59,9 @@ def ask(front: Front, method: str, path: str, **body: Any) -> Any:
     front.view.decisions.clear()
 
     async def run() -> Any:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://test") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(make_app(front)), base_url="http://localhost"
+        ) as http:
             answer = asyncio.create_task(http.request(method, path, json=body or None))
             while not answer.done() and not front.view.decisions:
                 await asyncio.sleep(0.001)

@@ -50,7 +50,7 @@ def front(tmp_path: Path) -> Front:
 
 async def told(front: Front, name: str, **body: Any) -> tuple[int, str]:
     """What is answered within a moment; 0 if the request waits."""
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://test") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(make_app(front)), base_url="http://localhost") as http:
         post = http.post("/v1/completions", json={"model": "m", "prompt": "a", **body}, headers=KEYS[name])
         try:
             answer = await asyncio.wait_for(post, 0.3)
@@ -134,7 +134,9 @@ def test_whoever_shows_a_key_is_no_stranger(front: Front, tmp_path: Path, method
         async def with_connection(scope: Any, receive: Any, send: Any) -> None:
             await app({**scope, "symbiosis.connection": connection}, receive, send)
 
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(with_connection), base_url="http://test") as http:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(with_connection), base_url="http://localhost"
+        ) as http:
             await http.request(method, path, headers={"Authorization": f"Bearer {key}"}, content=b"[")
 
     asyncio.run(ask("another-key"))

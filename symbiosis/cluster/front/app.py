@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,7 +27,7 @@ from symbiosis.cluster.placement import State, Wish, version_of
 from symbiosis.clusters import Member
 from symbiosis.process_figures import process_figures
 from symbiosis.serving.http import page
-from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
+from symbiosis.serving.http.failures import ApiError, app_of, only_for, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.incoming.sharing import Held, Room
@@ -43,8 +44,10 @@ PREFIX = "symbiosis_cluster_"
 class Front(Keyed):
     """What the routes share."""
 
-    def __init__(self, view: View, api_keys: str | None) -> None:
-        super().__init__(api_keys)
+    def __init__(
+        self, view: View, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = ()
+    ) -> None:
+        super().__init__(api_keys, host, allowed_hosts)
         self.view, self.bodies = view, Bodies()
         self.completions = Counter[tuple[str, str]]()  # by model and tenant
         self.tokens = Counter[tuple[str, str]]()
@@ -159,7 +162,7 @@ def make_app(front: Front) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", shown_page),
     ]
-    return app_of(front, table)
+    return only_for(front.hosts, app_of(front, table))
 
 
 async def completion(front: Front, request: Request) -> ASGIApp:

@@ -20,8 +20,9 @@ async def serve(started: FrontStarted, listener: socket.socket) -> None:
     view = View(started.cluster, started.limits, log)
     following = asyncio.create_task(view.follow())
     own = socket.create_server(("127.0.0.1", 0))
+    front = Front(view, started.api_keys, started.host, started.allowed_hosts)
     config = uvicorn.Config(
-        make_app(Front(view, started.api_keys)), http=Connection, ws="none", lifespan="off", log_config=None,
+        make_app(front), http=Connection, ws="none", lifespan="off", log_config=None,
         log_level="warning", access_log=False, server_header=False, proxy_headers=False, timeout_graceful_shutdown=int(started.drain_s),
     )  # fmt: skip
     print(f"{started.name} at http://127.0.0.1:{own.getsockname()[1]}", flush=True)

@@ -9,6 +9,8 @@ class FrontStarted(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     listener: int  # a file descriptor
     name: str = "front"
+    host: str = "127.0.0.1"  # where it listens
+    allowed_hosts: tuple[str, ...] = ()
     api_keys: str | None = None
     limits: dict[str, int] = {}
     decision_log: str | None = None

@@ -19,7 +19,9 @@ from prometheus_client.core import Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
+from symbiosis.endpoints import is_loopback
 from symbiosis.errors import ConfigError
+from symbiosis.security.hosts import Hosts
 
 MOST_CONNECTIONS = 32  # another one takes the place of the oldest
 LONGEST_HEAD = 8 << 10  # bytes of a request
@@ -132,6 +134,8 @@ class Pages:
         except OSError as error:
             raise ConfigError(f"cannot serve metrics at {host}:{port}: {error}") from None
         self._socket.setblocking(False)
+        # beyond this machine, whoever connects may read them, by whatever name
+        self._hosts = Hosts(host, () if is_loopback(f"{host}:{port}") else "*")
         self.port: int = self._socket.getsockname()[1]
         self._visitors: dict[Visitor, None] = {}  # the oldest first
         self._next_scrape = 0.0
@@ -171,6 +175,8 @@ class Pages:
         return PageAnswer(200, gzip.compress(body), (("Content-Type", kind), ("Content-Encoding", "gzip")))
 
     def _answer(self, request: PageRequest) -> PageAnswer:
+        if "host" in request.headers and not self._hosts.has(request.headers["host"]):
+            return PageAnswer.error(400, "these pages are not known by that name: ask for them by their address")
         try:
             if request.path == "/health":
                 return self.health()

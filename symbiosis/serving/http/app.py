@@ -16,7 +16,7 @@ from symbiosis.serving.adapter import IS_THE_BASE
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http import page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
-from symbiosis.serving.http.failures import ApiError, app_of, unknown_model, wrong
+from symbiosis.serving.http.failures import ApiError, app_of, only_for, unknown_model, wrong
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.uploads import received
@@ -58,7 +58,7 @@ def make_app(front: Front) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", shown_page),
     ]
-    return _counted(app_of(front, table), front)
+    return _counted(only_for(front.hosts, app_of(front, table)), front)
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:

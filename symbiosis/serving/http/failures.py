@@ -6,14 +6,20 @@ from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from symbiosis.security.hosts import Hosts
 
 Shared = TypeVar("Shared")
 
+UNKNOWN_HOST = (
+    "this server is not known as {!r}: ask for it by its address, or start it with --allowed-hosts and that name"
+)
 KINDS = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
@@ -89,6 +95,17 @@ def _unknown_path(request: Request, error: HTTPException) -> Response:
 
 def _failed(request: Request, error: Exception) -> Response:
     return failed(error).response()
+
+
+def only_for(hosts: Hosts, app: ASGIApp) -> ASGIApp:
+    """Return an app that answers only who asks for it by a name that is known."""
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        unknown = [each for each in Headers(scope=scope).getlist("host") if not hosts.has(each)]
+        answer = wrong(UNKNOWN_HOST.format(unknown[0][:100]), "host").response() if unknown else app
+        await answer(scope, receive, send)
+
+    return checked
 
 
 def app_of(

@@ -34,7 +34,7 @@ class Front(Keyed):
     """One engine, as clients see it."""
 
     def __init__(self, remote: RemoteEngine, tokenizer: Any, options: FrontOptions) -> None:
-        super().__init__(options.api_keys)
+        super().__init__(options.api_keys, options.host, options.allowed_hosts)
         self.remote, self.tokenizer, self.options = remote, tokenizer, options
         self.prompts = Prompts(tokenizer, remote.welcome.longest, remote.welcome.vocabulary, options.max_requests)
         self.bodies = Bodies()

@@ -86,7 +86,7 @@ def server_member(plan: Plan, model: str, number: int, of_model: int) -> Member:
 def front(plan: Plan, number: int, listener: socket.socket) -> Process:
     name = f"front-{number}"
     started = FrontStarted(
-        cluster=plan.name, listener=listener.fileno(), api_keys=plan.api_keys, limits=plan.limits,
+        cluster=plan.name, listener=listener.fileno(), host=plan.host, allowed_hosts=plan.allowed_hosts, api_keys=plan.api_keys, limits=plan.limits,
         decision_log=plan.decision_log, drain_s=plan.drain_s, name=name,
     )  # fmt: skip
     code = COMMAND.format(name=name) + FRONT.format(started=msgspec.json.encode(started).decode())

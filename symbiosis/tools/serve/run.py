@@ -113,7 +113,7 @@ class ServeProcesses:
             model=model_name(options), folder=str(located(str(options.model))), api_keys=options.api_keys,
             adapters=str(folder) if (folder := folder_of(options)) else None, max_body_bytes=options.max_body_bytes,
             max_adapter_bytes=options.max_adapter_bytes, max_requests=options.max_requests,
-            uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
+            host=options.host, allowed_hosts=options.allowed_hosts, uploads=str(self._uploads), engine=os.getpid(), chat_template=chat_template(options),
             log_format=options.log_format,
         )  # fmt: skip
         with theirs:

@@ -1,20 +1,29 @@
 """Who sends a request, by the key that it shows."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
+from symbiosis.security.hosts import Hosts
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.incoming.connections import now_known
 from symbiosis.serving.http.keys import Keys, Tenant
 
 
 class Keyed:
-    """What serves requests that show keys. A connection counts as a known client's from then on."""
+    """What serves requests that show keys. A connection counts as a known client's from then on.
 
-    def __init__(self, api_keys: str | None) -> None:
+    Args:
+        host: Where it listens.
+        allowed_hosts: Names by which it is asked for. By default, any where keys are needed, which no page of another site knows; else those
+            of this host.
+    """
+
+    def __init__(self, api_keys: str | None, host: str = "127.0.0.1", allowed_hosts: Sequence[str] = ()) -> None:
         self.keys = Keys(Path(api_keys) if api_keys else None)
+        self.hosts = Hosts(host, allowed_hosts or ("*" if api_keys else ()))
 
     def tenant(self, request: Request) -> Tenant:
         self._refuse_foreign_pages(request)

@@ -21,6 +21,8 @@ class FrontOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_adapter_bytes: int = 1 << 30
     max_requests: int = 4096  # under way
     uploads: str | None = None  # the folder for adapters that are sent; None: the system's for what is temporary
+    host: str = "127.0.0.1"  # where it listens
+    allowed_hosts: tuple[str, ...] = ()
     log_format: str = "text"
     engine: int = 0  # the process that is to end if it hangs; 0: none
 
