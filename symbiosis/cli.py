@@ -130,7 +130,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Where to listen. Default: 127.0.0.1, which only this machine reaches.")] = None,
     port: Annotated[int | None, typer.Option(help="Default: 8000. 0: any that is free.")] = None,
     allowed_hosts: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A name by which clients ask for the server, such as that of a proxy; *.DOMAIN: all of a domain; *: any. Repeatable. Default: this host's name, addresses and, with --api-keys, any.")] = None,
-    api_keys: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N]`; read again when it changes.")] = None,
+    api_keys: Annotated[str | None, typer.Option(metavar="FILE", help="Lines of `NAME KEY [admin] [requests=N] [tokens_per_s=N] [old_key=KEY]`; read again when it changes.")] = None,
     chat_template: Annotated[str | None, typer.Option(metavar="FILE", help="Jinja template that makes a prompt of a chat. Default: the tokenizer's.")] = None,
     max_batch: Annotated[int | None, typer.Option(help="Maximum sequences in one step. Default: 64.")] = None,
     max_tenant_batch: Annotated[int | None, typer.Option(help="Maximum sequences of one API key in one step, while others wait. Default: half of --max-batch.")] = None,

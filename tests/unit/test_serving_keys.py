@@ -150,6 +150,13 @@ def test_a_file_that_became_wrong_changes_nothing(file: Path) -> None:
         ("anna secret-of-anna\nanna another-secret", "line 2"),
         ("anna secret-of-anna\nbert secret-of-anna", "line 2"),
         ("anna secret-of-änna", "of ASCII"),
+        ("anna secret-of-anna old_key=secret7", "at least 8"),
+        ("anna secret-of-anna old_key=secret-of-änna", "of ASCII"),
+        ("anna secret-of-anna old_key=secret-of-anna", "line 1"),
+        ("anna secret-of-anna\nbert secret-of-bert old_key=secret-of-anna", "line 2"),
+        ("anna secret-of-anna old_key=secret-of-bert\nbert secret-of-bert", "line 2"),
+        ("anna secret-of-anna old_key=secret-old old_key_expires=soon", "line 1: 'soon' is not a date"),
+        ("anna secret-of-anna old_key_expires=2027-01-31", "goes with old_key"),
         ("an\0na secret-of-anna", "printable"),
         ("anna secret-of-anna\u2028mallory secret-of-mallory admin", "line 1"),
         ("anna secret-of-anna\x0bmallory secret-of-mallory admin", "line 1"),
@@ -161,6 +168,41 @@ def test_what_is_wrong_is_said_by_line_and_without_a_key(tmp_path: Path, text: s
     with pytest.raises(ConfigError, match=told) as error:
         read_keys(file)
     assert "secret" not in str(error.value)
+
+
+def test_an_old_key_lets_in_beside_the_new_one_until_it_expires(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    clock, today = Clock(), Clock()
+    keys = Keys(file, clock, today)
+    anna = keys.tenant("Bearer sk-anna-1234")
+    anna.admit(1, now=0.0)
+    caplog.set_level("INFO", "symbiosis")
+    for line, works, ends in (
+        ("anna sk-anna-5678 requests=2 admin old_key=sk-anna-1234", ("sk-anna-1234", "sk-anna-5678"), ()),
+        (
+            "anna sk-anna-5678 requests=2 old_key=sk-anna-1234 old_key_expires=1970-01-03",
+            ("sk-anna-1234", "sk-anna-5678"),
+            (),
+        ),
+        (None, ("sk-anna-5678",), ("sk-anna-1234",)),  # two days later
+        (
+            "anna sk-anna-9abc old_key=sk-anna-5678 old_key_expires=1970-02-01T00:00Z",
+            ("sk-anna-9abc", "sk-anna-5678"),
+            ("sk-anna-1234",),
+        ),
+        ("anna sk-anna-9abc", ("sk-anna-9abc",), ("sk-anna-1234", "sk-anna-5678")),
+    ):
+        clock.now += 2.0
+        if line is None:
+            today.now += 2 * 86_400
+        else:
+            file.write_text(line + "\n")
+            os.utime(file, ns=(1, int(clock.now)))
+        for key in works:
+            assert keys.tenant(f"Bearer {key}") is anna and anna.under_way == 1
+        for key in ends:
+            with refused(401):
+                keys.tenant(f"Bearer {key}")
+    assert caplog.text.count("anna still uses its old API key") == 2 and "sk-" not in caplog.text
 
 
 def test_only_administrators_change_adapters(tmp_path: Path) -> None:

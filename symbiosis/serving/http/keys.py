@@ -9,15 +9,16 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 
 from symbiosis.errors import ConfigError
-from symbiosis.security.keys import doubt
+from symbiosis.security.keys import doubt, moment
 from symbiosis.serving.http.failures import ApiError, wrong
 
 logger = logging.getLogger("symbiosis")
 
-LINE = "a line of it is `NAME KEY`, and may end in requests=NUMBER, tokens_per_s=NUMBER and admin"
+LINE = "a line of it is `NAME KEY`, and may end in requests=NUMBER, tokens_per_s=NUMBER, admin, and old_key=KEY with old_key_expires=DATE"
 LOOK_EVERY_S = 1.0
 SHORTEST_KEY, LONGEST_FILE = 8, 16 << 20
 NUMBER = re.compile("[0-9]{1,15}")
@@ -29,6 +30,8 @@ class Tenant:
 
     name: str = ""
     digest: bytes = b""
+    old_digest: bytes = b""  # of a key that is being exchanged; empty: there is none
+    old_expires: float = inf  # in seconds since 1970
     requests: int = 0  # most under way; 0: any number
     tokens_per_s: int = 0
     may_change_adapters: bool = False
@@ -114,8 +117,11 @@ class Keys:
     ''
     """
 
-    def __init__(self, file: Path | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file, self.clock = file, clock
+    def __init__(
+        self, file: Path | None, clock: Callable[[], float] = time.monotonic, today: Callable[[], float] = time.time
+    ) -> None:
+        self._file, self.clock, self._today = file, clock, today
+        self._still_old = set[bytes]()  # keys of which was logged that they are still in use
         self._nobody = Tenant(may_change_adapters=True)
         self._tenants: dict[str, Tenant] = {}
         self._stamp: tuple[int, int] | None = None
@@ -137,9 +143,20 @@ class Keys:
             raise ApiError(401, "an API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
         digest = _digest(key.strip())
         found = [each for each in self._tenants.values() if hmac.compare_digest(each.digest, digest)]
-        if not found:
+        old = [each for each in self._tenants.values() if hmac.compare_digest(each.old_digest, digest)]
+        if old:
+            self._check_old(old[0])
+        if not found and not old:
             raise ApiError(401, "the server does not know this API key", code="invalid_api_key")
-        return found[0]
+        return (found or old)[0]
+
+    def _check_old(self, tenant: Tenant) -> None:
+        """Raise `ApiError` if a tenant's old key has expired. That it is still in use is logged once."""
+        if self._today() >= tenant.old_expires:
+            raise ApiError(401, "this API key has expired: use the new one", code="invalid_api_key")
+        if tenant.old_digest not in self._still_old:
+            self._still_old.add(tenant.old_digest)
+            logger.info("%s still uses its old API key", tenant.name)
 
     def administrator(self, authorization: str | None) -> None:
         """Raise `ApiError` unless this key may add, replace and remove adapters, which belong to everybody."""
@@ -169,8 +186,8 @@ class Keys:
             if old := self._tenants.get(name):
                 if not old.tokens_per_s or not new.tokens_per_s:  # without a limit nothing is owed, nor saved up
                     old.owed = 0.0
-                old.digest, old.requests, old.tokens_per_s = new.digest, new.requests, new.tokens_per_s
-                old.may_change_adapters = new.may_change_adapters
+                for field in ("digest", "old_digest", "old_expires", "requests", "tokens_per_s", "may_change_adapters"):
+                    setattr(old, field, getattr(new, field))
                 read[name] = old
         self._tenants = read
         logger.info("the API keys were read again: %d", len(read))
@@ -185,11 +202,14 @@ def read_keys(file: Path) -> dict[str, Tenant]:
     if why:
         raise ConfigError(f"the API keys may be another user's: {why}")
     found: dict[str, Tenant] = {}
+    digests = set[bytes]()
     for number, line in enumerate(lines, 1):
         if words := line.partition("#")[0].split():
             tenant = _tenant(words, f"{file}, line {number}")
-            if tenant.name in found or tenant.digest in {each.digest for each in found.values()}:
+            mine = {tenant.digest, tenant.old_digest} - {b""}
+            if tenant.name in found or mine & digests or tenant.digest == tenant.old_digest:
                 raise ConfigError(f"{file}, line {number}: this name or key is there already")
+            digests |= mine
             found[tenant.name] = tenant
     if not found:
         raise ConfigError(f"{file} has no API keys: {LINE}")
@@ -208,22 +228,40 @@ def _text(file: Path) -> str:
 
 
 def _tenant(words: list[str], where: str) -> Tenant:
-    if len(words) < 2 or len(words[1]) < SHORTEST_KEY:
-        raise ConfigError(f"{where}: {LINE}; a key has at least {SHORTEST_KEY} characters")
-    if not (words[0].isprintable() and words[1].isascii() and words[1].isprintable()):
-        raise ConfigError(
-            f"{where}: names are of printable characters, and keys of ASCII's, which is all that HTTP's headers have"
-        )
-    tenant = Tenant(words[0], _digest(words[1]))
+    if len(words) < 2 or not words[0].isprintable():
+        raise ConfigError(f"{where}: {LINE}; names are of printable characters")
+    tenant = Tenant(words[0], _digest_of(words[1], where))
     for word in words[2:]:
+        name, _, value = word.partition("=")
         if word == "admin":
             tenant.may_change_adapters = True
-            continue
-        name, _, value = word.partition("=")
-        if name not in ("requests", "tokens_per_s") or not NUMBER.fullmatch(value):
+        elif name == "old_key":
+            tenant.old_digest = _digest_of(value, where)
+        elif name == "old_key_expires":
+            tenant.old_expires = _moment(value, where)
+        elif name in ("requests", "tokens_per_s") and NUMBER.fullmatch(value):
+            setattr(tenant, name, int(value))
+        else:
             raise ConfigError(f"{where}: {LINE}")
-        setattr(tenant, name, int(value))
+    if tenant.old_expires < inf and not tenant.old_digest:
+        raise ConfigError(f"{where}: old_key_expires goes with old_key=KEY")
     return tenant
+
+
+def _moment(text: str, where: str) -> float:
+    try:
+        return moment(text)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
+
+
+def _digest_of(key: str, where: str) -> bytes:
+    """Return the digest of a key of the file. A `ConfigError` says what is wrong with the key, and does not show it."""
+    if len(key) < SHORTEST_KEY:
+        raise ConfigError(f"{where}: {LINE}; a key has at least {SHORTEST_KEY} characters")
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError(f"{where}: keys are of ASCII's printable characters, which is all that HTTP's headers have")
+    return _digest(key)
 
 
 def too_many(message: str, retry_s: float) -> ApiError:
