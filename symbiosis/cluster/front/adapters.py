@@ -20,6 +20,7 @@ from symbiosis.serving.http.failures import ApiError, wrong
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@+=-]{0,99}")
 MOST_BYTES = 1 << 30
 SENT = ".sent"  # in the folder: what was sent. A link with the adapter's name leads there, so that it is replaced in one go
+FOLDER = "the folder of {}'s adapters"
 PACKAGE = Path(__file__).parents[2]
 
 
@@ -76,8 +77,10 @@ async def _try(view: View, model: str, name: str, headers: dict[str, str]) -> No
                 answer = await Upstream.ask(seen.member.url, "POST", "/v1/completions", headers, body)
                 await answer.head()
                 told = await answer.whole()
-                if answer.status != 200:
+                if answer.status in (400, 500):  # the adapter is at fault
                     raise wrong(_message(told))
+                if answer.status != 200:
+                    raise ApiError(answer.status, _message(told))
                 return
     raise ApiError(503, f"no server of {model} is ready to try it: send it later", retry_s=5.0)
 

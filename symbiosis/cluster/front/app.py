@@ -27,7 +27,7 @@ from symbiosis.cluster.placement import State, Wish, version_of
 from symbiosis.clusters import Member
 from symbiosis.process_figures import process_figures
 from symbiosis.serving.http import page
-from symbiosis.serving.http.failures import ApiError, app_of, only_for, unknown_model, wrong
+from symbiosis.serving.http.failures import ApiError, app_of, only_for, storing, unknown_model, wrong
 from symbiosis.serving.http.incoming.bodies import Bodies
 from symbiosis.serving.http.incoming.keyed import Keyed
 from symbiosis.serving.http.incoming.sharing import Held, Room
@@ -217,13 +217,14 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
     front.view.look()
     adapters.check_new(front.view.told, model, name)
     folder = adapters.folder_for(front.view, model, name)
-    sent = adapters.new_folder(folder)
-    try:
-        await received(front.bodies, adapters.MOST_BYTES, request, sent)
-        await adapters.install(front.view, model or front.models()[0], folder, name, sent, _authorized(request))
-    except BaseException:
-        shutil.rmtree(sent, ignore_errors=True)
-        raise
+    with storing(adapters.FOLDER.format(model or front.models()[0]), folder):
+        sent = adapters.new_folder(folder)
+        try:
+            await received(front.bodies, adapters.MOST_BYTES, request, sent)
+            await adapters.install(front.view, model or front.models()[0], folder, name, sent, _authorized(request))
+        except BaseException:
+            shutil.rmtree(sent, ignore_errors=True)
+            raise
     return _json({"name": name})
 
 
@@ -232,7 +233,9 @@ async def delete_adapter(front: Front, request: Request) -> ASGIApp:
     name = request.path_params["name"]
     front.view.look()
     folder = adapters.folder_for(front.view, request.query_params.get("model"), name)
-    if not await asyncio.to_thread(adapters.remove, folder, name):
+    with storing(adapters.FOLDER.format("a model"), folder):  # what others have put there is moved aside first
+        was_there = await asyncio.to_thread(adapters.remove, folder, name)
+    if not was_there:
         raise unknown_model(name, front.view.told.names)
     return Response(status_code=204)
 

@@ -16,7 +16,7 @@ from symbiosis.serving.adapter import IS_THE_BASE
 from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http import page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
-from symbiosis.serving.http.failures import ApiError, app_of, only_for, unknown_model, wrong
+from symbiosis.serving.http.failures import ApiError, app_of, only_for, storing, unknown_model, wrong
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.generation import Generation
 from symbiosis.serving.http.incoming.uploads import received
@@ -205,7 +205,11 @@ async def put_adapter(front: Front, request: Request) -> ASGIApp:
     front.administrator(request)
     name = request.path_params["name"]
     _check_name(front, name)
-    with tempfile.TemporaryDirectory(prefix="symbiosis-adapter-", dir=front.options.uploads) as folder:
+    uploads = front.options.uploads or tempfile.gettempdir()
+    with (
+        storing("the server's folder for adapters that are sent", Path(uploads)),
+        tempfile.TemporaryDirectory(prefix="symbiosis-adapter-", dir=uploads) as folder,
+    ):
         await received(front.bodies, front.options.max_adapter_bytes, request, Path(folder))
         return _json(await front.remote.ask(AdapterInfo, "add", name, folder))
 

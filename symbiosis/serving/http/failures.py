@@ -1,7 +1,11 @@
 """Errors in the form that OpenAI's clients read, and apps that answer so."""
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+import errno
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from symbiosis.security.hosts import Hosts
 
+logger = logging.getLogger("symbiosis")
 Shared = TypeVar("Shared")
 
 UNKNOWN_HOST = (
@@ -25,6 +30,10 @@ KINDS = {
     HTTPStatus.NOT_FOUND: "not_found_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
 }
+
+
+LASTING = (HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.INSUFFICIENT_STORAGE)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ApiError(Exception):
@@ -46,7 +55,7 @@ class ApiError(Exception):
         headers = {"retry-after": str(max(1, round(self.retry_s)))} if self.retry_s else {}
         if self.status is HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
-        if self.status is HTTPStatus.INTERNAL_SERVER_ERROR:  # an adapter or the server is at fault, and will be
+        if self.status in LASTING:  # an adapter or the server is at fault, and will be
             headers["x-should-retry"] = "false"
         return Response(msgspec.json.encode(self.body), self.status, headers, "application/json")
 
@@ -66,6 +75,20 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
     if (name := names.get(told["param"])) is None:
         return error
     return ApiError(error.status, name + told["message"].removeprefix(told["param"]), name, told["code"])
+
+
+@contextmanager
+def storing(what: str, folder: Path) -> Iterator[None]:
+    """Tell a client that there is no room for what it sends: `what` is full. Where that lies is for the log alone."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        logger.error("no room in %s for what a client sends: %s", folder, error.strerror)
+        raise ApiError(
+            507, f"{what} is full ({error.strerror}): nothing was changed. Whoever runs the server has to make room"
+        ) from None
 
 
 def failed(error: Exception) -> ApiError:
