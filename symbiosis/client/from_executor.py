@@ -5,7 +5,6 @@ Embeddings, norms and everything else that the client holds for itself come from
 host share until they change it, or by reading where there is no such memory.
 """
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from symbiosis.client.weights.remote_weight import RemoteWeight
 from symbiosis.client.wrap import attach
 from symbiosis.config import default_endpoints
 from symbiosis.errors import Code, WrapError
+from symbiosis.memory import whole_memory
 from symbiosis.protocol import FLOATS, Op, Welcome
 from symbiosis.text import shown
 from symbiosis.transport.tensors import TORCH_DTYPE
@@ -151,15 +151,11 @@ def _must_fit(model: nn.Module, welcome: Welcome, where: str) -> None:
             Code.WRONG_MODEL,
         )
     computed = sum(b.nbytes for b in model.buffers()) - sum(b.nbytes for n, b in model.named_buffers() if n in own)
-    if computed > MOST_COMPUTED or sum(own.values()) > memory_of_this_host():
+    if computed > MOST_COMPUTED or sum(own.values()) > whole_memory():
         raise WrapError(
             f"{where} describes a model in which {(computed + sum(own.values())) / 2**30:.3g} GiB are the client's own: more than "
             "there is room for"
         )
-
-
-def memory_of_this_host() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _fill(model: nn.Module, session: Session, device: torch.device) -> None:

@@ -1,15 +1,13 @@
 """Accounts of sessions and tenants: what each has in flight and has used, and whether there is room for another call."""
 
-import os
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from time import monotonic
 
 from symbiosis.errors import CallError, Code
 from symbiosis.executor.observe.snapshot import Usage
+from symbiosis.memory import whole_memory
 from symbiosis.protocol import Limits
 from symbiosis.transport.base import Direct, Peer, Tokens
 
@@ -186,11 +184,8 @@ class ServedSession:
 
 
 def half_of_memory() -> int:
-    """Return half of this machine's memory in bytes, or of what the container may use."""
-    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no such limit
-        most = min(most, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return most // 2
+    """Return half of this machine's memory in bytes, or of what its cgroups allow."""
+    return whole_memory() // 2
 
 
 def busy(seconds: float, why: str, option: str = "") -> CallError:

@@ -21,7 +21,7 @@ from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.logs import set_up_logging
-from symbiosis.memory import look_at_what_is_new
+from symbiosis.memory import free_memory, look_at_what_is_new
 from symbiosis.transport.cuda.words import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3
@@ -118,8 +118,7 @@ def memory_plan(store: Store, options: Options) -> dict[str, int]:
     """Return, in MiB, what the weights take, what a session may come to take of the host's memory, and what is free there. For a GPU,
     add what the executor keeps for its products, what is left for other programs, and the least that each client on it brings for its
     calls."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free}
+    nbytes = {"weights": store.nbytes, "session_at_most": 2 * options.max_call_bytes, "free": free_memory()}
     if store.on_gpu:
         left, gpu_bytes = torch.cuda.mem_get_info(options.device)
         kept = headroom_bytes(store.held, options.max_batch_tokens, gpu_bytes)

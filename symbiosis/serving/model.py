@@ -1,6 +1,5 @@
 """A causal language model made ready to be served, whatever model it is. It runs the steps."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from symbiosis.attention.alike import place_of, text_config
-from symbiosis.memory import free_memory
+from symbiosis.memory import free_memory, whole_memory
 from symbiosis.serving.arena import Arena, KvShape
 from symbiosis.serving.blocks import Blocks
 from symbiosis.serving.options import SHARE
@@ -90,5 +89,5 @@ def bytes_of(memory: int | float | None, device: torch.device) -> int:
     if memory is not None and memory >= 1:
         return int(memory)
     free = free_memory() if device.type != "cuda" else torch.cuda.mem_get_info(device)[0]
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if device.type != "cuda" else free
+    whole = whole_memory() if device.type != "cuda" else free
     return int((SHARE if memory is None else memory) * min(free, whole))

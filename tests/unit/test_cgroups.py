@@ -95,3 +95,10 @@ def test_cores_are_those_of_the_smallest_quota(
 
 def test_where_nothing_tells_there_is_no_limit(tmp_path: Path) -> None:
     assert memory.free_memory(tmp_path) == cgroups.free_memory(tmp_path) == sys.maxsize
+
+
+def test_nobody_asks_for_memory_past_the_groups() -> None:
+    sources = {file.name: file.read_text() for file in Path(memory.__file__).parent.rglob("*.py")}
+    assert not [
+        name for name, text in sources.items() if "PHYS_PAGES" in text or "memory.max" in text and name != "cgroups.py"
+    ]
