@@ -2,7 +2,10 @@
 
 import inspect
 import logging
+import threading
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,13 +15,36 @@ from torch import Tensor, nn
 from symbiosis.attention.alike import agree, logits_alone, place_of, probe_tokens, text_config
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.serving.arena import KvShape
-from symbiosis.serving.model import Served
+from symbiosis.serving.model import GaveWay, Served
 from symbiosis.serving.paged import CannotBatch, Paged
 from symbiosis.serving.step import Segment, Sequence, Step
 
 logger = logging.getLogger("symbiosis")
 
 ROW = KvShape(heads=1, key=1024, value=1024)  # pages are for adapters only, and blocks for counting
+
+
+def _never() -> bool:
+    return False
+
+
+class _Asked(threading.local):
+    """Whether what this thread computes is given up."""
+
+    gives_way: Callable[[], bool] = staticmethod(_never)
+
+
+_asked = _Asked()
+
+
+def _ask(*_: object) -> None:
+    """Raise `GaveWay`, if so. It is a hook of layers, and a plain function, so that copies of a model copy nothing of the server."""
+    if _asked.gives_way():
+        raise GaveWay
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [layer for each in model.modules() if isinstance(each, nn.ModuleList) for layer in each]
 
 
 class Alone(Served):
@@ -33,8 +59,20 @@ class Alone(Served):
         right = next((way for way in _ways(model) if _cache_is_right(model, way)), None)
         self.uses_cache, self._tells_positions = right is not None, bool(right)
 
+        for layer in _layers(model):
+            layer.register_forward_pre_hook(_ask)
+
     @torch.inference_mode()
     def logits(self, step: Step, rows: Tensor) -> Tensor:
+        """Compute the segments. Only a prompt alone is given up: the caches of what decodes would be a token longer."""
+        is_prompt = len(step.segments) == 1 and not step.segments[0].position
+        _asked.gives_way = partial(self.gives_way, step) if is_prompt else _never
+        try:
+            return self._logits(step, rows)
+        finally:
+            _asked.gives_way = _never
+
+    def _logits(self, step: Step, rows: Tensor) -> Tensor:
         wanted = set(rows.tolist())
         found = []
         for segment in step.segments:

@@ -15,12 +15,16 @@ from symbiosis.serving.options import SHARE
 from symbiosis.serving.step import BLOCK, Sequence, Step
 
 
+class GaveWay(Exception):
+    """A step was not computed to its end, because something else comes first. Its rows can be computed again."""
+
+
 class Served(ABC):
     """Runs steps: `forward` returns how likely each token is to come next. Nothing else may use its model.
 
     `before` are called with each step, and with the rows whose logits are kept, before it runs. `embed` may return a step's input rows
     where they are not those of its tokens. `remember` may change the keys and values of a layer, [1, heads, rows, size], before they are
-    kept.
+    kept. On a CPU `gives_way` is asked before each layer whether the step is given up: then `GaveWay` is raised.
     """
 
     batches: bool  # whether a step may have segments of several sequences
@@ -34,6 +38,7 @@ class Served(ABC):
         self.before: list[Callable[[Step, Tensor], None]] = []
         self.embed: Callable[[Step, Tensor], Tensor | None] = lambda step, ids: None
         self.remember: Callable[[int, Tensor, Tensor], None] | None = None
+        self.gives_way: Callable[[Step], bool] = lambda step: False
         self.device, self.dtype = place_of(model)
         self.vocabulary: int = self.config.vocab_size
         self.longest: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30

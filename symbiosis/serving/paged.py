@@ -18,7 +18,7 @@ from symbiosis.kernels.paged_attention import How
 from symbiosis.serving.arena import KvShape
 from symbiosis.serving.attention import NAME, Lookup, Tables, attending_by
 from symbiosis.serving.gpu.runner import Runner, is_for
-from symbiosis.serving.model import Served
+from symbiosis.serving.model import GaveWay, Served
 from symbiosis.serving.request import Request
 from symbiosis.serving.step import Segment, Sequence, Step
 from symbiosis.transport.base import Tokens
@@ -78,7 +78,14 @@ class Paged(Served):
         words, rows = self.inputs(step), rows.to(self.device)
         if self.keeps_rows:
             words["logits_to_keep"] = rows
-        with attending_by(Lookup(self.arena, step, self._tables, self.remember).attend):
+        lookup = Lookup(self.arena, step, self._tables, self.remember)
+
+        def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, how: How) -> Tensor:
+            if self.gives_way(step):
+                raise GaveWay
+            return lookup.attend(module, q, k, v, how)
+
+        with attending_by(attend):
             logits: Tensor = self.model(**words, use_cache=False).logits[0]
         return (logits if self.keeps_rows else logits[rows]).float()
 

@@ -39,6 +39,7 @@ class Sequence:
     cached: int = 0  # of its prompt, those whose keys and values were there when it began
     began: float = 0.0  # when it joined the batch
     overtaken: int = 0  # by so many later ones, since there was no room for it
+    owed: float = 0.0  # rows of its prompt, since shorter ones were computed before it
 
     @property
     def virtual(self) -> int:
@@ -126,8 +127,13 @@ class Step:
 
     segments: tuple[Segment, ...]
     fed: Fed | None = None
+    began: float = 0.0
 
     @property
     def rows(self) -> int:
         last = self.segments[-1]
         return last.first + last.rows
+
+    @property
+    def has_prompts(self) -> bool:
+        return len(self.segments) < self.rows

@@ -1,7 +1,7 @@
 """A step under way: launched, and not told of yet. The next one may be launched behind it, though its tokens are known on the device only."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from symbiosis.serving.choosing.sampling import Chosen, depends_on_tokens
 from symbiosis.serving.request import Token
@@ -41,7 +41,7 @@ class Launched:
             if (number := numbers.get(segment.sequence)) is not None:
                 rows.append(segment.first)
                 sources.append(number)
-        return Step(step.segments, Fed(rows, sources, self.chosen.ids)) if rows else step
+        return replace(step, fed=Fed(rows, sources, self.chosen.ids)) if rows else step
 
     def tokens(self) -> Iterator[tuple[Sequence, int, Token | None]]:
         """Wait for the tokens, give them to the sequences, and return each with its place."""

@@ -19,7 +19,7 @@ from symbiosis.serving.engine.following import Following
 from symbiosis.serving.engine.job import Job
 from symbiosis.serving.engine.launched import Launched
 from symbiosis.serving.engine.suspects import Suspects
-from symbiosis.serving.model import Served
+from symbiosis.serving.model import GaveWay, Served
 from symbiosis.serving.request import Finish, Token
 from symbiosis.serving.scheduling.scheduler import Scheduler, Unsettled
 from symbiosis.serving.step import Segment, Sequence, Step
@@ -45,6 +45,8 @@ class Loop:
     def __init__(self, served: Served, scheduler: Scheduler, most: int, on_ended: Callable[[Adapter], None]) -> None:
         self._served, self._scheduler, self._most = served, scheduler, most
         self._under_way: set[int] = set()  # requests, with those that `jobs` will have after this step
+        self._coming: dict[int, int] = {}  # of those that `jobs` does not have yet: the tokens of their prompts
+        served.gives_way = self._gives_way
         self.jobs: dict[int, Job] = {}
         self._versions = Counter[int]()  # of adapters: how many of the jobs have each
         self.figures, self.finished = Figures(), Counter[str]()
@@ -74,10 +76,12 @@ class Loop:
         with self._awake:
             self.check(job.request.id)
             self._under_way.add(job.request.id)  # before the engine's thread, which takes no lock for it, can end it
+            self._coming[job.request.id] = job.sequences[0].uncomputed
             try:
                 self.ask(lambda: self._begin(job))
             except ConfigError:
                 self._under_way.discard(job.request.id)
+                del self._coming[job.request.id]
                 raise
 
     def cancel(self, request: int) -> None:
@@ -193,6 +197,8 @@ class Loop:
             chosen = self._choose(step)
             self._scheduler.launched(step)
             return Launched.of(step, chosen)
+        except GaveWay:
+            pass
         except ConnectionLost as error:
             logger.warning("all requests end: %s", error)
             self._end_all(Finish.ERROR, str(error))
@@ -210,6 +216,14 @@ class Loop:
                 self._suspects.add(step.segments[0].sequence.version)
                 self._end(job.request.id, Finish.ERROR, told)
         return None
+
+    def _gives_way(self, step: Step) -> bool:
+        """Whether a step that is being computed is composed anew, with what has come since."""
+        if not self._coming:
+            return False
+        with self._awake:
+            shortest = min(self._coming.values())
+        return self._scheduler.gives_way(step, time.monotonic(), shortest)
 
     def _job_of(self, sequence: Sequence) -> Job | None:
         """The job of a sequence that has not ended."""
@@ -319,6 +333,8 @@ class Loop:
             self.figures.prompt_tokens += len(job.request.prompt)
 
     def _begin(self, job: Job) -> None:
+        with self._awake:
+            del self._coming[job.request.id]
         self.jobs[job.request.id] = job
         self._versions[job.sequences[0].version] += 1
         self._scheduler.add(job.sequences)

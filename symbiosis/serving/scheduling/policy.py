@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 
 LOOKAHEAD = 64  # sequences that are passed by at most, to find one that fits
 MOST_OVERTAKEN = 32  # times that one may be passed by; then nobody overtakes it any more
+PART = 0.2  # of the rows of shorter prompts: what the first that came gets beside them; of all together twice that, where tenants share
+SHORT = 64  # tokens of prompts that always end in the step in which they begin, as long as there is room for them
 INPUT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, to its tenant
 
 
@@ -34,7 +36,17 @@ class Waits(Protocol):
     def has_begun(self) -> bool: ...
 
 
+class Prompt(Protocol):
+    """A sequence that runs, and whose prompt is not computed."""
+
+    owed: float
+
+    @property
+    def uncomputed(self) -> int: ...
+
+
 W = TypeVar("W", bound=Waits)
+P = TypeVar("P", bound=Prompt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +166,60 @@ def shared(wanted: Mapping[str, int], most: int) -> dict[str, int]:
             parts[whose] += more
             most -= more
     return parts
+
+
+def prompt_rows(
+    prompts: Sequence[P], most: int, piece: int, whose: Callable[[P], str], whole: bool = False
+) -> dict[P, int]:
+    """Return how many rows of which prompts a step computes: the shortest first, as many as end in this step, as long as none of them makes it more
+    than twice as long. Of those that do not end, the first that came gets a part of each step, however many shorter ones come.
+
+    Args:
+        prompts: In the order of their coming.
+        most: Rows in all.
+        piece: Rows in all if no prompt ends, and of one that ends.
+        whose: Who shares rows alike with others.
+        whole: Each prompt is computed in one piece, and saves up for it.
+    """
+    wanted = Counter[str]()
+    for each in prompts:
+        wanted[whose(each)] += each.uncomputed
+    part = PART * min(2, len(wanted))
+    left = shared(wanted, most if wanted.total() <= most else int(most / (1 + part)))
+    rows: dict[P, int] = {}
+    for each in sorted(prompts, key=lambda prompt: prompt.uncomputed):
+        if each.uncomputed > max(piece, SHORT, sum(rows.values())):
+            break
+        if each.uncomputed <= left[whose(each)]:
+            rows[each] = each.uncomputed
+            left[whose(each)] -= each.uncomputed
+    firsts: dict[str, P] = {}
+    for each in prompts:
+        if each not in rows:
+            firsts.setdefault(whose(each), each)
+    if ending := sum(rows.values()):
+        credit, room = part * ending / max(1, len(firsts)), most - ending
+        for first in firsts.values():
+            rows[first] = _paid(first, credit, room, whole)
+            room -= rows[first]
+        return rows
+    for name, count in shared(wanted, piece).items():
+        first, shortest = firsts[name], min((p for p in prompts if whose(p) == name), key=lambda p: p.uncomputed)
+        if first is not shortest:
+            rows[first] = _paid(first, count * part / (1 + part), count, whole)
+            count = max(0, count - rows[first])
+        rows[shortest] = shortest.uncomputed if whole and count else min(count, shortest.uncomputed)
+    return rows
+
+
+def _paid(prompt: Prompt, credit: float, room: int, whole: bool) -> int:
+    """Credit rows to a prompt, and return how many of those that it has by now it gets."""
+    prompt.owed += credit
+    count = min(int(prompt.owed), prompt.uncomputed, room)
+    if whole:
+        count = prompt.uncomputed if prompt.owed >= prompt.uncomputed else 0
+    prompt.owed -= count
+    return count
 
 
 def too_late(waiting: Iterable[W], now: float, first_token_s: float, takes_s: float) -> list[W]:

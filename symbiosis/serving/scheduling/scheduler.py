@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from symbiosis.serving.blocks import Blocks
 from symbiosis.serving.options import Policy
 from symbiosis.serving.scheduling import policy
+from symbiosis.serving.scheduling.pace import Pace
 from symbiosis.serving.step import Segment, Sequence, Step
 
 PREFETCHED = 4  # adapters of the queue that are brought before their turn
@@ -38,7 +39,7 @@ class StepRules:
 
     max_batch: int = 64  # sequences
     adapters_in_batch: int | None = None
-    prefill_tokens: int = 512  # rows of prompts beside all decoding sequences
+    prefill_tokens: int = 512  # rows of prompts at most, beside all decoding sequences
     whole_prompts: bool = False  # each prompt in one piece
     policy: Policy = "fcfs"
     first_token_s: float = 6.0  # the deadline of `abort`
@@ -78,6 +79,7 @@ class Scheduler:
         release: Callable[[Sequence], None] | None = None,
     ) -> None:
         self.rules, self.counts = rules or StepRules(), Counts()
+        self._pace, self._advanced = Pace(self.rules.prefill_tokens), 0.0
         self.waiting: list[Sequence] = []  # both in the order of their coming
         self.running: list[Sequence] = []
         self._of_request: dict[int, list[Sequence]] = {}  # those that wait or run
@@ -98,6 +100,8 @@ class Scheduler:
             self._counters[first.tenant] = policy.lifted(self._counters, first.tenant, self._of_tenant)
         if not first.has_begun:  # elsewhere: such streams count neither as coming nor as begun
             self._arrivals = self._arrivals.after(first.arrived)
+        if self.waiting or any(each.uncomputed > 1 for each in self.running):
+            self._pace.disturbed(first.arrived)
         self._come(first)
         if others:
             self._followers[first] = others
@@ -143,7 +147,13 @@ class Scheduler:
             self._something_changed = False
             self._admit(now)
             self._prefetch(now)
-        return self._compose()
+        return self._compose(now)
+
+    def gives_way(self, step: Step, now: float, coming: int) -> bool:
+        """Whether a step that is being computed should be composed anew, since a prompt of so many tokens has come, and can join."""
+        if len(self.running) >= self.rules.max_batch or self._blocks.needed(coming) > self._blocks.spare():
+            return False
+        return self._pace.gives_way(step.rows, step.began, now, coming)
 
     def launched(self, step: Step) -> None:
         """Note that the keys and values of a step are about to be computed, before those of any later step. Each sequence that chooses is
@@ -153,6 +163,9 @@ class Scheduler:
 
     def advance(self, step: Step, now: float) -> None:
         """Note that a step was computed. All its tokens are known now."""
+        if step.has_prompts:
+            self._pace.computed(step.rows, now - max(step.began, self._advanced))
+        self._advanced = now
         running = set(self.running)
         for segment in step.segments:
             if (sequence := segment.sequence) not in running:
@@ -268,33 +281,23 @@ class Scheduler:
         if self._residency is not None and sequence.adapter is not None:
             self._residency.pin(sequence.adapter)
 
-    def _compose(self) -> Step | None:
-        """Compose a step: one row of each sequence that decodes, and pieces of prompts. The oldest sequence gets room first, and the
-        newest loses it first."""
+    def _compose(self, now: float) -> Step | None:
+        """Compose a step: one row of each sequence that decodes, and of prompts what the policy says. The oldest sequence gets room first, and
+        the newest loses it first."""
+        here = [each for each in self.running if not each.is_full and self._is_here(each)]
+        prompts = [each for each in here if each.uncomputed > 1]
+        rows, piece = self.rules.prefill_tokens, self._pace.piece(now)
+        wanted = policy.prompt_rows(prompts, rows, piece, self._sharer, self.rules.whole_prompts)
         parts: list[tuple[Sequence, int]] = []
-        left = self._rows_of_prompts()
-        for sequence in list(self.running):
-            if sequence.is_full:
-                continue
-            missing, whose = sequence.uncomputed, self._sharer(sequence)
-            is_whole = missing == 1 or (self.rules.whole_prompts and left[whose] > 0)
-            rows = missing if is_whole else min(missing, max(0, left[whose]))
-            if rows and self._is_here(sequence) and self._has_room(sequence, sequence.computed + rows):
-                parts.append((sequence, rows))
-                left[whose] -= rows if missing > 1 else 0
-        return _step(sorted(parts, key=lambda part: part[0].version))
+        for sequence in here:
+            count = wanted.get(sequence, 0) if sequence.uncomputed > 1 else 1
+            if count and self._has_room(sequence, sequence.computed + count):
+                parts.append((sequence, count))
+        return _step(sorted(parts, key=lambda part: part[0].version), now)
 
     def _sharer(self, sequence: Sequence) -> str:
-        """Whose part of a step's rows of prompts a sequence has; where the policy is not fair, all have one."""
+        """Who shares a step's rows of prompts alike with others: tenants, if the policy is fair."""
         return sequence.tenant if self.rules.policy == "vtc" else ""
-
-    def _rows_of_prompts(self) -> Counter[str]:
-        """How many rows of prompts each may have in this step."""
-        wanted = Counter[str]()
-        for sequence in self.running:
-            if sequence.uncomputed > 1:
-                wanted[self._sharer(sequence)] += sequence.uncomputed
-        return Counter(policy.shared(wanted, self.rules.prefill_tokens))
 
     def _is_here(self, sequence: Sequence) -> bool:
         if self._residency is None or sequence.adapter is None:
@@ -345,11 +348,11 @@ def _coming(sequence: Sequence) -> tuple[float, int, int]:
     return sequence.arrived, sequence.request.id, sequence.completion
 
 
-def _step(parts: list[tuple[Sequence, int]]) -> Step | None:
+def _step(parts: list[tuple[Sequence, int]], began: float) -> Step | None:
     segments: list[Segment] = []
     first = 0
     for sequence, rows in parts:
         chooses = sequence.computed + rows == len(sequence.tokens)
         segments.append(Segment(sequence, first, rows, sequence.computed, chooses))
         first += rows
-    return Step(tuple(segments)) if segments else None
+    return Step(tuple(segments), began=began) if segments else None
