@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -660,6 +661,53 @@ def adapted(name: str, prompt: bytes, most: int) -> tuple[int, ...]:
     model = peft.PeftModel.from_pretrained(demo(), DEMO / "adapters" / name).eval()
     ids = torch.tensor([list(prompt)])
     return tuple(model.generate(input_ids=ids, max_new_tokens=most, do_sample=False)[0, ids.shape[1] :].tolist())
+
+
+def told_when_one_comes_in_the_middle(
+    engine: Engine, long: bytes, short: bytes, adapter: str | None = None
+) -> list[tuple[int, int]]:
+    """Return the request, 1 or 2, and the token of each output. The second comes while the second layer of the first one's only step is
+    computed."""
+    outputs, gives_way, layers = SimpleQueue[Output](), engine._served.gives_way, count()
+
+    def ask(id: int, prompt: bytes, adapter: str | None = None) -> None:
+        sampling = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+        engine.submit(Request(id=id, prompt=tuple(prompt), adapter=adapter, sampling=sampling), outputs.put)
+
+    def asked(step: Step) -> bool:
+        if next(layers) == 1:
+            ask(2, short)
+        return gives_way(step)
+
+    engine._served.gives_way = asked
+    ask(1, long, adapter)
+    told = [outputs.get(timeout=60) for _ in range(16)]
+    return [(output.request, token.id) for output in told for token in output.tokens]
+
+
+@pytest.mark.parametrize("adapter", [None, *ADAPTERS])
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+def test_a_long_prompt_gives_way_to_a_short_one_and_both_say_the_same(adapter: str | None, ahead: bool) -> None:
+    long, short = PROMPTS[3] * 2, PROMPTS[0]
+    with Engine(demo(), adapters=DEMO / "adapters", memory=1 << 24) as engine:
+        engine._loop.ahead = ahead  # type: ignore[attr-defined]
+        greedy(engine, PROMPTS[1], adapter=adapter)  # it learns how fast it is
+        told = told_when_one_comes_in_the_middle(engine, long, short, adapter)
+    assert told[0][0] == 2
+    assert tuple(token for request, token in told if request == 2) == expected(short, 8)[0]
+    wanted = expected(long, 8)[0] if adapter is None else adapted(adapter, long, 8)
+    assert tuple(token for request, token in told if request == 1) == wanted
+
+
+def test_a_model_that_cannot_be_batched_gives_way_to_a_short_prompt() -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=64, hidden_size=32, n_layer=4, n_head=4)).eval()
+    long, short = bytes(range(60)) * 5, bytes(range(9))
+    with Engine(model, memory=1 << 24) as engine:
+        alone = [greedy(engine, prompt, 8, ignore_eos=True) for prompt in (long, short)]
+        told = told_when_one_comes_in_the_middle(engine, long, short)
+    assert told[0][0] == 2
+    assert [tuple(token for request, token in told if request == id) for id in (1, 2)] == alone
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": 5 * 16 * 16 * 4 * 4 * 40, "adapters_in_batch": 2}])

@@ -45,7 +45,7 @@ class Engine:
         memory: For keys, values and adapters: bytes, or, below 1, a share of what is free. Default: 0.25.
         max_batch: Sequences that run together.
         adapters_in_batch: Adapters that run together; None is no limit.
-        prefill_tokens: Tokens of prompts in one step, beside all sequences that are being continued.
+        prefill_tokens: Tokens of prompts in one step at most, beside all sequences that are being continued.
         policy: "fcfs": first come, first served. "abort": requests whose first token cannot come within `first_token_s` end at once.
             "vtc": tenants get alike.
         max_waiting: Requests under way; more are refused.

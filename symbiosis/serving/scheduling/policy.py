@@ -14,8 +14,8 @@ from typing import Protocol, TypeVar
 
 LOOKAHEAD = 64  # sequences that are passed by at most, to find one that fits
 MOST_OVERTAKEN = 32  # times that one may be passed by; then nobody overtakes it any more
-PART = 0.2  # of the rows of shorter prompts: what the first that came gets beside them; of all together twice that, where tenants share
-SHORT = 64  # tokens of prompts that always end in the step in which they begin, as long as there is room for them
+PART = 0.2  # of the rows of shorter prompts: what longer ones get beside them; twice that where tenants share
+SHORT = 64  # tokens of a prompt that is not worth cutting
 INPUT_COST, OUTPUT_COST = 1.0, 2.0  # of a token, to its tenant
 
 
@@ -37,7 +37,7 @@ class Waits(Protocol):
 
 
 class Prompt(Protocol):
-    """A sequence that runs, and whose prompt is not computed."""
+    """A sequence whose prompt is being computed, as far as policies look at it."""
 
     owed: float
 
@@ -171,13 +171,15 @@ def shared(wanted: Mapping[str, int], most: int) -> dict[str, int]:
 def prompt_rows(
     prompts: Sequence[P], most: int, piece: int, whose: Callable[[P], str], whole: bool = False
 ) -> dict[P, int]:
-    """Return how many rows of which prompts a step computes: the shortest first, as many as end in this step, as long as none of them makes it more
-    than twice as long. Of those that do not end, the first that came gets a part of each step, however many shorter ones come.
+    """Return how many rows of which prompts a step computes.
+
+    Those that end in this step are first, the shortest before the others, as long as none of them makes it more than twice as long. Of the
+    rest, the one that came first gets a part of each step, so that it ends, too, however many shorter ones come.
 
     Args:
         prompts: In the order of their coming.
         most: Rows in all.
-        piece: Rows in all if no prompt ends, and of one that ends.
+        piece: Rows in all if no prompt ends.
         whose: Who shares rows alike with others.
         whole: Each prompt is computed in one piece, and saves up for it.
     """
@@ -203,12 +205,13 @@ def prompt_rows(
             rows[first] = _paid(first, credit, room, whole)
             room -= rows[first]
         return rows
-    for name, count in shared(wanted, piece).items():
+    for name, mine in shared(wanted, piece).items():
         first, shortest = firsts[name], min((p for p in prompts if whose(p) == name), key=lambda p: p.uncomputed)
-        if first is not shortest:
-            rows[first] = _paid(first, count * part / (1 + part), count, whole)
-            count = max(0, count - rows[first])
-        rows[shortest] = shortest.uncomputed if whole and count else min(count, shortest.uncomputed)
+        paid = 0 if first is shortest else _paid(first, mine * part / (1 + part), mine, whole)
+        rows[first] = paid
+        rows[shortest] = min(mine - paid, shortest.uncomputed)
+        if whole:
+            rows[shortest] = 0 if paid or not mine else shortest.uncomputed
     return rows
 
 
