@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from signal import SIGKILL
 from typing import Any, NamedTuple
 
 import torch
@@ -120,7 +119,7 @@ def start_http(engine: Engine, stack: ExitStack) -> int:
     options = FrontOptions(model="demo", folder=str(DEMO))
     with theirs:
         http.start(http_code(listener, theirs, options), (listener.fileno(), theirs.fileno()))
-    stack.callback(http.stop, SIGKILL)
+    stack.callback(http.kill)
     welcome = Welcome(
         model="demo", longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary
     )

@@ -87,7 +87,7 @@ def http_process(engine: Engine, **options: Any) -> Iterator[Api]:
             yield Api(url, engine, http)
         finally:
             link.close()
-            http.stop(signal.SIGKILL)
+            http.kill()
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from symbiosis.executor.observe.prometheus import PrometheusCollector
 from symbiosis.executor.server import Server
 from symbiosis.logs import set_up_logging
 from symbiosis.memory import free_memory, look_at_what_is_new
+from symbiosis.procs import when_told_to_end, while_needed
 from symbiosis.transport.cuda.words import FIRST_SEGMENT
 
 M_MMAP_THRESHOLD = -3
@@ -103,8 +104,8 @@ def serve_store(store: Store, options: Options, pages: Pages | None, ready: Call
     look_at_what_is_new()
     server = Server(store, options)
     log(logging.INFO, "memory", **memory_plan(store, options))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: server.drain())
+    when_told_to_end(server.drain)
+    while_needed(server.retire)
     if options.audit_log:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # each line goes to the file that lies there by then
     server.listen(options.listen)

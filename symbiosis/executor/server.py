@@ -242,8 +242,16 @@ class Server:
 
     def drain(self) -> None:
         """Answer the calls that have arrived, take no new ones, then end `run`. Callable from any thread or signal handler."""
-        self.dispatch.draining = self.sessions.closed = True
+        self.dispatch.draining = True
+        self.reactor.call_soon(self.dispatch.wait_for_nobody)
+        self.retire()
+
+    def retire(self) -> bool:
+        """Leave the endpoints to a successor, which may start now, let nobody new in, and return whether anybody is joined. Callable from any thread
+        or signal handler."""
+        self.sessions.closed = True
         self.reactor.call_soon(self._stop_listening)
+        return self.clients > 0
 
     def health(self, stalled_s: float) -> str:
         """Return `ready` while calls are answered, else `starting`, `draining`, or `stalled` if the loop has not run for `stalled_s`
@@ -270,8 +278,6 @@ class Server:
         self.reactor.wake()
 
     def _stop_listening(self) -> None:
-        """Leave the endpoints to a successor, which may start now, and answer without waiting for calls to join."""
-        self.dispatch.wait_for_nobody()
         for listener in self.listeners:
             listener.stop_accepting()
 

@@ -155,7 +155,7 @@ def test_an_engine_survives_the_process_that_speaks_http(engine: Engine) -> None
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": 450, "n": 8, "ignore_eos": True}
     with http_process(engine) as api, raw(api, posted(body)):
         eventually(lambda: api.running)
-        os.kill(api.http.pid, signal.SIGKILL)
+        os.kill(api.http.child.pid, signal.SIGKILL)
         eventually(lambda: not api.running)
     assert engine.generate(PROMPT, max_tokens=4).tokens
 
@@ -186,7 +186,7 @@ def test_requests_go_on_when_a_killed_executor_is_back(command: Command) -> None
     with client(command.url).completions.create(**LONG | {"temperature": 0}, stream=True) as stream:
         events = iter(stream)
         next(events)
-        os.kill(command.child("serve.executor"), signal.SIGKILL)
+        os.kill(command.child("executor_main"), signal.SIGKILL)
         assert sum(1 for _ in events) > 50
     assert _text(command) == wanted
     eventually(lambda: any("executor died" in line for line in command.errors))
@@ -245,7 +245,7 @@ def test_an_http_process_that_hangs_is_started_again(own: Command) -> None:
 
 
 def test_an_engine_that_hangs_ends_the_server(own: Command) -> None:
-    children = [own.child("serving.http.process"), own.child("serve.executor")]
+    children = [own.child("serving.http.process"), own.child("executor_main")]
     os.kill(own.process.pid, signal.SIGSTOP)
     eventually(lambda: _health(own) == (503, "the engine does not answer"))
     assert own.process.wait(60) == -signal.SIGKILL
@@ -261,7 +261,7 @@ def _health(command: Command) -> tuple[int, str]:
 def test_a_step_that_takes_too_long_ends_the_server() -> None:
     command = Command("--max-step-s", "0.001")
     try:
-        executor = command.child("serve.executor")
+        executor = command.child("executor_main")
         with pytest.raises(openai.APIConnectionError):
             client(command.url).completions.create(**LONG, n=32)
         assert command.process.wait(60) == 1
@@ -309,7 +309,7 @@ def test_a_server_that_has_no_memory_left_ends(limit: str) -> None:
     """Else it would say that it works, and fail at one request after the other. Where there is memory, only the request has failed."""
     command = Command(before=STARVES.format(limit=limit))
     try:
-        executor, api = command.child("serve.executor"), client(command.url)
+        executor, api = command.child("executor_main"), client(command.url)
         with pytest.raises(openai.APIError):
             api.completions.create(**{**SHORT, "prompt": "x" * 8})
         if not limit:
@@ -325,7 +325,7 @@ def test_a_server_that_has_no_memory_left_ends(limit: str) -> None:
 @pytest.mark.soak
 def test_servers_that_freeze_together_go_on(own: Command) -> None:
     wanted = _text(own)
-    frozen = [own.process.pid, own.child("serving.http.process"), own.child("serve.executor")]
+    frozen = [own.process.pid, own.child("serving.http.process"), own.child("executor_main")]
     for process in frozen:
         os.kill(process, signal.SIGSTOP)
     time.sleep(SILENT_S + 5)

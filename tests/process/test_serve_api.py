@@ -443,9 +443,9 @@ def test_what_prometheus_reads(api: Api) -> None:
 def test_no_torch_is_loaded_to_speak_http(api: Api) -> None:
     """It would take longer to load, and more memory, than all else in that process."""
     assert api.client.completions.create(model="demo", prompt="x", max_tokens=1).usage.completion_tokens == 1
-    status = Path(f"/proc/{api.http.pid}/status").read_text()
+    status = Path(f"/proc/{api.http.child.pid}/status").read_text()
     assert int(re.search(r"VmRSS:\s+(\d+) kB", status)[1]) < 200 << 10
-    assert "libtorch" not in Path(f"/proc/{api.http.pid}/maps").read_text()
+    assert "libtorch" not in Path(f"/proc/{api.http.child.pid}/maps").read_text()
 
 
 def test_version_health_and_page(api: Api) -> None:

@@ -54,7 +54,7 @@ def metric(command: Command, name: str) -> float:
 def test_a_server_over_an_executor_with_adapters_by_name(command: Command, executor: symbiosis.Executor) -> None:
     assert command.executor == executor.endpoint
     with pytest.raises(StopIteration):
-        command.child("serve.executor")
+        command.child("executor_main")
     assert [each.id for each in client(command.url, "key-of-few").models.list()] == ["demo", "code", "loud"]
     with pytest.raises(openai.AuthenticationError):
         complete(command, key="nobody")

@@ -15,6 +15,7 @@ from symbiosis.cluster.front.upstream import Lost, Upstream
 from symbiosis.cluster.placement import Fleet, Server, State, Wish, admit, is_vain
 from symbiosis.clusters import Member, Told, folder_of
 from symbiosis.logs import JsonLines, request_id
+from symbiosis.procs import parent_is_gone
 from symbiosis.serving.http.incoming.sharing import Room
 
 logger = logging.getLogger("symbiosis")
@@ -53,12 +54,15 @@ class Seen:
     promised: int = 0  # tokens since then
     silent_s: float = 0.0
     is_lost: bool = False
+    is_ending: bool = False  # as itself says: it finishes what it has, and takes nothing new
     watch: "asyncio.Task[None] | None" = None
     adapters: frozenset[str] = frozenset()
 
     @property
     def state(self) -> State:
-        return State.LOST if self.is_lost else State(self.member.state)
+        if self.is_lost:
+            return State.LOST
+        return State.DRAINING if self.is_ending else State(self.member.state)
 
     @property
     def mine(self) -> int:
@@ -112,7 +116,9 @@ class View:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def look(self) -> None:
-        """Take what the cluster tells, if that is new."""
+        """Take what the cluster tells, if that is new. A front end that has outlived its cluster has nothing to do with the next one."""
+        if parent_is_gone():
+            return
         with suppress(OSError, msgspec.MsgspecError):
             status = self._file.stat()
             stamp = status.st_mtime_ns, status.st_ino  # a file that is replaced twice within 4 ms may have one time
@@ -205,7 +211,7 @@ class View:
         """Let placement know of a server as it is now. If it is to take nothing any more, what it has goes elsewhere."""
         if seen.member.number in self.seen and self.seen[seen.member.number] is seen:
             self._fleet.put(seen.told())
-        if seen.state in (State.DRAINING, State.LOST):
+        if seen.is_lost or seen.member.state in (State.DRAINING, State.LOST):
             for flight in list(seen.flights):
                 flight.move("moved" if seen.state is State.DRAINING else "lost")
 
@@ -219,7 +225,7 @@ class View:
         """Ask one server how it is, again and again."""
         while True:
             begun = time.monotonic()
-            if not await self._answers(seen):
+            if not await self._answers(seen) and not seen.is_ending:
                 # what is later than it could be, this process itself was late for
                 seen.silent_s += min(time.monotonic() - begun, ANSWER_S) + ASK_EVERY_S
                 if seen.silent_s > LOST_S and seen.member.state == State.READY:
@@ -230,10 +236,10 @@ class View:
         """Ask a server that failed at something whether it takes requests. If it does not, it is taken for lost at once."""
         if (seen := self.seen.get(number)) is None:
             return False
-        if works := await self._answers(seen):
-            return works
-        self._lose(seen)
-        return False
+        works = await self._answers(seen)
+        if not works and not seen.is_ending:
+            self._lose(seen)
+        return works
 
     async def _answers(self, seen: Seen) -> bool:
         """Whether a server says that it takes requests. If so, that is taken over."""
@@ -241,7 +247,11 @@ class View:
             async with asyncio.timeout(ANSWER_S):
                 health = msgspec.convert(await answer_of(seen.member.url, "/health"), _Health)
         except (Lost, TimeoutError, msgspec.ValidationError):
+            seen.is_ending = False
             return False
+        if seen.is_ending != (health.status == "ending"):
+            seen.is_ending = not seen.is_ending
+            self._put(seen)
         if health.status != "serving":
             return False
         seen.silent_s, seen.is_lost, seen.promised = 0.0, False, 0

@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from itertools import permutations
 from typing import BinaryIO
@@ -32,6 +31,7 @@ from symbiosis.executor.ranks.exchange import Exchange
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.executor.ranks.partition import SizedTensor, whole_layers
 from symbiosis.logs import name_process, set_up_logging
+from symbiosis.procs import follow_parent
 from symbiosis.transport.local.striped_weights import mapped, opened
 
 NOT_MAPPED = "no client maps weights that lie in parts on several GPUs, so --share-weights does nothing here: their products are calls"
@@ -44,7 +44,7 @@ def main() -> None:
     os.dup2(2, 1)  # whatever else is written to stdout, by NCCL for one, is for the log
     with open(0, "rb", buffering=0, closefd=False) as stdin:  # noqa: PTH123  (a thread that waits at a buffer could not be ended)
         order = msgspec.json.decode(stdin.readline(), type=Order)
-    threading.Thread(target=_end_with_the_service, name="symbiosis-service", daemon=True).start()
+    follow_parent()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # while it loads; a rank that serves drains
     try:
         ranks = Ranks.at(order.file, order.rank, len(order.options.places))
@@ -53,13 +53,6 @@ def main() -> None:
         for line in str(error).splitlines():
             print(f"error: rank {order.rank}: {line}", file=sys.stderr)
         sys.exit(2)
-
-
-def _end_with_the_service() -> None:
-    """Drain when the service is gone: its end of stdin is closed then, however it ended."""
-    while os.read(0, 1):
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def tell_service(said: BinaryIO, order: Order, store: Store, port: int | None) -> None:

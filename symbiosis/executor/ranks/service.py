@@ -28,6 +28,7 @@ from symbiosis.executor.observe.pages import Pages
 from symbiosis.executor.ranks.figures import RankFigures, health_of
 from symbiosis.executor.ranks.orders import Order, Ready
 from symbiosis.logs import set_up_logging
+from symbiosis.procs import when_told_to_end, while_needed
 from symbiosis.security.ownership import check_socket
 
 RANK = "from symbiosis.executor.ranks.rank import main; main()"
@@ -92,7 +93,6 @@ class Service:
         self._told = self._ending = False
         self._status = 0
         self._kill_at = math.inf
-        self._signals = 0  # to end
         self._selector = selectors.DefaultSelector()
 
     def run(self) -> int:
@@ -124,12 +124,15 @@ class Service:
         self._ending = True
         self.signal(signal.SIGTERM)
 
-    def end_by_signal(self) -> None:
-        """End as `end` does; the second time at once."""
-        self._signals += 1
-        if self._signals > 1:
-            self._kill_at = 0.0
+    def end_at_once(self) -> None:
+        """Wait for no rank any more."""
+        self._kill_at = 0.0
         self.end()
+
+    def is_needed(self) -> bool:
+        """Whether clients are joined, as far as the pages of ranks tell."""
+        self.health(math.inf)
+        return self.clients > 0
 
     def health(self, stalled_s: float) -> str:
         """Return the worst status of the ranks (`Server.health`). Each of them knows by itself when it is stalled."""
@@ -237,8 +240,8 @@ def serve(model: str, options: Options) -> int:
     with _mps(options), os.fdopen(os.memfd_create("symbiosis-ranks"), "rb") as board:
         pages = Pages(options.metrics_host, options.metrics_port) if options.metrics_port is not None else None
         service = Service(model, replace(options, mps=False), f"/proc/{os.getpid()}/fd/{board.fileno()}")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: service.end_by_signal())
+        when_told_to_end(service.end, service.end_at_once)
+        while_needed(service.is_needed)
         if options.audit_log:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # each line goes to the file that lies there by then
         if pages:

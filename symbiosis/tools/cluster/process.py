@@ -7,12 +7,11 @@ import logging
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import PIPE
 from typing import IO
 from urllib.parse import urlsplit
 
@@ -20,6 +19,7 @@ from msgspec.structs import replace
 
 from symbiosis.clusters import Member
 from symbiosis.process_figures import children
+from symbiosis.procs import Child
 from symbiosis.tools.cluster.watched import Watched
 
 logger = logging.getLogger("symbiosis")
@@ -45,66 +45,57 @@ class Process(Watched):
         super().__init__(member)
         self._code, self._place, self._descriptors = code, place, descriptors
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        self._process: subprocess.Popen[str] | None = None
+        self._child: Child | None = None
         self._family: dict[int, str] = {}  # the processes that it has started, and when they began
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._child is not None and self._child.status is None
 
     @property
     def pid(self) -> int:
-        return self._process.pid if self._process else 0
+        return self._child.pid if self._child else 0
 
     @property
     def status(self) -> int:
-        return (self._process.poll() or 0) if self._process else 0
+        return (self._child.status or 0) if self._child else 0
 
     def _start(self) -> None:
         if self._place is not None:
             self.member = replace(self.member, pages=self._place(self.member.pages))
-        self._process = subprocess.Popen(
-            [sys.executable, *self._code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-            env=self._environment, pass_fds=self._descriptors, start_new_session=True,
-        )  # fmt: skip
-        threading.Thread(target=self._watch, args=[self._process, self.ready], daemon=True).start()
+        self._child = Child(self._code, descriptors=self._descriptors, environment=self._environment, stdout=PIPE)
+        threading.Thread(target=self._watch, args=[self._child, self.ready], daemon=True).start()
 
     def _stop(self) -> None:
-        assert self._process is not None
-        self._process.terminate()
+        assert self._child is not None
+        self._child.end()
 
     def kill(self) -> None:
-        if self._process is None:
+        if self._child is None:
             return
         self._note_family()
         for pid, began in self._family.items():
             if began_at(pid) == began:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.wait()
+        self._child.kill()
 
     def _note_family(self) -> None:
         """Note what it has started: once it is dead, nobody can tell any more."""
         self._family |= {pid: began_at(pid) for pid in descendants(self.pid)}
 
     def wait(self, seconds: float) -> bool:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            if self._process is not None:
-                self._process.wait(max(0.0, seconds))
-            return True
-        return False
+        return self._child is None or self._child.wait(seconds)
 
-    def _watch(self, process: "subprocess.Popen[str]", ready: threading.Event) -> None:
+    def _watch(self, child: Child, ready: threading.Event) -> None:
         """Wait for the line that says that it is ready; then ask after its health until it ends."""
-        assert process.stdout
-        with process.stdout as lines:
-            self._await_line(lines, process.pid)
-            if not (line := lines.readline()):
+        with child.stdout as lines:
+            self._await_line(lines, child.pid)
+            if not (line := lines.readline().decode()):
                 return
             self._is_ready(line, ready)
             threading.Thread(target=lines.read, daemon=True).start()
-            while process.poll() is None and self.ready is ready:
+            while child.status is None and self.ready is ready:
                 begun = time.monotonic()
                 found = self._works()
                 self._note_family()
@@ -114,7 +105,7 @@ class Process(Watched):
                 self.health = found or self.health
                 time.sleep(LOOK_EVERY_S)
 
-    def _await_line(self, lines: IO[str], pid: int) -> None:
+    def _await_line(self, lines: IO[bytes], pid: int) -> None:
         """Wait until it prints something or ends. How long that takes depends on its model, but one that is stopped will never do either."""
         told = select.poll()
         told.register(lines, select.POLLIN)

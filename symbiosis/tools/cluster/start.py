@@ -14,7 +14,7 @@ from symbiosis.tools.cluster.preflight import config_file, config_path, executor
 from symbiosis.tools.cluster.process import Process
 
 COMMAND = (
-    "from symbiosis.tools.serve.executor import end_with_parent; end_with_parent(); "
+    "from symbiosis.procs import follow_parent; follow_parent({most_s!r}); "
     "from symbiosis.logs import name_process; name_process({name!r}); "
 )
 EXECUTOR = "import sys; sys.argv = ['symbiosis-executor', '--config', {file!r}]; from symbiosis.cli import executor_main; executor_main()"
@@ -46,7 +46,7 @@ def executor(
         config_file(folder, name, options)
         return url_of(host, port)
 
-    code = COMMAND.format(name=name) + EXECUTOR.format(file=str(config_path(folder, name)))
+    code = COMMAND.format(name=name, most_s=3 * plan.drain_s) + EXECUTOR.format(file=str(config_path(folder, name)))
     member = Member(name=name, kind="executor", model=model, url=endpoint)
     return Process(member, ["-c", code], plan.models[model].threads, placed)
 
@@ -62,7 +62,9 @@ def server(
         config_file(folder, member.name, server_options(plan, model, executor=executor, host=host, port=port))
         return url_of(host, port) if port else ""
 
-    code = COMMAND.format(name=member.name) + SERVER.format(file=str(config_path(folder, member.name)))
+    code = COMMAND.format(name=member.name, most_s=plan.drain_s) + SERVER.format(
+        file=str(config_path(folder, member.name))
+    )
     return Process(member, ["-c", code], plan.models[model].threads, placed)
 
 
@@ -89,7 +91,7 @@ def front(plan: Plan, number: int, listener: socket.socket) -> Process:
         cluster=plan.name, listener=listener.fileno(), host=plan.host, allowed_hosts=plan.allowed_hosts, api_keys=plan.api_keys, limits=plan.limits,
         decision_log=plan.decision_log, drain_s=plan.drain_s, name=name,
     )  # fmt: skip
-    code = COMMAND.format(name=name) + FRONT.format(started=msgspec.json.encode(started).decode())
+    code = COMMAND.format(name=name, most_s=0.0) + FRONT.format(started=msgspec.json.encode(started).decode())
     return Process(Member(name=name, kind="front"), ["-c", code], descriptors=(listener.fileno(),))
 
 

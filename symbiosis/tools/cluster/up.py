@@ -20,6 +20,7 @@ from symbiosis.cluster.plan import Plan
 from symbiosis.cluster.scaling import consolidate, scale
 from symbiosis.clusters import Told, clusters_dir, folder_of, tell
 from symbiosis.errors import ConfigError, SymbiosisError
+from symbiosis.procs import when_told_to_end
 from symbiosis.security.ownership import make_folder
 from symbiosis.tools.cluster import start
 from symbiosis.tools.cluster.backend import Backend
@@ -65,8 +66,7 @@ class Cluster:
     def run(self) -> None:
         """Run until SIGTERM, SIGINT or `down`."""
         self._listener.listen(2048)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._ending.set())
+        when_told_to_end(self._ending.set)
         if self.plan.decision_log:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)  # each line goes to the file that lies there by then
         try:

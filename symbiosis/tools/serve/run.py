@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import shutil
-import signal
 import socket
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import located
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.memory import look_at_what_is_new
+from symbiosis.procs import when_told_to_end, while_needed
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.http.link.pulse import SILENT_S
@@ -36,6 +36,7 @@ logger = logging.getLogger("symbiosis")
 LOOK_EVERY_S = 0.1
 START_S = 600.0
 END_S = 20.0  # for the engine, when nothing is under way any more
+QUIET_S = 5.0  # without a request, before a server whose cluster is gone ends
 KIND = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "n_embd", "n_layer", "n_head",
 )  # fmt: skip
@@ -59,14 +60,16 @@ class ServeProcesses:
         self._told = threading.Event()  # to end
         self._link: Link | None = None
         self._ours: socket.socket | None = None
+        self._worked = time.monotonic()  # when requests were last seen under way
 
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT. A second signal does not wait for what is under way."""
         with ExitStack() as stack:
-            stack.enter_context(self._signals())
+            when_told_to_end(self._end, self._end_at_once)
+            while_needed(self._is_needed)
             self._folder = stack.enter_context(own_folder(runtime_dir()))
             self._uploads = stack.enter_context(own_folder(uploads_dir()))
-            stack.callback(self._http.stop, signal.SIGKILL)
+            stack.callback(self._http.kill)
             stack.callback(self._executor.stop)
             try:
                 endpoint = self._options.executor or self._start_executor()
@@ -85,19 +88,19 @@ class ServeProcesses:
             except Ending:
                 logger.info("ended at once")
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        def told(number: int, _: object) -> None:
-            if self._told.is_set() or self._link is None:
-                raise Ending
-            self._told.set()
+    def _end(self) -> None:
+        if self._link is None:
+            raise Ending
+        self._told.set()
 
-        before = {number: signal.signal(number, told) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _end_at_once(self) -> None:
+        raise Ending
+
+    def _is_needed(self) -> bool:
+        """Whether requests are under way, or were a moment ago: a front end that is ending itself may bring them back from another server."""
+        if self._link is not None and self._link.under_way:
+            self._worked = time.monotonic()
+        return time.monotonic() - self._worked < QUIET_S
 
     def _start_executor(self) -> str:
         endpoint = f"local://{self._folder}/executor.sock"
@@ -187,7 +190,9 @@ class ServeProcesses:
     def _look(self, endpoint: str, engine: "Engine") -> None:
         """Start again what has died."""
         if self._executor.is_dead:
-            logger.error("the executor died (status %d) and is started again; requests wait", self._executor.status)
+            logger.error(
+                "the executor died (status %d) and is started again; requests wait", self._executor.child.status
+            )
             self._executor.start(executor_code(self._options, endpoint))
         assert self._link is not None
         if not engine.is_alive:
@@ -198,9 +203,9 @@ class ServeProcesses:
             self._give_up(f"a step has taken longer than --max-step-s {self._options.max_step_s:g}: it hangs")
         if self._link.is_lost:
             logger.error("the HTTP process has said nothing for %g s and is killed", SILENT_S)
-            self._http.stop(signal.SIGKILL)
+            self._http.kill()
         if self._http.is_dead:
-            logger.error("the HTTP process died (status %d) and is started again", self._http.status)
+            logger.error("the HTTP process died (status %d) and is started again", self._http.child.status)
             self._link.close()
             self._start_http()
             self._welcome(engine)
@@ -209,7 +214,7 @@ class ServeProcesses:
         """End at once, because the engine's thread could keep an orderly end waiting for ever."""
         try:
             logger.critical("%s: the server ends", reason)
-            self._http.stop(signal.SIGKILL)
+            self._http.kill()
             self._executor.stop()
             for folder in (self._folder, self._uploads):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -224,7 +229,7 @@ class ServeProcesses:
             self._options.drain_s,
         )
         self._link.drain()
-        if not self._http.wait(self._options.drain_s):
+        if not self._http.child.wait(self._options.drain_s):
             logger.warning("not all requests were finished within %g s", self._options.drain_s)
         too_long = threading.Timer(END_S, self._give_up, [f"the engine has not ended within {END_S:g} s"])
         too_long.daemon = True

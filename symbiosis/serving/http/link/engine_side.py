@@ -99,6 +99,11 @@ class Link:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def under_way(self) -> int:
+        """Requests that have come and not ended."""
+        return len(self._open)
+
     def drain(self) -> None:
         """Let the other process finish what it has begun, and end."""
         self._unsent.put(Drain())
