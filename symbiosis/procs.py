@@ -93,6 +93,16 @@ class Child:
 _parent_is_gone = threading.Event()
 _has_word = threading.Event()  # the parent's, which the next SIGTERM stands for
 _is_needed: Callable[[], bool] = bool
+heard = ""  # what the parent said first (`hear`)
+
+
+def hear() -> None:
+    """Take the first line of stdin, before `follow_parent`. What other users must not know is told so: they can read command lines."""
+    global heard
+    line = b""
+    while not line.endswith(b"\n") and (byte := os.read(0, 1)):
+        line += byte
+    heard = line.decode().strip()
 
 
 def follow_parent(most_s: float = 0.0) -> None:

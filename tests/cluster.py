@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from symbiosis.clusters import Member, Told, told_by
+from symbiosis.serving.http.incoming.behind import HEADER
 from tests.serving_api import eventually
 
 START_S = 110.0
+UP = "import secrets; secrets.token_hex = lambda n: 'secret' * n; from symbiosis.cli import main; main()"
+AS_FRONT = {HEADER: "secret" * 32}  # what a front end shows to servers
 
 
 @dataclass
@@ -38,7 +41,7 @@ def cluster(folder: Path, text: str) -> Iterator[Running]:
     file = folder / "test.yaml"
     file.write_text(text)
     process = subprocess.Popen(
-        [sys.executable, "-m", "symbiosis", "cluster", "up", str(file)],
+        [sys.executable, "-c", UP, "cluster", "up", str(file)],
         stdout=subprocess.PIPE, stderr=(folder / "stderr").open("w"), text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     try:

@@ -25,8 +25,9 @@ from symbiosis.clusters import executors_at
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import DEMO_MODEL
 from symbiosis.tools.cluster.control import send_order
+from symbiosis.tools.cluster.process import descendants
 from tests.browser import browser, is_installed
-from tests.cluster import Running, cluster, wait_for_servers
+from tests.cluster import AS_FRONT, Running, cluster, wait_for_servers
 from tests.processes import run
 from tests.serving_api import client, eventually, web
 
@@ -161,6 +162,40 @@ def test_keys_hold_for_the_whole_cluster(api: openai.OpenAI, running: Running) -
     eventually(lambda: is_let_in(bob))  # the server behind it, which counts as well, hears of it a moment later
 
 
+def ports_of(running: Running) -> set[int]:
+    """Where processes of a cluster listen, those that they have started included."""
+    ours = [pid for each in running.told.members for pid in (each.pid, *descendants(each.pid))]
+    sockets = {file.readlink().name for pid in ours for file in Path(f"/proc/{pid}/fd").iterdir() if file.is_symlink()}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].partition(":")[2], 16) for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+def test_nobody_goes_round_the_front_ends(api: openai.OpenAI, running: Running) -> None:
+    """Bob may have one request, and each server would take one. All that other ports answer is for probes and Prometheus."""
+    fronts = {urlsplit(url).port for url in (running.url, running.told.of_kind("front")[0].url)}
+    others = ports_of(running) - fronts
+    assert others >= {urlsplit(each.url).port for each in running.servers()} and len(others) == 3
+    body, key = {"model": "demo", "prompt": "a", "max_tokens": 1}, {"Authorization": "Bearer bob-key-22"}
+    for port in others:
+        for shown in ({}, {"X-Symbiosis-Cluster": "x"}, {"X-Symbiosis-Cluster": "\u00e9"}):
+            url = f"http://127.0.0.1:{port}"
+            headers = [(name, value.encode()) for name, value in {**key, **shown}.items()]
+            assert web.post(f"{url}/v1/completions", json=body, headers=headers).status_code in (403, 405)
+            for path in ("/", "/v1/models", "/figures", "//health", "/health/..", "/v1/%2e%2e/figures"):
+                assert web.get(url + path, headers=headers).status_code in (403, 404), path
+            for method, path in (("PUT", "/v1/adapters/x"), ("POST", "/v1/load_lora_adapter"), ("POST", "/health")):
+                assert web.request(method, url + path, content=b"{}", headers=headers).status_code in (403, 404, 405)
+        assert web.get(f"{url}/health").status_code == web.get(f"{url}/metrics").status_code == 200
+    assert ask(client(running.url, "bob-key-22"), max_tokens=1, extra_headers={"X-Symbiosis-Cluster": "x"}).choices
+
+
+def test_other_users_of_the_host_cannot_read_the_secret(running: Running) -> None:
+    """They can read command lines. No child finds it in its environment, which others of its user inherit and print."""
+    for pid in (pid for each in running.told.members for pid in (each.pid, *descendants(each.pid))):
+        for file in ("cmdline", "environ"):
+            assert AS_FRONT["X-Symbiosis-Cluster"].encode() not in Path(f"/proc/{pid}/{file}").read_bytes()
+
+
 def counted(running: Running) -> float:
     """How many tokens of Alice's the front end has counted."""
     told = web.get(f"{running.url}/metrics").text
@@ -248,7 +283,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 def test_an_answer_that_is_no_stream_is_what_a_server_would_say(
     api: openai.OpenAI, running: Running, path: str, body: dict[str, Any]
 ) -> None:
-    keyed, told = {"Authorization": "Bearer alice-key-1"}, []
+    keyed, told = {"Authorization": "Bearer alice-key-1", **AS_FRONT}, []
     for url in (running.servers()[0].url, running.url):
         answer = web.post(
             f"{url}/v1/{path}", json={"model": "python", "max_tokens": 30, **body}, headers=keyed, timeout=30
@@ -379,7 +414,8 @@ def test_an_adapter_that_is_sent_is_served_by_all(api: openai.OpenAI, running: R
         assert ask(api, model="mine", max_tokens=20).choices[0].text == wanted
         assert "mine" in {each.id for each in api.models.list()}
         for server in running.servers():
-            assert ask(client(server.url, "alice-key-1"), model="mine", max_tokens=20).choices[0].text == wanted
+            told = ask(client(server.url, "alice-key-1"), model="mine", max_tokens=20, extra_headers=AS_FRONT)
+            assert told.choices[0].text == wanted
     assert len(list((folder / "adapters" / ".sent").iterdir())) == 1, "the old version is gone"
     for url, key, status in (
         ("v1/adapters/mine", "bob-key-22", 403),

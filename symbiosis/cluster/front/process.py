@@ -7,8 +7,10 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
+from symbiosis import procs
 from symbiosis.cluster.front.app import Front, make_app
 from symbiosis.cluster.front.started import FrontStarted
+from symbiosis.cluster.front.upstream import show_to_servers
 from symbiosis.cluster.front.view import View
 from symbiosis.logs import JsonLines, write_lines
 from symbiosis.serving.http.incoming.connections import Connection, take_all_descriptors
@@ -34,4 +36,5 @@ def main(argument: str) -> None:
     take_all_descriptors()
     write_lines()
     started = msgspec.json.decode(argument, type=FrontStarted)
+    show_to_servers(procs.heard)
     asyncio.run(serve(started, socket.socket(fileno=started.listener)))

@@ -19,6 +19,7 @@ from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
 from symbiosis.serving.http.failures import ApiError, app_of, only_for, storing, unknown_model, wrong
 from symbiosis.serving.http.front import Front
 from symbiosis.serving.http.generation import Generation
+from symbiosis.serving.http.incoming.behind import behind_front_ends
 from symbiosis.serving.http.incoming.uploads import received
 from symbiosis.serving.http.keys import Admission
 from symbiosis.serving.http.link.messages import AdapterInfo
@@ -58,7 +59,8 @@ def make_app(front: Front) -> ASGIApp:
         ("GET", "/figures", figures),
         ("GET", "/", shown_page),
     ]
-    return _counted(only_for(front.hosts, app_of(front, table)), front)
+    app = behind_front_ends(app_of(front, table), front.remote.welcome.secret)
+    return _counted(only_for(front.hosts, app), front)
 
 
 def _counted(app: ASGIApp, front: Front) -> ASGIApp:

@@ -13,6 +13,8 @@ from symbiosis.tools.cluster.watched import Watched
 class Backend(Protocol):
     """Makes the processes of a cluster; `Cluster` says when they start and end."""
 
+    secret: str  # by which its servers know its front ends
+
     def executor(self, model: str, number: int) -> Watched: ...
 
     def server(self, model: str, number: int, of_model: int, executor: Watched) -> Watched:
@@ -34,13 +36,13 @@ class Local:
     """Processes of this host."""
 
     def __init__(self, plan: Plan, folder: Path) -> None:
-        self._plan, self._folder = plan, folder
+        self._plan, self._folder, self.secret = plan, folder, start.new_secret()
 
     def executor(self, model: str, number: int) -> Watched:
         return start.executor(self._plan, model, number, self._folder)
 
     def server(self, model: str, number: int, of_model: int, executor: Watched) -> Watched:
-        return start.server(self._plan, model, number, of_model, self._folder, executor.member.url)
+        return start.server(self._plan, model, number, of_model, self._folder, executor.member.url, self.secret)
 
     def take(self, plan: Plan) -> None:
         # Two threads call this. No plan takes away what the other one has brought.

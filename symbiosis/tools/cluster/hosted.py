@@ -24,6 +24,7 @@ class Task(msgspec.Struct, frozen=True, kw_only=True):
     of_model: int = 0  # of a server: among those of the model
     executor: int = 0  # of a server: the number of the executor on its node; 0: this is an executor
     home: str = ""  # the node of `cluster up`, which reaches what runs there without the network
+    secret: str = ""  # by which a server knows front ends
     keys: dict[str, str] = {}  # texts of files, for executors on other nodes: their pair, and who may come in
 
     @property
@@ -73,7 +74,9 @@ class Hosted:
     def _server(self, host: str) -> Process:
         task = self._task
         endpoint = start.endpoint_of(self._folder, start.executor_name(task.model, task.executor))
-        return start.server(task.plan, task.model, task.number, task.of_model, self._folder, endpoint, host)
+        return start.server(
+            task.plan, task.model, task.number, task.of_model, self._folder, endpoint, task.secret, host
+        )
 
     def _executor(self, host: str, port: int) -> Process:
         task, beyond = self._task, None

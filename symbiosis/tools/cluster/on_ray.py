@@ -193,7 +193,7 @@ class OnRay:
         _check_name(plan.name)
         context = ray.get_runtime_context()
         self._home, self._head = context.get_node_id(), Head(context.gcs_address)
-        self._plan = _with_whole_paths(plan)
+        self._plan, self.secret = _with_whole_paths(plan), start.new_secret()
         self._keys, self._query = _make_keys(folder)
         self._placed: list[Placed] = []
         self._groups: dict[str, PlacementGroup] = {}
@@ -248,7 +248,7 @@ class OnRay:
         plan = self._plan.models[model]
         place = int(executor.name.rpartition("-")[2])
         task = Task(
-            plan=self._plan, model=model, number=number, of_model=of_model, executor=place, home=self._home
+            plan=self._plan, model=model, number=number, of_model=of_model, executor=place, home=self._home, secret=self.secret,
         )  # fmt: skip
         member = start.server_member(self._plan, model, number, of_model)
         if of_model <= plan.reserved:

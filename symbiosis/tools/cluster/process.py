@@ -36,14 +36,15 @@ class Process(Watched):
         code: What Python is to run.
         place: Called before each start with where its pages were, returns where they will be; nothing: at the URL that it prints.
         descriptors: That it inherits.
+        secret: That its stdin says first.
     """
 
     def __init__(
         self, member: Member, code: list[str], threads: int = 1,
-        place: Callable[[str], str] | None = None, descriptors: tuple[int, ...] = (),
+        place: Callable[[str], str] | None = None, descriptors: tuple[int, ...] = (), secret: str = "",
     ) -> None:  # fmt: skip
         super().__init__(member)
-        self._code, self._place, self._descriptors = code, place, descriptors
+        self._code, self._place, self._descriptors, self._secret = code, place, descriptors, secret
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         self._child: Child | None = None
         self._family: dict[int, str] = {}  # the processes that it has started, and when they began
@@ -63,7 +64,10 @@ class Process(Watched):
     def _start(self) -> None:
         if self._place is not None:
             self.member = replace(self.member, pages=self._place(self.member.pages))
-        self._child = Child(self._code, descriptors=self._descriptors, environment=self._environment, stdout=PIPE)
+        self._child = Child(
+            self._code, descriptors=self._descriptors, environment=self._environment, stdout=PIPE,
+            first=f"{self._secret}\n".encode(),
+        )  # fmt: skip
         threading.Thread(target=self._watch, args=[self._child, self.ready], daemon=True).start()
 
     def _stop(self) -> None:

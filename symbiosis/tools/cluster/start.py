@@ -1,5 +1,6 @@
 """The processes of a cluster, as a plan has them, on the host where they are started: the existing commands, and front ends."""
 
+import secrets
 import socket
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from symbiosis.tools.cluster.preflight import config_file, config_path, executor
 from symbiosis.tools.cluster.process import Process
 
 COMMAND = (
-    "from symbiosis.procs import follow_parent; follow_parent({most_s!r}); "
+    "from symbiosis import procs; procs.hear(); procs.follow_parent({most_s!r}); "
     "from symbiosis.logs import name_process; name_process({name!r}); "
 )
 EXECUTOR = "import sys; sys.argv = ['symbiosis-executor', '--config', {file!r}]; from symbiosis.cli import executor_main; executor_main()"
@@ -52,9 +53,16 @@ def executor(
 
 
 def server(
-    plan: Plan, model: str, number: int, of_model: int, folder: Path, executor: str, host: str = "127.0.0.1"
+    plan: Plan,
+    model: str,
+    number: int,
+    of_model: int,
+    folder: Path,
+    executor: str,
+    secret: str,
+    host: str = "127.0.0.1",
 ) -> Process:
-    """Return a server. Its number is unique in the cluster; `of_model` counts those of the model."""
+    """Return a server, which answers whoever knows the secret. Its number is unique in the cluster; `of_model` counts those of the model."""
     member = server_member(plan, model, number, of_model)
 
     def placed(before: str) -> str:
@@ -65,7 +73,7 @@ def server(
     code = COMMAND.format(name=member.name, most_s=plan.drain_s) + SERVER.format(
         file=str(config_path(folder, member.name))
     )
-    return Process(member, ["-c", code], plan.models[model].threads, placed)
+    return Process(member, ["-c", code], plan.models[model].threads, placed, secret=secret)
 
 
 def executor_name(model: str, number: int) -> str:
@@ -85,14 +93,14 @@ def server_member(plan: Plan, model: str, number: int, of_model: int) -> Member:
     )  # fmt: skip
 
 
-def front(plan: Plan, number: int, listener: socket.socket) -> Process:
+def front(plan: Plan, number: int, listener: socket.socket, secret: str) -> Process:
     name = f"front-{number}"
     started = FrontStarted(
         cluster=plan.name, listener=listener.fileno(), host=plan.host, allowed_hosts=plan.allowed_hosts, api_keys=plan.api_keys, limits=plan.limits,
         decision_log=plan.decision_log, drain_s=plan.drain_s, name=name,
     )  # fmt: skip
     code = COMMAND.format(name=name, most_s=0.0) + FRONT.format(started=msgspec.json.encode(started).decode())
-    return Process(Member(name=name, kind="front"), ["-c", code], descriptors=(listener.fileno(),))
+    return Process(Member(name=name, kind="front"), ["-c", code], descriptors=(listener.fileno(),), secret=secret)
 
 
 def url_of(host: str, port: int) -> str:
@@ -112,6 +120,11 @@ def is_free(host: str, port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def new_secret() -> str:
+    """Return what the front ends and servers of one run of a cluster share."""
+    return secrets.token_hex(32)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

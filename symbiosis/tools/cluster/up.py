@@ -174,14 +174,16 @@ class Cluster:
         logger.info("%s drains: %s", name, why)
         if process.member.kind == "front" and comes_back:
             self._leaving.append(process)
-            self.members[name] = start.front(self.plan, int(name.rpartition("-")[2]), self._listener)
+            self.members[name] = start.front(
+                self.plan, int(name.rpartition("-")[2]), self._listener, self._backend.secret
+            )
             process.stop()
 
     def _plan_members(self) -> None:
         for model in self.plan.models:
             self.add(model)
         for n in range(1, self.plan.front_ends + 1):
-            front = start.front(self.plan, n, self._listener)
+            front = start.front(self.plan, n, self._listener, self._backend.secret)
             self.members[front.name] = front
 
     def _look(self) -> None:

@@ -13,13 +13,13 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from symbiosis import procs
 from symbiosis.config import runtime_dir
 from symbiosis.endpoints import socket_path
 from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import located
 from symbiosis.logs import name_process, set_up_logging
 from symbiosis.memory import look_at_what_is_new
-from symbiosis.procs import when_told_to_end, while_needed
 from symbiosis.serving.http.link.engine_side import Link
 from symbiosis.serving.http.link.messages import FrontOptions, Welcome
 from symbiosis.serving.http.link.pulse import SILENT_S
@@ -65,8 +65,8 @@ class ServeProcesses:
     def run(self) -> None:
         """Serve until SIGTERM or SIGINT. A second signal does not wait for what is under way."""
         with ExitStack() as stack:
-            when_told_to_end(self._end, self._end_at_once)
-            while_needed(self._is_needed)
+            procs.when_told_to_end(self._end, self._end_at_once)
+            procs.while_needed(self._is_needed)
             self._folder = stack.enter_context(own_folder(runtime_dir()))
             self._uploads = stack.enter_context(own_folder(uploads_dir()))
             stack.callback(self._http.kill)
@@ -158,7 +158,7 @@ class ServeProcesses:
         assert self._ours is not None
         welcome = Welcome(
             model=model_name(self._options), longest=engine.longest, most_tokens=engine.most_tokens, vocabulary=engine.vocabulary,
-            ends=tuple(engine.ends),
+            ends=tuple(engine.ends), secret=procs.heard,
         )  # fmt: skip
         self._link = Link(engine, self._ours, welcome, load=Path)
 
