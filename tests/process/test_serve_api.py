@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -438,6 +440,31 @@ def test_what_prometheus_reads(api: Api) -> None:
     assert samples["symbiosis_serve_request_success_total", "length"] >= 1
     assert samples["symbiosis_serve_http_requests_total", "/v1/completions", "200"] >= 1
     assert samples["symbiosis_serve_time_to_first_token_seconds_bucket", "+Inf"] >= 1
+
+
+def test_what_waits_and_runs_is_all_that_is_under_way(api: Api) -> None:
+    """Also what the engine has not looked at, since a step takes long."""
+
+    def figures() -> tuple[float, float]:
+        found = {each.name: each for each in text_string_to_metric_families(web.get(f"{api.url}/metrics").text)}
+        running, waiting = (
+            found[f"symbiosis_serve_num_requests_{what}"].samples[0].value for what in ("running", "waiting")
+        )
+        return running, waiting
+
+    may_go_on = threading.Event()
+    api.engine._loop.ask(lambda: may_go_on.wait(60))  # type: ignore[func-returns-value]
+    with ThreadPoolExecutor(20) as pool:
+        try:
+            asked = [
+                pool.submit(api.client.completions.create, model=model, prompt=PROMPT, n=3, max_tokens=4)
+                for model in ("demo", "shout") * 10
+            ]
+            eventually(lambda: figures() == (0, 60))
+        finally:
+            may_go_on.set()
+        assert all(len(each.result().choices) == 3 for each in asked)
+    assert figures() == (0, 0)
 
 
 def test_no_torch_is_loaded_to_speak_http(api: Api) -> None:

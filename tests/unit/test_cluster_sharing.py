@@ -1,6 +1,7 @@
 """What tenants share: no room is closed by one to the others, whatever comes in which order."""
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from symbiosis.cluster.front.view import MOST_WAITING, Seen, View
 from symbiosis.cluster.placement import Wish
 from symbiosis.clusters import Member, Told
 from symbiosis.serving.http.incoming.sharing import Held, Room
+from symbiosis.serving.http.link.lanes import LARGE
 from symbiosis.serving.http.outlet import outlet_to
 
 KEYS = {name: {"Authorization": f"Bearer {name}-key-1"} for name in ("alice", "eve")}
@@ -82,6 +84,28 @@ def test_nobody_closes_the_waiting_room_to_others(front: Front) -> None:
 
     asyncio.run(ask())
     assert front.view.room.has("other", MOST_WAITING // 2), "those who have gone wait no more"
+
+
+def test_what_waits_to_be_read_waits(front: Front) -> None:
+    """A large body, while the threads that read such ones are taken."""
+    free = threading.Event()
+    taken = [front._lanes.submit(name, free.wait) for name in "xy"]
+
+    async def ask() -> None:
+        asked = asyncio.create_task(told(front, "alice", prompt="a" * 2 * LARGE))
+        await asyncio.sleep(0.1)
+        before = front.view.waiting.copy()
+        free.set()
+        await asyncio.sleep(0.1)
+        then = front.view.waiting.copy()
+        await asked
+        assert (before, then, front.view.waiting) == ({"": 1}, {"m": 1}, {})
+
+    try:
+        asyncio.run(ask())
+    finally:
+        free.set()
+    assert all(each.result() for each in taken)
 
 
 def test_an_answer_that_is_held_counts_like_a_body() -> None:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http.failures import ApiError
 from symbiosis.serving.http.front import Front, _check_continuation
 from symbiosis.serving.http.incoming import connections
@@ -64,6 +65,22 @@ def keyed(tmp_path: Path, most: int) -> Front:
     return Front(
         remote, bytes_tokenizer(), FrontOptions(model="demo", folder="", api_keys=str(file), max_requests=most)
     )
+
+
+def test_what_is_prepared_waits(tmp_path: Path) -> None:
+    """... and what the engine has not taken, so that what runs and what waits are all that is under way."""
+    front = keyed(tmp_path, most=12)
+
+    async def told(kind: type, verb: str) -> Figures:
+        return Figures(running=2, waiting=1)
+
+    front.remote.ask, front.remote.completions = told, 5  # type: ignore[method-assign, misc]
+    body: Any = SimpleNamespace(completions=2, continuation=None)
+    with front.admitted(front.keys.tenant("Bearer eves-own-key"), body, 2, 1):
+        found = asyncio.run(front.figures())
+    assert (found.running, found.waiting) == (2, 7)
+    after = asyncio.run(front.figures())
+    assert (after.running, after.waiting) == (2, 3)
 
 
 def test_one_key_leaves_places_for_the_next(tmp_path: Path) -> None:

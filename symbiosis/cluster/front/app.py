@@ -102,7 +102,11 @@ class Front(Keyed):
         data, is_chat = await self.bodies.read(request, MOST_BYTES), request.url.path.endswith("/chat/completions")
         if len(data) <= LARGE:
             return Asked(data, is_chat)
-        return await asyncio.wrap_future(self._lanes.submit(tenant.name, lambda: Asked(data, is_chat)))
+        self.view.unread += 1
+        try:
+            return await asyncio.wrap_future(self._lanes.submit(tenant.name, lambda: Asked(data, is_chat)))
+        finally:
+            self.view.unread -= 1
 
     def relay(self, request: Request, tenant: Tenant, asked: Asked) -> Relay:
         """Return the answer to a completion, if the tenant may have so many."""

@@ -106,6 +106,7 @@ class View:
         self.moved = Counter[str]()  # by why
         self.decisions = deque[dict[str, Any]](maxlen=DECISIONS)
         self._fleet = Fleet()
+        self.unread = 0  # requests whose bodies are not read, so that nobody knows what they ask for
         self._waiting: list[tuple[Flight, asyncio.Future[None]]] = []
         self._running = Counter[str]()  # sequences by tenant
 
@@ -134,8 +135,8 @@ class View:
 
     @property
     def waiting(self) -> Counter[str]:
-        """By model, how many sequences wait for a server."""
-        found = Counter[str]()
+        """By model, how many sequences wait for a server; of no model, those whose model is not known yet."""
+        found = Counter({"": self.unread} if self.unread else {})
         for flight, turn in self._waiting:
             if not turn.done():  # else it is placed, or given up
                 found[flight.wish.model] += flight.wish.sequences

@@ -232,11 +232,11 @@ class Engine:
     def figures(self) -> Figures:
         """Return what is going on now, and what was counted so far."""
         blocks, pool, counts = self._served.blocks, self._served.arena.pool, self._scheduler.counts
-        free = pool.free
+        free, running = pool.free, len(self._scheduler.running)
         return msgspec.structs.replace(
             self._loop.figures,
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
+            running=running,
+            waiting=max(0, self._loop.in_flight - running),
             prefix_tokens=counts.asked,
             prefix_hits=counts.found,
             pages=pool.total,

@@ -48,8 +48,8 @@ class Histogram(msgspec.Struct):
 class Figures(msgspec.Struct, kw_only=True):
     """The figures of one engine since it started."""
 
-    running: int = 0
-    waiting: int = 0
+    running: int = 0  # completions in the batch
+    waiting: int = 0  # ... and all others under way
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0

@@ -47,6 +47,7 @@ class Loop:
         self._under_way: set[int] = set()  # requests, with those that `jobs` will have after this step
         self._coming: dict[int, int] = {}  # of those that `jobs` does not have yet: the tokens of their prompts
         served.gives_way = self._gives_way
+        self._begun = 0  # completions
         self.jobs: dict[int, Job] = {}
         self._versions = Counter[int]()  # of adapters: how many of the jobs have each
         self.figures, self.finished = Figures(), Counter[str]()
@@ -83,6 +84,7 @@ class Loop:
                 self._under_way.discard(job.request.id)
                 del self._coming[job.request.id]
                 raise
+            self._begun += len(job.sequences)
 
     def cancel(self, request: int) -> None:
         self._put(lambda: self._end(request, Finish.CANCELLED))
@@ -115,6 +117,11 @@ class Loop:
     def uses(self, version: int) -> bool:
         """Whether a request under way has this version of an adapter. Only for the engine's thread."""
         return self._versions[version] > 0
+
+    @property
+    def in_flight(self) -> int:
+        """How many completions have begun, and have not ended."""
+        return self._begun - self.finished.total()
 
     @property
     def is_alive(self) -> bool:

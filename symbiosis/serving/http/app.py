@@ -13,7 +13,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from symbiosis import __version__
 from symbiosis.serving.adapter import IS_THE_BASE
-from symbiosis.serving.engine.figures import Figures
 from symbiosis.serving.http import page, schemas
 from symbiosis.serving.http.answers import ChatWords, CompletionWords, Words
 from symbiosis.serving.http.failures import ApiError, app_of, only_for, storing, unknown_model, wrong
@@ -243,7 +242,7 @@ async def told_metrics(front: Front, request: Request) -> ASGIApp:
 async def figures(front: Front, request: Request) -> ASGIApp:
     """Return what the page shows."""
     front.tenant(request)
-    found = await front.remote.ask(Figures, "figures")
+    found = await front.figures()
     adapters = await front.remote.ask(list[AdapterInfo], "adapters")
     chats = getattr(front.tokenizer, "chat_template", None) is not None
     return _json({"model": front.options.model, "chat": chats, "figures": found, "adapters": adapters})

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 
 from symbiosis.serving.engine.detokenize import Stop, Text
@@ -41,6 +42,7 @@ class Front(Keyed):
         self._lanes = Lanes(4, "http-made")
         self.answered: dict[tuple[str, int], int] = {}  # by path and status
         self.started = int(time.time())
+        self._prepared = 0  # completions that the engine has not been asked for yet
         self._prompt_logprobs, self._logprobs = Room(MOST_PROMPT_LOGPROBS), Room(MOST_LOGPROBS)
         remote.places = Room(max(2, options.max_requests))
         self._metrics: asyncio.Task[bytes] | None = None  # that are being made
@@ -64,7 +66,13 @@ class Front(Keyed):
         return await asyncio.shield(self._metrics)
 
     async def _made_metrics(self) -> bytes:
-        return metrics.text(await self.remote.ask(Figures, "figures"), self.answered, self.options.engine)
+        return metrics.text(await self.figures(), self.answered, self.options.engine)
+
+    async def figures(self) -> Figures:
+        """Return the engine's figures. Of what was let in, all that is not in its batch waits, also what it has not heard of yet."""
+        found = await self.remote.ask(Figures, "figures")
+        in_flight = max(found.running + found.waiting, self._prepared + self.remote.completions)
+        return msgspec.structs.replace(found, waiting=in_flight - found.running)
 
     async def body(self, request: HttpRequest) -> bytes:
         """Return the whole body of a request, if it is not too large and comes in time."""
@@ -91,11 +99,14 @@ class Front(Keyed):
         self.check_room(tenant, prompts, completions)
         most = min(tokens, self.remote.welcome.most_tokens)
         admission = tenant.admit(completions, self.keys.clock(), completions * most)
+        self._prepared += completions
         try:
             yield admission
         except BaseException:
             admission.end()
             raise
+        finally:
+            self._prepared -= completions
 
     def check_room(self, tenant: Tenant, requests: int, completions: int) -> None:
         """Raise `ApiError` unless so many more requests may be under way. Where there are keys, none takes the last places from whoever comes

@@ -11,8 +11,8 @@ from symbiosis.serving.engine.figures import Figures, Histogram
 
 PREFIX = "symbiosis_serve_"
 GAUGES: dict[str, tuple[str, Callable[[Figures], float]]] = {
-    "num_requests_running": ("Requests in the batch.", lambda f: f.running),
-    "num_requests_waiting": ("Requests that wait for their first step.", lambda f: f.waiting),
+    "num_requests_running": ("Completions in the batch.", lambda f: f.running),
+    "num_requests_waiting": ("Completions under way that are not in the batch: prepared, or waiting for a place.", lambda f: f.waiting),
     "kv_cache_usage_perc": ("Of the memory for keys, values and adapters, what is in use: 1 is all.", lambda f: f.cache_usage),
     "pages": ("Pages of that memory.", lambda f: f.pages),
     "adapters": ("Adapters that are known.", lambda f: f.adapters),

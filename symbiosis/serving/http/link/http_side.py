@@ -82,6 +82,11 @@ class RemoteEngine(asyncio.Protocol):
         """Requests that the engine has not ended, also those that nobody wants any more."""
         return len(self._requests)
 
+    @property
+    def completions(self) -> int:
+        """Completions of those requests that have not finished."""
+        return sum(asked.left for asked in self._requests.values())
+
     def next_id(self) -> int:
         return next(self._ids)
 
