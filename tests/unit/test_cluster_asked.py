@@ -46,6 +46,12 @@ def test_too_many_prompts_are_refused(prompt: Any) -> None:
         Asked(json.dumps({"prompt": prompt}).encode())
 
 
+def test_a_continuation_of_very_many_lists_is_refused_before_they_are_made() -> None:
+    before = {"id": "x", "created": 1, "tokens": [[]] * 100_000}
+    with pytest.raises(ApiError, match="continuation holds too much"):
+        Asked(json.dumps({"prompt": "a", "stream": True, "seed": 1, "continuation": before}).encode())
+
+
 @pytest.mark.parametrize("name", [name for name in _Fields.__struct_fields__ if name != "model"])
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_null_is_as_absent(name: str, is_chat: bool) -> None:

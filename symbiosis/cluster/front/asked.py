@@ -11,7 +11,7 @@ import msgspec
 from symbiosis.serving.engine.limits import check_number
 from symbiosis.serving.http.failures import wrong
 from symbiosis.serving.http.incoming.costs import without_texts
-from symbiosis.serving.http.schemas import AS_CHECKED, Continuation, decoded, refusing
+from symbiosis.serving.http.schemas import AS_CHECKED, MOST, Continuation, decoded, refusing
 
 MOST_PROMPTS = 4096  # of a request
 MOST_CONTINUATION = 1 << 20  # bytes
@@ -117,4 +117,6 @@ def _continuation(given: bytes) -> Continuation | None:
     """Return how far another front end has come with it."""
     if len(given) > MOST_CONTINUATION:
         raise wrong(f"a continuation has at most {MOST_CONTINUATION} bytes", "continuation")
-    return decoded(Continuation, given) if given else None
+    if not MOST["continuation"].holds(given):
+        raise wrong(f"continuation holds too much: at most {MOST['continuation']}", "continuation")
+    return decoded(Continuation, given, "continuation") if given else None

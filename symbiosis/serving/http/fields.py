@@ -43,8 +43,10 @@ def check_default(name: str, written: msgspec.Raw) -> None:
     Traceback (most recent call last):
     symbiosis.serving.http.failures.ApiError: store is not supported, but for false: nothing is stored here
     """
-    given, (defaults, reason) = bytes(written), DEFAULTS[name]
-    if given in (b"", b"null") or (len(given) <= LONGEST_DEFAULT and msgspec.json.decode(given) in defaults):
+    if (given := bytes(written)) in (b"", b"null"):
+        return
+    defaults, reason = DEFAULTS[name]
+    if len(given) <= LONGEST_DEFAULT and msgspec.json.decode(given) in defaults:
         return
     but = f", but for {' or '.join(msgspec.json.encode(each).decode() for each in defaults)}" if defaults else ""
     raise wrong(f"{name} is not supported{but}: {reason}", name)

@@ -19,7 +19,7 @@ from symbiosis.serving.engine.limits import (
     check_sampling,
 )
 from symbiosis.serving.http.failures import ApiError, wrong
-from symbiosis.serving.http.fields import DEFAULTS, OF_TEMPLATE, check_default
+from symbiosis.serving.http.fields import OF_TEMPLATE, check_default
 from symbiosis.serving.http.incoming.costs import Most
 from symbiosis.serving.request import Sampling
 
@@ -185,6 +185,7 @@ class ChatBody(Body, kw_only=True):
 
 
 MOST_VALUES = 1 << 22
+LITTLE = 1024  # bytes of a field of which anything may be made
 MOST = {  # what fields hold at most: it is counted before anything is made of them
     "stop": Most(COUNTS["stop"], 1, COUNTS["stop"]),
     "stop_token_ids": Most(COUNTS["stop_tokens"], 1, COUNTS["stop_tokens"]),
@@ -199,31 +200,29 @@ MOST = {  # what fields hold at most: it is counted before anything is made of t
 
 def read(kind: type[BodyType], data: bytes) -> BodyType:
     """Read a body of this kind. Raises an `ApiError` that says what is wrong with it."""
-    written = decoded(_as_written(kind), data)
-    fields = {name: getattr(written, name) for name in written.__struct_fields__}
-    for each in msgspec.structs.fields(kind):
-        if each.name in MOST and (given := bytes(fields[each.name])):
-            if not MOST[each.name].holds(given):
-                raise wrong(f"{each.name} holds too much: at most {MOST[each.name]}", each.name)
-            fields[each.name] = decoded(each.type, given, each.name)
-        elif each.name in MOST:
-            fields[each.name] = None
+    as_written, large = _as_written(kind)
+    fields = msgspec.structs.asdict(decoded(as_written, data))
+    for name, its_kind in large.items():
+        given = bytes(fields[name])
+        if len(given) > LITTLE and not MOST[name].holds(given):
+            raise wrong(f"{name} holds too much: at most {MOST[name]}", name)
+        fields[name] = decoded(its_kind, given, name) if given else None
     body = kind(**fields)
     _check(body)
     return body
 
 
 @cache
-def _as_written(kind: type[Body]) -> type[msgspec.Struct]:
-    """Return a kind of body whose large fields are as they are written: nothing is made of them."""
+def _as_written(kind: type[Body]) -> tuple[type[msgspec.Struct], dict[str, Any]]:
+    """Return a kind of body whose large fields are as they are written: nothing is made of them. And those fields' kinds, by name."""
+    there = msgspec.structs.fields(kind)
+    large = {each.name: each.type for each in there if each.name in MOST}
     fields: list[Any] = []
-    for each in msgspec.structs.fields(kind):
-        what = msgspec.Raw if each.name in MOST else each.type
-        is_needed = each.default is msgspec.NODEFAULT
-        fields.append(
-            (each.name, what) if is_needed else (each.name, what, msgspec.Raw() if what is msgspec.Raw else None)
-        )
-    return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True)
+    for each in there:
+        what = msgspec.Raw if each.name in large else each.type
+        default = msgspec.Raw() if what is msgspec.Raw else None
+        fields.append((each.name, what) if each.required else (each.name, what, default))
+    return msgspec.defstruct(kind.__name__, fields, kw_only=True, forbid_unknown_fields=True), large
 
 
 def decoded(kind: type[Kind], data: bytes, field: str = "") -> Kind:
@@ -277,12 +276,12 @@ def refusing(names: dict[str, str] = AS_ASKED) -> Iterator[None]:
 
 def _check(body: Body) -> None:
     for name in body.__struct_fields__:
-        if name in DEFAULTS:
-            check_default(name, getattr(body, name))
-        if (value := getattr(body, name)) is None:
+        value = getattr(body, name)
+        if isinstance(value, msgspec.Raw):
+            check_default(name, value)
+        elif value is None or isinstance(value, bool) or (name == "top_k" and value == -1):
             continue
-        checked = AS_CHECKED.get(name, name)
-        if checked in LIMITS and not isinstance(value, bool) and not (name == "top_k" and value == -1):
+        elif (checked := AS_CHECKED.get(name, name)) in LIMITS:
             with refusing({checked: name}):
                 check_number(checked, value)
     with refusing():
