@@ -9,15 +9,14 @@ from symbiosis.cgroups import usable_cores
 from symbiosis.cluster.plan import Plan, load
 from symbiosis.clusters import Told, running
 from symbiosis.errors import ConfigError
-from symbiosis.tools.cluster.footprint import HOST, places, told
 from symbiosis.tools.cluster.preflight import (
     bundle_of,
     check,
-    check_memory,
     footprint_of,
     free_memory_of,
     server_options,
 )
+from symbiosis.tools.footprint import HOST, lacking, places, told
 
 OWN_DESCRIPTORS = 64  # of a process that does nothing
 
@@ -59,7 +58,7 @@ def _limits(plan: Plan) -> Iterator[Finding]:
     """Yield what may run out while the cluster works, though it can be started."""
     free = free_memory_of(footprint_of(plan, plan.models))
     full = footprint_of(plan, plan.models, most=True, free=free)
-    for line in check_memory("all servers that may run, with all their pages in use,", full, free):
+    for line in lacking("all servers that may run, with all their pages in use,", full, free):
         yield "warn", line, ""
     threads = max(model.threads for model in plan.models.values())
     if threads > (cores := usable_cores()):

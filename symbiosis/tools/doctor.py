@@ -21,8 +21,8 @@ from symbiosis.config import default_endpoints, named_endpoints
 from symbiosis.endpoints import how_to_start_one, socket_path
 from symbiosis.errors import OutdatedPackage
 from symbiosis.memory import free_memory, meminfo, whole_memory
-from symbiosis.tools.cluster.footprint import EXECUTOR
 from symbiosis.tools.cluster_findings import findings
+from symbiosis.tools.footprint import EXECUTOR
 from symbiosis.tools.reporting import versions
 from symbiosis.tools.room import room_for
 

@@ -8,7 +8,7 @@ from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
 from symbiosis.executor.preflight import free_gpu_memory, visible_gpus
 from symbiosis.memory import free_memory
-from symbiosis.tools.cluster.footprint import EXECUTOR
+from symbiosis.tools.footprint import EXECUTOR
 
 BESIDE = (
     1 / 16

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -190,6 +191,12 @@ def test_requests_go_on_when_a_killed_executor_is_back(command: Command) -> None
         assert sum(1 for _ in events) > 50
     assert _text(command) == wanted
     eventually(lambda: any("executor died" in line for line in command.errors))
+
+
+def test_figures_are_told_of_all_three_processes(command: Command) -> None:
+    """Those of the executor that runs now, which is not the first one."""
+    text = web.get(f"{command.url}/metrics").text
+    assert re.findall(r'^process_open_fds{process="(.*)"} [1-9]', text, re.MULTILINE) == ["http", "engine", "executor"]
 
 
 def test_a_trainer_uses_the_servers_executor(command: Command) -> None:

@@ -70,6 +70,8 @@ def watching(running: Running, called: Executor, folder: Path) -> Iterator[Prome
     (found,) = jobs["symbiosis-cluster"]["http_sd_configs"]
     found |= {"url": f"{running.url}/cluster/targets", "refresh_interval": "1s"}
     found["authorization"] = {"type": "Bearer", "credentials": KEY}
+    far = {"http_sd_configs": [{**found, "url": f"{found['url']}?relayed"}], "authorization": found["authorization"]}
+    jobs["relayed"] = {"job_name": "relayed", "scrape_interval": "1s", **far}
     del jobs["symbiosis-serve"]
     rules = [str(DEPLOY / name) for name in configuration["rule_files"]]
     with prometheus(folder, {"scrape_configs": list(jobs.values()), "rule_files": rules}) as watching:
@@ -149,6 +151,21 @@ def test_what_is_started_again_is_found_again(running: Running, watching: Promet
     assert watching.value('count(count by (instance) (up{job="symbiosis-cluster"}))') == len(names)
 
 
+def test_one_address_is_enough_for_a_prometheus_elsewhere(running: Running, watching: Prometheus) -> None:
+    """The front end answers for each process, with its labels and its figures."""
+    for name, metric in (
+        ("demo-executor-1", "symbiosis_uptime_seconds"), ("demo-server-1", "symbiosis_serve_pages"), ("front-1", "symbiosis_cluster_running"),
+    ):  # fmt: skip
+        eventually(lambda name=name, metric=metric: watching.query(f'{metric}{{job="relayed",instance="{name}"}}'))  # type: ignore[misc]
+    keyed = {"Authorization": f"Bearer {KEY}"}
+    assert web.get(f"{running.url}/cluster/metrics/front-1").status_code == 401
+    assert (
+        web.get(f"{running.url}/cluster/metrics/front-1", headers={"Authorization": "Bearer bob-key-22"}).status_code
+        == 403
+    )
+    assert web.get(f"{running.url}/cluster/metrics/nothing", headers=keyed).status_code == 404
+
+
 def test_addresses_are_told_to_administrators_only(running: Running) -> None:
     for key, status in ((None, 401), ("bob-key-22", 403), (KEY, 200)):
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -157,17 +174,15 @@ def test_addresses_are_told_to_administrators_only(running: Running) -> None:
     assert answer.headers["content-type"] == "application/json"
 
 
-def test_what_runs_out_is_told_of_each_process(watching: Prometheus) -> None:
+@pytest.mark.parametrize(
+    ("name", "process"),
+    [("demo-executor-1", ""), ("front-1", ""), ("demo-server-1", "http"), ("demo-server-1", "engine")],
+)
+def test_what_runs_out_is_told_of_each_process(name: str, process: str, watching: Prometheus) -> None:
     """As the client libraries of Prometheus tell it. A server has several processes, and one page."""
-    for name, process in (
-        ("demo-executor-1", ""),
-        ("front-1", ""),
-        ("demo-server-1", "http"),
-        ("demo-server-1", "engine"),
-    ):
-        labels = f'{{instance="{name}",process="{process}"}}'
-        eventually(lambda labels=labels: watching.value(f"process_open_fds{labels} / process_max_fds{labels}"))  # type: ignore[misc]
-        resident = watching.value(f"process_resident_memory_bytes{labels}") or 0
-        machine = watching.value(f'symbiosis_memory_bytes{{instance="{name}"}}') or 0
-        assert 10 << 20 < resident < machine
-        assert 0 < (watching.value(f'symbiosis_memory_free_bytes{{instance="{name}"}}') or 0) < machine
+    page = f'job="symbiosis-cluster",instance="{name}"'
+    labels = f'{{{page},process="{process}"}}'
+    eventually(lambda: watching.value(f"process_open_fds{labels} / process_max_fds{labels}"))
+    resident = watching.value(f"process_resident_memory_bytes{labels}") or 0
+    machine, free = (watching.value(f"symbiosis_memory_{each}{{{page}}}") or 0 for each in ("bytes", "free_bytes"))
+    assert 10 << 20 < resident < machine and 0 < free < machine

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 
 from symbiosis.cluster.plan import ModelPlan, Plan
+from symbiosis.errors import ConfigError
+from symbiosis.serving.options import ServeOptions
 from symbiosis.tools import cluster_findings
 from symbiosis.tools.cluster import preflight
-from symbiosis.tools.cluster.footprint import CONTEXT, ENGINE, EXECUTOR, HOST, HTTP, WITH_CUDA, Footprint, total
-from symbiosis.tools.cluster.preflight import bundle_of, check_memory, footprint_of
+from symbiosis.tools.cluster.preflight import bundle_of, footprint_of
+from symbiosis.tools.footprint import CONTEXT, ENGINE, EXECUTOR, HOST, HTTP, WITH_CUDA, Footprint, lacking, total
+from symbiosis.tools.serve import preflight as of_server
 
 G = 1 << 30
 SMALL = {"memory": "64MiB", "adapter-memory": "64MiB"}
@@ -84,7 +87,7 @@ def test_each_gpu_has_what_uses_it(machine: Callable) -> None:
     )
     assert found["cuda:0", "weights"] == 2 * footprint_of(plan(a=demo(), b=demo()), ["a"])[HOST, "weights"] > 0
     machine(100 * G, cuda0=4 * G)
-    (line,) = check_memory("they", found, preflight.free_memory_of(found))
+    (line,) = lacking("they", found, preflight.free_memory_of(found))
     assert "they need 4.5 GiB" in line and "cuda:0 has 4.0 GiB free" in line
 
 
@@ -97,3 +100,16 @@ def test_what_a_node_gives_is_what_the_cluster_takes_there() -> None:
             bundles.update(bundle_of(both, name, executor))
     assert bundles == footprint_of(both, ["a"]) + footprint_of(both, ["b"])
     assert total(bundle_of(both, "b", 0), HOST) < total(bundle_of(both, "b", 1), HOST), "the first server goes there"
+
+
+@pytest.mark.parametrize(
+    "more", [{"memory": "40GiB"}, {"adapter_memory": "40GiB"}, {"memory": "12GiB", "adapter_memory": "12GiB"}]
+)
+def test_a_server_alone_is_added_up_too(more: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_server, "free_memory", lambda: 24 * G)
+    of_server.check_memory(ServeOptions(model="demo", memory="8GiB", adapter_memory="8GiB"))
+    of_server.check_memory(
+        ServeOptions(model="demo", executor="local:///executor", **more)
+    )  # its memory may be a GPU's
+    with pytest.raises(ConfigError, match="the server and its executor need .* and this machine has 24.0 GiB free"):
+        of_server.check_memory(ServeOptions(model="demo", **more))

@@ -13,6 +13,7 @@ G = 1 << 30
     [
         (10 * G, 64 * G, (), ["--device cpu"]),
         (10 * G, 10 * G, (), []),  # products and clients need memory, too
+        (10 * G, 10 * G + 800 * (1 << 20), (), []),  # and so does the process itself
         (10 * G, 64 * G, (24 * G,), ["--device cpu", "--device cuda:0"]),
         (26 * G, 8 * G, (24 * G, 24 * G), ["--devices 0,1 (13.0, 13.0 GiB)"]),
         (26 * G, 8 * G, (8 * G, 80 * G), ["--device cuda:1", "--devices 0,1 --shares 7.5,75.0 (2.4, 23.6 GiB)"]),

@@ -7,7 +7,6 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
@@ -21,10 +20,10 @@ from symbiosis.cluster.front import adapters
 from symbiosis.cluster.front.asked import Asked
 from symbiosis.cluster.front.relay import Relay
 from symbiosis.cluster.front.shown import Shown
+from symbiosis.cluster.front.targets import METRICS, metrics_of, targets
 from symbiosis.cluster.front.upstream import Lost
 from symbiosis.cluster.front.view import View, answer_of
 from symbiosis.cluster.placement import State, Wish, version_of
-from symbiosis.clusters import Member
 from symbiosis.process_figures import process_figures
 from symbiosis.serving.http import page
 from symbiosis.serving.http.failures import ApiError, app_of, only_for, storing, unknown_model, wrong
@@ -160,7 +159,8 @@ def make_app(front: Front) -> ASGIApp:
         ("DELETE", "/v1/adapters/{name:path}", delete_adapter),
         ("GET", "/health", health),
         ("GET", "/cluster", cluster),
-        ("GET", "/cluster/targets", targets),
+        ("GET", "/cluster/targets", told_targets),
+        ("GET", f"{METRICS}/{{name}}", relayed_metrics),
         ("GET", "/version", version),
         ("GET", "/metrics", metrics),
         ("GET", "/figures", figures),
@@ -271,23 +271,19 @@ async def cluster(front: Front, request: Request) -> ASGIApp:
     return _json(front.shown.cluster())
 
 
-async def targets(front: Front, request: Request) -> ASGIApp:
-    """Tell Prometheus (`http_sd_configs`) where the figures of each process are now. Its name stands for its address, which may change."""
+async def told_targets(front: Front, request: Request) -> ASGIApp:
+    """Tell Prometheus where the figures of all processes are, or, with `?relayed`, that they are here."""
     front.administrator(request)
     front.view.look()
-    told = front.view.told
-    return _json([_target(told.name, member) for member in told.members if member.pages])
+    return _json(targets(front.view.told, request.headers.get("host") if "relayed" in request.query_params else None))
 
 
-def _target(cluster: str, member: Member) -> dict[str, Any]:
-    labels = {
-        "instance": member.name,
-        "member": member.name,
-        "kind": member.kind,
-        "model": member.model,
-        "cluster": cluster,
-    }
-    return {"targets": [urlsplit(member.pages).netloc], "labels": labels}
+async def relayed_metrics(front: Front, request: Request) -> ASGIApp:
+    """Answer with the figures of one process, which are about all tenants."""
+    front.administrator(request)
+    front.view.look()
+    status, text = await metrics_of(front.view.told, request.path_params["name"])
+    return Response(text, status, media_type="text/plain; version=0.0.4")
 
 
 async def figures(front: Front, request: Request) -> ASGIApp:

@@ -30,9 +30,9 @@ from symbiosis.errors import ConfigError, SymbiosisError
 from symbiosis.executor.model.checkpoint import is_path
 from symbiosis.security.keys import generate
 from symbiosis.tools.cluster import preflight, start
-from symbiosis.tools.cluster.footprint import Footprint
 from symbiosis.tools.cluster.hosted import EXECUTOR_KEY, TENANT, ActorReport, Hosted, Task
 from symbiosis.tools.cluster.watched import Watched
+from symbiosis.tools.footprint import Footprint, lacking
 
 logger = logging.getLogger("symbiosis")
 
@@ -236,7 +236,7 @@ class OnRay:
         for found, has in ray.get(asked):
             needed.update(found)
             free |= has
-        return list(preflight.check_memory("all processes there", needed, free))
+        return list(lacking("all processes there", needed, free))
 
     def executor(self, model: str, number: int) -> Watched:
         self._coming.discard(model)

@@ -2,7 +2,7 @@
 
 import importlib.util
 import socket
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from symbiosis.executor.preflight import free_gpu_memory
 from symbiosis.logs import JsonLines
 from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
-from symbiosis.tools.cluster import footprint
-from symbiosis.tools.cluster.footprint import HOST, Footprint
+from symbiosis.tools import footprint
+from symbiosis.tools.footprint import HOST, Footprint
 from symbiosis.tools.serve import preflight as of_server
 
 WAIT_S = 600.0  # of a server, for its executor
@@ -137,20 +137,10 @@ def free_memory_of(found: Footprint) -> dict[str, int]:
     return {place: free for place, free in looked.items() if free is not None}
 
 
-def check_memory(what: str, found: Footprint, free: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line for each place that has not enough."""
-    for place, room in free.items():
-        if footprint.total(found, place) > room:
-            yield (
-                f"{what} need {footprint.told(found, place)}, and {place} has {room / 2**30:.1f} GiB free: start fewer executors or servers, give servers "
-                "less `memory` and `adapter-memory`, end what else runs there, or choose a smaller model"
-            )
-
-
 def _memory(plan: Plan, names: Collection[str]) -> list[str]:
     """Check that all processes of these models fit together. Each executor alone does, as was found before."""
     found = footprint_of(plan, names)
-    return list(check_memory("all processes", found, free_memory_of(found)))
+    return list(footprint.lacking("all processes", found, free_memory_of(found)))
 
 
 def config_path(folder: Path, name: str) -> Path:

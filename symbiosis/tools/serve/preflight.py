@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from symbiosis import requirements
-from symbiosis.config import DTYPE_BITS
+from symbiosis.config import DTYPE_BITS, Options
 from symbiosis.endpoints import is_within_process, parts_of
 from symbiosis.errors import ConfigError
 from symbiosis.executor.model.checkpoint import MODEL, check_whole, located, weight_files, weights_nbytes
 from symbiosis.executor.preflight import SMALLER, check_room, fewer_bits
 from symbiosis.memory import free_memory
 from symbiosis.serving.options import ServeOptions
+from symbiosis.tools import footprint
 
 INSTALL = "`symbiosis serve` needs the packages of an extra: pip install 'symbiosis-llm[serve]'"
 DEMO_ADAPTERS = Path(__file__).parents[2] / "demo_model" / "adapters"
@@ -56,6 +57,16 @@ def check_model(options: ServeOptions) -> None:
         needed = weights_nbytes(files, DTYPE_BITS.get(options.dtype or ""), ())
         advice = f"{SMALLER}{fewer_bits(files, options.dtype)}"
         check_room(options.model, needed, free_memory(), "this machine", advice)
+
+
+def check_memory(options: ServeOptions) -> None:
+    """Check that the server has room with all pages that its options name, and with an executor of its own. Where that of another one is, it
+    tells when it is asked."""
+    if options.model is not None and options.executor is None:
+        executor = Options(model=options.model, dtype=options.dtype)
+        found = footprint.of_server(options, executor) + footprint.of_executor(executor)
+        for line in footprint.lacking("the server and its executor", found, {footprint.HOST: free_memory()}):
+            raise ConfigError(line)
 
 
 def check_executor(options: ServeOptions) -> None:
@@ -111,7 +122,7 @@ def check_chat_template(options: ServeOptions) -> None:
     chat_template(options)
 
 
-TESTS = (check_packages, check_model, check_executor, check_adapters, check_keys, check_chat_template)
+TESTS = (check_packages, check_model, check_memory, check_executor, check_adapters, check_keys, check_chat_template)
 
 
 def bound(options: ServeOptions) -> socket.socket:

@@ -1,10 +1,10 @@
-"""How much memory the processes of a cluster take, on the host and on each GPU, from the files of weights and the options. It loads no torch.
+"""How much memory the processes of a server or a cluster take, on the host and on each GPU, from the files of weights and the options. It loads no torch.
 
 What an idle process has for itself was measured (`Private_Dirty`): with Python 3.11, torch 2.13 and transformers 5 on CPUs; on GPUs with torch 2.11
 on an H200, after products in float32 and bfloat16. `tests/process/test_prometheus.py` holds the former to what a cluster takes."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from symbiosis.config import DTYPE_BITS, Options
 from symbiosis.executor.model.checkpoint import located, weight_files, weights_nbytes
@@ -65,6 +65,16 @@ def _use_gpu(found: Footprint, device: str) -> None:
 
 def _gpu(device: str) -> str:
     return "cuda:0" if device == "cuda" else device
+
+
+def lacking(what: str, found: Footprint, free: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each place that has not enough for what is to run there."""
+    for place, room in free.items():
+        if total(found, place) > room:
+            yield (
+                f"{what} need {told(found, place)}, and {place} has {room / 2**30:.1f} GiB free: give servers less `memory` and `adapter-memory`, "
+                "start fewer processes, end what else runs there, or choose a smaller model"
+            )
 
 
 def told(found: Footprint, place: str) -> str:
